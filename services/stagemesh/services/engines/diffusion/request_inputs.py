@@ -1,4 +1,4 @@
-"""Converts a task to the inputs of a pipeline. Validates the task before it uses any resources."""
+"""Validates a task and converts it to the inputs of a diffusion pipeline."""
 
 from collections.abc import Mapping
 
@@ -15,9 +15,11 @@ _MAX_SEED = (1 << 63) - 1
 def build_inputs(
     task: Task, options: Mapping[str, float], *, stage: DiffusionOptions, facts: ModelFacts
 ) -> DiffusionInputs:
-    """Returns a task's inputs. `options` are the request's options, completed with the defaults.
+    """Returns the pipeline inputs for a task. `options` contains the request's options and the defaults of omitted
+    options.
 
-    Raises InvalidRequestError or UnsupportedError, which name the invalid value and the allowed values.
+    Raises InvalidRequestError or UnsupportedError if the task is invalid. The error names the invalid value and the
+    allowed values.
     """
     if not 0 <= task.seed <= _MAX_SEED:
         raise InvalidRequestError(f"seed is {task.seed}; it must be from 0 to {_MAX_SEED}", reason="INVALID_OPTION")
@@ -43,12 +45,13 @@ def build_inputs(
 
 
 def _needs_prompt(task: Task, stage: DiffusionOptions) -> bool:
-    """Returns whether the task must have a prompt. A task that resumes may omit it."""
+    """Returns whether the stage must read the task's prompt. A task that resumes from a checkpoint may omit the
+    prompt."""
     return stage.part in {"all", "encode"} and (task.resume_from is None or task.prompt is not None)
 
 
 def parse_integer(name: str, value: float) -> int:
-    """Returns an option as an integer. Raises InvalidRequestError if the value has a fractional part."""
+    """Returns an option's value as an integer. Raises InvalidRequestError if the value has a fractional part."""
     if value != int(value):
         raise InvalidRequestError(f"option {name!r} is {value:g}; it must be an integer", reason="INVALID_OPTION")
     return int(value)

@@ -1,4 +1,4 @@
-"""Loads a model and runs requests on it. Not thread-safe."""
+"""Runs diffusion requests on a loaded model. Not thread-safe."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ from stagemesh.services.engines.diffusion.transfer.request_transfer import Reque
 
 
 class DiffusionRunner:
-    """One part of a pipeline, or the complete pipeline, on one device."""
+    """Loads a pipeline, or one part of a pipeline, on one device and runs requests on it. Not thread-safe."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class DiffusionRunner:
         *,
         prompt_cache: PromptCache | None = None,
     ) -> None:
-        """Loads the model. Raises NotReadyError if it cannot be loaded or is not supported."""
+        """Loads the model in `folder`. Raises NotReadyError if the model cannot be loaded or is not supported."""
         dtype = getattr(torch, options.dtype)
         self._loader = Loader(folder, options.load, dtype=dtype, device=device)
         self.pipeline = _pipeline_class(options.load)(
@@ -49,17 +49,18 @@ class DiffusionRunner:
             forwards.caches = enable_caches(forwards.model, options.step_cache)
 
     def prepare(self, state: DiffusionRequestState) -> None:
-        """Runs everything before the first step: encodes the prompt, generates the noise and sets the schedule."""
+        """Prepares a request for its first step: encodes the prompt, generates the noise and sets the noise
+        schedule."""
         try:
             self.pipeline.prepare_encode(state)
         except Exception as exc:
             raise to_stagemesh_error(exc) from exc
 
     def step(self, states: Sequence[DiffusionRequestState]) -> list[StagemeshError | None]:
-        """Advances each request by one step in as few forward passes as possible.
+        """Advances each request by one denoising step in as few forward passes as possible.
 
-        Returns the error of each request, or None for a request that succeeded. If a shared forward pass fails, runs
-        each request alone, so that only the request that caused the failure fails.
+        Returns one item for each request: the request's error, or None if the request succeeded. If a shared forward
+        pass fails, runs each request alone, so that only the request that caused the failure fails.
         """
         try:
             if self._adapters is not None:
@@ -72,9 +73,9 @@ class DiffusionRunner:
         return [self._advance(state, noise) for state, noise in zip(states, noises, strict=True)]
 
     def decode(self, state: DiffusionRequestState) -> Array:
-        """Returns the result, or a preview before the last step.
+        """Decodes the latents of a request. Before the last step, the returned frames are a preview.
 
-        The frames are float32[images or frames, 3, height, width] with values in [0, 1].
+        Returns float32[images or frames, 3, height, width] with values in [0, 1].
         """
         try:
             result = self.pipeline.post_decode(self.pipeline.end_loop(state))
@@ -85,18 +86,18 @@ class DiffusionRunner:
 
     @property
     def adapters(self) -> ModelAdapters:
-        """The model's LoRA adapters. Raises NotReadyError if the stage does not support adapters."""
+        """The LoRA adapters of the model. Raises NotReadyError if the option `enable_lora` is not set."""
         if self._adapters is None:
             raise NotReadyError("the stage does not support adapters; start it with the option enable_lora")
         return self._adapters
 
     def forget(self, state: DiffusionRequestState) -> None:
-        """Frees the step cache's state of a request."""
+        """Frees the data that the step cache stores for a request."""
         if self.pipeline.forwards.caches is not None:
             self.pipeline.forwards.caches.forget(state.request_id)
 
     def close(self) -> None:
-        """Removes offloaded files. May be called more than once."""
+        """Deletes the offload folder, if any. May be called more than once."""
         self._loader.close()
 
     # -- inner workings

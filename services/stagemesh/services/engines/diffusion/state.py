@@ -1,4 +1,4 @@
-"""The state of one diffusion request."""
+"""The inputs and the state of a diffusion request."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,52 +9,58 @@ from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
 @dataclass(frozen=True)
 class DiffusionInputs:
-    """Inputs of a request. A stage that runs one part of a pipeline reads only the inputs that its part needs."""
+    """Inputs of a diffusion request. A stage that runs one part of a pipeline reads only the inputs that its part
+    needs."""
 
     seed: int
     prompt: str = ""
     negative_prompt: str = ""
     image: bytes | None = None
-    """The content of the input image file, for models that edit images. None if the request has no image."""
+    """Content of the input image file, or None if the request has no image. Only models that edit images accept an
+    image."""
     height: int = 0
-    """Height in pixels. 0 means that the request does not set it."""
+    """Height of the image in pixels. 0 if the request does not set the height."""
     width: int = 0
     num_inference_steps: int = 0
     guidance_scale: float = 1.0
     num_frames: int = 1
-    """Number of video frames. 1 for image models."""
+    """Number of frames of the video. 1 for an image."""
     adapter: str | None = None
-    """Name of the LoRA adapter used for denoising. None means no adapter."""
+    """Name of the LoRA adapter for denoising, or None if the request does not use an adapter."""
     adapter_scale: float = 1.0
-    """Strength of the adapter. 1 applies it as trained."""
+    """Strength of the LoRA adapter. 1 is the strength with which the adapter was trained."""
 
 
 @dataclass
 class DiffusionRequestState:
-    """The data of a request between its phases. Contains no model. `transfer` serializes it for another process."""
+    """The data of a diffusion request between the phases of the pipeline. Does not contain the model.
+
+    `transfer` serializes this data for another process.
+    """
 
     request_id: str
     inputs: DiffusionInputs
     values: Any = field(default_factory=PipelineState)
-    """A `PipelineState`: the results of completed blocks, such as embeddings, masks, sizes and timesteps, by name."""
+    """`PipelineState` with the results of completed blocks by name, such as embeddings, masks, sizes and timesteps."""
     loop: Any = None
-    """A `BlockState`: the variables of the denoising loop. None before and after the loop."""
+    """`BlockState` with the variables of the denoising loop. None before and after the loop."""
     scheduler: Any = None
-    """The request's own scheduler object of diffusers, with its position in the schedule. None before denoising."""
+    """The request's own diffusers scheduler, which contains the position in the noise schedule. None before
+    denoising."""
     guider: Any = None
-    """The request's own guider, with its guidance scale. None if the model has no guider."""
+    """The request's own diffusers guider, which contains the guidance scale. None if the model has no guider."""
     step_index: int = 0
-    """Number of completed steps."""
+    """Number of completed denoising steps."""
     total_steps: int = 0
-    """Total number of steps. 0 until the request is encoded."""
+    """Total number of denoising steps. 0 until the noise schedule is set."""
 
     @property
     def latents(self) -> torch.Tensor:
-        """The current latents, in the model's layout."""
+        """The current latents, in the layout that the model uses."""
         latents: torch.Tensor = self.values.get("latents") if self.loop is None else self.loop.latents
         return latents
 
     @property
     def denoised(self) -> bool:
-        """Whether all steps are completed."""
+        """Whether all denoising steps are completed."""
         return self.total_steps > 0 and self.step_index >= self.total_steps

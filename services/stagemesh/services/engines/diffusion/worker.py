@@ -1,4 +1,4 @@
-"""The worker of a diffusion engine. It owns the model, the requests in progress and the device's memory."""
+"""The worker of a diffusion engine. It owns the model, the state of running requests and the device memory."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -31,37 +31,40 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PROFILED_STEP = "denoising step"
-"""The name under which a profile shows each denoising step."""
+"""Name of each denoising step in a profile."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Properties of a loaded model. The engine needs them to validate and admit requests."""
+    """Properties of a loaded model that the engine needs to validate and admit requests."""
 
     sizes: ModelSizes
     frames_multiple: int
-    """The number of frames must be one more than a multiple of this number. 0 for image models."""
+    """The number of frames minus 1 must be a multiple of this number. 0 for models that generate images."""
     min_steps: int
     takes_image: bool
     free_bytes: int
-    """Device memory that is available for requests, in bytes."""
+    """Device memory that is available for requests after the model is loaded, in bytes."""
 
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A request that is ready for its first step, or for the next step after a checkpoint."""
+    """Scheduling data of a request that is ready for its first step, or for its next step after a checkpoint."""
 
     key: tuple[object, ...]
-    """A compatibility key. Requests with the same key can share a step."""
+    """Compatibility key. Only requests with equal keys can share a step."""
     tokens: int
     step_index: int
     total_steps: int
     prompt_cache: CacheStatistics
-    """Statistics of the prompt cache after the request was prepared."""
+    """Statistics of the prompt cache, taken after the request was prepared."""
 
 
 class DiffusionWorker:
-    """Runs named requests on one device. Arguments and results are numbers, strings and arrays. Not thread-safe."""
+    """Loads a model on one device and runs requests, which are identified by name. Not thread-safe.
+
+    Arguments and results can be pickled, because the worker may run in another process.
+    """
 
     def __init__(self, folder: Path, options: DiffusionOptions, *, rank_group: "RankGroup | None" = None) -> None:
         self._folder, self._options, self._rank_group = folder, options, rank_group
@@ -71,7 +74,7 @@ class DiffusionWorker:
             torch.set_num_threads(1)
         self._runner: DiffusionRunner | None = None
         self._sleeping_runner: DiffusionRunner | None = None
-        """The runner while the engine is asleep with the weights in host memory. None otherwise."""
+        """The runner while the engine is asleep and retains the weights in host memory. None otherwise."""
         self._prompt_cache = PromptCache(options.prompt_cache_bytes)
         self._profile: _StepProfile | None = None
         self._states: dict[str, DiffusionRequestState] = {}
@@ -94,7 +97,7 @@ class DiffusionWorker:
 
     @property
     def runner(self) -> DiffusionRunner:
-        """The loaded model. Raises NotReadyError if no model is loaded."""
+        """Runner with the loaded model. Raises NotReadyError if no model is loaded."""
         if self._runner is None:
             raise NotReadyError("the model is not loaded")
         return self._runner
@@ -104,9 +107,10 @@ class DiffusionWorker:
     def begin(
         self, name: str, inputs: DiffusionInputs, *, conditioning: Array | None = None, state: Array | None = None
     ) -> PreparedRequest:
-        """Adds a request.
+        """Adds a request and prepares its next step.
 
-        It starts from its prompt, from the `conditioning` of another stage, or from the `state` of a checkpoint.
+        `conditioning` contains encoding results of another stage, and `state` contains the state of a checkpoint. If
+        both are None, the request starts from its prompt.
         """
         if state is not None:
             request = self.runner.transfer.restore_state(name, inputs, state)
@@ -122,40 +126,43 @@ class DiffusionWorker:
         return PreparedRequest(key, tokens, request.step_index, request.total_steps, self._prompt_cache.statistics)
 
     def step(self, names: Sequence[str]) -> list[StagemeshError | None]:
-        """Advances each request by one step. Returns each request's error, or None for a request that succeeded."""
+        """Advances each request by one denoising step.
+
+        Returns one item for each request: the request's error, or None if the request succeeded.
+        """
         states = [self._states[name] for name in names]
         if self._profile is None:
             return self.runner.step(states)
         return self._profile.record_step(lambda: self.runner.step(states))
 
     def decode(self, name: str) -> Array:
-        """Returns the result, or a preview before the last step.
+        """Decodes the latents of a request. Before the last step, the returned frames are a preview.
 
-        The frames are float32[images or frames, 3, height, width] with values in [0, 1].
+        Returns float32[images or frames, 3, height, width] with values in [0, 1].
         """
         return self.runner.decode(self._states[name])
 
     def decode_latents(self, latents: Array) -> Array:
-        """Decodes the latents of another stage. Returns frames in the format of `decode`."""
+        """Decodes latents that another stage has serialized. Returns frames in the format of `decode`."""
         request = DiffusionRequestState("", DiffusionInputs(seed=0))
         self.runner.transfer.restore_latents(request, latents)
         self.runner.prepare(request)
         return self.runner.decode(request)
 
     def conditioning(self, name: str) -> Array:
-        """Returns the results of encoding, serialized as uint8[bytes]."""
+        """Returns the encoding results of a request, serialized as uint8[bytes]."""
         return self.runner.transfer.serialize_conditioning(self._states[name])
 
     def latents(self, name: str) -> Array:
-        """Returns the inputs of decoding, serialized as uint8[bytes]."""
+        """Returns the decoder's inputs for a request, serialized as uint8[bytes]."""
         return self.runner.transfer.serialize_latents(self._states[name])
 
     def state(self, name: str) -> Array:
-        """Returns all data needed to resume the request elsewhere, serialized as uint8[bytes]."""
+        """Returns all data needed to resume a request on another replica, serialized as uint8[bytes]."""
         return self.runner.transfer.serialize_state(self._states[name])
 
     def drop(self, name: str) -> None:
-        """Removes a request. Does nothing if the request is unknown."""
+        """Removes a request and frees its cached data. Does nothing if no request has this name."""
         state = self._states.pop(name, None)
         if state is not None:
             self.runner.forget(state)
@@ -163,20 +170,26 @@ class DiffusionWorker:
     # -- operators' controls
 
     def load_adapter(self, name: str, path: str) -> int:
-        """Loads an adapter and returns its rank. Raises InvalidRequestError if the adapter is not valid."""
+        """Loads a LoRA adapter from the folder `path` and returns its LoRA rank.
+
+        Raises InvalidRequestError if the adapter is not valid.
+        """
         return self.runner.adapters.load(name, path)
 
     def unload_adapter(self, name: str) -> None:
-        """Unloads an adapter. Does nothing if the adapter is not loaded."""
+        """Unloads a LoRA adapter. Does nothing if the adapter is not loaded."""
         self.runner.adapters.unload(name)
 
     def clear_prompt_cache(self) -> CacheStatistics:
-        """Clears the prompt cache and returns its statistics. Requests in progress retain their embeddings."""
+        """Clears the prompt cache and returns its statistics. Running requests retain their embeddings."""
         self._prompt_cache.clear()
         return self._prompt_cache.statistics
 
     def sleep(self, level: int) -> None:
-        """Frees the memory of the weights. At level 2, also frees the memory of the prompt cache."""
+        """Frees the device memory of the weights and discards all requests.
+
+        Level 1 retains the weights in host memory if possible. Level 2 also clears the prompt cache.
+        """
         runner, self._runner = self.runner, None
         self._states.clear()
         if level > 1:
@@ -192,7 +205,8 @@ class DiffusionWorker:
         release_unused_memory()
 
     def wake(self) -> bool:
-        """Restores the weights. Returns True if they were read from files, which removes all loaded adapters."""
+        """Restores the weights. Returns True if the weights were read from files, which removes all loaded LoRA
+        adapters."""
         if self._sleeping_runner is None:
             self.load()
             freeze_loaded_objects()
@@ -202,21 +216,21 @@ class DiffusionWorker:
         return False
 
     def start_profile(self, path: str, *, max_steps: int | None) -> None:
-        """Profiles the next `max_steps` steps, or all steps until `stop_profile` if None.
+        """Starts a profile of the next `max_steps` steps. If `max_steps` is None, the profile ends at `stop_profile`.
 
-        `path` is the prefix of the profile's file.
+        `path` is the path of the profile's file without the suffix, which contains the rank.
         """
         rank = self._rank_group.rank if self._rank_group is not None else 0
         self._profile = _StepProfile(Path(f"{path}-rank{rank}.json.gz"), max_steps=max_steps)
 
     def stop_profile(self) -> None:
-        """Writes the profile. Does nothing if no profile is in progress."""
+        """Ends the profile and writes its file. Does nothing if no profile is in progress."""
         started, self._profile = self._profile, None
         if started is not None:
             started.end()
 
     def shutdown(self) -> None:
-        """Frees all resources. May be called more than once."""
+        """Frees the model and all requests, and ends a profile in progress. May be called more than once."""
         self.stop_profile()
         self._states.clear()
         if self._runner is not None:
@@ -226,10 +240,11 @@ class DiffusionWorker:
 
 
 class _StepProfile:
-    """A recording of steps by torch's profiler. It must be started and ended on the same thread."""
+    """Profiles denoising steps with torch's profiler. A profile must be started and ended on the same thread."""
 
     def __init__(self, file: Path, *, max_steps: int | None) -> None:
-        """Starts the recording. `end` writes it to `file` as a Chrome trace."""
+        """Starts a profile that `end` writes to `file` as a Chrome trace. `max_steps` is None if the number of steps is
+        not limited."""
         self._file, self._steps_left = file, max_steps
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -238,7 +253,7 @@ class _StepProfile:
         self._profile.start()
 
     def record_step(self, step: Callable[[], T]) -> T:
-        """Runs and records a step. Ends the recording after the last step."""
+        """Runs a step, profiles it and returns its result. Ends the profile after `max_steps` steps."""
         with record_function(PROFILED_STEP):
             result = step()
         if self._steps_left is not None:
@@ -248,7 +263,7 @@ class _StepProfile:
         return result
 
     def end(self) -> None:
-        """Ends the recording and writes the file. May be called more than once."""
+        """Ends the profile and writes the file. May be called more than once."""
         ended, self._profile = self._profile, None
         if ended is not None:
             ended.stop()

@@ -32,9 +32,9 @@ class Family:
     """Whether requests with different prompt lengths or image sizes can share a forward pass
     (`batching.mixed_lengths`)."""
     size_multiple: int = 16
-    """Divisor of every valid height and width in pixels: the VAE's downscaling factor times the patch size."""
+    """Height and width must be multiples of this number of pixels: the VAE's downscaling factor times the patch size."""
     frames_multiple: int = 0
-    """Divisor of the number of frames minus one. 0 for models that generate images."""
+    """The number of frames minus 1 must be a multiple of this number. 0 for models that generate images."""
     min_steps: int = 1
     """Minimum number of denoising steps. The noise schedule would divide by zero with fewer steps."""
     takes_image: bool = False

@@ -24,7 +24,7 @@ class ModelSizes:
     """Estimated memory that requests to a model need per token and per pixel."""
 
     size_multiple: int
-    """Divisor of every valid height and width, in pixels."""
+    """Height and width of an image must be multiples of this number of pixels."""
     denoise_bytes: int
     """Memory for denoising, in bytes per token. 0 if the stage does not load the transformer."""
     decode_bytes: int

@@ -1,1 +1,1 @@
-"""Step scheduling: selects the requests that run their next step together."""
+"""Scheduling of denoising steps: admits requests, and selects the requests that run their next steps together."""

@@ -1,4 +1,4 @@
-"""Admits requests to denoising within limits on the number of requests and on their memory."""
+"""Admits requests to denoising. Limits the number of admitted requests and their total memory."""
 
 import asyncio
 import heapq
@@ -14,19 +14,20 @@ POSITIONS_PER_PRIORITY = 64
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory that a request needs in addition to the weights, in bytes."""
+    """Estimated memory that a request needs in addition to the model's weights."""
 
     denoise_bytes: int
-    """Memory needed while the request runs, for its tensors and for its part of a forward pass."""
+    """Memory in bytes for the request's tensors and for its part of a forward pass. Needed while the request runs."""
     decode_bytes: int = 0
-    """Memory needed to decode the request. Only one request is decoded at a time."""
+    """Memory in bytes for decoding the request. Only one request is decoded at a time."""
 
 
 class Admission:
-    """Admits requests by priority, then in arrival order. The first request in the queue blocks all later requests.
+    """Admits requests by priority, then in arrival order. If the first request in the queue does not fit, all later
+    requests wait.
 
-    One priority level equals `POSITIONS_PER_PRIORITY` queue positions. Requests of a higher level can therefore
-    overtake a waiting request only a limited number of times, so every request is eventually admitted.
+    One priority level equals `POSITIONS_PER_PRIORITY` queue positions. Therefore only a limited number of requests with
+    a higher priority can overtake a waiting request, and every request is eventually admitted.
     """
 
     def __init__(self, *, max_running: int, memory_bytes: int) -> None:
@@ -34,19 +35,19 @@ class Admission:
         self._max_running, self._memory_bytes = max_running, memory_bytes
         self._admitted: list[Footprint] = []
         self._waiting: list[tuple[int, int, Footprint, asyncio.Future[None]]] = []
-        """A heap of waiting requests, ordered by queue position, then by arrival number."""
+        """Heap of waiting requests, ordered by queue position, then by arrival number."""
         self._numbers = itertools.count()
 
     @property
     def waiting(self) -> int:
-        """The number of waiting requests."""
+        """Number of requests that wait for admission."""
         return len(self._waiting)
 
     @asynccontextmanager
     async def admitted(self, footprint: Footprint, *, priority: int) -> AsyncGenerator[None]:
-        """Waits until the request is admitted. Its admission lasts until the context exits.
+        """Waits until the request is admitted. The request counts toward the limits until the context exits.
 
-        Raises InvalidRequestError if the request needs more memory than the stage has.
+        Raises InvalidRequestError if the request needs more memory than the stage has in total.
         """
         self._check(footprint)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

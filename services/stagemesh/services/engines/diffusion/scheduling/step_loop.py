@@ -1,4 +1,4 @@
-"""Runs the steps of all requests in batches, and runs other worker calls between the batches."""
+"""Runs the denoising steps of all requests in batches, and runs other worker calls between the batches."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class RequestProgress:
-    """The progress of one request through its steps."""
+    """Counts the completed steps of one request, and wakes the coroutine that waits for the request's next step."""
 
     def __init__(self, name: str, prepared: "PreparedRequest", *, priority: int, deadline_s: float | None) -> None:
         self.total, self.done = prepared.total_steps, prepared.step_index
         self.stop_at = 0
-        """The step at which the request leaves the step loop."""
+        """Number of completed steps at which the request leaves the step loop."""
         self.turn = Turn(
             name, prepared.key, prepared.tokens, prepared.total_steps, priority=priority, deadline_s=deadline_s
         )
@@ -27,22 +27,24 @@ class RequestProgress:
 
     @property
     def stopped(self) -> bool:
-        """Whether the request has left the step loop."""
+        """Whether the request has failed or has completed `stop_at` steps."""
         return self._error is not None or self.done >= self.stop_at
 
     def stop_early(self) -> None:
-        """Stops the request after its next step, or after its current step if that has begun."""
+        """Makes the request leave the step loop after one more step. A step that is already running counts as that
+        step."""
         self.stop_at = min(self.stop_at, self.done + 1)
 
     def record(self, error: StagemeshError | None) -> None:
-        """Records that a step has completed or failed. `error` is None if it has completed."""
+        """Records a completed step, or a failed step if `error` is not None."""
         if error is None:
             self.done += 1
         self._error = error
         self._recorded.set()
 
     async def wait_step(self) -> None:
-        """Waits until a step has been recorded since the last call. Raises the error of a failed step."""
+        """Waits for a step that was recorded after the previous call returned. Raises the step's error if the step
+        failed."""
         await self._recorded.wait()
         self._recorded.clear()
         if self._error is not None:
@@ -50,10 +52,10 @@ class RequestProgress:
 
 
 class StepLoop:
-    """Runs batches of steps one after the other. The executor runs one call at a time.
+    """Runs the denoising steps of all requests, one batch at a time.
 
-    Calls that begin or end a request run before the next step. Otherwise, each of these calls of a short request would
-    wait for a step of a long request.
+    Other worker calls, such as the calls that begin or end a request, run before the next batch. Otherwise, each of
+    these calls would wait for a step, so that long requests would delay short requests.
     """
 
     def __init__(self, executor: Executor, scheduler: StepScheduler) -> None:
@@ -64,7 +66,7 @@ class StepLoop:
         self._ended = False
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the worker. No step starts until the call has returned."""
+        """Calls a method of the worker and returns its result. No step starts until the call has returned."""
         self._calls += 1
         try:
             return await self._executor.call(method, *args, **kwargs)
@@ -73,9 +75,9 @@ class StepLoop:
             self._changed.set()
 
     async def run_steps(self, request: RequestProgress, stop_at: int) -> AsyncGenerator[int, None]:
-        """Runs a request's steps up to `stop_at`. Yields the number of completed steps after each step.
+        """Runs a request until `stop_at` steps are completed. Yields the number of completed steps after each step.
 
-        `RequestProgress.stop_early` ends the run at an earlier step.
+        `RequestProgress.stop_early` makes the request stop earlier. Raises the error of a failed step.
         """
         if self._ended:
             raise UnavailableError("the engine has ended")
@@ -93,7 +95,10 @@ class StepLoop:
             del self._requests[request.turn.request_id]
 
     async def serve(self) -> None:
-        """Runs the steps of all requests until it is cancelled. Requests that are then waiting for a step fail."""
+        """Runs the steps of all requests until this coroutine is cancelled.
+
+        After the cancellation, requests that wait for a step fail with UnavailableError.
+        """
         try:
             await self._serve()
         finally:

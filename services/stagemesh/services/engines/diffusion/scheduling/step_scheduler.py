@@ -1,4 +1,4 @@
-"""Selects the requests of the next denoising step. Independent of models and of asyncio."""
+"""Selects the requests that run their next denoising step together. Independent of models and of asyncio."""
 
 import itertools
 from collections import OrderedDict, deque
@@ -10,50 +10,54 @@ _arrivals = itertools.count()
 
 @dataclass(eq=False)
 class Turn:
-    """A request that waits for its next step or is part of the current step."""
+    """Scheduling data of a request that waits for its next step or runs a step."""
 
     request_id: str
     key: Hashable
-    """A compatibility key. Requests with the same key can share a step."""
+    """Compatibility key. Only requests with equal keys can share a step."""
     tokens: int
-    """The number of tokens that the request adds to a forward pass."""
+    """Number of tokens that the request adds to a forward pass."""
     steps_left: int
     priority: int = 0
-    """The request's priority. Higher priorities run first."""
+    """Priority of the request. Requests with a higher number run first."""
     deadline_s: float | None = None
-    """The deadline in seconds on the clock of `StepScheduler.next_batch`. None means no deadline."""
+    """Deadline in seconds on the clock that provides `now_s` for `StepScheduler.next_batch`. None if there is no
+    deadline."""
     waited: int = 0
-    """The number of steps of other requests since the last step of this request."""
+    """Number of steps of other requests since this request's last step."""
     arrival: int = field(default_factory=lambda: next(_arrivals))
 
 
 class StepScheduler:
-    """Selects the request with the fewest remaining steps within the highest priority, without starvation.
+    """Selects the requests of the next step by priority, then by the fewest remaining steps, without starvation.
 
     Short requests run first because they delay long requests only a little. A request that has waited for
-    `max_wait_steps` steps takes precedence over all others. The next in precedence is a request that would miss its
-    deadline. Requests of similar size join the step if that lowers the time per request. The similarity matters because
-    rows of a forward pass are padded to the longest row.
+    `max_wait_steps` steps takes precedence over all others. The next in precedence is a request that would otherwise
+    miss its deadline. Requests with similar numbers of tokens share a step if sharing lowers the time per request. The
+    numbers must be similar because all rows of a forward pass are padded to the longest row.
     """
 
     def __init__(self, *, max_wait_steps: int, max_batch: int) -> None:
         self.step_s = 0.0
-        """The moving average of the duration of a step, in seconds. 0 until the first step is completed."""
+        """Moving average of the step duration, in seconds. 0 until the first step has completed."""
         self._max_wait_steps = max_wait_steps
         self._sizes = BatchSizes(max_batch)
         self._turns: set[Turn] = set()
 
     def add(self, turn: Turn) -> None:
-        """Adds a request, which then waits for a step."""
+        """Adds a request to the requests that wait for their next step."""
         turn.waited = 0
         self._turns.add(turn)
 
     def remove(self, turn: Turn) -> None:
-        """Removes a request. Does nothing if the request is not waiting."""
+        """Removes a request from the waiting requests. Does nothing if the request is not waiting."""
         self._turns.discard(turn)
 
     def next_batch(self, now_s: float) -> list[Turn]:
-        """Returns the requests of the next step, or an empty list if no request waits. Does not remove them."""
+        """Returns the requests that run the next step together, or an empty list if no request is waiting.
+
+        The returned requests remain in the scheduler. `now_s` is compared with the deadlines of requests.
+        """
         ordered = sorted(self._turns, key=lambda turn: self._rank(turn, now_s))
         if not ordered:
             return []
@@ -65,14 +69,14 @@ class StepScheduler:
         return batch
 
     def done(self, batch: Sequence[Turn], seconds: float) -> None:
-        """Records that a step has completed, and its duration in seconds."""
+        """Records that the requests in `batch` have completed a step, which took `seconds` seconds."""
         self._sizes.record(self._size_class(batch[0]), len(batch), seconds)
         self.step_s = seconds if not self.step_s else 0.9 * self.step_s + 0.1 * seconds
         for turn in batch:
             turn.steps_left -= 1
 
     def work_s(self) -> float:
-        """Returns the estimated total duration of all remaining steps, in seconds."""
+        """Returns the estimated total duration of all remaining steps of the waiting requests, in seconds."""
         return self.step_s * sum(turn.steps_left for turn in self._turns)
 
     # -- inner workings
@@ -84,15 +88,16 @@ class StepScheduler:
 
     @staticmethod
     def _size_class(turn: Turn) -> Hashable:
-        """Returns a key that is equal for requests whose steps have about the same duration."""
+        """Returns the key of a request's size class. Steps of requests in the same size class take about the same
+        time."""
         return (turn.key, turn.tokens.bit_length())
 
 
 class BatchSizes:
-    """Finds the number of rows that minimizes the time per row, from measured step durations.
+    """Finds the batch size with the shortest time per request, based on measured step durations.
 
-    Sizes are measured in ascending order. Each size is measured several times, because a single step may be slow by
-    chance. The shortest of the recent durations counts.
+    Batch sizes are measured in ascending order. Each batch size is measured several times, because a single step may be
+    slow by chance. The shortest of the recent durations is used.
     """
 
     def __init__(self, max_batch: int) -> None:
@@ -100,11 +105,11 @@ class BatchSizes:
         self._times: OrderedDict[Hashable, dict[int, deque[float]]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Returns the number of size classes with measurements."""
+        """Returns the number of size classes that have measurements."""
         return len(self._times)
 
     def size(self, key: Hashable, available: int) -> int:
-        """Returns the number of rows to use, at most `available`."""
+        """Returns the batch size for the next step, at most `available`. `key` is the size class of the requests."""
         times, best = self._times.get(key, {}), 1
         limit = min(available, self._max_batch)
         for size in range(1, limit + 1):
@@ -115,7 +120,7 @@ class BatchSizes:
         return best
 
     def record(self, key: Hashable, size: int, seconds: float) -> None:
-        """Records the duration of a step with `size` rows, in seconds."""
+        """Records the duration in seconds of a step with `size` requests in the size class `key`."""
         self._times.setdefault(key, {}).setdefault(size, deque(maxlen=_KEPT_MEASUREMENTS)).append(seconds)
         self._times.move_to_end(key)
         if len(self._times) > _MAX_KEYS:
@@ -134,9 +139,9 @@ def _can_join(turn: Turn, first: Turn) -> bool:
 
 
 _MAX_TOKENS_RATIO = 2
-"""Maximum ratio of the tokens of two requests in one step."""
+"""Maximum ratio of the token counts of two requests that share a step."""
 _MAX_STEPS_RATIO = 3
-"""Maximum ratio of a request's remaining steps to the remaining steps of the first request in its step."""
+"""Maximum ratio of a request's remaining steps to the remaining steps of the first request in the batch."""
 _WORTHWHILE_RATIO = 0.97
 _MIN_MEASUREMENTS = 2
 _KEPT_MEASUREMENTS = 16

@@ -1,1 +1,1 @@
-"""Request transfer: serializes a request's state for another stage or replica."""
+"""Request transfer: serializes a request's state so that another stage or replica can resume the request."""

@@ -1,4 +1,5 @@
-"""Transfers requests to another stage or replica: after encoding, between two steps, or after the last step."""
+"""Transfers requests to another stage or replica: after encoding, between two denoising steps, or after the last
+step."""
 
 import copy
 import hashlib
@@ -21,11 +22,12 @@ diffusers: Any = _diffusers
 _CONDITIONING, _LATENTS, _STATE = "conditioning", "latents", "state"
 _PROMPT_FIELDS = ("prompt", "negative_prompt", "image")
 _CONFIG = "_internal_dict"
-"""The attribute in which diffusers stores an object's configuration."""
+"""Name of the attribute in which diffusers stores an object's configuration."""
 
 
 class RequestTransfer:
-    """Serializes a pipeline's requests, and restores requests that another replica of the same model serialized."""
+    """Serializes requests of a pipeline, and restores requests that another replica of the same model has
+    serialized."""
 
     def __init__(self, pipeline: ModularStepPipeline, folder: Path) -> None:
         self._pipeline = pipeline
@@ -36,19 +38,22 @@ class RequestTransfer:
         self._decode_inputs = _names(blocks.sub_blocks["decode"].inputs) - (given - {"height", "width"})
 
     def serialize_conditioning(self, state: DiffusionRequestState) -> Array:
-        """Returns the results of encoding, serialized as uint8[bytes]."""
+        """Returns the encoding results that denoising and decoding need, serialized as uint8[bytes]."""
         return self._serialize(_CONDITIONING, self._values(state, self._denoise_inputs | self._decode_inputs))
 
     def restore_conditioning(self, state: DiffusionRequestState, data: Array) -> None:
-        """Sets the results of encoding that another stage serialized."""
+        """Adds encoding results that another stage has serialized to `state`. Raises InvalidChunkError if `data` is
+        invalid."""
         self._set_values(state, self._deserialize(_CONDITIONING, data), self._denoise_inputs | self._decode_inputs)
 
     def serialize_latents(self, state: DiffusionRequestState) -> Array:
-        """Returns the inputs of decoding, serialized as uint8[bytes]. Before the last step, they yield a preview."""
+        """Returns the decoder's inputs, serialized as uint8[bytes]. Before the last step, they can be decoded to a
+        preview."""
         return self._serialize(_LATENTS, self._values(self._pipeline.end_loop(state), self._decode_inputs))
 
     def restore_latents(self, state: DiffusionRequestState, data: Array) -> None:
-        """Sets the inputs of decoding that another stage serialized."""
+        """Adds decoder inputs that another stage has serialized to `state`. Raises InvalidChunkError if `data` is
+        invalid."""
         self._set_values(state, self._deserialize(_LATENTS, data), self._decode_inputs)
 
     def serialize_state(self, state: DiffusionRequestState) -> Array:
@@ -70,7 +75,10 @@ class RequestTransfer:
         )
 
     def restore_state(self, request_id: str, inputs: DiffusionInputs, data: Array) -> DiffusionRequestState:
-        """Returns the restored request. Raises InvalidChunkError if `data` is invalid or does not match `inputs`."""
+        """Returns a request that resumes after the last completed step in `data`.
+
+        Raises InvalidChunkError if `data` is invalid or does not match `inputs`.
+        """
         tree = self._deserialize(_STATE, data)
         state = DiffusionRequestState(request_id, inputs)
         try:
@@ -92,7 +100,7 @@ class RequestTransfer:
     # -- inner workings
 
     def _settings(self, inputs: DiffusionInputs) -> dict[str, Tree]:
-        """Returns the settings that must not change when a request resumes."""
+        """Returns the settings that must be the same when a request is serialized and when the request resumes."""
         numbers = {name: value for name, value in vars(inputs).items() if name not in _PROMPT_FIELDS}
         transformer = getattr(self._pipeline.components, "transformer", None)
         step_cache = repr(self._caches.options) if self._caches is not None else None
@@ -131,7 +139,7 @@ class RequestTransfer:
 
 
 def fingerprint(folder: Path) -> str:
-    """Returns a digest of a model's configuration and of the version of diffusers. Ignores the weights."""
+    """Returns a digest of the model's configuration files and of the version of diffusers. Ignores the weights."""
     digest = hashlib.blake2b(diffusers.__version__.encode(), digest_size=8)
     for path in ("model_index.json", "transformer/config.json", "scheduler/scheduler_config.json"):
         if (folder / path).exists():

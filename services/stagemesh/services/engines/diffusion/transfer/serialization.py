@@ -1,7 +1,7 @@
-"""Serializes a request's tensors and numbers as a safetensors file, which never contains code.
+"""Serializes a request's tensors and numbers as a safetensors file, a format that cannot contain code.
 
-The file stores a tree of dicts, lists and tuples. Its tensors are stored under numbers, and all other values as JSON in
-the file's metadata. Values of other types, such as models or images, cannot be serialized.
+The input is a tree of dicts, lists and tuples. The file stores the tree's tensors under consecutive numbers, and all
+other values as JSON in its metadata. Objects such as models and images cannot be serialized.
 """
 
 import json
@@ -17,7 +17,8 @@ from stagemesh.common.errors import InternalError, InvalidChunkError
 from stagemesh.common.tensors import Array
 
 Tree: TypeAlias = Any
-"""A number, string, None, tensor, generator or dtype, or a dict (with string keys), list or tuple of these."""
+"""A value that can be serialized: a number, string, None, tensor, NumPy array, generator or dtype, or a dict with
+string keys, list or tuple of such values."""
 
 VERSION = 1
 _DTYPES: Mapping[str, torch.dtype] = {
@@ -33,11 +34,15 @@ _READ_ERRORS = (
     TypeError,
     ValueError,
 )
-"""Exceptions raised for a file that `serialize` did not write. RecursionError is a subclass of RuntimeError."""
+"""Exceptions that reading raises for data that `serialize` did not write. RecursionError is a subclass of
+RuntimeError."""
 
 
 def serialize(tree: Mapping[str, Tree], *, kind: str, model: str) -> Array:
-    """Returns a tree serialized as uint8[bytes]. `deserialize` checks its kind and its model's fingerprint."""
+    """Returns `tree` serialized as uint8[bytes].
+
+    `kind` names the type of content, and `model` is the model's fingerprint. `deserialize` checks both.
+    """
     collector = _TensorCollector()
     outline = collector.outline(dict(tree))
     head = {"version": VERSION, "kind": kind, "model": model, "tree": outline, "all_on_cpu": collector.all_on_cpu}
@@ -46,10 +51,10 @@ def serialize(tree: Mapping[str, Tree], *, kind: str, model: str) -> Array:
 
 
 def deserialize(data: Array, *, kind: str, model: str, device: torch.device) -> dict[str, Tree]:
-    """Returns the serialized tree, with its tensors on `device`.
+    """Returns the tree that `serialize` has written to `data`, with its tensors on `device`.
 
     If the tree had tensors both on the CPU and on a GPU, its CPU tensors remain on the CPU. Raises InvalidChunkError if
-    the data is of another kind, belongs to another model, or is not a serialized tree.
+    the data is not a serialized tree, has another kind, or belongs to another model.
     """
     try:
         head, tensors = _read(data)
@@ -70,14 +75,15 @@ def deserialize(data: Array, *, kind: str, model: str, device: torch.device) -> 
 
 
 def tensors_of(tree: Tree) -> list[torch.Tensor]:
-    """Returns the tensors of a tree. A tensor that occurs more than once is returned once."""
+    """Returns CPU copies of the tensors in a tree. A tensor that occurs more than once is returned once."""
     collector = _TensorCollector()
     collector.outline(tree)
     return collector.tensors
 
 
 class _TensorCollector:
-    """Replaces a tree's tensors with numbers. Collects each tensor only once, because tensors may be large."""
+    """Collects the tensors of a tree and replaces them with numbers. Collects each tensor only once, because tensors
+    may be large."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
