@@ -123,8 +123,8 @@ _Flow = TypeVar("_Flow")
 class ReadyQueue(Generic[_Flow]):
     """The flows of one stream that have messages to send, in the order in which they became ready.
 
-    Flows add themselves. The `pull` callback removes flows and sends their messages. It is called at most once in each
-    iteration of the event loop.
+    Flows add themselves. The `pull` callback removes flows and sends the messages of these flows. `pull` is called at
+    most once in each iteration of the event loop.
     """
 
     def __init__(self, pull: Callable[[], None]) -> None:

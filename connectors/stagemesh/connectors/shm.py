@@ -1,7 +1,8 @@
 """The shm connector: a consumer maps the arena of a producer on the same host and reads regions in place.
 
-The producer passes the descriptor of the memory file, which is possible only on one host and therefore proves that both
-replicas run on it. The random token at the start of the file proves that the file is the arena from the offer.
+The producer passes the file descriptor of its memory file. This is possible only within one host, and therefore proves
+that both replicas run on one host. The random token at the start of the file proves that the file is the arena from the
+offer.
 """
 
 import fcntl

@@ -391,7 +391,7 @@ class Arena:
     def adopt(self, handle: Handle) -> Written:
         """Returns the tensors that a worker process wrote, without copying them.
 
-        When their region is freed, the worker can use its pages again. Raises InvalidChunkError if the handle is
+        When their region is freed, the worker can reuse the pages. Raises InvalidChunkError if the handle is
         invalid, belongs to no open partition or was adopted before.
         """
         partition = self._partitions.get(handle.generation >> WRITER_SHIFT)

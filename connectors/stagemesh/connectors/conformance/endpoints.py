@@ -36,7 +36,7 @@ class End:
         self.connector: Connector = self._connectors.get(name)
 
     async def settled(self) -> None:
-        """Waits until the landing memory is empty. Raises TimeoutError if the memory does not become empty."""
+        """Waits until the memory for fetched chunks is empty. Raises TimeoutError if that does not happen."""
         landing = self._landing
         if landing is not None:
             await emptied(lambda: landing.used_bytes)

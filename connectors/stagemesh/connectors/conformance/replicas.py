@@ -41,7 +41,7 @@ class Host(stage_pb2_grpc.StageServiceServicer):
         await host.server.start()
         return host
 
-    async def PutChunk(  # type: ignore[override] # noqa: N802 - the contract names RPCs
+    async def PutChunk(  # type: ignore[override] # noqa: N802 - the API defines the names of RPCs
         self, request_iterator: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[bytes]:
         """Serves a stream of a producer's data plane."""
@@ -51,7 +51,7 @@ class Host(stage_pb2_grpc.StageServiceServicer):
         except StagemeshError as exc:
             await context.abort(to_grpc_code(exc), exc.message, to_trailing_metadata(exc))
 
-    async def GetChunk(  # noqa: N802 - the contract names RPCs
+    async def GetChunk(  # noqa: N802 - the API defines the names of RPCs
         self, request: stage_pb2.GetChunkRequest, context: Any
     ) -> AsyncIterator[stage_pb2.GetChunkResponse]:
         """Replays the retained chunks of a flow."""
@@ -75,7 +75,7 @@ class Host(stage_pb2_grpc.StageServiceServicer):
 
     @property
     def used_bytes(self) -> int:
-        """The number of bytes in use in the arena and in the landing memory."""
+        """The number of bytes in use in the arena and in the memory for fetched chunks."""
         landing = self.plane.landing_stats
         return self.plane.arena_used_bytes + (landing.used_bytes if landing is not None else 0)
 

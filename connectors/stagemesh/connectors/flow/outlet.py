@@ -100,7 +100,7 @@ class Outlet:
             await self._send(chunk)
 
     async def finish(self) -> None:
-        """Sends the chunk policy's last chunk and End. Returns when the consumer has received all chunks.
+        """Sends the chunk policy's last chunk and End. Waits until the consumer has received all chunks.
 
         Raises the error that ended the flow.
         """
@@ -300,7 +300,7 @@ class FanOut:
         await _run_together([outlet.send(part) for outlet, part in waiting])
 
     async def finish(self) -> None:
-        """Finishes every outlet and returns when all consumers have received all chunks.
+        """Finishes every outlet. Waits until all consumers have received all chunks.
 
         Raises the error of the first outlet that fails.
         """

@@ -181,7 +181,7 @@ class OutletAttempt:
         self.reopen()
 
     def disconnect(self) -> None:
-        """Detaches the attempt from its stream, which has ended. The link later opens it on another stream."""
+        """Detaches the attempt from its stream, which has ended. The link later opens the attempt again."""
         self._detach()
 
     def grant(self, limit_bytes: int) -> None:
@@ -329,7 +329,6 @@ class OutletAttempt:
             wire.fill_metadata(data, sent.metadata)
 
     def _detach(self) -> None:
-        """Detaches the attempt from its stream."""
         self.phase, self._fragments = Phase.WAITING, None
         self.ledger.stop_sending()
         if self._queue is not None:
@@ -344,7 +343,7 @@ class OutletAttempt:
 
 
 class _Silence:
-    """Measures how long a consumer has been silent against a time limit. The limit doubles each time it is exceeded."""
+    """Compares the duration of a consumer's silence with a time limit, which doubles each time it is exceeded."""
 
     def __init__(self) -> None:
         self._now_s = asyncio.get_running_loop().time

@@ -24,7 +24,7 @@ def backend_options() -> dict[str, str]:
 def shared_settings() -> str:
     """Returns the settings that must be equal at the producer and the consumer.
 
-    If one of them receives larger segments than it expects, it crashes.
+    A replica crashes if it receives larger segments than its own settings specify.
     """
     return ",".join(f"UCX_{name}={library_variable(f'UCX_{name}', _SEGMENT_BYTES)}" for name in _SEGMENTS)
 

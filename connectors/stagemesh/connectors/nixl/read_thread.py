@@ -1,4 +1,4 @@
-"""The thread that runs reads. It starts transfers, polls them, and sleeps while there are none.
+"""The thread that runs the reads of a nixl agent. It starts and polls transfers, and sleeps while there are none.
 
 The thread must poll, because the nixl library has no function that blocks until a transfer is complete. Polling without
 pauses is fastest but uses a whole core. The thread therefore polls without pauses for a short time, and then with
@@ -54,7 +54,7 @@ class ReadThread:
         await self._call(self._open)
 
     async def connect(self, name: str, metadata: bytes) -> RemoteReads:
-        """Connects to a peer and returns the object that schedules its reads.
+        """Connects to a peer and returns the object that schedules the reads from this peer.
 
         The connection lasts until the peer fails or `disconnect` is called. Raises NotReadyError if the peer's metadata
         is invalid or the peer is unreachable.
@@ -62,7 +62,7 @@ class ReadThread:
         return await self._call(lambda: self._add_peer(name, metadata))
 
     async def disconnect(self, peer: RemoteReads) -> None:
-        """Fails all reads of a peer. The agent removes the peer when its last transfer in flight has ended."""
+        """Fails all reads of a peer. The agent removes the peer when the peer's last transfer has ended."""
         if not self._is_closed:
             await self._call(lambda: peer.fail("it was closed"))
 

@@ -14,7 +14,7 @@ from stagemesh.connectors.nixl.remote_reads import Read, RemoteReads
 from stagemesh.connectors.nixl.transfer_plan import Transfer, TransferPlan
 
 AT_ONCE_BYTES = 1 << 20
-"""The maximum number of bytes that are copied on the event loop, which is faster than waking the read thread."""
+"""The maximum number of bytes that are read on the event loop. Waking the read thread would take longer."""
 
 
 class RemoteArena:

@@ -54,7 +54,10 @@ class TransferPlan:
     __slots__ = ("_ends", "_generations", "_generations_at", "_spans", "_starts", "data_bytes", "size_bytes")
 
     def __init__(self, places: Sequence[ArenaRange], *, data_offset: int, file_bytes: int) -> None:
-        """Plans the read. Raises InvalidChunkError if a range is outside the arena's data or has a bad generation."""
+        """Plans the read of `places`.
+
+        Raises InvalidChunkError if a range is outside the arena's data, or if its generation is invalid.
+        """
         self._spans: list[Span] = []
         self._starts: list[int] = []
         self._ends: list[int] = []

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Peer:
-    """The consumer of a link, and the Hello message and arena descriptor that the producer sends to it."""
+    """The consumer of a link, and the Hello message and arena file descriptor that the producer sends."""
 
     consumer: str
     endpoint: str
@@ -54,7 +54,7 @@ class Connection:
         on_negotiated: Callable[[], None],
     ) -> None:
         self.watch: local_socket.DeathWatch | None = None
-        """Watches the consumer's process if it runs on this host. After `prepare`, the link owns it. May be None."""
+        """The watch on the consumer's process, or None if there is none. After `prepare`, the link owns the watch."""
         self._peer = peer
         self._connectors, self._take_reply, self._on_negotiated = connectors, take_reply, on_negotiated
         self._stack = contextlib.AsyncExitStack()

@@ -68,7 +68,7 @@ class ConsumerLink:
     # -- flows
 
     def route(self, key: EdgeKey, wanted: ConnectorName) -> Route:
-        """Returns the route of a flow over this link."""
+        """Returns the route of a flow over this link. `wanted` is the requested connector or AUTO."""
         return Route(key, wanted, self._leases, self._attend)
 
     def add(self, flow: OutletAttempt) -> None:

@@ -101,7 +101,7 @@ class ConsumerSession:
             self._process(item)
 
     def writable(self) -> None:
-        """Sends the waiting replies."""
+        """Sends the waiting replies, because the stream can send data again."""
         self._flush()
 
     def closed(self, error: StagemeshError | None) -> None:

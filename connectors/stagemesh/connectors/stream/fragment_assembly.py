@@ -32,7 +32,7 @@ class FragmentAssembler:
         self._last_id = 0
 
     def is_new(self, transfer_id: int) -> bool:
-        """Returns whether the transfer has not begun yet. Returns False for a transfer that has already ended."""
+        """Returns whether the transfer has not begun yet. False if it is in progress or has already ended."""
         return transfer_id > self._last_id
 
     def begin(self, key: EdgeKey, message: chunk_pb2.ChunkPiece) -> None:
@@ -59,7 +59,7 @@ class FragmentAssembler:
         return True
 
     def take(self, key: EdgeKey, data: chunk_pb2.ChunkData) -> dict[str, Bytes] | None:
-        """Ends a flow's transfer and returns the bytes of the chunk's streamed tensors by name.
+        """Ends a flow's transfer. Returns the bytes of each tensor that was sent as fragments, by name.
 
         Returns None if fragments are missing. Raises InvalidChunkError if a tensor is outside its transfer.
         """

@@ -2,7 +2,7 @@
 
 A consumer listens on an abstract unix socket with a random name, and sends the name to its producers over gRPC. A
 producer that can connect to the socket shares the consumer's kernel and network namespace, like the containers of one
-pod. It passes the descriptor of its arena's memory file with the first byte. On another host, the connection attempt
+pod. The producer passes the file descriptor of its arena with the first byte. On another host, the connection attempt
 fails.
 """
 

@@ -83,7 +83,7 @@ class ProducerSession:
             self._take_reply(reply)
 
     def writable(self) -> None:
-        """Sends the waiting messages."""
+        """Sends the waiting messages, because the stream can send data again."""
         self._pull()
 
     def closed(self, error: StagemeshError | None) -> None:

@@ -75,7 +75,7 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
         finally:
             await peer._plane.close()
 
-    async def Describe(  # noqa: N802 - the contract names RPCs
+    async def Describe(  # noqa: N802 - the API defines the names of RPCs
         self, request: stage_pb2.DescribeRequest, context: _Context
     ) -> stage_pb2.DescribeResponse:
         """Returns a description that identifies this process as a probe peer."""
