@@ -1,1 +1,1 @@
-"""The orchestrator: plans each request across the stages of a pipeline and merges their outputs."""
+"""The orchestrator: plans each request over the stages of a pipeline, and merges the outputs of the stages."""

@@ -14,7 +14,7 @@ _EXIT_USAGE = 2
 
 
 def main() -> int:
-    """Serves the pipeline of the config file until SIGTERM or SIGINT. Returns the exit status."""
+    """Serves the pipeline that the config file names until SIGTERM or SIGINT. Returns the process's exit status."""
     parser = argparse.ArgumentParser(prog="python -m stagemesh.orchestrator", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="Read the OrchestratorConfig from this JSON file.")
     try:

@@ -1,4 +1,7 @@
-"""The config of an orchestrator process: one JSON file, written by the launcher or mounted in a cluster."""
+"""The config of an orchestrator process.
+
+It is one JSON file, which is written by the launcher or mounted by Kubernetes.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,12 +22,12 @@ class ReplicaAddress:
 
 @dataclass(frozen=True)
 class DnsName:
-    """A DNS name that resolves to the addresses of a stage's replicas. All of them use the same port."""
+    """A DNS name that resolves to the addresses of a stage's replicas, and the port that all of them use."""
 
     host: str
     port: int
     poll_s: float = 5.0
-    """The time between two lookups in seconds."""
+    """The interval between two lookups in seconds."""
 
     def __post_init__(self) -> None:
         if not self.host or not 0 < self.port < 1 << 16:
@@ -37,10 +40,10 @@ class DnsName:
 
 @dataclass(frozen=True)
 class Registration:
-    """Settings for replicas that register themselves."""
+    """Enables replicas to register themselves, and sets the duration of their leases."""
 
     lease_s: float = 30.0
-    """The time in seconds for which a replica remains a member without renewing its lease."""
+    """The time in seconds for which a registered replica remains a member without renewing its lease."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.lease_s <= 3600:
@@ -49,7 +52,7 @@ class Registration:
 
 @dataclass(frozen=True)
 class OrchestratorConfig:
-    """The config of one orchestrator of one pipeline."""
+    """The config of one orchestrator process, which serves one pipeline."""
 
     # An unknown key is a mistake.
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -57,34 +60,39 @@ class OrchestratorConfig:
     pipeline: str
     """The path of the pipeline file, or the name of a built-in pipeline."""
     replicas: Mapping[str, tuple[ReplicaAddress, ...]]
-    """The replicas by stage. A stage may be missing if its replicas are found by DNS or register themselves."""
+    """The replicas with fixed addresses, by stage.
+
+    May omit stages whose replicas are found by DNS or register themselves.
+    """
     listen: str
-    """The address for clients, "host:port"."""
+    """The address at which clients reach the orchestrator, "host:port"."""
     dns: Mapping[str, DnsName] = field(default_factory=dict[str, DnsName])
-    """The DNS names of the replicas, by stage."""
+    """The DNS names that resolve to replicas, by stage."""
     registration: Registration | None = None
-    """The settings for replicas that register themselves. If it is None, no replica can register."""
+    """The settings for replicas that register themselves, or None if replicas cannot register."""
     generations: tuple[str, ...] = ()
-    """Further generations whose replicas are accepted during an upgrade.
+    """Additional generations whose replicas are accepted during an upgrade.
 
     Replicas of the pipeline file's own generation are always accepted.
     """
     admin_listen: str | None = None
-    """The address for AdminService, "host:port". It must differ from `listen`. None disables AdminService."""
+    """The address of AdminService, "host:port", or None to disable AdminService. Must differ from `listen`."""
     overrides: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Values that replace values of the pipeline file, by key."""
+    """Overrides of the pipeline file, by key, for example {"edges.*.connector": "grpc"}."""
     max_request_s: float = 3600.0
-    """The maximum duration of a request in seconds. A client may ask for a shorter one."""
+    """The maximum duration of a request in seconds. A client may request a shorter limit."""
     drain_s: float = 10.0
-    """The time in seconds for which requests may continue to run after SIGTERM. Requests that remain are then stopped.
+    """The time in seconds for which requests may continue to run after SIGTERM.
+
+    The remaining requests are then stopped.
     """
     max_kept_state_bytes: int = 256 << 20
-    """The maximum total size in bytes of the retained checkpoint states.
+    """The maximum total size in bytes of the checkpoints that the orchestrator retains.
 
-    A step can resume from its checkpoint state if its replica terminates. 0 retains no states.
+    If a replica terminates, its steps resume from their checkpoints. 0 retains no checkpoints.
     """
     parent_pid: int | None = None
-    """The id of a process with which this process ends. None if it does not depend on another process."""
+    """The id of a process, or None. If that process ends, this process ends too."""
 
     def __post_init__(self) -> None:
         if self.max_request_s <= 0:
@@ -106,7 +114,7 @@ _CONFIG = TypeAdapter(OrchestratorConfig)
 
 
 def load_orchestrator_config(path: Path) -> OrchestratorConfig:
-    """Reads a config file. Raises InvalidRequestError (INVALID_CONFIG), which names the invalid field."""
+    """Reads a config file. Raises InvalidRequestError (INVALID_CONFIG), with the name of the invalid field."""
     try:
         return _CONFIG.validate_json(path.read_bytes())
     except ValidationError as exc:
@@ -116,5 +124,5 @@ def load_orchestrator_config(path: Path) -> OrchestratorConfig:
 
 
 def dump_orchestrator_config(config: OrchestratorConfig) -> bytes:
-    """Returns the content of the config file for `config`."""
+    """Converts a config to the content of a config file."""
     return _CONFIG.dump_json(config)

@@ -1,4 +1,4 @@
-"""Converts the pipeline and its current state to the messages of the API."""
+"""Describes the pipeline and its current state in messages of the public API."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from stagemesh.v1 import orchestrator_pb2
 
 
 def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePipelineResponse:
-    """Returns the pipeline's stages, replicas, edges, outputs and load."""
+    """Returns a description of the pipeline: its stages, replicas, edges and outputs, and its current load."""
     pipeline, replicas = orchestrator.pipeline, orchestrator.fleet.replicas
     return orchestrator_pb2.DescribePipelineResponse(
         pipeline=pipeline.name,
@@ -45,7 +45,7 @@ def _replica(replica: Replica) -> orchestrator_pb2.ReplicaDescription:
 
 
 def describe_edge(edge: Edge, links: Sequence[EdgeLink]) -> orchestrator_pb2.EdgeDescription:
-    """Returns the description of an edge and of its links."""
+    """Returns a description of an edge, with the connector that each of its links uses."""
     return orchestrator_pb2.EdgeDescription(
         name=edge.name,
         from_stage=edge.producer,

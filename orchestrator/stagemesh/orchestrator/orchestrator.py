@@ -1,4 +1,4 @@
-"""The orchestrator without gRPC: admits, plans and runs the requests of one pipeline."""
+"""Admits, plans and runs the requests of one pipeline. This module does not depend on gRPC."""
 
 import asyncio
 import itertools
@@ -54,7 +54,7 @@ class Orchestrator:
         self.admission = Admission(pipeline.limits, clock=clock)
         self.requests = RequestRegistry()
         self.totals = Totals()
-        """Totals over the requests that have ended."""
+        """Totals over the requests that have ended. Running requests are not included."""
         self.history = History()
         self._clock = clock
         self._planner = Planner(pipeline, fleet.registry, choice=choice)
@@ -67,8 +67,8 @@ class Orchestrator:
     async def running(self) -> AsyncGenerator[None]:
         """Accepts requests within the block.
 
-        At the end of the block, queued requests are rejected, and running requests have `drain_s` seconds to finish.
-        Requests that remain are stopped. Every stage has then released all requests.
+        At the end of the block, rejects queued requests, and stops requests that are still running after `drain_s`
+        seconds. Returns after every stage has released all requests.
         """
         async with AsyncExitStack() as stack:
             stack.callback(self.requests.clear)
@@ -80,10 +80,10 @@ class Orchestrator:
     async def generate(
         self, request: orchestrator_pb2.GenerateRequest, *, time_left_s: float | None
     ) -> AsyncGenerator[bytes]:
-        """Returns a request's events from its start, each as a serialized GenerateResponse.
+        """Returns an iterator over a request's events, from the first. Each event is a serialized GenerateResponse.
 
-        If a request with the same id and content is known, the caller is attached to it. Iterate at once and within
-        `aclosing`: the request is stopped when its last caller leaves, or `linger_s` seconds later.
+        Starts the request, or attaches to the known request with the same id and content. Start to iterate at once, and
+        iterate within `aclosing`. The request is stopped `linger_s` seconds after its last caller has left.
         """
         valid = validate(request, self.pipeline)
         content = fingerprint(request)
@@ -99,10 +99,10 @@ class Orchestrator:
         return known.record.follow(next_seqs=request.next_seqs, next_positions=request.next_positions)
 
     async def cancel(self, request_id: str, *, when_left: bool = False) -> None:
-        """Stops a request, and returns after every stage has released it.
+        """Stops a request. Returns after every stage has released it.
 
-        With `when_left`, returns at once, and the request stops when no caller follows it. Raises NotFoundError
-        (UNKNOWN_REQUEST) if the request is unknown.
+        If `when_left` is True, returns at once, and the request is stopped when its last caller leaves. Raises
+        NotFoundError (UNKNOWN_REQUEST) if the request is unknown.
         """
         known = self.requests.find(request_id)
         if known is None:
@@ -118,7 +118,7 @@ class Orchestrator:
         await asyncio.wait([known.ended])
 
     def _start(self, request: ValidRequest, content: bytes, *, time_left_s: float | None) -> KnownRequest:
-        """Starts a request, which then waits or runs. A request that admission rejects at once is not retained."""
+        """Passes a new request to admission. A request that admission rejects at once is not stored."""
         if self._group is None:
             raise _not_running()
         timeout_s = min(self._max_request_s, time_left_s if time_left_s is not None else self._max_request_s)

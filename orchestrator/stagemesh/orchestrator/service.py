@@ -1,4 +1,4 @@
-"""Builds an orchestrator from its config and serves it."""
+"""Creates an orchestrator from its config, and serves its gRPC API."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -25,7 +25,7 @@ _GRACE_S = 2.0
 
 
 async def serve(config: OrchestratorConfig, stopping: asyncio.Event) -> None:
-    """Serves the pipeline that a config names until `stopping` is set."""
+    """Serves the pipeline that a config names until the event `stopping` is set."""
     pipeline = load_pipeline(config.pipeline, overrides=config.overrides, check_models=False)
     async with serving(config, pipeline):
         await stopping.wait()
@@ -33,10 +33,10 @@ async def serve(config: OrchestratorConfig, stopping: asyncio.Event) -> None:
 
 @asynccontextmanager
 async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenerator[int]:
-    """Serves `pipeline` within the block, and yields the port.
+    """Serves `pipeline` within the block. Yields the port.
 
-    The health of "" and of the service's name is SERVING while every stage has a ready replica and every edge is
-    usable. The health of "liveness" is always SERVING.
+    The health of "" and of OrchestratorService is SERVING if every stage has a ready replica and every edge is usable.
+    The health of "liveness" is always SERVING.
     """
     _check_stages(config, pipeline)
     server = Server(config.listen)

@@ -1,4 +1,4 @@
-"""OrchestratorService: converts messages and calls the orchestrator."""
+"""Implements OrchestratorService: converts its messages, and calls the orchestrator."""
 
 from contextlib import aclosing
 from functools import partial
@@ -57,7 +57,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
 
 
 def add_orchestrator_service(servicer: OrchestratorServicer, server: grpc.aio.Server) -> None:
-    """Adds `servicer` to the server. The responses of Generate are passed to gRPC in serialized form."""
+    """Registers `servicer` with a gRPC server. The responses of Generate are already serialized."""
     by_stream = cast("Any", grpc.unary_stream_rpc_method_handler)
     add_with_raw_methods(
         partial(orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server, servicer),

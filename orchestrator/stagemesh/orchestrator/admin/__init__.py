@@ -1,1 +1,1 @@
-"""Administration for operators: the status of the orchestrator and its replicas, and the commands that change them."""
+"""Administration: reports the state of the orchestrator and its replicas, and executes the commands of operators."""

@@ -1,4 +1,4 @@
-"""Finds replicas, stages and edges by name."""
+"""Looks up replicas, stages and edges by name."""
 
 import asyncio
 from collections.abc import Collection, Sequence
@@ -23,16 +23,16 @@ class Directory:
 
     @property
     def ready(self) -> bool:
-        """Whether the pipeline can serve requests."""
+        """Whether the pipeline can serve requests: all stages and edges are ready."""
         return self._fleet.ready
 
     @property
     def replicas(self) -> list[Replica]:
-        """All replicas, grouped by stage."""
+        """The current replicas of all stages, grouped by stage."""
         return list(chain.from_iterable(self.replicas_of(stage) for stage in self.pipeline.stages))
 
     def replicas_of(self, stage: str) -> list[Replica]:
-        """Returns the replicas of a stage, sorted so that "a-2" precedes "a-10".
+        """Returns the replicas of a stage, sorted by name so that "a-2" precedes "a-10".
 
         Raises NotFoundError (UNKNOWN_TARGET) if the stage does not exist.
         """
@@ -41,13 +41,13 @@ class Directory:
         return sorted(self._fleet.registry.of(stage), key=lambda replica: (len(replica.name), replica.name))
 
     def links_of(self, edge: Edge) -> Sequence[EdgeLink]:
-        """Returns an edge's links between ready replicas."""
+        """Returns the pairs of ready replicas that the edge connects, with the connector of each pair."""
         return self._fleet.edge_connectors.links_of(edge)
 
     def find(self, name: str) -> Replica | None:
         """Returns the replica with this name, or None if there is none.
 
-        If two replicas have the name, prefers the one that is neither unreachable nor failed.
+        If several replicas have the name, prefers a replica that is neither unreachable nor failed.
         """
         named = [replica for replica in self.replicas if replica.name == name]
         return min(named, key=lambda replica: _RANKS.get(replica.state, 1), default=None)
@@ -55,7 +55,7 @@ class Directory:
     def target(self, name: str) -> list[Replica]:
         """Returns the replica with this name, or all replicas of the stage with this name.
 
-        Raises NotFoundError (UNKNOWN_TARGET) if there is neither.
+        Raises NotFoundError (UNKNOWN_TARGET) if no replica and no stage has this name.
         """
         replica = self.find(name)
         if replica is not None:
@@ -84,10 +84,10 @@ class Directory:
         )
 
     async def probe_edge(self, edge: Edge, *, producer: str = "", consumer: str = "") -> list[EdgeLink]:
-        """Asks producers which connector an edge uses.
+        """Asks producers of an edge which connector they would use. Returns a link for each pair of replicas.
 
-        Returns the links between the named replicas. An empty name stands for all replicas. Each link contains its
-        producer's answer or the error. Raises NotFoundError (UNKNOWN_TARGET) for an unknown replica.
+        An empty replica name selects all replicas. Each link contains its producer's answer or the error of the probe.
+        Raises NotFoundError (UNKNOWN_TARGET) if a named replica does not exist.
         """
         links = [
             EdgeLink(edge, producer=each, consumer=other)

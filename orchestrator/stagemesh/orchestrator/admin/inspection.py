@@ -1,4 +1,4 @@
-"""Lists requests, and reports the progress of one request."""
+"""Lists requests, and reports the progress of single requests."""
 
 import asyncio
 from collections.abc import Collection, Iterator, Sequence
@@ -22,26 +22,26 @@ _ENDINGS = {
 
 @dataclass(frozen=True)
 class InspectedRequest:
-    """A request with all of its steps and flows."""
+    """A request with the status of each of its steps and flows."""
 
     timeline: Timeline
     steps: Sequence[admin_pb2.StepStatus]
     flows: Sequence[admin_pb2.FlowStatus]
-    """The status of each flow, with the reports of its producer and its consumer."""
+    """The status of each flow, as reported by its producer and by its consumer."""
 
 
 class Inspector:
-    """Reads the state of requests. Only `cancel` changes a request."""
+    """Reads the state of requests, and cancels requests."""
 
     def __init__(self, orchestrator: Orchestrator, directory: Directory) -> None:
         self._orchestrator = orchestrator
         self._directory = directory
 
     def requests(self, *, states: Collection[RequestState] = (), target: str = "") -> Iterator[tuple[int, Timeline]]:
-        """Returns requests with their numbers, oldest first.
+        """Returns pairs of a request's number and its timeline, oldest request first.
 
         - `states` selects requests in one of these states. If it is empty, waiting and running requests are selected.
-        - `target` selects requests that have or had a step on this replica or stage. If it is empty, all are selected.
+        - `target` selects requests with a step on this replica or stage. If it is empty, all requests are selected.
 
         Raises NotFoundError (UNKNOWN_TARGET) if the target does not exist.
         """
@@ -55,19 +55,21 @@ class Inspector:
         )
 
     def slowest(self, count: int) -> list[Timeline]:
-        """Returns at most `count` waiting or running requests, oldest first."""
+        """Returns the `count` oldest requests that have not ended, oldest first."""
         return sorted(self._running(), key=lambda timeline: timeline.number)[:count]
 
     def kept_bytes(self, request_id: str) -> int:
-        """Returns the number of output bytes that the orchestrator retains for a request.
+        """Returns the size in bytes of the events that the orchestrator retains for a request.
 
-        Returns 0 if it does not know the request.
+        Returns 0 if the request is unknown or was dropped.
         """
         known = self._orchestrator.requests.find(request_id)
         return known.record.size_bytes if known is not None else 0
 
     async def inspect(self, request_id: str) -> InspectedRequest:
-        """Returns one request with its steps and flows. Waits at most 2 seconds for the reports of replicas.
+        """Returns one request with the status of its steps and flows.
+
+        Waits at most 2 seconds for reports from replicas.
 
         Raises NotFoundError (UNKNOWN_REQUEST) if the request is unknown.
         """
@@ -83,10 +85,10 @@ class Inspector:
         return InspectedRequest(timeline, steps, _flow_statuses(pairs))
 
     async def cancel(self, request_id: str) -> None:
-        """Stops a request.
+        """Cancels a request. Returns after every stage has released it.
 
-        Raises NotFoundError (UNKNOWN_REQUEST) if the request is unknown, and NotReadyError (REQUEST_ENDED) if it has
-        ended.
+        Raises NotFoundError (UNKNOWN_REQUEST) if the request is unknown, and NotReadyError (REQUEST_ENDED) if the
+        request has already ended.
         """
         timeline = self._find(request_id)
         if timeline.state.is_over:
@@ -126,7 +128,7 @@ class Inspector:
         return next((step for step in steps if step.attempt == notes.attempt), None)
 
     def _unready(self, timeline: Timeline, notes: StepNotes) -> list[str]:
-        """Returns the downstream stages that have not accepted the request."""
+        """Returns the names of the downstream stages that have not accepted the request yet."""
         consumers = [edge.consumer for edge in self._directory.pipeline.outgoing(notes.stage)]
         latest = {step.stage: step for step in timeline.steps}
         return [name for name in dict.fromkeys(consumers) if name in latest and latest[name].accepted_s is None]
@@ -177,10 +179,10 @@ def _flow_statuses(
 
 
 def describe_wait(notes: StepNotes, report: control_pb2.StepReport | None, *, unready: Sequence[str]) -> str:
-    """Returns what a step waits for, in plain English. Empty if the step computes or has ended.
+    """Returns in plain English what a step waits for, or an empty string if the step is computing or has ended.
 
     - `report` is the replica's report, or None if the replica did not answer.
-    - `unready` contains the downstream stages that have not accepted the request.
+    - `unready` contains the names of the downstream stages that have not accepted the request yet.
     """
     if notes.ended_s is not None:
         return ""

@@ -27,18 +27,18 @@ class RestartPhase(Enum):
 
 
 class RestartEvent(NamedTuple):
-    """A change during a replica's restart."""
+    """A progress report of a replica's restart."""
 
     replica: str
     phase: RestartPhase
     running: int
-    """The number of requests that are still running on the replica."""
+    """The number of requests that are running on the replica."""
 
 
 class Lifecycle:
     """Drains, resumes and restarts replicas.
 
-    Keeps no drain state: a replica reports its own, so that every orchestrator sees it.
+    Stores no drain state. Each replica reports whether it is draining, so that every orchestrator sees the state.
     """
 
     def __init__(self, directory: Directory) -> None:
@@ -47,10 +47,11 @@ class Lifecycle:
         self._draining = asyncio.Lock()
 
     async def drain(self, target: str, *, force: bool, move_after_s: float | None = None) -> list[Replica]:
-        """Stops planning new requests on the target, which is a replica or a stage. Returns its replicas.
+        """Stops planning new requests on a replica or on all replicas of a stage. Returns these replicas.
 
-        Requests that are still running after `move_after_s` seconds are moved to other replicas. They are not moved if
-        it is None. Raises NotReadyError (LAST_REPLICA) if no ready replica would remain, unless `force` is set.
+        Requests that are still running after `move_after_s` seconds are moved to other replicas. If `move_after_s` is
+        None, requests are not moved. Raises NotReadyError (LAST_REPLICA) if the stage would have no ready replica left,
+        unless `force` is True.
         """
         async with self._draining:
             replicas = self._directory.target(target)
@@ -65,9 +66,9 @@ class Lifecycle:
             return replicas
 
     async def wait_idle(self, replicas: Sequence[Replica], *, timeout_s: float) -> None:
-        """Returns when no request runs on the replicas.
+        """Waits until the replicas run no requests.
 
-        Raises DeadlineError (STILL_RUNNING) after `timeout_s` seconds.
+        Raises DeadlineError (STILL_RUNNING) if requests are still running after `timeout_s` seconds.
         """
         ends_s = asyncio.get_running_loop().time() + timeout_s
         for replica in replicas:
@@ -78,7 +79,7 @@ class Lifecycle:
                 raise _still_running(replica, running, "it remains drained")
 
     async def resume(self, target: str) -> list[Replica]:
-        """Plans requests on the target again. If the target is a stage, resumes its draining replicas."""
+        """Ends the drain of a replica, or of all draining replicas of a stage. Returns the replicas of the target."""
         replicas = self._directory.target(target)
         await _for_each(
             [replica for replica in replicas if len(replicas) == 1 or replica.state is ReplicaState.DRAINING], _resume
@@ -86,13 +87,15 @@ class Lifecycle:
         return replicas
 
     async def restart(self, target: str, *, force: bool, drain_s: float) -> AsyncGenerator[RestartEvent]:
-        """Restarts the target's replicas one after another, and yields the changes of each.
+        """Restarts a replica, or all replicas of a stage one after another. Yields each change.
 
-        Each replica is drained before its restart for at most `drain_s` seconds. 0 means 300 seconds. Iterate within
-        `aclosing`.
+        Iterate within `aclosing`.
 
-        Raises NotReadyError (LAST_REPLICA) if no ready replica would remain. If requests are still running after the
-        drain, resumes the replica and raises DeadlineError (STILL_RUNNING). With `force`, restarts in both cases.
+        Each replica is first drained for at most `drain_s` seconds. If `drain_s` is 0, this limit is 300 seconds.
+
+        Raises NotReadyError (LAST_REPLICA) if the stage would have no ready replica left. If requests are still running
+        after the drain, resumes the replica and raises DeadlineError (STILL_RUNNING). If `force` is True, restarts in
+        both cases.
         """
         if not drain_s >= 0:
             raise InvalidRequestError(f"drain_s is {drain_s:g}; it must be positive, or 0 for {_DRAIN_S:g} s")
@@ -119,7 +122,7 @@ class Lifecycle:
             yield RestartEvent(name, RestartPhase.READY, 0)
 
     async def _is_replaced(self, name: str, former: str) -> bool:
-        """Returns whether a replica is now served by a process other than the incarnation `former`."""
+        """Returns whether a new process serves the replica. `former` is the incarnation of the previous process."""
         replica = self._directory.find(name)
         if replica is None:
             return False
@@ -133,7 +136,10 @@ class Lifecycle:
         return replica is not None and replica.state is ReplicaState.READY
 
     def _check_others(self, replicas: Sequence[Replica], *, action: str) -> None:
-        """Raises NotReadyError (LAST_REPLICA) if these are the only ready replicas of their stage."""
+        """Raises NotReadyError (LAST_REPLICA) if no other replica of the same stage is ready.
+
+        Does nothing if none of `replicas` is ready.
+        """
         if not any(replica.state is ReplicaState.READY for replica in replicas):
             return
         stage, names = replicas[0].stage, {replica.name for replica in replicas}
@@ -150,7 +156,7 @@ class Lifecycle:
 
 
 async def _poll(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Checks the condition repeatedly, and returns when it is true."""
+    """Evaluates the condition periodically, and returns when it is true."""
     while True:
         if await condition():
             return
@@ -158,7 +164,7 @@ async def _poll(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def _for_each(replicas: Sequence[Replica], act: Callable[[Replica], Awaitable[None]]) -> None:
-    """Calls `act` on every replica, even if a call fails. Then raises the first error."""
+    """Calls `act` with every replica, even if some calls fail. Raises the first error afterwards."""
     errors: list[StagemeshError] = []
     for replica in replicas:
         try:
@@ -170,9 +176,9 @@ async def _for_each(replicas: Sequence[Replica], act: Callable[[Replica], Awaita
 
 
 async def _running_counts(replica: Replica, *, ends_s: float) -> AsyncGenerator[int]:
-    """Yields the current number of requests that run on a replica, and each changed number.
+    """Yields the number of requests that run on a replica, and again after each change.
 
-    Ends when the number is 0 or when the time of the event loop reaches `ends_s`.
+    Ends when the number is 0, or when the event loop's clock reaches `ends_s`.
     """
     last = -1
     while last:
@@ -189,8 +195,9 @@ async def _running_counts(replica: Replica, *, ends_s: float) -> AsyncGenerator[
 async def count_running(replica: Replica) -> int:
     """Returns the number of requests that are planned on a replica or run there.
 
-    If this orchestrator has planned no request there, asks the replica for the requests of all orchestrators. Returns 0
-    if the replica is unreachable. Returns 1 if it does not answer in time, because it may run requests.
+    If this orchestrator has no request on the replica, asks the replica for the requests of all orchestrators. Returns
+    0 if the replica is unreachable. Returns 1 if the replica does not answer in time, because requests may be running
+    there.
     """
     if replica.running:
         return replica.running

@@ -1,4 +1,4 @@
-"""Serves AdminService on a separate port, and forwards calls of StageControlService to replicas."""
+"""Serves AdminService on a separate port, and forwards StageControlService calls to replicas."""
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -19,7 +19,7 @@ from stagemesh.v1 import admin_pb2, admin_pb2_grpc
 SERVICE_NAME = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 LIVENESS = "liveness"
 REPLICA_KEY = "stagemesh-replica"
-"""The metadata key whose value names the replica to which a control call is forwarded."""
+"""The metadata key that names the replica to which a StageControlService call is forwarded."""
 
 _MAX_CALL_S = 3600.0
 # The methods that are not forwarded. Their replacements in AdminService also consider the stage's other replicas.
@@ -28,7 +28,7 @@ _REPLACED_BY = {"Drain": "DrainReplicas", "Resume": "ResumeReplicas", "Shutdown"
 
 @asynccontextmanager
 async def serving_admin(orchestrator: Orchestrator, listen: str) -> AsyncGenerator[int]:
-    """Serves within the block, and yields the port. All health checks report SERVING while the block runs."""
+    """Serves AdminService within the block. Yields the port. All health checks report SERVING."""
     server = Server(listen)
     directory = Directory(orchestrator.pipeline, orchestrator.fleet)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(orchestrator, directory), server.grpc)
@@ -45,7 +45,7 @@ async def serving_admin(orchestrator: Orchestrator, listen: str) -> AsyncGenerat
 
 
 class _ControlForwarder(grpc.GenericRpcHandler):
-    """Forwards each call of StageControlService to the replica that its metadata names. Does not parse the messages."""
+    """Forwards each StageControlService call to the replica named in the call's metadata. Does not parse messages."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory

@@ -1,4 +1,4 @@
-"""AdminService: converts messages, and calls the inspector, the lifecycle and the status builder."""
+"""Implements AdminService: converts its messages, and calls the inspector, the lifecycle and the status builder."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -153,17 +153,17 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
 
 class _Page(NamedTuple, Generic[_T]):
-    """One page of a list. `next_token` is empty for the last page."""
+    """One page of a list. `next_token` requests the next page, and is empty for the last page."""
 
     items: list[_T]
     next_token: str
 
 
 def _page(numbered: Iterable[tuple[int, _T]], request: Any) -> _Page[_T]:
-    """Returns the page that a list request asks for.
+    """Returns the page of a list that a request asks for.
 
-    `numbered` contains the items with their numbers, which are at least 0 and in ascending order. A page token is the
-    number of the last item of the previous page. Raises InvalidRequestError (INVALID_PAGE_TOKEN) for any other token.
+    `numbered` contains the items with their numbers, in ascending order. A page token is the number of the last item of
+    the previous page. Raises InvalidRequestError (INVALID_PAGE_TOKEN) for any other token.
     """
     token = str(request.page_token)
     if token and not (token.isascii() and token.isdecimal() and len(token) <= _MAX_TOKEN_DIGITS):

@@ -24,7 +24,7 @@ _MAX_CALLERS = 100
 
 
 class Statuses:
-    """Builds status messages from the current state of the orchestrator."""
+    """Builds status messages of AdminService from the current state of the orchestrator."""
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class Statuses:
         self._began_s = clock()
 
     def totals(self) -> Totals:
-        """Returns the totals over all requests. For running requests, they include the work so far."""
+        """Returns totals over all requests, including the work of running requests so far."""
         running = self._orchestrator.requests.running
         return self._orchestrator.totals.together_with(known.record.timeline for known in running)
 
     def pipeline(self, totals: Totals) -> admin_pb2.PipelineStatus:
-        """Returns the status of the pipeline, with its admission queue and its callers."""
+        """Returns the status of the pipeline as a whole, with its admission queue and the load of each caller."""
         pipeline, admission = self._directory.pipeline, self._orchestrator.admission.snapshot()
         return admin_pb2.PipelineStatus(
             name=pipeline.name,
@@ -67,15 +67,14 @@ class Statuses:
         )
 
     def stages(self, totals: Totals) -> list[admin_pb2.StageStatus]:
-        """Returns the status of each stage, producers before consumers."""
+        """Returns the status of each stage. Producers precede consumers."""
         return [self._stage(stage, totals) for stage in self._directory.pipeline.stages.values()]
 
     def edges(self, totals: Totals) -> list[admin_pb2.EdgeStatus]:
-        """Returns the status of each edge."""
         return [self._edge(edge, totals) for edge in self._directory.pipeline.edges]
 
     def snapshot(self, *, slowest: int) -> admin_pb2.WatchPipelineResponse:
-        """Returns the status of the whole pipeline with its slowest requests."""
+        """Returns the status of the pipeline, its stages, replicas and edges, and its slowest requests."""
         totals = self.totals()
         return admin_pb2.WatchPipelineResponse(
             clock_s=self._clock(),
@@ -87,7 +86,7 @@ class Statuses:
         )
 
     def request(self, timeline: Timeline) -> admin_pb2.RequestStatus:
-        """Returns the summary of a request, without its steps and flows."""
+        """Returns the summary of a request. Omits the status of its steps and flows."""
         return admin_pb2.RequestStatus(
             request_id=timeline.request_id,
             state=admin_pb2.RequestState.Value(f"REQUEST_STATE_{timeline.state.value}"),
@@ -103,7 +102,7 @@ class Statuses:
         )
 
     def request_in_full(self, request: InspectedRequest) -> admin_pb2.GetRequestResponse:
-        """Returns a request with all of its steps and flows."""
+        """Returns the summary of a request with the status of its steps and flows."""
         return admin_pb2.GetRequestResponse(
             request=self.request(request.timeline),
             planned_s=request.timeline.planned_s,
@@ -140,9 +139,9 @@ class Statuses:
 
 
 def replica_status(replica: Replica) -> admin_pb2.ReplicaStatus:
-    """Returns a replica's status.
+    """Returns the status of a replica.
 
-    It includes the newest load report if the replica is loading, ready, draining or asleep.
+    Includes the newest load report if the replica is loading, ready, draining or asleep.
     """
     load = _load(replica)
     overdue = load is not None and replica.report_age_s > _OVERDUE_S

@@ -1,4 +1,4 @@
-"""Admission: limits on requests and bytes, the queue and its order, and reports to waiting and rejected requests."""
+"""Admission control: limits running requests, queues further requests, and rejects requests if the queue is full."""
 
 from stagemesh.orchestrator.admission.admission import Admission
 from stagemesh.orchestrator.admission.snapshot import AdmissionSnapshot, CallerLoad

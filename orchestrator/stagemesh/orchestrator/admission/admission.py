@@ -1,4 +1,4 @@
-"""Decides which requests run, which wait and which are rejected, before any stage reserves resources for them."""
+"""Decides which requests run, wait or are rejected, before any stage reserves resources for them."""
 
 import itertools
 import math
@@ -33,10 +33,10 @@ def _latest_start_s(ticket: Ticket) -> tuple[float, int]:
 
 
 class Admission:
-    """Admits requests up to the limits, queues further requests up to a bound, and rejects the rest with a retry delay.
+    """Admits requests up to the pipeline's limits, queues further requests, and rejects the rest with a retry delay.
 
-    It has no task of its own: callers must call `tick` regularly. `clock` is its only source of time. Listeners must
-    not call its methods.
+    This object starts no task, so that `tick` must be called regularly. It reads the time only from `clock`. Listeners
+    must not call its methods.
     """
 
     def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -54,18 +54,18 @@ class Admission:
 
     @property
     def in_flight(self) -> int:
-        """The number of running requests."""
+        """The number of admitted requests that have not ended."""
         return self._running.requests
 
     @property
     def queued(self) -> int:
-        """The number of waiting requests."""
+        """The number of requests in the queue."""
         return self._queue.load.requests
 
     def enter(self, request: AdmissionRequest, listener: Listener) -> Ticket:
-        """Admits or queues a request, and reports this to the listener before returning.
+        """Admits or queues a request. Calls the listener's `admitted` or `queued` before returning.
 
-        The caller must pass the ticket to `withdraw` or `release`, unless the listener receives `refused`. Raises
+        The returned ticket must be passed to `withdraw` or `release`, unless the listener's `refused` is called. Raises
         OverloadedError (ADMISSION_LIMIT, CALLER_LIMIT) if the queue is full, and DeadlineError (DEADLINE_UNREACHABLE)
         if the request would miss its deadline.
         """
@@ -89,7 +89,10 @@ class Admission:
         return ticket
 
     def withdraw(self, ticket: Ticket) -> bool:
-        """Removes a waiting ticket without a report. Returns False if the ticket was not waiting."""
+        """Removes a ticket from the queue without calling its listener.
+
+        Returns False if the ticket is not in the queue.
+        """
         if ticket.state is not TicketState.WAITING:
             return False
         self._queue.remove(ticket)
@@ -98,9 +101,10 @@ class Admission:
         return True
 
     def release(self, ticket: Ticket, *, made_bytes: int | None = None) -> None:
-        """Ends a running ticket. Must be called exactly once for each running ticket.
+        """Ends an admitted request, and admits waiting requests. Must be called exactly once for each admitted request.
 
-        `made_bytes` is the number of the request's output bytes, or None if the request failed.
+        `made_bytes` is the number of bytes that the request's outputs and edges occupied, or None if the request
+        failed.
         """
         assert ticket.state is TicketState.RUNNING, "only running tickets are released"
         now_s = self._clock()
@@ -114,7 +118,9 @@ class Admission:
         self._fill()
 
     def tick(self) -> None:
-        """Rejects waiting requests that can no longer meet their deadlines, and reports positions to the others.
+        """Rejects waiting requests that can no longer meet their deadlines.
+
+        Reports queue positions to the other listeners.
 
         Must be called a few times per second.
         """
@@ -131,13 +137,13 @@ class Admission:
             self._to_report = iter(())
 
     def close(self, error: StagemeshError) -> None:
-        """Rejects all waiting requests. Running requests continue."""
+        """Rejects all waiting requests with `error`. Running requests continue."""
         for ticket in tuple(self._queue):
             # Several tasks raise the error. Each needs a copy, because an exception object contains its traceback.
             self._reject(ticket, copy(error))
 
     def snapshot(self) -> AdmissionSnapshot:
-        """Returns the current numbers of requests, bytes and callers."""
+        """Returns the current numbers and bytes of running and waiting requests, in total and by caller."""
         return AdmissionSnapshot(
             in_flight=self._running.requests,
             in_flight_bytes=self._running.size_bytes,
@@ -171,9 +177,9 @@ class Admission:
         listener.admitted()
 
     def _fill(self) -> None:
-        """Admits waiting tickets in order.
+        """Admits as many waiting requests as the limits allow, in the order of the queue.
 
-        If the first ticket waits for bytes to be released, no other ticket precedes it.
+        If the first request does not fit into the limit on bytes, no later request overtakes it.
         """
         now_s = self._clock()
         while (ticket := self._queue.next()) is not None and self._fits(ticket):
@@ -196,9 +202,11 @@ class Admission:
             self._report_rejected(other, self._full_error(other.request, now_s))
 
     def _make_space(self, ticket: Ticket, caller: Caller, now_s: float) -> list[Ticket]:
-        """Makes space in the queue for a ticket, and returns the tickets that were displaced.
+        """Makes space in the queue for a request.
 
-        Raises OverloadedError if there is not enough space.
+        Returns the tickets that were removed from the queue for this purpose.
+
+        Raises OverloadedError if space cannot be made. The queue is then unchanged.
         """
         request = ticket.request
         bounds, schedule = self.limits.per_caller, self._caller_schedules.get(caller.name)
@@ -231,7 +239,7 @@ class Admission:
             listener.refused(error)
 
     def _end_waiting(self, ticket: Ticket) -> Listener | None:
-        """Records that a ticket has left the queue. Returns its listener for the last report."""
+        """Marks a ticket as no longer waiting, and detaches its listener. Returns the listener for a last call."""
         self._waiting.discard(ticket)
         listener, ticket.listener, ticket.state = ticket.listener, None, TicketState.GONE
         return listener
@@ -242,7 +250,7 @@ class Admission:
             schedule.remove(request.request_id)
 
     def _interval_s(self, running: Load) -> float:
-        """Returns the average time in seconds between the ends of two of these running requests."""
+        """Returns the expected time in seconds between the ends of two consecutive requests of those in `running`."""
         return self._estimates.duration_s.value / max(1, running.requests)
 
     def _expected_wait_s(self, request: AdmissionRequest) -> float:
@@ -251,9 +259,9 @@ class Admission:
         return self._queue.position(request) * self._interval_s(self._running)
 
     def _caller_wait_s(self, caller: Caller, ticket: Ticket, *, position: int) -> float:
-        """Returns the expected wait in seconds until the limits per caller allow the request to run.
+        """Returns the expected time in seconds until the limits per caller allow the request to run.
 
-        Returns 0 if they allow it now.
+        Returns 0 if these limits allow the request to run now.
         """
         if caller.may_run(ticket, self.limits.per_caller):
             return 0.0
@@ -265,10 +273,7 @@ class Admission:
         ticket.listener.queued(position=position, expected_wait_s=wait_s)
 
     def _report_some(self, now_s: float) -> None:
-        """Reports changed positions to a bounded number of listeners.
-
-        Continues with the other listeners at the next tick.
-        """
+        """Reports changed queue positions to a limited number of listeners. The next tick continues with the others."""
         positions = list(islice(self._to_report, _REPORTS_PER_TICK))
         for ticket, position, in_caller_queue in positions:
             if ticket.state is TicketState.WAITING and position != ticket.reported_position:
@@ -308,7 +313,7 @@ class Admission:
 
 
 def _reserved(schedule: RetrySchedule, request: AdmissionRequest, now_s: float, *, most: int) -> int:
-    """Returns the number of queue slots that must remain free for rejected requests that may return."""
+    """Returns the number of queue slots that are reserved for other rejected requests that may be sent again."""
     returning = 0 if schedule.is_due(request.request_id, now_s) else len(schedule)
     return min(returning, math.ceil(most * _RESERVED_FRACTION))
 

@@ -1,4 +1,4 @@
-"""Estimates the durations and output sizes of requests from measurements of earlier requests."""
+"""Estimates the durations and output sizes of requests from those of earlier requests."""
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable
@@ -14,7 +14,7 @@ _SAMPLE_LIFETIME_S = 60.0
 
 
 class Mean:
-    """A running mean. After 50 values, it becomes a moving average in which a new value has the weight 1/50."""
+    """The mean of the added values. After 50 values, a moving average in which each new value has the weight 1/50."""
 
     def __init__(self, guess: float) -> None:
         self.value = guess
@@ -22,11 +22,10 @@ class Mean:
 
     @property
     def is_guess(self) -> bool:
-        """Whether no value has been measured yet."""
+        """Whether no value was added yet, so that `value` is the initial guess."""
         return not self._count
 
     def add(self, value: float) -> None:
-        """Adds a measured value."""
         self._count = min(self._count + 1, _WINDOW)
         self.value += (value - self.value) / self._count
 
@@ -43,25 +42,28 @@ class _Kind:
 
 
 class RequestEstimates:
-    """Estimates for each of the last 256 kinds of requests, and for all requests together."""
+    """Estimates for requests of the same kind, for the 256 most recent kinds, and for all requests together."""
 
     def __init__(self) -> None:
         self.duration_s = Mean(_FIRST_GUESS_S)
-        """The mean duration of requests in seconds, over all kinds and outcomes. 1 until a request has ended."""
+        """The mean duration in seconds of all requests, including failed requests. The initial guess is 1 s."""
         self._made_bytes = Mean(0.0)
         self._kinds = OrderedDict[Hashable, _Kind]()
 
     def made_bytes(self, kind: Hashable) -> int:
-        """Returns the average output bytes of this kind, or of all requests if none of this kind has succeeded."""
+        """Returns the mean output size in bytes of requests of this kind.
+
+        If none has succeeded, returns that of all requests.
+        """
         known = self._kinds.get(kind)
         made = self._made_bytes if known is None or known.made_bytes.is_guess else known.made_bytes
         return int(made.value)
 
     def fastest_s(self, kind: Hashable, now_s: float) -> float:
-        """Returns the shortest duration in seconds of the last 32 requests of this kind that succeeded.
+        """Returns the shortest duration in seconds among the last 32 successful requests of this kind.
 
-        Returns 0 if there are fewer than 8 samples. Samples expire after a minute. If old samples could reject all
-        requests, no request would ever show that the pipeline has become faster.
+        Returns 0 if fewer than 8 of them ended within the last minute. Without this expiry, old durations could cause
+        all requests to be rejected, and no request would show that the pipeline has become faster.
         """
         known = self._kinds.get(kind)
         if known is None:
@@ -71,7 +73,7 @@ class RequestEstimates:
         return min(sample.took_s for sample in known.samples) if len(known.samples) >= _ENOUGH_SAMPLES else 0.0
 
     def add_success(self, kind: Hashable, now_s: float, *, took_s: float, made_bytes: int) -> None:
-        """Records the duration and the output size of a request that succeeded."""
+        """Adds the duration and the output size of a successful request."""
         known = self._kinds.setdefault(kind, _Kind())
         self._kinds.move_to_end(kind)
         if len(self._kinds) > _MAX_KINDS:

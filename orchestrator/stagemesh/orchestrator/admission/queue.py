@@ -1,11 +1,12 @@
-"""The order in which waiting requests are admitted.
+"""The queue of waiting requests, and the order in which they are admitted.
 
-A higher priority precedes a lower priority. Within a priority, callers share the pipeline. The caller with the smallest
-share of running requests is first, then the caller with fewer turns, then the earliest deadline, then the earliest
-arrival. The requests of one caller are ordered by deadline.
+A request of a higher priority is admitted before a request of a lower priority. Within a priority, callers share the
+pipeline. The next request comes from the caller with the smallest share of the running requests. Ties are resolved by
+the caller's number of turns, then by the earliest deadline, then by the earliest arrival. The requests of one caller
+are ordered by deadline.
 
 Every eighth turn admits the request that has waited longest, regardless of this order. A request that finds n other
-requests waiting is therefore among the next 8 (n + 1) to be admitted.
+requests waiting is therefore among the next 8 (n + 1) requests to be admitted.
 
 A caller's share is its dominant share (Ghodsi et al., NSDI 2011): the larger of the used fractions of the limit on
 requests and of the limit on bytes.
@@ -31,7 +32,7 @@ _MAX_RECORDED_TURNS = 4096
 
 
 class QueuePosition(NamedTuple):
-    """A ticket's position, from 1, among all tickets and within its caller's queue."""
+    """The position of a ticket in the order of admission and within the queue of its caller. Both start at 1."""
 
     ticket: Ticket
     position: int
@@ -39,7 +40,7 @@ class QueuePosition(NamedTuple):
 
 
 class _Ranking:
-    """Caller queues ordered by keys that can change, smallest key first."""
+    """A sorted set of caller queues. Each queue has a key that can change. The smallest key is first."""
 
     def __init__(self) -> None:
         self._keys: dict[CallerQueue, Any] = {}
@@ -49,45 +50,47 @@ class _Ranking:
         return len(self._queues)
 
     def put(self, queue: CallerQueue, key: object) -> None:
-        """Adds a queue, or moves it to the position of `key`."""
+        """Adds a queue with this key, or changes the key of a queue that is present."""
         if self._keys.get(queue) != key:
             self.discard(queue)
             self._keys[queue] = key
             self._queues.add(queue)
 
     def discard(self, queue: CallerQueue) -> None:
-        """Removes a queue if it is present."""
         if queue in self._keys:
             self._queues.remove(queue)
             del self._keys[queue]
 
     def first(self) -> CallerQueue | None:
-        """Returns the queue with the smallest key, or None if the ranking is empty."""
+        """Returns the queue with the smallest key, or None if there are no queues."""
         return self._queues[0] if self._queues else None
 
 
 class _PriorityClass:
-    """The caller queues of one priority."""
+    """The queues of all callers for one priority."""
 
     def __init__(self) -> None:
         self.ready = _Ranking()
-        """The queues whose next ticket the limits per caller allow to run, in the order in which they are served."""
+        """The queues whose next ticket may run under the limits per caller, in the order of admission."""
         self.by_length = _Ranking()
-        """The queues that are not empty, longest first."""
+        """The queues that have waiting tickets, longest queue first."""
         self.waiting = 0
         self._turn = 0
         self._turns: dict[str, int] = {}
-        """The next turn of each caller that was served in this round.
+        """The next round-robin round of each caller that has already been served in the current round.
 
-        An entry remains when the caller's queue becomes empty, because the caller may return.
+        An entry is retained when the caller's queue becomes empty, because the caller may send further requests.
         """
 
     def next_turn(self, caller: str) -> int:
-        """Returns the round in which a new queue of a caller is served."""
+        """Returns the round-robin round in which a new queue of the caller is served first."""
         return max(self._turn, self._turns.get(caller, 0))
 
     def serve(self, queue: CallerQueue, *, by_age: bool) -> None:
-        """Records that a queue has had its turn."""
+        """Moves a queue to the next round-robin round after one of its tickets was admitted.
+
+        `by_age` is True if the ticket was admitted because it had waited longest.
+        """
         if queue.turn > self._turn and not by_age:
             self._turn = queue.turn
             self._turns.clear()
@@ -97,19 +100,19 @@ class _PriorityClass:
 
 
 class AdmissionQueue:
-    """The waiting tickets in the order of admission, and each caller's running requests.
+    """Contains the waiting tickets in the order of admission, and counts the running requests of each caller.
 
-    Adding or removing a ticket takes O(log n).
+    Adding or removing a ticket takes O(log n) time.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.load = Load()
-        """The number and the size of all waiting requests."""
+        """The number and the input bytes of all waiting requests."""
         self._limits = limits
         self._callers: dict[str, Caller] = {}
         priorities = range(HIGHEST_PRIORITY, LOWEST_PRIORITY - 1, -1)
         self._classes = {priority: _PriorityClass() for priority in priorities}
-        """The classes by priority, highest priority first."""
+        """The queues of each priority, by priority. The highest priority is first."""
         self._by_age = _Ranking()
         self._turns = 0
 
@@ -124,14 +127,14 @@ class AdmissionQueue:
                 yield from tuple(queue)
 
     def caller(self, name: str) -> Caller:
-        """Returns the caller with this name. A caller without requests is created but not recorded."""
+        """Returns the caller with this name. A caller without requests is new and is not stored."""
         return self._callers.get(name) or Caller(name)
 
     def position(self, request: AdmissionRequest) -> int:
-        """Estimates the position of a new request, from 1.
+        """Returns an estimate of the position at which a new request would be queued, starting at 1.
 
-        Assumes that every other caller of the same priority has as many tickets ahead of the request as its own caller
-        has.
+        Assumes that every other caller of the same priority has as many tickets before the request as the request's own
+        caller.
         """
         queue = self.caller(request.caller).queues.get(request.priority_class)
         within = self._classes[request.priority_class]
@@ -144,7 +147,10 @@ class AdmissionQueue:
         return higher + min(within.waiting + 1, (before + 1) * queues)
 
     def positions(self) -> Iterator[QueuePosition]:
-        """Yields the position of every ticket in order, as if no ticket were added or removed. Takes O(n log n)."""
+        """Yields the position of every waiting ticket in the order of admission. Takes O(n log n) time.
+
+        Assumes that no ticket is added or removed before all of these tickets are admitted.
+        """
         unit = 1 / self._limits.max_in_flight
         position = 0
         for priority, within in self._classes.items():
@@ -163,7 +169,7 @@ class AdmissionQueue:
                 yield QueuePosition(ticket, position, in_caller_queue)
 
     def next(self) -> Ticket | None:
-        """Returns the ticket to admit next among those that the limits per caller allow, or None if there is none."""
+        """Returns the ticket to admit next, or None if the limits per caller allow no waiting ticket to run."""
         if self._is_by_age and (queue := self._by_age.first()) is not None:
             return queue.oldest
         for within in self._classes.values():
@@ -172,7 +178,6 @@ class AdmissionQueue:
         return None
 
     def add(self, ticket: Ticket) -> None:
-        """Adds a waiting ticket."""
         queue = self._queue_of(ticket)
         queue.add(ticket)
         for load in (self.load, queue.caller.waiting):
@@ -181,14 +186,13 @@ class AdmissionQueue:
         self._rank(queue)
 
     def remove(self, ticket: Ticket) -> None:
-        """Removes a waiting ticket."""
         queue = self._queue_of(ticket)
         self._remove_from(queue, ticket)
         self._rank(queue)
         self._drop_if_idle(queue)
 
     def run(self, ticket: Ticket) -> None:
-        """Records that a ticket was admitted, either from the queue or without waiting."""
+        """Counts a ticket as running, and removes it from the queue if it was waiting."""
         queue = self._queue_of(ticket)
         for load in (queue.running, queue.caller.running):
             load.add(ticket.size_bytes)
@@ -199,7 +203,7 @@ class AdmissionQueue:
         self._rank_all(queue.caller)
 
     def end(self, ticket: Ticket) -> None:
-        """Records that a running ticket has ended."""
+        """Stops counting a ticket as running."""
         queue = self._queue_of(ticket)
         for load in (queue.running, queue.caller.running):
             load.subtract(ticket.size_bytes)
@@ -207,9 +211,9 @@ class AdmissionQueue:
         self._drop_if_idle(queue)
 
     def displaced_by(self, request: AdmissionRequest) -> Ticket | None:
-        """Returns the ticket that a new request displaces from a full queue, or None if it displaces none.
+        """Returns the ticket that must leave a full queue to make space for a new request, or None if there is none.
 
-        This is the last ticket of the longest caller queue of the lowest priority. A request displaces no ticket of a
+        This is the last ticket in the longest caller queue of the lowest priority. A request displaces no ticket of a
         higher priority. It displaces no ticket of its own priority if its caller's queue would become as long as the
         longest queue.
         """
@@ -273,7 +277,7 @@ class AdmissionQueue:
         return waiting.share(most=self._limits.max_queued, most_bytes=self._limits.max_queued_bytes)
 
     def _length_with(self, request: AdmissionRequest) -> float:
-        """Returns the length that the request's caller queue would have with the request."""
+        """Returns the length of the caller's queue if the request is added to it, as a fraction of the limits."""
         queue = self.caller(request.caller).queues.get(request.priority_class)
         waiting = queue.waiting if queue is not None else Load()
         return self._length(Load(waiting.requests + 1, waiting.size_bytes + request.input_bytes))

@@ -1,4 +1,4 @@
-"""Assigns each rejected request a time at which it should be sent again, so that a slot is free when it returns."""
+"""Assigns retry times to rejected requests, so that a queue slot is free when a request is sent again."""
 
 from collections import OrderedDict
 
@@ -14,18 +14,18 @@ _MIN_RETURNING = 0.05
 
 
 class RetrySchedule:
-    """Spaces retry slots at the rate at which the pipeline frees capacity.
+    """Assigns retry times at the rate at which running requests end.
 
-    A request that returns at its time, or within a second after it, precedes new requests. Because not all requests
-    return, the distance between slots is multiplied by the fraction of requests that have returned so far. At most
-    10,000 requests have a slot. Further requests are assigned the time of the last slot.
+    A request that is sent again at its retry time, or at most one second later, precedes new requests. Because not all
+    requests are sent again, the interval between retry times is multiplied by the fraction of requests that were sent
+    again so far. At most 10,000 requests have their own retry time. Further requests are assigned the last retry time.
     """
 
     def __init__(self) -> None:
         self._future = OrderedDict[str, float]()
-        """The times of future slots by request id, earliest first."""
+        """The retry times in the future, by request id. The earliest time is first."""
         self._due = OrderedDict[str, float]()
-        """The times of due slots by request id. Their requests may return at any moment."""
+        """The retry times that have been reached, by request id. These requests may be sent again at any moment."""
         self._last_s = 0.0
         self._returning = 1.0
 
@@ -33,18 +33,18 @@ class RetrySchedule:
         return len(self._future) + len(self._due)
 
     def is_due(self, request_id: str, now_s: float) -> bool:
-        """Returns whether the request's slot is due."""
+        """Returns whether the request's retry time has been reached and has not expired."""
         self._update(now_s)
         return request_id in self._due
 
     def remove(self, request_id: str) -> None:
-        """Removes the slot of a request that was admitted or queued."""
+        """Removes the retry time of a request that was admitted or queued. Does nothing if the request has none."""
         if self._due.pop(request_id, None) is not None:
             self._learn(1.0)
         self._future.pop(request_id, None)
 
     def assign(self, request_id: str, now_s: float, *, interval_s: float) -> float:
-        """Returns the delay in seconds after which the request should return.
+        """Assigns a retry time to a rejected request. Returns the delay in seconds until this time.
 
         `interval_s` is the average time in seconds between the ends of two running requests.
         """

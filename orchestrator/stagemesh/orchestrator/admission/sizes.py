@@ -1,11 +1,11 @@
-"""The size of a request for admission, before it runs and after it has ended.
+"""Determines the size in bytes of a request: an estimate for admission, and the measured size after its end.
 
 Admission counts the bytes that a request occupies while it runs: its input, its outputs, and the chunks of its edges in
-arenas. The orchestrator retains the outputs for callers that attach. The chunks of an edge occupy at most the credit of
-its consumer.
+arenas. The orchestrator retains the outputs for callers that attach. The chunks of an edge occupy at most the credit
+that the consumer has granted.
 
-The input size is known when the request arrives. For the rest, admission reserves the average of earlier requests of
-the same kind, because the limits apply to sums. Each engine limits its own memory.
+The input size is known when the request arrives. For outputs and chunks, admission reserves the average of earlier
+requests of the same kind, because the limits apply to sums. Each engine limits its own memory.
 """
 
 from stagemesh.orchestrator.admission.ticket import AdmissionRequest
@@ -15,10 +15,10 @@ from stagemesh.orchestrator.spec import Pipeline
 
 
 def to_admission_request(request: ValidRequest, *, deadline_s: float) -> AdmissionRequest:
-    """Returns the admission request for a client's request.
+    """Converts a client's request to an admission request.
 
-    Requests are of the same kind if they have the same outputs and options, and if their inputs and token limits have
-    the same number of binary digits.
+    Requests are of the same kind if they have the same outputs and options, and if their input sizes and token limits
+    have the same number of binary digits.
     """
     parameters, input_bytes = request.parameters, request.input.ByteSize()
     kind = (
@@ -38,6 +38,6 @@ def to_admission_request(request: ValidRequest, *, deadline_s: float) -> Admissi
 
 
 def made_bytes(record: RequestRecord, pipeline: Pipeline) -> int:
-    """Returns the number of bytes that a request occupied for its outputs and edges."""
+    """Returns the number of bytes that a request occupied for its outputs and for the chunks of its edges."""
     windows = {edge.name: pipeline.stages[edge.consumer].data_plane.window_bytes for edge in pipeline.edges}
     return record.size_bytes + sum(min(edge.size_bytes, windows.get(edge.edge, 0)) for edge in record.edges)

@@ -1,11 +1,11 @@
-"""The state of admission at one moment, for operators."""
+"""A snapshot of admission for operators."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class CallerLoad:
-    """The requests of one caller. The caller "" represents all callers without a name."""
+    """The numbers and bytes of one caller's requests. All requests without a caller name belong to the caller ""."""
 
     caller: str
     in_flight: int
@@ -23,7 +23,7 @@ class AdmissionSnapshot:
     queued: int
     queued_bytes: int
     expected_wait_s: float
-    """The expected wait in seconds of a new request with priority 0 from a caller without other requests."""
+    """The expected wait in seconds of a new request, if it has priority 0 and its caller has no other requests."""
     returning: int
-    """The number of rejected requests that have a retry slot."""
+    """The number of rejected requests that have a retry time and may be sent again."""
     callers: tuple[CallerLoad, ...]

@@ -1,4 +1,4 @@
-"""The admission request of a client's request, and the ticket that represents it while it waits and runs."""
+"""The input of admission control (AdmissionRequest) and its result (Ticket)."""
 
 import math
 from collections.abc import Hashable
@@ -13,38 +13,47 @@ LOWEST_PRIORITY, HIGHEST_PRIORITY = -10, 10
 
 @dataclass(frozen=True)
 class AdmissionRequest:
-    """The properties of a request that admission considers."""
+    """The properties of a client's request on which its admission depends."""
 
     request_id: str
     caller: str = ""
     priority: int = 0
     deadline_s: float = math.inf
-    """The deadline in seconds on the admission's clock. Infinite if there is no deadline."""
+    """The time in seconds, on the clock of `Admission`, at which the request must end.
+
+    Infinite if there is no deadline.
+    """
     input_bytes: int = 0
     kind: Hashable = None
-    """The kind of the request. Requests of the same kind have similar durations and output sizes."""
+    """A key. Requests with the same key have similar durations and output sizes."""
 
     @property
     def priority_class(self) -> int:
-        """The priority, limited to the range from LOWEST_PRIORITY to HIGHEST_PRIORITY."""
+        """The priority, clamped to the range from LOWEST_PRIORITY to HIGHEST_PRIORITY."""
         return max(LOWEST_PRIORITY, min(HIGHEST_PRIORITY, self.priority))
 
 
 class Listener(Protocol):
-    """Receives the reports about one admission request: any number of `queued`, then `admitted` or `refused`."""
+    """Receives the progress of one admission request.
+
+    `queued` is called any number of times, and then either `admitted` or `refused` is called once.
+    """
 
     def queued(self, *, position: int, expected_wait_s: float) -> None:
-        """Called when the request waits. Receives its position from 1 and its expected wait in seconds."""
+        """Called when the request is queued or its position changes.
+
+        `position` starts at 1. `expected_wait_s` is an estimate in seconds.
+        """
 
     def admitted(self) -> None:
-        """Called when the request may run. The permission ends when its ticket is released."""
+        """Called when the request is admitted. It may then run until its ticket is released."""
 
     def refused(self, error: StagemeshError) -> None:
-        """Called when the request leaves the queue without being admitted."""
+        """Called when the request is removed from the queue without being admitted. `error` is the reason."""
 
 
 class TicketState(Enum):
-    """The state of an admission request."""
+    """The state of a ticket."""
 
     NEW = auto()
     WAITING = auto()
@@ -54,21 +63,21 @@ class TicketState(Enum):
 
 @dataclass(eq=False)
 class Ticket:
-    """An admission request that was accepted. Only the admission that created it changes it."""
+    """An admission request that is waiting or running. Only the `Admission` that created the ticket changes it."""
 
     request: AdmissionRequest
     listener: Listener | None
-    """The listener of the request. None after the last report.
+    """The listener of the request, or None after its last call.
 
-    Listeners usually refer to the ticket, and a reference cycle would delay freeing both.
+    Listeners usually refer to the ticket, and a reference cycle would delay the release of both.
     """
     number: int
-    """The rank of the ticket in the order of arrival, from 0."""
+    """The number of tickets that were created before this ticket."""
     size_bytes: int
     """The estimated number of bytes that the request occupies while it runs."""
     latest_start_s: float
-    """The latest time on the admission's clock at which the request can start and still meet its deadline."""
+    """The latest time in seconds, on the clock of `Admission`, at which the request can start and meet its deadline."""
     state: TicketState = TicketState.NEW
     admitted_s: float = 0.0
     reported_position: int = 0
-    """The position that was last reported to the listener. 0 if none was reported."""
+    """The queue position that was last reported to the listener, or 0 if none was reported."""

@@ -67,7 +67,7 @@ _CONNECTOR_HOLDS = (Hold.NO_CONNECTOR, Hold.CONNECTOR_UNKNOWN)
 
 
 class StepCost:
-    """Estimates the seconds of work in one engine step of a stage, from the load reports of all replicas of the stage."""
+    """Estimates the seconds of work in one engine step of a stage, from the load reports of all of its replicas."""
 
     def __init__(self) -> None:
         self.seconds = _FIRST_GUESS_S
@@ -280,7 +280,7 @@ class Replica:
         return lambda: self._set_hold(Hold.RESERVED, None)
 
     def hold_for_connector(self, hold: Hold | None, why: str = "") -> None:
-        """Replaces the replica's connector hold by NO_CONNECTOR or CONNECTOR_UNKNOWN. None removes the connector hold."""
+        """Sets the replica's connector hold to NO_CONNECTOR or CONNECTOR_UNKNOWN, or removes it if `hold` is None."""
         for each in _CONNECTOR_HOLDS:
             self._set_hold(each, why if each is hold else None)
 
@@ -294,7 +294,7 @@ class Replica:
     def observe_description(
         self, description: stage_pb2.DescribeResponse, pipeline: Pipeline, *, generations: Collection[str] = ()
     ) -> None:
-        """Updates the replica from its description. Sets the state FAILED if the replica does not belong to the stage."""
+        """Updates the replica from its description. The state is FAILED if the replica does not belong to the stage."""
         if not self.is_described:
             self.is_described = True
             self.incarnation, self.generation = description.incarnation, description.generation

@@ -89,7 +89,7 @@ class ReplicaClient(Protocol):
         ...
 
     async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
-        """Calls the named method of StageControlService. The request and the returned response are serialized messages."""
+        """Calls the named method of StageControlService. The request and the response are serialized messages."""
         ...
 
     async def close(self) -> None:
@@ -193,7 +193,7 @@ class GrpcReplicaClient:
 
     @contextmanager
     def _mapping_errors(self) -> Generator[None]:
-        """Converts errors of a gRPC call to StagemeshErrors, even if the channel is closed before or during the call."""
+        """Converts errors of gRPC calls to StagemeshErrors, also if the channel is closed before or during the call."""
         try:
             yield
         except grpc.aio.AioRpcError as exc:

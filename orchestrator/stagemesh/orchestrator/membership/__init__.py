@@ -1,1 +1,1 @@
-"""The members of a pipeline, from a list, from DNS, or registered by the replicas themselves."""
+"""Determines the members of a pipeline: from the config, from DNS, or because the replicas register themselves."""

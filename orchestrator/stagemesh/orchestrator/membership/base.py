@@ -1,4 +1,4 @@
-"""Members of a pipeline, the sources that report them, and the check that a replica belongs to the pipeline."""
+"""Types for the members of a pipeline, and the check whether a replica belongs to the pipeline."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -10,36 +10,42 @@ from stagemesh.orchestrator.spec import Pipeline
 
 @dataclass(frozen=True)
 class Member:
-    """A replica: its stage and the address at which it serves ("host:port")."""
+    """A replica of a pipeline: its stage and the address at which it serves ("host:port")."""
 
     stage: str
     endpoint: str
     name: str = ""
-    """The replica's name in the pipeline. Empty if only the replica itself knows it."""
+    """The replica's name in the pipeline. Empty if it is known only from the replica's description."""
 
 
 class MembershipListener(Protocol):
-    """Receives the members as they join and leave.
+    """Receives the members of a pipeline as they join and leave.
 
-    Several sources may report the same member. The member leaves when none of them reports it any longer.
+    Several sources may report the same member. The member leaves when none of the sources reports it any longer.
     """
 
     def join(self, member: Member) -> None:
-        """Called when a source reports a new member. Each source reports a member once until the member leaves."""
+        """Called when a source reports a new member.
+
+        A source reports a member only once until it reports that the member leaves.
+        """
 
     def leave(self, member: Member, why: str) -> None:
         """Called when a source no longer reports a member. `why` is a human-readable reason."""
 
 
 class MemberSource(Protocol):
-    """A source of members."""
+    """Finds members of a pipeline and reports them to a listener."""
 
     async def follow(self, listener: MembershipListener) -> None:
-        """Reports all members and every change to the listener until it is cancelled. Must be called only once."""
+        """Reports all members, and every later change, to the listener. Runs until it is cancelled.
+
+        Must be called only once.
+        """
 
 
 class Belonging(Protocol):
-    """The fields of DescribeResponse and ReplicaIdentity that identify where a replica belongs."""
+    """The fields of DescribeResponse and of ReplicaIdentity that say to which pipeline and stage a replica belongs."""
 
     wire_version: int
     pipeline: str
@@ -48,9 +54,9 @@ class Belonging(Protocol):
 
 
 def find_refusal(description: Belonging, *, stage: str, pipeline: Pipeline, generations: Collection[str] = ()) -> str:
-    """Returns a human-readable reason why a replica does not belong to this stage, or an empty text if it belongs.
+    """Returns a human-readable reason why a replica does not belong to a stage, or an empty string if it belongs to it.
 
-    Replicas of `generations` are accepted in addition to replicas of the pipeline's own generation.
+    Accepts replicas of `generations` in addition to replicas of the pipeline's own generation.
     """
     generation = description.generation if description.generation in generations else pipeline.generation
     facts = {

@@ -1,4 +1,4 @@
-"""Members that are found by a DNS name with several addresses, such as the name of a headless Kubernetes service."""
+"""Finds members by a DNS name that has several addresses, such as the name of a headless Kubernetes service."""
 
 import asyncio
 import logging
@@ -14,20 +14,23 @@ _log = logging.getLogger(__name__)
 _RESOLVE_TIMEOUT_S = 5.0
 
 Resolve: TypeAlias = Callable[[str], Awaitable[Collection[str]]]
-"""A function that returns the IP addresses of a host name. It raises OSError if there is no answer."""
+"""A function that returns the IP addresses of a host name. Raises OSError if the resolver does not answer."""
 
 
 async def resolve(host: str) -> Collection[str]:
-    """Asks the system's resolver for the IP addresses of a host name. Raises OSError if there is no answer."""
+    """Returns the IP addresses of a host name from the system's resolver.
+
+    Raises OSError if the resolver does not answer.
+    """
     found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return [str(address) for *_, (address, *_) in found]
 
 
 class DnsSource:
-    """Resolves a name periodically, and reports a member of one stage for each of its addresses.
+    """Resolves a DNS name periodically, and reports each of its addresses as a member of one stage.
 
-    The last answer remains valid until there is a new answer, so that a failing resolver removes no replica. The fleet
-    detects without the resolver whether a replica still serves.
+    The last answer remains valid until the next answer, so that a failing resolver removes no member. The fleet detects
+    unreachable replicas without the resolver.
     """
 
     def __init__(self, stage: str, name: DnsName, *, resolve: Resolve = resolve) -> None:

@@ -1,4 +1,4 @@
-"""Members that register themselves. A member has a lease, and leaves when it deregisters or when the lease ends.
+"""Registers replicas as members. Each member has a lease, and leaves when it deregisters or when its lease expires.
 
 Leases are measured with the event loop's clock, which does not jump when the system time is set.
 """
@@ -18,27 +18,30 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Lease:
-    """The right of a registered replica to be a member until a given time."""
+    """A replica's membership for a limited time."""
 
     member: Member
     incarnation: str
     ends_at_s: float
     streams: int = 0
-    """The number of streams on which the replica can renew the lease. 0 if its connection broke."""
+    """The number of open streams on which the replica can renew the lease. 0 if the replica is disconnected."""
     timer: asyncio.TimerHandle | None = None
 
 
 class RegistrationSource:
-    """Reports the replicas that have a lease."""
+    """Accepts registrations of replicas, and reports each replica as a member while its lease is valid."""
 
     def __init__(self, pipeline: Pipeline, *, lease_s: float, generations: Collection[str] = ()) -> None:
-        """Replicas of `generations` may register in addition to replicas of the pipeline's own generation."""
+        """Creates a source.
+
+        Replicas of `generations` may register in addition to those of the pipeline's own generation.
+        """
         self.lease_s = lease_s
         self._pipeline, self._generations = pipeline, generations
         self._leases: dict[str, Lease] = {}
         self._listener: MembershipListener | None = None
         self.closed = asyncio.Event()
-        """An event that is set when replicas can no longer register."""
+        """An event that is set when this source stops accepting registrations."""
 
     async def follow(self, listener: MembershipListener) -> None:
         self._listener = listener
@@ -52,10 +55,11 @@ class RegistrationSource:
             self._leases.clear()
 
     def register(self, identity: membership_pb2.ReplicaIdentity) -> Lease:
-        """Starts a lease, or continues the lease of the same incarnation.
+        """Registers a replica, or reconnects a replica process that is already registered. Returns its lease.
 
         Raises InvalidRequestError (INVALID_REPLICA) if the identity is incomplete, NotReadyError (REPLICA_REFUSED) if
-        the replica belongs elsewhere, and ExistsError (REPLICA_EXISTS) if another replica with this name is connected.
+        the replica does not belong to the pipeline, and ExistsError (REPLICA_EXISTS) if another connected replica has
+        the name. Raises NotReadyError (NOT_RUNNING) if the orchestrator is starting or stopping.
         """
         if self._listener is None:
             raise NotReadyError("the orchestrator is starting or stopping; try again", reason="NOT_RUNNING")
@@ -76,10 +80,10 @@ class RegistrationSource:
         return lease
 
     def renew(self, lease: Lease) -> None:
-        """Extends the lease by `lease_s` seconds from now.
+        """Extends the lease until `lease_s` seconds from now.
 
-        Raises StaleAttemptError if another process has since registered under the name. Raises NotReadyError
-        (LEASE_ENDED) if the lease has ended; the replica must then register again.
+        Raises StaleAttemptError if another process has registered under the replica's name. Raises NotReadyError
+        (LEASE_ENDED) if the lease has expired. The replica must then register again.
         """
         holder = self._leases.get(lease.member.name)
         if holder is not lease:
@@ -92,11 +96,14 @@ class RegistrationSource:
             lease.timer = loop.call_at(lease.ends_at_s, self._check_end, lease)
 
     def leave(self, lease: Lease) -> None:
-        """Ends a lease because the replica deregisters. Harmless if the lease has ended."""
+        """Ends the lease of a replica that deregisters. Does nothing if the lease has already ended."""
         self._end(lease, "it deregistered")
 
     def disconnect(self, lease: Lease) -> None:
-        """Records that a stream broke. The lease continues until its end, and another stream can renew it."""
+        """Records that one of the replica's streams has closed. The lease remains valid until it expires.
+
+        The replica can renew the lease on another stream.
+        """
         lease.streams -= 1
 
     def _check_belongs(self, identity: membership_pb2.ReplicaIdentity) -> None:
@@ -116,9 +123,9 @@ class RegistrationSource:
             )
 
     def _replace_holder(self, held: Lease, member: Member) -> None:
-        """Ends the lease of another process with the same name.
+        """Ends the lease of another process that has the member's name.
 
-        Raises ExistsError (REPLICA_EXISTS) if that process is connected and has another address.
+        Raises ExistsError (REPLICA_EXISTS) if that process is connected and has another address than the member.
         """
         if held.streams and held.member.endpoint != member.endpoint:
             raise ExistsError(

@@ -18,7 +18,7 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[membership_pb2.RegisterRequest, 
 
 
 class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
-    """Serves the registration of replicas for one orchestrator. Rejects every replica if `source` is None."""
+    """Serves MembershipService for one orchestrator. Rejects all registrations if `source` is None."""
 
     def __init__(self, source: RegistrationSource | None) -> None:
         self._source = source
@@ -55,9 +55,11 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
 
 
 async def _next(requests: AsyncIterator[membership_pb2.RegisterRequest], closed: asyncio.Event) -> bool:
-    """Waits for the replica's next message. Returns True if it arrives, and False if the replica ends its stream.
+    """Waits for the replica's next message.
 
-    Raises NotReadyError (NOT_RUNNING) if the orchestrator stops first.
+    Returns False if the replica closes its stream instead of sending a message.
+
+    Raises NotReadyError (NOT_RUNNING) if the orchestrator stops before.
     """
     reading, closing = asyncio.ensure_future(anext(requests, None)), asyncio.ensure_future(closed.wait())
     try:

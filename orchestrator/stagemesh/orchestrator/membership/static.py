@@ -1,4 +1,4 @@
-"""Members that are listed in the orchestrator's config."""
+"""Reads members from the orchestrator's config."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +7,7 @@ from stagemesh.orchestrator.membership.base import Member, MembershipListener
 
 
 class StaticSource:
-    """Reports the replicas in the config as members. These members never leave."""
+    """Reports the replicas in the orchestrator's config as members. These members never leave."""
 
     def __init__(self, replicas: Mapping[str, Sequence[ReplicaAddress]]) -> None:
         self._members = [

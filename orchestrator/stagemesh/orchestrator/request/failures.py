@@ -89,7 +89,7 @@ class Failure:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """Returns the failure that is most likely the root cause. If several are equally likely, returns the first of them."""
+    """Returns the failure that is most likely the root cause. If several are equally likely, returns the first."""
     return min(failures, key=lambda failure: failure.rank)
 
 
@@ -156,7 +156,7 @@ class Failures:
         self._changed.fire()
 
     def require_fresh(self, stage: str, error: StagemeshError) -> None:
-        """Requires a stage to restart from the beginning instead of from its checkpoint, even if its step still runs."""
+        """Requires a stage to restart from the beginning instead of from its checkpoint, even if its step runs."""
         self._fresh[stage] = error
         self._lost_s = _now_s()
         self._changed.fire()
@@ -172,7 +172,7 @@ class Failures:
         return losses
 
     def _settle_doubtful(self) -> None:
-        """Converts doubtful failures to losses if another stage was lost within SETTLE_S, and else to final failures."""
+        """Converts doubtful failures to losses if another stage was lost within SETTLE_S, else to final failures."""
         if not self._doubtful:
             return
         left_s = self._doubted_s + SETTLE_S - _now_s()

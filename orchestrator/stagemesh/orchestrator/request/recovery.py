@@ -45,7 +45,7 @@ class Flow:
         return any(self.carried(rows).values())
 
     def carried(self, rows: Mapping[str, int]) -> Mapping[str, int]:
-        """Returns the entries of `rows` whose tensor the edge transfers. `rows` maps each tensor to a number of rows."""
+        """Returns the entries of `rows` for tensors that the edge transfers. `rows` maps tensors to numbers of rows."""
         return {name: count for name, count in rows.items() if not self.tensors or name in self.tensors}
 
 

@@ -110,7 +110,7 @@ class RequestRun:
     # -- the loop
 
     async def _outcome(self) -> StagemeshError | None:
-        """Waits until every step has finished, and returns None. If the request fails, returns the root cause instead."""
+        """Waits until every step has finished and returns None. If the request fails, returns the root cause."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 while not self._is_over:

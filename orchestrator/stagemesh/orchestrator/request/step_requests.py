@@ -30,7 +30,7 @@ class StepRequests:
         self._input_bytes = request.input.ByteSize() + request.parameters.ByteSize()
 
     def flow_attempts(self, state: StepState) -> Mapping[str, int]:
-        """Returns the attempt of each flow of a step that starts now, by edge name. Omits edges to finished consumers."""
+        """Returns the attempt of each flow of a step that starts now, by edge name. Omits finished consumers."""
         flows = (*self._graph.incoming[state.name], *self._open_flows(state))
         return {flow.edge: attempt_of(flow, self._states) for flow in flows}
 
@@ -52,7 +52,7 @@ class StepRequests:
         )
 
     def can_resume_from(self, checkpoint: stage_pb2.Checkpoint) -> bool:
-        """Returns whether the checkpoint contains a state and fits into one message together with the request's input."""
+        """Returns whether the checkpoint contains a state and fits into one message with the request's input."""
         has_state = bool(checkpoint.token_ids or checkpoint.tensors)
         return has_state and self._input_bytes + checkpoint.ByteSize() + _BINDINGS_BYTES <= MAX_MESSAGE_BYTES
 

@@ -105,7 +105,7 @@ class StepState(AttemptState):
         self.restarts += 1
 
     def release_replica(self) -> None:
-        """Removes the step from the load of its replica, ends the replica's reservation, and stops observing its end."""
+        """Removes the step from its replica's load, ends the replica's reservation, and stops observing its end."""
         self.step.release()
         self.arrangements.close()
 
