@@ -28,11 +28,11 @@ _FIRST_ADDED_NUMBER = 1000
 
 @dataclass(frozen=True)
 class ConnectorDescriptor:
-    """Describes a connector: its name, its number on the wire and its factory. Does not import the connector."""
+    """Describes a connector without importing it: its name, its protobuf enum value and its factory."""
 
     name: ConnectorName
     number: int
-    """The connector's value in the protobuf enum `Connector`. Connectors of other packages use values of at least 1000.
+    """The connector's value in the protobuf enum `Connector`. Values of other packages' connectors are at least 1000.
     """
     rank: int
     """The connector's position in the order of preference, lowest first: shm has 10, nixl 20 and grpc 100.
@@ -45,8 +45,7 @@ class ConnectorDescriptor:
     The callable is called with the arena, and with the keyword arguments `landing`, `replica` and `incarnation`.
     """
     module: str = ""
-    """The Python module that must be installed to use the connector, or "" if the connector needs no additional module.
-    """
+    """The Python module that must be installed to use the connector, or "" if no additional module is needed."""
     remedy: str = ""
     """The instruction for installing `module`, which error messages contain."""
 
@@ -111,7 +110,7 @@ def descriptor_of(name: ConnectorName) -> ConnectorDescriptor:
 
 
 def number_of(name: ConnectorName) -> chunk_pb2.Connector.ValueType:
-    """Returns the number of the named connector on the wire.
+    """Returns the named connector's value in the protobuf enum `Connector`.
 
     Raises InvalidRequestError (UNKNOWN_CONNECTOR) if the name is unknown.
     """
@@ -122,9 +121,9 @@ def number_of(name: ConnectorName) -> chunk_pb2.Connector.ValueType:
 
 @cache
 def name_of(number: int) -> ConnectorName:
-    """Returns the name of the connector with this number on the wire, or AUTO if the number is unspecified.
+    """Returns the name of the connector with this value in the protobuf enum `Connector`, or AUTO if it is unspecified.
 
-    Raises InvalidRequestError (UNKNOWN_CONNECTOR) if the number is unknown.
+    Raises InvalidRequestError (UNKNOWN_CONNECTOR) if the value is unknown.
     """
     if number in {chunk_pb2.CONNECTOR_UNSPECIFIED, chunk_pb2.CONNECTOR_AUTO}:
         return AUTO

@@ -49,7 +49,7 @@ class OptionSpec:
 
 @dataclass(frozen=True)
 class Signature:
-    """The tensors that a stage accepts and emits, and the options that a request may set for it.
+    """The tensors that a stage accepts and emits, and the options that a request may set for the stage.
 
     A stage that accepts no tensors receives the client's prompt.
     """

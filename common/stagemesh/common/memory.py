@@ -1,6 +1,6 @@
 """Determines the number of bytes of host memory that this process can still allocate.
 
-The number takes the limits of control groups (v1 and v2) into account.
+Limits of control groups (v1 and v2) can reduce this number below the host's available memory.
 """
 
 from pathlib import Path

@@ -26,7 +26,7 @@ class Notifier:
     async def wait(self) -> None:
         """Waits until the next call of `fire`.
 
-        Between checking the state and calling `wait`, the caller must not await, because it could miss a call of
+        The caller must not await between checking the state and calling `wait`. Otherwise the caller may miss a call of
         `fire`.
         """
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

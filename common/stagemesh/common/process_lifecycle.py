@@ -60,8 +60,8 @@ async def _until_stopped(main: Main) -> None:
 async def ended_when_stuck(stuck_s: float) -> AsyncGenerator[None]:
     """Ends the process with status 1 if its event loop is blocked for `stuck_s` seconds within this context.
 
-    Prints all stacks to stderr before the process ends. A native thread ends the process, because it does not need the
-    interpreter's lock. Use this context manager at most once in a process.
+    Prints all stacks to stderr before the process ends. A native thread, which does not need the interpreter's lock,
+    ends the process. Use this context manager at most once in a process.
     """
 
     async def rearm() -> None:

@@ -132,10 +132,10 @@ def duration(seconds: float) -> str:
 
 
 def connector_name(connector: int) -> str:
-    """Returns the name of the connector with this number on the wire.
+    """Returns the name of the connector with this value in the protobuf enum `Connector`.
 
-    Returns "not known" for 0, which means that no replica has reported a connector. If the number is unknown, returns
-    text that contains the number.
+    Returns "not known" for 0, which means that no replica has reported a connector. If the value is unknown, returns
+    text that contains the value.
     """
     from stagemesh.common.connector_descriptors import name_of
     from stagemesh.common.errors import InvalidRequestError

@@ -134,9 +134,7 @@ def pipelines_view(pipelines: "Sequence[admin_pb2.PipelineStatus]") -> "Renderab
 
 
 def edges_view(edges: "Sequence[admin_pb2.EdgeStatus]") -> "RenderableType":
-    """Returns a table of the edges and their transferred chunks and bytes, followed by a table of the connectors in
-    use.
-    """
+    """Returns a table of the edges with their transferred chunks and bytes, followed by a table of connectors."""
     from rich.console import Group
 
     if not edges:
