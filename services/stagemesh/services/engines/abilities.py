@@ -34,8 +34,8 @@ class AdapterControl(Protocol):
         """Checks and loads an adapter. Loading a loaded adapter again from the same folder has no effect.
 
         Raises InvalidRequestError if the folder does not contain an adapter for this model, ExistsError if the name is
-        used for another folder, OverloadedError if all slots are in use, and NotReadyError if the engine does not
-        support adapters or is asleep.
+        used for another folder, OverloadedError if no further adapter can be loaded, and NotReadyError if the engine
+        does not support adapters or is asleep.
         """
         ...
 
@@ -77,7 +77,10 @@ class SleepControl(Protocol):
         """
 
     def asleep(self) -> Sequence[str]:
-        """Returns the tags of the engine's sleeping parts. The engine defines the tags. Empty if the engine is awake."""
+        """Returns the tags of the engine's sleeping parts, or no tags if the engine is awake.
+
+        The engine defines the tags.
+        """
         ...
 
 
@@ -115,10 +118,10 @@ class CacheControl(Protocol):
 
 
 class PartitionsArena(Protocol):
-    """Reserves partitions of the replica's arena for worker processes."""
+    """The interface through which an engine reserves partitions of the replica's arena for worker processes."""
 
     def open_share(self, size_bytes: int) -> PartitionTicket:
-        """Reserves a partition for one worker. Raises NotReadyError if the arena has too little free space."""
+        """Reserves a partition for one worker process. Raises NotReadyError if the arena has too little free space."""
         ...
 
     def adopt(self, handle: Handle) -> Tensors:
@@ -145,8 +148,7 @@ class EngineAbilities:
     """Whether `Engine.submit` yields checkpoints and accepts a task's `resume_from`."""
     use_partitions: Callable[[PartitionsArena], None] | None = None
     """Called once, before the engine starts. Set by an engine with worker processes that write into the replica's
-    arena.
-    """
+    arena."""
     adapters: AdapterControl | None = None
     sleep: SleepControl | None = None
     profiles: Profiles | None = None

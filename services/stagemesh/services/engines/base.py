@@ -33,7 +33,8 @@ def media_of(prompt: Prompt | None) -> Sequence[Medium]:
 
 
 TokenSelection: TypeAlias = Literal["all", "last"]
-"""The tokens for which a tensor has rows: "all" that the model processes, or only the "last", which it samples from.
+"""The rows that are requested of a tensor with one row for each token: "all" rows, or only the rows from the prompt's
+"last" token onwards, from which the model samples.
 
 The metadata of packets with such rows contains the position of the first token (`token_start`) and the number of tokens
 in the prompt (`prompt_tokens`).
@@ -92,8 +93,7 @@ class Checkpoint:
     """The number of output fragments so far, by output name. Set by the stage, not by the engine."""
     rows: Mapping[str, int] = field(default_factory=dict[str, int])
     """The number of rows (first axis) emitted so far, by tensor name. Set by the stage. A resumed task emits only later
-    rows.
-    """
+    rows."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,7 @@ class Task:
     """The number of this attempt at the stage's step of the request, from 1. Emissions do not depend on it."""
     wanted: frozenset[str] | None = None
     """The emitted tensors that an edge or the caller requests. None means all tensors. The engine may skip other
-    tensors.
-    """
+    tensors."""
     tokens: TokenSelection = "all"
     """The rows that an edge or the caller requests, for tensors that have one row for each token."""
     adapter: str | None = None
@@ -133,8 +132,7 @@ class Task:
     """The number of steps after which the task pauses. None means no limit. For engines with `can_pause`."""
     pause_requested: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
     """Event that is set to pause the task after its current step, so that another replica can resume the task. For
-    engines with `can_pause`.
-    """
+    engines with `can_pause`."""
     resume_from: Checkpoint | None = None
 
 
@@ -148,7 +146,7 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class Emission:
-    """Tensors that a step has produced, for the outgoing edges and the client."""
+    """The tensors that an engine step has produced, for the outgoing edges and the client."""
 
     packet: Packet
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -165,7 +163,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Usage:
-    """The amount of completed work. The last event of a task that ran to completion."""
+    """The amount of work that a task has completed. The last event of a task that ran to completion."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -174,7 +172,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Paused:
-    """Reports that the task has paused, after `max_steps` or on request. The last event of a paused task."""
+    """The last event of a task that paused, either after `max_steps` or on request."""
 
     checkpoint: Checkpoint
 
@@ -212,7 +210,7 @@ class Engine(Protocol):
         """Runs a task and yields its events. The last event is Usage or Paused.
 
         Closing the generator, or cancelling the coroutine that iterates over it, aborts the engine's task within one
-        step and frees its resources. A consumer that stops iterating blocks only this task.
+        step and frees the task's resources. A consumer that stops iterating blocks only this task.
 
         Raises InvalidRequestError if the task cannot run, and UnavailableError if the engine has failed.
         """

@@ -1,4 +1,4 @@
-"""Runs work that must not be cancelled halfway."""
+"""Runs coroutines that must not be cancelled before they end."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -84,7 +84,7 @@ class JoinedEdges:
 
 
 async def merge(sources: Sequence[AsyncIterator[Packet]]) -> AsyncGenerator[Packet, None]:
-    """Yields the packets of all sources in arrival order. Reads ahead by one packet of each source."""
+    """Yields the packets of all sources in arrival order. Reads at most one packet ahead from each source."""
     reading = {asyncio.ensure_future(_next(source)): source for source in sources}
     try:
         while reading:

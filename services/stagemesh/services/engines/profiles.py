@@ -11,7 +11,7 @@ from stagemesh.services.engines.cleanup import run_to_completion
 
 
 class Recorder(Protocol):
-    """The interface of an engine's profiler, which writes its files into the private folder."""
+    """The interface of an engine's profiler, which writes its files into a private folder."""
 
     async def begin(self, prefix: str, *, max_steps: int | None) -> None:
         """Starts recording. The file names start with `prefix`.
@@ -24,7 +24,7 @@ class Recorder(Protocol):
 
 
 def private_folder(base: str) -> str:
-    """Returns the path of a new hidden folder in `base`, into which a recorder writes."""
+    """Returns a new path for a hidden folder in `base`, into which a recorder writes. Does not create the folder."""
     return str(Path(base) / f".profile-{token_hex(8)}")
 
 

@@ -25,7 +25,10 @@ class SleepState:
             )
 
     def select(self, tags: Sequence[str]) -> set[str]:
-        """Returns `tags`, or all sleeping tags if empty. Raises InvalidRequestError if a tag is not asleep."""
+        """Returns `tags`, or the tags of all sleeping parts if `tags` is empty.
+
+        Raises InvalidRequestError if one of the tags is not asleep.
+        """
         wanted = set(tags) or set(self.tags)
         if not wanted <= self.tags:
             raise InvalidRequestError(

@@ -9,8 +9,7 @@ from stagemesh.common.errors import NotFoundError
 
 Prepare: TypeAlias = Callable[[Path, Path, Callable[[str], None]], None]
 """A function that builds a model. The arguments are the weights file, the model folder to fill, and a callback that
-reports a line of text for each phase.
-"""
+reports a line of text for each phase."""
 
 
 @dataclass(frozen=True)

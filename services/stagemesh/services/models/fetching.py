@@ -1,4 +1,4 @@
-"""Fetches the models of a pipeline one after the other. Never leaves a model incomplete."""
+"""Fetches the models of a pipeline one after the other. A failed fetch never leaves an incomplete model."""
 
 import errno
 import shutil

@@ -14,7 +14,7 @@ _EXIT_USAGE = 2
 
 
 def main() -> int:
-    """Serves the replica that the config file describes until SIGTERM or SIGINT. Returns the exit status."""
+    """Serves a replica, which the config file describes, until SIGTERM or SIGINT. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m stagemesh.services.stage", description=__doc__)
     parser.add_argument(
         "--config",

@@ -26,16 +26,17 @@ LIVENESS = "liveness"
 _DRAIN_GRACE_S = 10.0
 _STOP_GRACE_S = 1.0
 _END_S = 60.0
-"""Time limit for the process to end, in seconds. Needed because an engine that hangs may never release its tasks."""
+"""Time limit for the process to end, in seconds. The limit is needed because an engine that hangs may never release its
+tasks."""
 
 _log = logging.getLogger(__name__)
 
 
 async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
-    """Serves until `stopping` is set, then finishes the running steps. Raises the engine's error if the engine fails.
+    """Serves a replica until `stopping` is set, then finishes its running steps.
 
-    The health service reports SERVING for "" and StageService while the replica accepts steps, for
-    StageControlService while the engine is loaded, and for "liveness" from the start.
+    Raises the engine's error if the engine fails. The health service reports SERVING for "" and StageService while the
+    replica accepts steps, for StageControlService while the engine is loaded, and for "liveness" from the start.
     """
     bind_log_context(stage=config.stage)
     bind_forks_to_this_process()

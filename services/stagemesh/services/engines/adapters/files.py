@@ -30,14 +30,14 @@ _CONFIG = TypeAdapter(_Config)
 
 
 class Sizes(NamedTuple):
-    """The input and output sizes of a linear layer."""
+    """The number of inputs and the number of outputs of a linear layer."""
 
     inputs: int
     outputs: int
 
 
 class Head(NamedTuple):
-    """The header of a safetensors file."""
+    """The header of a safetensors file: the shapes of the tensors, and the metadata."""
 
     shapes: Mapping[str, list[int]]
     """The shapes of the tensors, by name."""

@@ -1,6 +1,7 @@
 """The fake engine for tests, benchmarks and trial deployments. It has no model.
 
 A stage's `function` selects its inputs and outputs. Its options set the timing, the sizes and the faults.
+The table's columns are the function, its input, and its output.
 
 =======  =========================  ===========================================
 source   the client's prompt        text
@@ -41,7 +42,7 @@ _SIGNATURES = {
 
 
 def signature(function: str | None) -> Signature:
-    """Returns the signature of a fake stage. Raises NotFoundError, which lists the known functions."""
+    """Returns the signature of a fake stage with this function. Raises NotFoundError if the function is unknown."""
     found = _SIGNATURES.get(function or "source")
     if found is None:
         raise NotFoundError(

@@ -11,7 +11,8 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 Number: TypeAlias = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 
 _MAX_SIGMA = 10
-"""The maximum standard deviation of the logarithm. Larger values yield useless and finally infinite samples."""
+"""The maximum standard deviation of a log-normal distribution's logarithm. Larger values yield useless and finally
+infinite samples."""
 
 
 @dataclass(frozen=True)
@@ -110,5 +111,5 @@ class SeededRandom:
         return amount.fixed if amount.fixed is not None else amount.at(self.quantile(*key))
 
     def count(self, amount: Amount, *key: str | int) -> int:
-        """Returns a sample of an amount, rounded to a whole number."""
+        """Returns the sample of an amount for `key`, rounded to a whole number."""
         return round(self.draw(amount, *key))

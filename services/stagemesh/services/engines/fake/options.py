@@ -44,8 +44,7 @@ class FakeOptions:
 
     steps: CountOption = _FOUR
     """The number of steps of a source if the request does not set max_tokens. For other stages, the number of steps
-    that load estimates assume.
-    """
+    that load estimates assume."""
     step_s: AmountOption = _NONE
     """The duration of a step in seconds, sampled for each step. 0.02 yields 50 outputs per second."""
     first_step_s: AmountOption | None = None

@@ -14,7 +14,7 @@ _STEP = "step"
 
 
 def source_text(task: Task, step: int) -> Array:
-    """Returns the output of a source at `step`: a short ASCII sentence."""
+    """Returns the text that a source emits at `step`: a short ASCII sentence."""
     digest = hashlib.sha256(f"{task.seed}/{task.prompt}/{step}".encode()).hexdigest()[:8]
     return np.frombuffer(f"Step {step} is {digest}. ".encode(), np.uint8)
 
@@ -74,7 +74,10 @@ def is_packed(tensors: Tensors) -> bool:
 
 
 def step_state(step: int) -> Tensors:
-    """Returns the state after `step` steps, without inputs. A stage that resumes from it receives all inputs again."""
+    """Returns a checkpoint's tensors after `step` steps, without inputs.
+
+    A stage that resumes from this checkpoint receives all inputs again.
+    """
     return {_STEP: np.array([step], np.int64)}
 
 

@@ -17,8 +17,7 @@ class Call(Generic[State]):
     state: State
     packet: Packet | None
     """The input, without absent optional tensors. None in the last call of a request, so that the function can return
-    remaining packets.
-    """
+    remaining packets."""
 
 
 class Function(Protocol[State]):

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class FunctionEngine:
-    """Runs a function. The engine reads the option `max_batch` and passes all other options to the function."""
+    """Runs one function. The engine reads the option `max_batch` and passes all other options to the function."""
 
     def __init__(self, config: StageConfig, *, descriptor: FunctionDescriptor | None = None) -> None:
         if config.function is None:

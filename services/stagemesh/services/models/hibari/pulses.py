@@ -42,8 +42,9 @@ class PulseTrain:
     def _pulses(self, pitch_hz: Floats) -> Floats:
         """Returns, for each sample, the sum of cos(h t) over the harmonics h = 1 to H.
 
-        t is the phase of the pitch in radians, and H is the number of harmonics below the limit. The sum equals sin((H
-        + 1/2) t) / (2 sin(t / 2)) - 1/2.
+        H is the number of harmonics below the limit, and t is the phase of the pitch in radians.
+
+        The sum equals sin((H + 1/2) t) / (2 sin(t / 2)) - 1/2.
         """
         voiced = pitch_hz > _VOICED_HZ
         pitch_hz = np.maximum(pitch_hz, np.float32(_VOICED_HZ))

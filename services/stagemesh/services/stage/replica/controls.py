@@ -24,7 +24,7 @@ ItemT = TypeVar("ItemT")
 
 @dataclass(frozen=True)
 class Page(Generic[ItemT]):
-    """One page of a sorted list. `next_token` is empty on the last page."""
+    """One page of a sorted list. `next_token` is the `page_token` of the next page, or empty on the last page."""
 
     items: Sequence[ItemT]
     next_token: str

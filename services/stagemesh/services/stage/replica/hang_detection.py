@@ -6,13 +6,11 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 _CHECKS = 20
 """The number of checks for hangs within the time limit `stall_s`. The interval between checks is at least
-`_MIN_TICK_S`.
-"""
+`_MIN_TICK_S`."""
 _MIN_TICK_S = 0.05
 _OVERTAKEN = 64
 """The number of events of a later step after which an earlier step without events counts as hung. Engines run tasks in
-order or in turns, so a queued step is not overtaken this often. Later steps with a higher priority are ignored.
-"""
+order or in turns, so a queued step is not overtaken this often. Later steps with a higher priority are ignored."""
 
 
 class Working(Protocol):

@@ -15,8 +15,7 @@ MAX_KEPT_BYTES = 1 << 30
 MAX_EVENT_BYTES = 6 << 20
 """The maximum size of a paused state within an event, in bytes. A larger state is omitted from the event and can be
 read from `PausedStates` instead. The limit leaves space for the input in the message that resumes the request
-(`MAX_MESSAGE_BYTES`).
-"""
+(`MAX_MESSAGE_BYTES`)."""
 
 _TOKEN_BYTES = 8
 

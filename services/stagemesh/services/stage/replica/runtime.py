@@ -337,7 +337,7 @@ class StageRuntime:
             )
 
     def check_loaded(self) -> None:
-        """Raises NotReadyError unless the engine is loaded and open."""
+        """Raises NotReadyError unless the engine is loaded and not closed."""
         if self.closed.is_set() or self.state in {ReplicaState.LOADING, ReplicaState.FAILED}:
             self.check_ready()
 

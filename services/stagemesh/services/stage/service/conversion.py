@@ -85,7 +85,7 @@ def _task(request: stage_pb2.ExecuteStepRequest) -> Task:
 
 
 def _prompt(message: request_pb2.Input) -> Prompt | None:
-    """Returns the prompt, or None if it is empty."""
+    """Converts the prompt of a request message. Returns None if the prompt is empty."""
     if not has_prompt(message):
         return None
     match message.WhichOneof("prompt"):

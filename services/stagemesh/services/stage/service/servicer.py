@@ -157,7 +157,7 @@ class _ReportTimer:
         self._was_busy = False
 
     def is_due(self, *, busy: bool) -> bool:
-        """Returns whether to report after this interval. Always reports a change from busy to idle."""
+        """Returns whether WatchLoad reports after this interval. Always reports a change from busy to idle."""
         self._intervals += 1
         due = busy or self._was_busy or self._intervals >= self._idle_intervals
         self._was_busy = busy

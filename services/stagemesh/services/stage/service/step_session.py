@@ -50,8 +50,7 @@ class StepSession:
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._waiting: deque[bytes] = deque()
         """Serialized responses that contain one message each. Concatenating their bytes yields one response with all
-        messages.
-        """
+        messages."""
         self._waiting_bytes = 0
         self._has_space = asyncio.Event()
         self._write_is_due = False

@@ -85,7 +85,7 @@ class StepEdges:
         return all(outlet.is_over for outlet in self._by_edge.values())
 
     def reports(self) -> tuple[tuple[FlowReport, ...], tuple[FlowReport, ...]]:
-        """Returns the status of the incoming flows and the status of the outgoing flows."""
+        """Returns two tuples: the status of each incoming flow, and the status of each outgoing flow."""
         inlets = tuple(
             FlowReport(self._inputs[edge].producer, inlet.status) for edge, inlet in self._all_inlets().items()
         )
@@ -117,7 +117,10 @@ class StepEdges:
             )
 
     async def close(self, error: StagemeshError | None, *, left_state: bool) -> None:
-        """Closes all flows. If `error` is None, outlets retain the chunks that consumers may need again."""
+        """Closes all flows. If `error` is None, outlets retain the chunks that consumers may need again.
+
+        `left_state` says whether the run paused and left a state from which another replica can resume the request.
+        """
         if error is not None:
             self.outlets.abort(error)
         if self._state_outlet is not None and (error is not None or not left_state):
@@ -128,7 +131,7 @@ class StepEdges:
         self._inlets, self._state_inlet, self._state_outlet = {}, None, None
 
     def release(self, error: StagemeshError) -> None:
-        """Aborts the outlets that remained open after the run."""
+        """Aborts the outlets that remained open after the run. Their consumers receive `error`."""
         for outlet in self._by_edge.values():
             outlet.abort(error)
 

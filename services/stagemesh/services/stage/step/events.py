@@ -13,7 +13,7 @@ from stagemesh.services.engines.base import Checkpoint, Paused, Progress, TokenL
 
 @dataclass(frozen=True)
 class Accepted:
-    """Reports that the step has been accepted and its inlets are open."""
+    """The event of a step that has been accepted. The step's inlets are open."""
 
     queue_position: int
 
@@ -101,7 +101,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Finished:
-    """Reports that the engine has finished the step and all chunks have arrived."""
+    """The last event of a successful step. The engine has finished the step and all chunks have arrived."""
 
     usage: Usage
     timings: Timings

@@ -36,8 +36,7 @@ ABANDON_S = 5.0
 """The time for which a run continues without a caller, in seconds."""
 ABORT_S = 1.0
 """Time limit for the engine to release a stopped task, in seconds. After this time, callers and edges receive the
-error.
-"""
+error."""
 
 _numbers = itertools.count(1)
 
@@ -87,8 +86,7 @@ class StepRun:
         """Whether the run has ended with an error."""
         self._journaled: tuple[int, Checkpoint] | None = None
         """The index of the newest checkpoint in the journal, and the checkpoint. None if the journal has no checkpoint
-        with a state.
-        """
+        with a state."""
         self._rows = dict(resume_from.rows) if resume_from is not None else dict[str, int]()
         self._edges_take_all_rows = spec.edges_take_all_rows(signature)
         self._edges = StepEdges(spec, data_plane)
@@ -179,7 +177,7 @@ class StepRun:
         self._pause_requested.set()
 
     def rebind(self, rebinding: Rebinding) -> None:
-        """Binds edges to other replicas. Raises the errors of `StepEdges.rebind`."""
+        """Binds edges to other replicas. Raises the same errors as `StepEdges.rebind`."""
         self._edges.rebind(rebinding)
 
     async def ended(self) -> None:

@@ -9,7 +9,8 @@ from stagemesh.connectors.edge import ChunkPolicy, Packet
 from stagemesh.services.engines.base import Task, TokenSelection
 
 STATE_EDGE = "@state"
-"""The edge that carries a paused request's state to the replica that resumes it. It is not part of the pipeline."""
+"""The name of the edge that transfers a paused request's state to the replica that resumes the request. This edge is
+not part of the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,10 @@ class InputBinding:
     transform: str = ""
     """The name of a transform. Empty if the packets are not transformed."""
     apart: bool = False
-    """Whether each packet of this edge is a separate input, and not joined with packets of other edges."""
+    """Whether each packet of this edge is a separate input. If False, packets are joined with packets of other edges.
+    """
     attempt: int = 0
-    """The attempt of the edge's flow. 0 means the step's attempt."""
+    """The attempt to which the edge's flow belongs. 0 means the step's attempt."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class OutputBinding:
     """The emitted tensors that the edge carries. Empty means all emitted tensors."""
     tokens: TokenSelection = "all"
     attempt: int = 0
-    """The attempt of the edge's flow. 0 means the step's attempt."""
+    """The attempt to which the edge's flow belongs. 0 means the step's attempt."""
 
     @property
     def is_selective(self) -> bool:
@@ -96,7 +98,10 @@ class StepSpec:
         return "last" if only_last and not _tensors_with_rows(signature).intersection(self.streamed) else "all"
 
     def edges_take_all_rows(self, signature: Signature) -> bool:
-        """Returns whether each edge carries every emitted row of its tensors, so that one row count applies to all."""
+        """Returns whether each edge carries every emitted row of its tensors.
+
+        One row count then applies to all edges.
+        """
         return self._rows_of_edges(signature) <= {self.wanted_rows(signature)}
 
     def _rows_of_edges(self, signature: Signature) -> set[TokenSelection]:
