@@ -15,7 +15,10 @@ _DEATH_POLL_S = 0.2
 
 
 class CoreRefusalError(InternalError):
-    """Raised if vLLM's engine core or a worker raises an exception during a call. Contains vLLM's message."""
+    """Raised if vLLM's engine core or a worker raises an exception during a call.
+
+    The message contains vLLM's message.
+    """
 
     default_reason = "VLLM_FAILED"
 

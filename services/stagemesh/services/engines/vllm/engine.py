@@ -260,7 +260,7 @@ class VllmEngine:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._check_request, task, name, prompt)
 
     def _check_request(self, task: Task, name: str, prompt: RequestPrompt | None) -> EngineRequest:
-        """Checks the sampling options of a task and returns the request for vLLM. Runs on the tokenizer's thread.
+        """Checks the sampling options of a task and returns the request for vLLM. Runs on the engine's own thread.
 
         Converts the task's prompt to tokens if `prompt` is None, which means that no feature has read the prompt.
         """

@@ -1,4 +1,4 @@
-"""Converts a task's sampling options to vLLM's parameters, and checks them."""
+"""Converts a task's sampling options to vLLM's sampling parameters, and verifies the parameters."""
 
 from collections.abc import Mapping
 from dataclasses import fields

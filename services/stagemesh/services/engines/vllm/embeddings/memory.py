@@ -20,7 +20,7 @@ PLACEHOLDER = 0
 
 
 class Embedded(msgspec.Struct, frozen=True):
-    """The location of a request's embeddings in the shared memory.
+    """The slot that contains a request's embeddings, and the length of the request's prompt.
 
     The replica sends this object to vLLM's workers with the request (`extra_arguments`).
     """

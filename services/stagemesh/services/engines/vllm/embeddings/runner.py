@@ -60,7 +60,10 @@ class _TakesEmbeddings:
 
 
 class RunnerV1(_TakesEmbeddings):
-    """A mixin for the model runner in `vllm.v1.worker.gpu_model_runner` and its subclasses, such as the CPU runner."""
+    """A mixin that writes embeddings into the inputs of vLLM's model runner in `vllm.v1.worker.gpu_model_runner`.
+
+    Also applies to the runner's subclasses, such as the CPU runner.
+    """
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
         made = cast("Any", super())._preprocess(*args, **kwargs)  # noqa: SLF001  # our own class
@@ -84,7 +87,7 @@ class RunnerV1(_TakesEmbeddings):
 
 
 class RunnerV2(_TakesEmbeddings):
-    """A mixin for the model runner in `vllm.v1.worker.gpu.model_runner` and its subclasses."""
+    """A mixin that writes embeddings into the inputs of vLLM's model runner in `vllm.v1.worker.gpu.model_runner`."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the model, and wraps vLLM's function that prepares the input embeddings of a step.

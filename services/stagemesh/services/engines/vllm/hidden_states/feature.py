@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 class HiddenStates(RequestFeature):
-    """The request feature for hidden states. Receives the rows that a vLLM worker writes, and emits them.
+    """The request feature for hidden states. Receives the rows that a vLLM worker writes, and emits the rows.
 
     After `configure`, all methods must be called on the event loop's thread.
     """

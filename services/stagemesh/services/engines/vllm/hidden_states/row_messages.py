@@ -10,7 +10,7 @@ from stagemesh.connectors.arena.worker_writer import Handle, PartitionTicket
 CONFIG_KEY = "stagemesh_layers"
 """The key of vLLM's `additional_config` under which the numbers of the emitted inner layers are listed."""
 OVERFLOW_DIVISOR = 4
-"""The ratio of the worker's total memory in the arena to the part that is overflow memory.
+"""The ratio of the worker's total memory in the arena to its overflow memory.
 
 The replica copies rows out of the overflow memory immediately, so that unread rows do not block other rows.
 """
@@ -30,7 +30,7 @@ def max_rows(overflow_bytes: int, *, row_bytes: int, tensors: int) -> int:
 
 
 def min_overflow_bytes(*, row_bytes: int, tensors: int) -> int:
-    """Returns the minimum size of the overflow memory, in bytes. It has space for writes of one row.
+    """Returns the minimum size of the overflow memory in bytes, which suffices for writes of one row each.
 
     `row_bytes` is the total size of one row in all tensors. `tensors` is the number of tensors.
     """

@@ -48,7 +48,7 @@ class Run(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The rows of one write to the arena, which may still be in progress.
+    """The rows that one call copies into the arena. The copy may still be in progress.
 
     Rows for which the arena has no space are staged in the worker's memory.
     """
@@ -206,9 +206,9 @@ def _copy_on_stream(
 
 
 def _pin(memory: memoryview) -> None:
-    """Page-locks host memory.
+    """Page-locks host memory for copies from the GPU.
 
-    The driver copies data to other memory twice, and the worker would wait for these copies.
+    The driver copies data to other memory in two steps, and the worker would wait for both.
     """
     cuda: Any = torch.cuda
     address = np.frombuffer(memory, np.uint8).ctypes.data
@@ -259,10 +259,9 @@ def _request_rows(slices: Sequence[Slice]) -> list[RequestRows]:
 
 
 def _limit_rows(requests: list[RequestRows], left: dict[str, int]) -> list[RequestRows]:
-    """Reduces the number of rows of each request to the number in `left`.
+    """Limits the number of rows of each request to its number in `left`. Returns the limited requests.
 
-    Requests that are not in `left` are unchanged. Subtracts the rows that remain in a request from the request's number
-    in `left`.
+    Does not limit requests that are not in `left`. Subtracts each returned request's number of rows from `left`.
     """
     if not left:
         return requests

@@ -1,7 +1,7 @@
 """Mixins for vLLM's model runners that write hidden states into the replica's arena.
 
 vLLM runs a step with two calls: `execute_model` runs the forward pass, and `sample_tokens` samples the tokens. The
-mixins copy the hidden states between the two.
+mixins copy the hidden states between these calls.
 """
 
 from collections.abc import Mapping, Sequence
@@ -134,7 +134,10 @@ class _EmitsHiddenStates:
 
 
 class RunnerV1(_EmitsHiddenStates):
-    """A mixin for the model runner in `vllm.v1.worker.gpu_model_runner` and its subclasses, such as the CPU runner."""
+    """A mixin that emits the hidden states of vLLM's model runner in `vllm.v1.worker.gpu_model_runner`.
+
+    Also applies to the runner's subclasses, such as the CPU runner.
+    """
 
     def _batch(self) -> Batch | None:
         runner = cast("Any", self)
@@ -152,7 +155,7 @@ class RunnerV1(_EmitsHiddenStates):
 
 
 class RunnerV2(_EmitsHiddenStates):
-    """A mixin for the model runner in `vllm.v1.worker.gpu.model_runner` and its subclasses."""
+    """A mixin that emits the hidden states of vLLM's model runner in `vllm.v1.worker.gpu.model_runner`."""
 
     def _batch(self) -> Batch | None:
         runner = cast("Any", self)

@@ -120,8 +120,8 @@ class Media(RequestFeature):
     def _checked_info(self, media: Sequence[Medium]) -> "BaseProcessingInfo":
         """Returns vLLM's information about the media that the model accepts.
 
-        Raises UnsupportedError if the model does not accept a kind of `media`, and InvalidRequestError if there are too
-        many.
+        Raises UnsupportedError if the model does not accept a kind of media in `media`, and InvalidRequestError if
+        `media` contains too many of one kind.
         """
         processor = cast("BaseMultiModalProcessor[BaseProcessingInfo] | None", self._llm.renderer.mm_processor)
         limits: Mapping[str, int] = processor.info.allowed_mm_limits if processor is not None else {}
@@ -165,7 +165,7 @@ class Media(RequestFeature):
 def _resample(audio: DecodedAudio, info: "BaseProcessingInfo") -> object:
     """Resamples audio to the model's sample rate. Returns the audio in the form that vLLM accepts.
 
-    vLLM itself would resample only with torchaudio.
+    Without this function, vLLM would resample only with torchaudio.
     """
     wanted = info.data_parser.audio_resampler
     if wanted.target_sr is None:

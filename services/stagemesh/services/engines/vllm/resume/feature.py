@@ -69,7 +69,7 @@ class Resume(RequestFeature):
 
 
 class _Checkpoints(RequestHook):
-    """Emits a checkpoint of one request every `interval` tokens, or none if `interval` is 0."""
+    """Emits a checkpoint of one request every `interval` tokens. Emits no checkpoints if `interval` is 0."""
 
     def __init__(self, request: EngineRequest, *, interval: int) -> None:
         self._request, self._interval = request, interval

@@ -19,7 +19,10 @@ The arguments are the logits, the random generators by row, and None for each of
 
 
 class RunnerV1:
-    """A mixin for the model runner in `vllm.v1.worker.gpu_model_runner` and its subclasses, such as the CPU runner."""
+    """A mixin that resumes requests in vLLM's model runner in `vllm.v1.worker.gpu_model_runner`.
+
+    Also applies to the runner's subclasses, such as the CPU runner.
+    """
 
     @property
     def _resumed(self) -> dict[str, list[int]]:
@@ -62,7 +65,7 @@ class RunnerV1:
 
 
 class RunnerV2:
-    """A mixin for the model runner in `vllm.v1.worker.gpu.model_runner`.
+    """A mixin that resumes requests in vLLM's model runner in `vllm.v1.worker.gpu.model_runner`.
 
     This runner accepts a new request that already has sampled tokens, as after a preemption. The runner's random
     numbers depend only on the seed and the token position.

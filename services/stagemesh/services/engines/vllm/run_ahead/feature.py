@@ -69,7 +69,7 @@ class RunAhead(RequestFeature):
             while self._changed:
                 changed, self._changed = self._changed, set()
                 unknown = await self._call_core([(name, self._limits[name].position) for name in changed])
-                # The scheduler does not know requests that have not arrived or have ended. `_limits` omits ended requests.
+                # The scheduler does not know requests that have not arrived or have ended. `_limits` omits ended ones.
                 if early := {name for name in unknown if name in self._limits}:
                     self._changed |= early
                     await asyncio.sleep(_RETRY_S)

@@ -20,7 +20,7 @@ class StartLimit(msgspec.Struct, frozen=True):
 
     name: str
     position: int
-    """The first token position that vLLM must not compute yet."""
+    """The limit: the first token position that vLLM must not compute yet."""
 
 
 class RequestLimit:
@@ -32,7 +32,7 @@ class RequestLimit:
 
     @property
     def position(self) -> int:
-        """The first token position that vLLM must not compute yet.
+        """The limit: the first token position that vLLM must not compute yet.
 
         The inputs of all earlier positions have arrived, and the consumer is at most `MAX_TOKENS_AHEAD` tokens behind.
         """

@@ -84,8 +84,7 @@ class LimitsRequests:
     def set_limits(self, limits: Sequence[Sequence[Any]]) -> list[str]:
         """Increases the limits of requests. `limits` contains (request name, token position) pairs.
 
-        Returns the names of the requests that this scheduler does not know. A lower limit than the present one has no
-        effect.
+        Returns the names of unknown requests. A position below a request's present limit has no effect.
         """
         unknown: list[str] = []
         for name, position in limits:
