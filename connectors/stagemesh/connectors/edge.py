@@ -55,17 +55,17 @@ class Packet:
 
 @dataclass(frozen=True)
 class StepPolicy:
-    """The chunk policy that sends each emission of the engine as one chunk."""
+    """The chunk policy that sends each packet of the engine as one chunk."""
 
 
 @dataclass(frozen=True)
 class WholePolicy:
-    """The chunk policy that joins all emissions along their first axis and sends them as one chunk at the end."""
+    """The chunk policy that joins all packets of a flow along their first axis into one chunk, which is sent last."""
 
 
 @dataclass(frozen=True)
 class FramesPolicy:
-    """The chunk policy that cuts emissions along their first axis into chunks of `frames` rows."""
+    """The chunk policy that cuts a flow's packets along their first axis into chunks of `frames` rows."""
 
     frames: int
     initial_frames: int = 0

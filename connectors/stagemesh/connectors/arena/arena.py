@@ -239,7 +239,7 @@ class Arena:
     # -- allocation
 
     def try_allocate(self, size_bytes: int, account: MemoryAccount) -> Region | None:
-        """Returns a region of at least `size_bytes`, or None if there is not enough space now.
+        """Returns a region of at least `size_bytes`, or None if `allocate` would have to wait.
 
         Raises InvalidChunkError if `size_bytes` exceeds `max_region_bytes`.
         """

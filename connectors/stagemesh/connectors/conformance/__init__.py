@@ -5,7 +5,8 @@
     class TestMine(ConnectorSuite):
         connector = "mine"
 
-It needs pytest and pytest-asyncio, and runs real data planes with real gRPC on loopback in the test's event loop.
+The kit requires pytest and pytest-asyncio. It runs real data planes with real gRPC on loopback in the test's event
+loop.
 """
 
 import pytest

@@ -134,7 +134,7 @@ class FaultSuite(Suite):
 
 
 async def _first(inlet: Inlet) -> bytes:
-    """Returns the bytes of the next packet's tensor."""
+    """Returns the bytes of the tensor of the inlet's next packet. Raises TimeoutError after BOUND_S seconds."""
     async with asyncio.timeout(BOUND_S):
         return (await anext(aiter(inlet))).tensors["x"].tobytes()
 

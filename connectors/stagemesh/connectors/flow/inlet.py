@@ -191,7 +191,7 @@ class InletAttempt:
         self.next_seq = 0
         """The number of the next chunk to accept. All chunks with lower numbers have arrived."""
         self.landing_account = MemoryAccount()
-        """The account that is charged for the memory into which the attempt's chunks are fetched."""
+        """The memory account that is charged for the attempt's fetched chunks."""
         self._credit = Credit(window_bytes)
         self._max_chunk_bytes, self._on_closed = max_chunk_bytes, on_closed
         self._reported_seq = 0
@@ -382,7 +382,7 @@ class InletAttempt:
             self._mark_ready()
 
     def check_seq(self, seq: int) -> bool:
-        """Returns whether `seq` is the next expected number. False means that this chunk has already arrived.
+        """Returns True if `seq` is the next expected number, or False if that chunk has already arrived.
 
         Raises InvalidChunkError (SEQUENCE_GAP) if an earlier chunk is missing.
         """

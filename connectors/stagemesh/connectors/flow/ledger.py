@@ -270,7 +270,7 @@ class Retention:
         return False
 
     def _sweep(self, partition: int) -> None:
-        """Removes the entries of finished flows, which would accumulate if chunks are small."""
+        """Removes the entries of finished flows, which would otherwise accumulate if the chunks are small."""
         kept = deque(entry for entry in self._kept[partition] if entry[0].keeps(entry[1]))
         self._kept[partition] = kept
         self._kept_bytes[partition] = sum(size_bytes for _, _, size_bytes in kept)

@@ -138,7 +138,7 @@ class PacketQueue:
     def accept_end(self) -> None:
         """Marks the end of the edge after the queued packets.
 
-        Raises InvalidChunkError if the producer has not reached the rows that an earlier attempt had sent.
+        Raises InvalidChunkError if the producer has sent fewer rows than an earlier attempt.
         """
         self.rows.check_end()
         self.has_ended = True

@@ -72,7 +72,7 @@ class RemoteArena:
         return plan.views(read.landing) if self._read_thread.read_at_once(peer, read) else None
 
     async def leave(self) -> None:
-        """Removes a reader. Closes the connection if it was the last reader."""
+        """Removes one reader of the connection. Closes the connection if no reader remains."""
         self.readers -= 1
         if not self.readers and self._peer is not None:
             await self._read_thread.disconnect(self._peer)

@@ -32,7 +32,7 @@ class FragmentAssembler:
         self._last_id = 0
 
     def is_new(self, transfer_id: int) -> bool:
-        """Returns whether the transfer has not begun yet. False if it is in progress or has already ended."""
+        """Returns True if the transfer has not begun yet, or False if the transfer is in progress or has ended."""
         return transfer_id > self._last_id
 
     def begin(self, key: EdgeKey, message: chunk_pb2.ChunkPiece) -> None:

@@ -112,7 +112,7 @@ class Negotiation:
         return EdgeProbe(chosen, better)
 
     async def close(self) -> None:
-        """Cancels all offers and pauses. Idempotent."""
+        """Cancels all pending offers, including offers to be repeated after a pause. Idempotent."""
         for pause in self._paused.values():
             pause.cancel()
         tasks = list(self._offering.values())

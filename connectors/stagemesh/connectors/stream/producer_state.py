@@ -75,14 +75,14 @@ class ProducerState:
         hold_lease(views, lambda: self._views_gone(lease_id))
 
     def release(self, lease_id: int) -> None:
-        """Ends a lease and returns it to the producer over the newest stream."""
+        """Ends a lease and sends the lease's id to the producer over the newest stream."""
         self.held_lease_ids.discard(lease_id)
         self._released_ids.append(lease_id)
         if self._streams:
             self._streams[-1].wake()
 
     def release_unless_held(self, lease_id: int) -> None:
-        """Returns the lease of a chunk that was not accepted to the producer.
+        """Ends the lease of a chunk that was not accepted.
 
         Does nothing if the lease is in use, because a repeated chunk has the same lease as the accepted chunk.
         """

@@ -126,7 +126,7 @@ class _Prober:
         await self._plane.close()
 
     async def _refusal(self, name: ConnectorName) -> str:
-        """Returns the reason why a connector cannot be used, or "" if it can."""
+        """Returns the reason why a connector cannot be used, or "" if the connector can be used."""
         try:
             await self._plane.probe(consumer=self._peer, endpoint=self._endpoint, connector=name)
         except StagemeshError as exc:
