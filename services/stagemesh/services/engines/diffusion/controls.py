@@ -33,7 +33,7 @@ class SleepController:
             )
 
     def check_awake(self) -> None:
-        """Raises NotReadyError if any part of the engine is asleep."""
+        """Raises NotReadyError unless the engine is completely awake."""
         self._state.check_awake()
 
     def asleep(self) -> Sequence[str]:

@@ -162,7 +162,7 @@ class DiffusionWorker:
         return self.runner.transfer.serialize_state(self._states[name])
 
     def drop(self, name: str) -> None:
-        """Removes a request and frees its cached data. Does nothing if no request has this name."""
+        """Removes a request and frees its data. Does nothing if no request has this name."""
         state = self._states.pop(name, None)
         if state is not None:
             self.runner.forget(state)
@@ -205,8 +205,10 @@ class DiffusionWorker:
         release_unused_memory()
 
     def wake(self) -> bool:
-        """Restores the weights. Returns True if the weights were read from files, which removes all loaded LoRA
-        adapters."""
+        """Restores the weights after `sleep`. Returns True if the weights were read from files.
+
+        In that case, all LoRA adapters must be loaded again.
+        """
         if self._sleeping_runner is None:
             self.load()
             freeze_loaded_objects()
@@ -218,7 +220,7 @@ class DiffusionWorker:
     def start_profile(self, path: str, *, max_steps: int | None) -> None:
         """Starts a profile of the next `max_steps` steps. If `max_steps` is None, the profile ends at `stop_profile`.
 
-        `path` is the path of the profile's file without the suffix, which contains the rank.
+        Each rank writes its profile to the file `{path}-rank{rank}.json.gz`.
         """
         rank = self._rank_group.rank if self._rank_group is not None else 0
         self._profile = _StepProfile(Path(f"{path}-rank{rank}.json.gz"), max_steps=max_steps)

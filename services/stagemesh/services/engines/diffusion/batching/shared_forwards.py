@@ -24,7 +24,8 @@ class SharedForwards:
 
     def __init__(self, family: Family, model: Any) -> None:
         self.caches: Caches | None = None
-        """The model's step caches, or None if it has none. With step caches, requests do not share forward passes."""
+        """The model's step caches, or None if the stage does not use any. With step caches, requests do not share
+        forward passes."""
         self.branches: GuidanceBranches | None = None
         """Distributes transformer calls across processes. None if this process computes all calls."""
         self._family, self.model = family, model

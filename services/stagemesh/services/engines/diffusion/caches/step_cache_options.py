@@ -61,7 +61,7 @@ class TaylorSeerOptions:
     cache_interval: int = 5
     """Number of steps from one computed step to the next. With n, every n-th step is computed."""
     disable_cache_before_step: int = 3
-    """Number of steps at the start that are always computed."""
+    """Number of initial steps that are always computed."""
     disable_cache_after_step: int | None = None
     """Index of the step from which every step is computed. None if steps are skipped until the end."""
     max_order: int = 1
@@ -90,7 +90,7 @@ class CacheDitOptions:
     """Maximum mean relative change of the first blocks' residual at which the other blocks are skipped. 0.08 means 8
     %."""
     warmup_steps: int = 8
-    """Number of steps at the start that are always computed."""
+    """Number of initial steps that are always computed."""
     max_skip_steps: int = -1
     """Maximum number of consecutive skipped steps. -1 means no limit."""
 

@@ -39,7 +39,8 @@ class Loader:
     """Loads the components of a pipeline, and moves them to the device or offloads them."""
 
     def __init__(self, folder: Path, options: LoadOptions, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Checks the options. Raises NotReadyError if this machine does not support them."""
+        """Creates a loader for the pipeline in `folder`. Raises NotReadyError if this machine does not support the
+        options."""
         self._folder, self._options, self._dtype, self._device = folder, options, dtype, device
         self._remove: Callable[[], object] | None = None
         on_gpu = device.type == "cuda"
@@ -149,7 +150,7 @@ def _models(components: Any) -> dict[str, torch.nn.Module]:
 
 
 def _untie(model: torch.nn.Module) -> None:
-    """Replaces shared weights with copies. Otherwise, diffusers would write a weight that several layers share only
+    """Replaces weights that several layers share with copies, because diffusers writes a shared weight to disk only
     once."""
     seen: set[int] = set()
     for module in model.modules():

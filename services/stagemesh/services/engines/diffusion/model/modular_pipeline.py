@@ -198,8 +198,7 @@ class ModularStepPipeline:
     def _has(self, name: str, blocks: Any) -> bool:
         """Returns whether the pipeline uses the block `name`.
 
-        Excludes the image encoder of text-to-image models, because diffusers often lists one although they do not use
-        it.
+        Text-to-image pipelines do not use the image encoder, which diffusers often lists for them.
         """
         return name in blocks.sub_blocks and (name != _IMAGE_ENCODER or self.family.takes_image)
 

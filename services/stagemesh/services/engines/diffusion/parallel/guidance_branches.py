@@ -21,7 +21,8 @@ class GuidanceBranches:
     """
 
     def __init__(self, mesh: Any) -> None:
-        """Uses the ranks of `mesh`, a one-dimensional `DeviceMesh` with one rank for each guidance branch."""
+        """Splits calls across the ranks of `mesh`, a one-dimensional `DeviceMesh` with one rank for each guidance
+        branch."""
         self._group = mesh.get_group()
         self._own, self._count = mesh.get_local_rank(), mesh.size()
         self._ranks = dist.get_process_group_ranks(self._group)

@@ -203,7 +203,8 @@ class RankProcess:
 
 
 async def start_rank(name: str) -> RankProcess:
-    """Starts a rank process. Error messages call the process `name`. The first message to it must be a `RankSetup`."""
+    """Starts a rank process, which error messages call `name`. The first message to the process must be a
+    `RankSetup`."""
     connection, child_connection = Pipe()
     with child_connection:
         process = await asyncio.create_subprocess_exec(

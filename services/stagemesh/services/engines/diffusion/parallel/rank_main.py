@@ -26,7 +26,7 @@ _SETUP_FAILED = 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Executes the calls that the stage process sends until it closes the connection. Returns the exit status of the
+    """Executes the calls that the stage process sends until the connection closes. Returns the exit status of the
     rank."""
     descriptor, parent_pid = map(int, arguments)
     die_with_parent(parent_pid)

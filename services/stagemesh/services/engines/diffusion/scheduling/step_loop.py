@@ -31,8 +31,8 @@ class RequestProgress:
         return self._error is not None or self.done >= self.stop_at
 
     def stop_early(self) -> None:
-        """Makes the request leave the step loop after one more step. A step that is already running counts as that
-        step."""
+        """Makes the request leave the step loop after its current step, or after its next step if no step is
+        running."""
         self.stop_at = min(self.stop_at, self.done + 1)
 
     def record(self, error: StagemeshError | None) -> None:

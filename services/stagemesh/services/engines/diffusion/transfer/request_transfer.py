@@ -42,18 +42,22 @@ class RequestTransfer:
         return self._serialize(_CONDITIONING, self._values(state, self._denoise_inputs | self._decode_inputs))
 
     def restore_conditioning(self, state: DiffusionRequestState, data: Array) -> None:
-        """Adds encoding results that another stage has serialized to `state`. Raises InvalidChunkError if `data` is
-        invalid."""
+        """Sets the encoding results of `state` to the results that another stage has serialized in `data`.
+
+        Raises InvalidChunkError if `data` is invalid.
+        """
         self._set_values(state, self._deserialize(_CONDITIONING, data), self._denoise_inputs | self._decode_inputs)
 
     def serialize_latents(self, state: DiffusionRequestState) -> Array:
-        """Returns the decoder's inputs, serialized as uint8[bytes]. Before the last step, they can be decoded to a
+        """Returns the decoder's inputs, serialized as uint8[bytes]. Before the last step, these inputs yield a
         preview."""
         return self._serialize(_LATENTS, self._values(self._pipeline.end_loop(state), self._decode_inputs))
 
     def restore_latents(self, state: DiffusionRequestState, data: Array) -> None:
-        """Adds decoder inputs that another stage has serialized to `state`. Raises InvalidChunkError if `data` is
-        invalid."""
+        """Sets the decoder inputs of `state` to the inputs that another stage has serialized in `data`.
+
+        Raises InvalidChunkError if `data` is invalid.
+        """
         self._set_values(state, self._deserialize(_LATENTS, data), self._decode_inputs)
 
     def serialize_state(self, state: DiffusionRequestState) -> Array:
