@@ -32,7 +32,7 @@ class Family:
     """Whether requests with different prompt lengths or image sizes can share a forward pass
     (`batching.mixed_lengths`)."""
     size_multiple: int = 16
-    """Height and width must be multiples of this number of pixels: the VAE's downscaling factor times the patch size."""
+    """Height and width in pixels must be multiples of this number: the VAE's downscaling factor times patch size."""
     frames_multiple: int = 0
     """The number of frames minus 1 must be a multiple of this number. 0 for models that generate images."""
     min_steps: int = 1

@@ -177,7 +177,7 @@ class ModularStepPipeline:
         return ended
 
     def move(self, device: torch.device) -> None:
-        """Moves the model's weights to `device`. Does not move requests. Steps require the weights on `self.device`."""
+        """Moves the model's weights to `device`. Does not move requests. Steps need the weights on `self.device`."""
         self.components.to(device)
 
     def adopt(self, state: DiffusionRequestState) -> None:
