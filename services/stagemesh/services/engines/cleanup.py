@@ -17,7 +17,7 @@ async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
         except asyncio.CancelledError as exc:
             cancelled = exc
     if cancelled is not None:
-        # Retrieved, so that asyncio does not log an exception that nothing awaits.
+        # The exception is retrieved, so that asyncio does not log it as never retrieved.
         task.exception()
         raise cancelled
     return task.result()

@@ -89,7 +89,7 @@ async def merge(sources: Sequence[AsyncIterator[Packet]]) -> AsyncGenerator[Pack
     try:
         while reading:
             await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
-            # One packet at a time, because a packet may hold a lease and must not be retained after its use.
+            # Packets are processed one at a time, because a packet may have a lease and must not be retained after use.
             task = next(task for task in reading if task.done())
             source = reading.pop(task)
             packet = task.result()

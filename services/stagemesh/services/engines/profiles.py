@@ -77,7 +77,7 @@ class Profiles:
                 "the folder for profiles",
                 reason="PROFILES_DISABLED",
             )
-        # Resolved, so that ".." and symbolic links cannot lead outside the folder.
+        # The path is resolved, so that ".." and symbolic links cannot lead outside the folder.
         target = (self._base / folder).resolve()
         if not target.is_relative_to(self._base):
             raise InvalidRequestError(
@@ -104,7 +104,7 @@ class Profiles:
     async def _stop(self, target: Path) -> list[str]:
         await self._recorder.end()
         try:
-            # Checked again, because a symbolic link may have replaced the folder.
+            # The folder is checked again, because a symbolic link may have replaced it.
             target = self._checked(str(target))
             return await asyncio.to_thread(self._move, target)
         except OSError as exc:

@@ -10,7 +10,8 @@ from stagemesh.common.settings import set_library_variables
 
 def convert(source: Path, target: Path, report: Callable[[str], None]) -> None:
     """Converts the GGUF file `source` and writes the model into the folder `target`."""
-    # Set before transformers is imported. It must neither contact a hub nor draw progress bars over the caller's bars.
+    # transformers must neither contact a hub nor draw progress bars over the caller's bars. It reads these variables
+    # when it is imported.
     set_library_variables(
         {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}, replace=True
     )

@@ -49,7 +49,7 @@ class StageControls:
 
     def __init__(self, runtime: StageRuntime) -> None:
         self._runtime = runtime
-        # A wake call that arrives while the replica is falling asleep waits until it is asleep.
+        # A wake call that arrives while the replica is falling asleep waits until the replica is asleep.
         self._falling_asleep = asyncio.Lock()
 
     # -- adapters

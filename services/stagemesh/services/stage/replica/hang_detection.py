@@ -100,8 +100,8 @@ class StallWatch(Generic[RunT]):
             for number in silent
             for since in [self._silent.get(number, started)]
         }
-        # A new run, or a run that was stopped for a hang, does not prove progress. A run that had an event, has ended,
-        # or waits for input does.
+        # A run that had an event, has ended, or waits for input proves progress. A new run, or a run that was stopped
+        # for a hang, does not.
         progressed = any(before.get(number, count) != count for number, count in self._event_counts.items())
         is_stuck = bool(worked) and worked <= (silent | self._hung) and not progressed
         self._hung &= self._working

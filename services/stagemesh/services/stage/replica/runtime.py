@@ -94,7 +94,7 @@ class StageRuntime:
         self.on_serving(False)
         error = UnavailableError(f"stage {self.config.stage}: {cause}", reason="ENGINE_DIED", metadata=self._where)
         with contextlib.suppress(TimeoutError):
-            # An engine that hangs may not release its steps. They end with the process.
+            # An engine that hangs may not release its steps. These steps end with the process.
             async with asyncio.timeout(_RELEASE_S):
                 await self._stop(self._runs.running(), error)
         raise error

@@ -209,7 +209,7 @@ def _policy(message: stage_pb2.OutputBinding) -> ChunkPolicy:
 def event_to_wire(event: StepEvent) -> stage_pb2.ExecuteStepResponse:
     """Converts an event of a step to a response message."""
     if isinstance(event, Output):
-        # Filled in place, because each token has its own output message.
+        # The output is filled in place, because each token has its own output message.
         response = stage_pb2.ExecuteStepResponse()
         _fill(response.output, event)
         return response

@@ -58,7 +58,7 @@ async def registered(config: StageConfig, *, incarnation: str, port: int) -> Asy
         try:
             yield
         except Exception as exc:  # noqa: BLE001
-            # Raised below. The group would wrap it, and would cancel the registrations while they deregister.
+            # The error is raised below. The group would wrap it, and would cancel registrations that are deregistering.
             failure = exc
         finally:
             for registration in registrations:

@@ -65,7 +65,7 @@ class StepSession:
             async with aclosing(self._stream.serve(requests)) as messages:
                 async for message in messages:
                     yield message
-                    # Deleted, because it may be large and the next message may arrive much later.
+                    # The message is deleted, because it may be large and the next message may arrive much later.
                     del message
         finally:
             tasks = [ending, *self._calls.values()]
@@ -133,7 +133,7 @@ class StepSession:
         while self._waiting:
             self._stream.write(self._next_message())
         self._stream.write(stage_pb2.ExecuteStepsResponse(closing=True).SerializeToString())
-        # Waits, so that the caller can end the stream first.
+        # The session waits, so that the caller can end the stream first.
         await asyncio.sleep(_READ_S)
         self._stream.close()
 

@@ -389,7 +389,7 @@ class StepRun:
         self._abandoning = self._aborting = self._timer = None
         self.failed = error is not None
         if error is not None:
-            # A copy, because one cause may end several runs.
+            # The error is copied, because one cause may end several runs.
             error = copy(error).located(**self._where)
         edges_error = error
         if error is None and self.paused is not None and self._pause_requested.is_set():
