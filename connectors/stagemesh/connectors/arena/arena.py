@@ -210,7 +210,7 @@ class Arena:
 
     @property
     def size_bytes(self) -> int:
-        """The total number of bytes for data."""
+        """The number of bytes in the arena that are available for tensors, whether free or in use."""
         return self._allocator.size_bytes
 
     @property

@@ -23,7 +23,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 class DataSuite(Suite):
-    """Tests that send tensors of many types, sizes and numbers over one or several flows."""
+    """Tests that send few or many tensors of various types and sizes over one or several flows."""
 
     @pytest.mark.parametrize("dtype", DTYPES)
     async def test_every_dtype_arrives(self, dtype: str) -> None:

@@ -257,7 +257,7 @@ class Retention:
         arena.wake()
 
     def evict_oldest(self) -> bool:
-        """Evicts the oldest retained chunk outside the workers' partitions. Returns False if there is none."""
+        """Evicts the oldest retained chunk outside the workers' partitions. Returns False if no such chunk exists."""
         return self._evict_oldest(_ARENA)
 
     def _evict_oldest(self, partition: int) -> bool:

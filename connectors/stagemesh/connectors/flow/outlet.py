@@ -114,7 +114,7 @@ class Outlet:
             await self.ledger.changed.wait()
 
     def abort(self, error: StagemeshError) -> None:
-        """Sends an Abort with `error` unless the flow has ended, and rejects further consumers. Never raises."""
+        """Sends an Abort with `error` unless the flow has ended. The flow cannot be rebound then. Never raises."""
         if self.is_over:
             return
         edge, ledger = self.attempt.key.edge, self.ledger
@@ -263,7 +263,7 @@ class Outlet:
 
 
 class FanOut:
-    """The outlets of one step. Each packet is sent over all outlets. There may be no outlet."""
+    """A group of zero or more outlets of one step. Sends each packet over all outlets of the group."""
 
     def __init__(self, *, arena: Arena, inline_limit_bytes: int) -> None:
         self._outlets: dict[Outlet, Select | None] = {}

@@ -1,4 +1,4 @@
-"""The queue of an edge's received packets, the position in the edge's rows, and the credit that reading grants."""
+"""The queue of an edge's received packets, the position in the edge's rows, and the producer's credit."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ def rows_of(tensor: Array) -> int:
 
 
 def add_rows(rows: dict[str, int], packet: Packet) -> None:
-    """Adds the number of rows of each of a packet's tensors to `rows`, by the tensor's name."""
+    """Adds the number of rows of each tensor of a packet to the tensor's entry in `rows`."""
     for name, tensor in packet.tensors.items():
         rows[name] = rows.get(name, 0) + (tensor.shape[0] if tensor.ndim else 1)
 
