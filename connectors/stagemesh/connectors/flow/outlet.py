@@ -114,7 +114,7 @@ class Outlet:
             await self.ledger.changed.wait()
 
     def abort(self, error: StagemeshError) -> None:
-        """Sends an Abort with `error` unless the flow has ended. The flow cannot be rebound then. Never raises."""
+        """Sends an Abort with `error` unless the flow has ended. Prevents a later rebind. Never raises."""
         if self.is_over:
             return
         edge, ledger = self.attempt.key.edge, self.ledger

@@ -73,7 +73,7 @@ class Agent:
             return
 
     def read(self, peer: str, transfer: Transfer) -> int | None:
-        """Starts a transfer. Returns a handle for `is_done`, or None if the transfer is already complete.
+        """Starts a READ transfer. Returns a handle for `is_done`, or None if the transfer is already complete.
 
         Raises UnavailableError if the transfer cannot be started.
         """

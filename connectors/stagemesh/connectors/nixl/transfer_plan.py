@@ -1,4 +1,4 @@
-"""Plans the transfers of one fetch and their locations in the landing memory."""
+"""Plans the transfers of one fetch, and the locations of the data in the memory that receives it."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias

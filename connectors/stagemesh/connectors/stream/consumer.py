@@ -87,7 +87,7 @@ class Consumer:
 
     @property
     def credit_bytes(self) -> int:
-        """The number of payload bytes that producers may still send to this replica."""
+        """The number of payload bytes that all producers together may still send to this replica."""
         return sum(flow.credit_bytes for flow in self._flows.values())
 
     def open(self, key: EdgeKey, *, producer: str, rebind_s: float) -> Inlet:
