@@ -122,7 +122,7 @@ class ConsumerLink:
 
     @property
     def _is_needed(self) -> bool:
-        """Whether a connection is needed for flows, for probes, or to learn that the consumer has ended leases."""
+        """Whether a connection is needed for flows, for probes, or to receive the ids of ended leases."""
         return bool(self._flows or self._probes or self._leases)
 
     async def _run(self) -> None:

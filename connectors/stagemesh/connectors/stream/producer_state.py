@@ -105,7 +105,7 @@ class ProducerState:
     # -- inner workings
 
     def _views_gone(self, lease_id: int) -> None:
-        """Schedules the end of a lease on the event loop. Called in the thread that has deleted the last view."""
+        """Ends a lease in the thread of the event loop. Called in the thread that has deleted the last view."""
         if threading.get_ident() == self._thread:
             self.release(lease_id)
         elif not self._loop.is_closed():
