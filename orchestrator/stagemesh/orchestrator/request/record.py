@@ -150,7 +150,7 @@ class Callers:
         journal.on_abandoned = self._wait_for_return
 
     def stop_by(self, stop: Callable[[StagemeshError], None], *, max_unread_bytes: int = sys.maxsize) -> None:
-        """Sets the function that stops the request, and the number of unread bytes of every caller at which it is called."""
+        """Sets the function that stops the request, and the maximum number of unread bytes before it is called."""
         self._stop, self._max_unread_bytes = stop, max_unread_bytes
 
     def expect(self, *, linger_s: int) -> None:
