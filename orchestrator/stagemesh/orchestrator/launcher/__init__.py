@@ -1,4 +1,4 @@
-"""Runs a pipeline on one machine as supervised child processes."""
+"""Launches a pipeline on one machine as supervised child processes."""
 
 from stagemesh.orchestrator.launcher.launcher import Launcher
 from stagemesh.orchestrator.launcher.process_states import ORCHESTRATOR, ProcessState, ProcessStatus

@@ -1,4 +1,4 @@
-"""A child process with all of its descendants: a process group that ends as a whole."""
+"""Starts and stops a child process together with all of its descendants, as a process group."""
 
 import asyncio
 import os
@@ -11,14 +11,14 @@ TERMINATE_S = 15.0
 
 
 class Child:
-    """A running process whose output is written to a log file."""
+    """A running child process. Its output is appended to a log file."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     @classmethod
     async def start(cls, command: Sequence[str], *, log: Path) -> "Child":
-        """Starts `command` in a new session, and therefore in a new process group."""
+        """Starts `command` in a new session and process group. Appends its output to the file `log`."""
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -31,22 +31,23 @@ class Child:
 
     @property
     def process_id(self) -> int:
-        """The id of the process and of its group."""
+        """The id of the process and of its process group."""
         return self._process.pid
 
     async def wait(self) -> int:
-        """Waits until the process has ended, kills its group, and returns the exit status.
+        """Waits until the process has ended, then kills its process group. Returns the exit status of the process.
 
-        The status is the negative number of the signal if a signal killed the process.
+        If a signal killed the process, the exit status is the negative signal number.
         """
         status = await self._process.wait()
         self._kill_group()
         return status
 
     async def stop(self, *, terminate_s: float = TERMINATE_S) -> None:
-        """Sends SIGTERM to the process. Kills its group when the process has ended, or after `terminate_s` seconds.
+        """Sends SIGTERM to the process, waits for its end, and then kills its process group.
 
-        Does nothing if the process has already ended.
+        Kills the group after `terminate_s` seconds if the process has not ended by then. Does nothing if the process
+        has already ended.
         """
         if self._process.returncode is not None:
             return

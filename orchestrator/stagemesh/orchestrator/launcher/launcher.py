@@ -1,4 +1,4 @@
-"""Runs a whole pipeline on this machine: the orchestrator and every stage replica as child processes."""
+"""Runs a whole pipeline on this machine: the orchestrator and all stage replicas, as child processes."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
@@ -22,13 +22,15 @@ _POLL_S = 0.1
 
 
 class Launcher:
-    """The processes of one pipeline. Use `async with launcher.running():` once, in the program's main thread.
+    """Starts, supervises and stops the processes of one pipeline.
+
+    Use `async with launcher.running():` once, in the main thread of the program.
 
     - `listen` is the address for clients, and `admin_listen` is the address for operators. Port 0 selects a free port.
-      If `admin_listen` is None, operators use the port after the port for clients, or any free port if that port is in
-      use.
+      If `admin_listen` is None, operators use the port that follows the port for clients, or any free port if that port
+      is in use.
     - `overrides` are the overrides with which the pipeline was loaded.
-    - `listener` is called after each change of a process.
+    - `listener` is called after each change of a process's state.
     """
 
     def __init__(
@@ -50,15 +52,15 @@ class Launcher:
         self.admin_endpoint = self._next_to_clients() if admin_listen is None else self._with_port(admin_listen)
         self.processes: dict[str, ProcessStatus] = {}
         self.edges: tuple[EdgeDescription, ...] = ()
-        """The edges with their connectors. Empty until the pipeline is ready."""
+        """The descriptions of the edges with their connectors. Empty until the pipeline is ready."""
         self._ready = asyncio.Event()
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Starts all processes, and stops them at the end of the block.
+        """Starts all processes when the block is entered, and stops them when the block is left.
 
-        Raises NotReadyError if a port is in use, or if a process never becomes ready. In the second case, cancels the
-        block.
+        Raises NotReadyError if a port is in use. If a process ends repeatedly without becoming ready, cancels the block
+        and raises NotReadyError.
         """
         check_listen(self.endpoint)
         check_listen(self.admin_endpoint, option="--admin-port")
@@ -83,10 +85,10 @@ class Launcher:
             folder.close()
 
     async def wait_ready(self) -> None:
-        """Returns when every process has been ready and every edge has a connector.
+        """Waits until every process has become ready and every edge has a connector.
 
-        Raises NotReadyError (CONNECTOR_UNAVAILABLE) if an edge has none. If a process cannot become ready, the block of
-        `running` is cancelled.
+        Raises NotReadyError (CONNECTOR_UNAVAILABLE) if an edge's connector cannot work. If a process cannot become
+        ready, this call is cancelled together with the block of `running`.
         """
         async with open_channel(self.endpoint) as channel:
             while True:
@@ -130,7 +132,7 @@ async def _supervised(
 
 
 def _root_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Returns the first StagemeshError of a group, or the group's first error if it contains no StagemeshError."""
+    """Returns the first StagemeshError in a group of errors, or the first error if there is no StagemeshError."""
     cause: BaseException = group.subgroup(StagemeshError) or group
     while isinstance(cause, BaseExceptionGroup):
         cause = cast("BaseExceptionGroup[BaseException]", cause).exceptions[0]

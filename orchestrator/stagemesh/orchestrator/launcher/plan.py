@@ -1,4 +1,4 @@
-"""Plans the processes of a pipeline on this machine, and writes their config files."""
+"""Determines the processes of a pipeline on this machine, and writes their config files."""
 
 import os
 import sys
@@ -24,7 +24,10 @@ def plan_processes(
     overrides: Mapping[str, str],
     ports: PortPicker,
 ) -> tuple[ProcessSpec, ...]:
-    """Returns the processes of the orchestrator and of all replicas. Writes their config files to `folder`."""
+    """Returns the specs of all processes of the pipeline: the orchestrator and all replicas.
+
+    Selects ports for the replicas, and writes the config files of all processes to `folder`.
+    """
     addresses = {stage.name: _addresses(stage, ports) for stage in pipeline.stages.values()}
     replicas = [
         _plan_replica(pipeline, stage, address=address, folder=folder)

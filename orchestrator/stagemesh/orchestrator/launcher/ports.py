@@ -1,4 +1,4 @@
-"""TCP ports for services on this machine."""
+"""Selects and checks TCP ports for services on this machine."""
 
 import errno
 import random
@@ -15,13 +15,13 @@ _LAST_PORT = 65535
 
 
 class PortPicker:
-    """Picks free ports of the loopback address. It never picks a port twice."""
+    """Selects free ports of the loopback address. Never selects the same port twice."""
 
     def __init__(self) -> None:
         self._taken: set[int] = set()
 
     def pick_after(self, port: int) -> int:
-        """Returns the port after `port` if it is free, or any other free port."""
+        """Returns the port number after `port`, or another free port if that port is not free."""
         following = port + 1
         if following in self._taken or following > _LAST_PORT or _bind_error(HOST, following) is not None:
             return self.pick()
@@ -29,7 +29,7 @@ class PortPicker:
         return following
 
     def pick(self) -> int:
-        """Returns a free port. Raises NotReadyError (NO_FREE_PORT) if none was found."""
+        """Returns a random free port. Raises NotReadyError (NO_FREE_PORT) if no free port was found."""
         for port in random.sample(CANDIDATES, _TRIES):
             if port not in self._taken and _bind_error(HOST, port) is None:
                 self._taken.add(port)
@@ -42,10 +42,10 @@ class PortPicker:
 
 
 def check_listen(listen: str, *, option: str = "--port") -> None:
-    """Checks that a service can listen at an address.
+    """Checks that a service can listen at the address `listen`.
 
-    Raises InvalidRequestError if `listen` is not "host:port", and NotReadyError (PORT_IN_USE, CANNOT_LISTEN) if the
-    address cannot be used.
+    Raises InvalidRequestError if `listen` is not "host:port". Raises NotReadyError (PORT_IN_USE, CANNOT_LISTEN) if the
+    address cannot be used. `option` is the command-line option that the error message suggests.
     """
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > _LAST_PORT:

@@ -1,4 +1,4 @@
-"""Asks the launcher's processes for their states, and the orchestrator for the connectors of its edges."""
+"""Probes the states of the launcher's processes and the connectors of the pipeline's edges."""
 
 from collections.abc import Awaitable, Callable
 from itertools import chain
@@ -26,18 +26,18 @@ _TRANSIENT = frozenset({grpc.StatusCode.UNAVAILABLE.value[0], grpc.StatusCode.DE
 
 
 class Observation(NamedTuple):
-    """The state that a service reports, and a human-readable detail, which may be empty."""
+    """The state that a service reports, with a human-readable detail. The detail may be empty."""
 
     state: ProcessState
     detail: str
 
 
 Probe: TypeAlias = Callable[[grpc.aio.Channel], Awaitable[Observation | None]]
-"""A function that asks a service for its state over a channel. It returns None if the service does not answer."""
+"""A function that returns the state of the service at a channel, or None if the service does not answer."""
 
 
 async def probe_stage(channel: grpc.aio.Channel) -> Observation | None:
-    """Asks a stage replica for its state with Describe. Returns None if it does not answer."""
+    """Returns the state that a stage replica reports in Describe, or None if the replica does not answer within 1 s."""
     try:
         answer = await StageServiceStub(channel).Describe(stage_pb2.DescribeRequest(), timeout=_TIMEOUT_S)
     except grpc.aio.AioRpcError:
@@ -46,9 +46,9 @@ async def probe_stage(channel: grpc.aio.Channel) -> Observation | None:
 
 
 async def probe_health(channel: grpc.aio.Channel) -> Observation | None:
-    """Asks any service for its health with grpc.health. Returns None if it does not answer.
+    """Returns the state of a service according to its gRPC health check, or None if it does not answer within 1 s.
 
-    The state is READY if the service is serving, and LOADING otherwise.
+    The state is READY if the health check reports SERVING, and LOADING otherwise.
     """
     # The stubs of grpc_health have no types.
     check = channel.unary_unary(
@@ -65,10 +65,10 @@ async def probe_health(channel: grpc.aio.Channel) -> Observation | None:
 
 
 async def probe_edges(channel: grpc.aio.Channel) -> tuple[orchestrator_pb2.EdgeDescription, ...] | None:
-    """Asks the orchestrator for its edges.
+    """Asks the orchestrator for the pipeline's edges, and returns their descriptions.
 
-    Returns None until all replicas are ready and the connector of every link is known. Raises NotReadyError
-    (CONNECTOR_UNAVAILABLE) if a connector that the pipeline file names cannot work.
+    Returns None if a replica is not ready, if the connector of a link is not known yet, or if the orchestrator does not
+    answer. Raises NotReadyError (CONNECTOR_UNAVAILABLE) if a connector that the pipeline file names cannot work.
     """
     try:
         request = orchestrator_pb2.DescribePipelineRequest()
@@ -92,6 +92,9 @@ def _check_links(edge: orchestrator_pb2.EdgeDescription) -> None:
 
 
 def _is_known(edge: orchestrator_pb2.EdgeDescription) -> bool:
-    """Returns whether all links have a connector. With `auto`, a link also counts if its probe failed."""
+    """Returns whether the connectors of all links are known.
+
+    If the connector is `auto`, failed probes also count as known.
+    """
     is_auto = edge.connector == chunk_pb2.CONNECTOR_AUTO
     return bool(edge.links) and all(link.connector or (is_auto and link.HasField("error")) for link in edge.links)

@@ -1,4 +1,4 @@
-"""The states of the launcher's processes."""
+"""States of the processes that the launcher runs."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,7 +7,7 @@ ORCHESTRATOR = "orchestrator"
 
 
 class ProcessState(Enum):
-    """The state of a process. The value is the word that users see."""
+    """The state of a process. The value is the word that is shown to users."""
 
     STARTING = "starting"
     LOADING = "loading"
@@ -21,7 +21,10 @@ class ProcessState(Enum):
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """The state of a process at one moment. `name` is the name of its replica, or "orchestrator"."""
+    """A snapshot of a process's state.
+
+    `name` is the name of the replica that the process serves, or "orchestrator".
+    """
 
     name: str
     stage: str

@@ -1,4 +1,4 @@
-"""Decides when a process that has ended is restarted, and when it is abandoned."""
+"""Decides whether and when a process that has ended is restarted."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ from stagemesh.common.backoff import Backoff
 class RestartPolicy:
     """Limits the restarts of a process.
 
-    The pause before a restart is `first_pause_s` at first. It doubles with each failure up to `max_pause_s`, and is
-    reset after the process has been ready for `healthy_s` seconds. A process that was never ready is abandoned after
-    `quick_failures` failures. A failure that took `slow_s` seconds or more counts twice, because slow failures, such as
-    a model that cannot be loaded, rarely disappear after a restart.
+    The pause before the first restart is `first_pause_s` seconds. It doubles with each failure, up to `max_pause_s`. It
+    is reset after the process has been ready for `healthy_s` seconds. A process that has never been ready is abandoned
+    after `quick_failures` failures. A failure that occurs `slow_s` seconds or more after the start counts twice,
+    because slow failures, such as a model that cannot be loaded, rarely disappear after a restart.
     """
 
     first_pause_s: float = 0.1
@@ -23,7 +23,7 @@ class RestartPolicy:
 
 
 class RestartSchedule:
-    """Counts the failures of one process. The caller passes in times, in seconds on a monotonic clock."""
+    """Applies a RestartPolicy to one process. All times are in seconds on a monotonic clock of the caller."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
@@ -34,19 +34,19 @@ class RestartSchedule:
         self._ever_ready = False
 
     def started(self, now_s: float) -> None:
-        """Records that the process was started."""
+        """Must be called when the process is started."""
         self._started_s = now_s
         self._ready_s = None
 
     def ready(self, now_s: float) -> None:
-        """Records that the process is ready. Further calls before the next start have no effect."""
+        """Must be called when the process becomes ready. Ignores further calls until the next start."""
         self._ever_ready = True
         self._ready_s = now_s if self._ready_s is None else self._ready_s
 
     def ended(self, now_s: float) -> float | None:
-        """Records that the process has ended.
+        """Must be called when the process has ended.
 
-        Returns the pause in seconds before the next start, or None if the process must be abandoned.
+        Returns the pause in seconds before the process must be started again, or None if the process must be abandoned.
         """
         policy = self._policy
         if self._ready_s is not None and now_s - self._ready_s >= policy.healthy_s:

@@ -1,4 +1,4 @@
-"""The folder with the configs and logs of one `stagemesh up`."""
+"""Manages the folder with the config files and logs of one run of `stagemesh up`."""
 
 import fcntl
 import os
@@ -11,9 +11,9 @@ _LOCK = ".lock"
 
 
 class RunFolder:
-    """The folder of one run.
+    """The folder with the config files and logs of one run.
 
-    It is protected by a file lock, which the kernel releases when the run ends for any reason.
+    A file lock shows that the run is in progress. The kernel releases the lock when the run ends for any reason.
     """
 
     def __init__(self, path: Path, lock: int) -> None:
@@ -22,7 +22,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, runs_dir: Path) -> "RunFolder":
-        """Creates a folder. Removes the configs of all ended runs, and the logs of all but the newest ended runs."""
+        """Creates a folder for a new run in `runs_dir`.
+
+        Removes the config files of all ended runs, and all files of ended runs except for the newest KEPT_RUNS.
+        """
         runs_dir.mkdir(parents=True, exist_ok=True)
         runs_lock = _lock(runs_dir, flags=fcntl.LOCK_EX)
         try:
@@ -34,17 +37,17 @@ class RunFolder:
             os.close(runs_lock)
 
     def write_config(self, name: str, content: bytes) -> Path:
-        """Writes a process's config and returns its path."""
+        """Writes the config file of the process `name`. Returns the path of the file."""
         path = self.path / f"{name}.json"
         path.write_bytes(content)
         return path
 
     def log_path(self, name: str) -> Path:
-        """Returns the path of a process's log."""
+        """Returns the path of the log of the process `name`."""
         return self.path / f"{name}.log"
 
     def close(self) -> None:
-        """Removes the configs, and releases the folder. Later runs remove the logs. Closing twice is harmless."""
+        """Removes the config files and releases the lock. A later run removes the logs. Idempotent."""
         if self._lock is not None:
             _remove_configs(self.path)
             os.close(self._lock)
@@ -52,7 +55,7 @@ class RunFolder:
 
 
 def read_tail(path: Path, *, lines: int = 20) -> str:
-    """Returns the last lines of a log, or an empty string if the log does not exist."""
+    """Returns the last `lines` lines of a log, or an empty string if the log does not exist."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 16384))
@@ -84,9 +87,9 @@ def _remove_configs(path: Path) -> None:
 
 
 def _lock(folder: Path, *, flags: int) -> int:
-    """Locks a folder, and returns the file descriptor of the lock.
+    """Locks a folder. Returns the file descriptor of the lock.
 
-    With LOCK_NB, raises BlockingIOError if another process has locked the folder.
+    If `flags` contain LOCK_NB and another process has locked the folder, raises BlockingIOError.
     """
     lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
     try:

@@ -1,4 +1,4 @@
-"""Keeps one process running: starts it, observes its state, and restarts it when it ends."""
+"""Supervises one process: starts it, observes its state, and restarts it when it ends."""
 
 import asyncio
 import signal
@@ -21,12 +21,12 @@ _POLL_S = 0.2
 _READY_POLL_S = 1.0
 
 Listener = Callable[[ProcessStatus], None]
-"""A function that is called after each change of a process."""
+"""A function that is called with the new status after each change of a process's state."""
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """A process to keep running: its command, its log file, and the probe that reports its state."""
+    """A process to supervise: its command, its log file, and a function that probes its state."""
 
     name: str
     stage: str
@@ -37,7 +37,7 @@ class ProcessSpec:
 
 
 class Supervisor:
-    """Supervises one process across all of its restarts."""
+    """Supervises one process: starts it, observes its state, and restarts it when it ends."""
 
     def __init__(self, spec: ProcessSpec, *, policy: RestartPolicy, listener: Listener) -> None:
         self._spec = spec
@@ -46,12 +46,12 @@ class Supervisor:
         self._child: Child | None = None
         self._failures = 0
         self._was_ready = False
-        """Whether the process has been ready since its last start."""
+        """Whether the process has become ready since its last start."""
 
     async def run(self) -> None:
-        """Keeps the process running until the task is cancelled, then stops the process.
+        """Starts the process, and restarts it whenever it ends. Stops the process when this task is cancelled.
 
-        Raises NotReadyError (START_FAILED) if the process ends too often without ever being ready.
+        Raises NotReadyError (START_FAILED) if the process ends repeatedly without ever becoming ready.
         """
         try:
             async with open_channel(self._spec.endpoint) as channel:

@@ -1,4 +1,7 @@
-"""Pipeline files: converts YAML to a checked graph. Every mistake is reported with its file, line and remedy."""
+"""Pipeline files: converts YAML to a checked graph of stages and edges.
+
+Each error in a file is reported with its file, line and remedy.
+"""
 
 from stagemesh.orchestrator.spec.checks.stages import Catalog
 from stagemesh.orchestrator.spec.load import load_pipeline

@@ -1,7 +1,8 @@
-"""Conditions on a request: a closed set of typed comparisons, all of which must hold.
+"""Conditions on a request. A condition is a conjunction of comparisons.
 
-Every fact about a request is a number. The value of an option is the option's value. The value of a kind of input is 1
-if the request has such input, and 0 otherwise. The value of an output is 1 if the request wants it, and 0 otherwise.
+Each comparison compares a fact about the request, which is a number. For an option, the fact is the option's value. For
+a kind of input, the fact is 1 if the request has such input, and 0 otherwise. For an output, the fact is 1 if the
+request wants the output, and 0 otherwise.
 """
 
 import operator
@@ -13,20 +14,20 @@ from typing import Literal, NamedTuple, TypeAlias
 from stagemesh.common.descriptors import OptionSpec
 
 InputKind: TypeAlias = Literal["text", "tokens", "image", "audio", "video", "tensors"]
-"""A kind of input that a request may contain."""
+"""The kinds of input that a request may contain."""
 
 FLAG = OptionSpec(default=0.0, minimum=0.0, maximum=1.0)
-"""The bounds of facts about inputs and outputs."""
+"""The bounds and the default of a fact about an input or output, which is either 0 or 1."""
 
 
 class Fact(NamedTuple):
-    """A property of a request that has a number as its value."""
+    """A numeric property of a request, such as the value of an option."""
 
     kind: Literal["option", "input", "output"]
     name: str
 
     def describe(self, value: float) -> str:
-        """Describes the fact with this value in plain English."""
+        """Returns a statement in plain English that the fact has this value."""
         match self.kind:
             case "option":
                 return f"option {self.name} is {value:g}"
@@ -37,11 +38,11 @@ class Fact(NamedTuple):
 
 
 Facts: TypeAlias = Mapping[Fact, float]
-"""The known facts about a request. A fact that is absent has its default value."""
+"""The known values of facts about a request. A missing fact has its default value."""
 
 
 class Comparison(Enum):
-    """A way to compare a fact. The value is the key in the pipeline file."""
+    """A comparison operator. The value is its key in the pipeline file."""
 
     IS = "is"
     IS_NOT = "is_not"
@@ -63,7 +64,7 @@ _HOLDS: Mapping[Comparison, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class Term:
-    """One comparison of one fact. `bounds` are the bounds and the default of the fact's value."""
+    """A comparison of a fact with a value. `bounds` are the bounds and the default of the fact."""
 
     fact: Fact
     comparison: Comparison
@@ -71,7 +72,7 @@ class Term:
     bounds: OptionSpec = FLAG
 
     def holds(self, value: float) -> bool:
-        """Returns whether the comparison holds if the fact has this value."""
+        """Returns whether the comparison is true if the fact has this value."""
         return _HOLDS[self.comparison](value, self.value)
 
     def __str__(self) -> str:
@@ -82,24 +83,24 @@ class Term:
 
 
 Condition: TypeAlias = tuple[Term, ...]
-"""Terms that must all hold. An empty condition always holds."""
+"""A conjunction of terms. An empty condition is always true."""
 
 
 def holds(condition: Condition, facts: Facts) -> bool:
-    """Returns whether a request with these facts fulfils a condition."""
+    """Returns whether a condition is true for a request with these facts."""
     return all(term.holds(facts.get(term.fact, term.bounds.default)) for term in condition)
 
 
 def wanted(output: str) -> Term:
-    """Returns the term that holds if a request wants an output."""
+    """Returns a term that is true if the request wants this output."""
     return Term(Fact("output", output), Comparison.IS, 1.0)
 
 
 def describe_condition(condition: Condition) -> str:
-    """Describes a condition in plain English."""
+    """Returns a condition as plain English, or "always" if the condition is empty."""
     return " and ".join(map(str, condition)) or "always"
 
 
 def describe_facts(facts: Facts) -> str:
-    """Describes facts in plain English."""
+    """Returns facts as plain English, or "always" if there are none."""
     return " and ".join(fact.describe(value) for fact, value in facts.items()) or "always"

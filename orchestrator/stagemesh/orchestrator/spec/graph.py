@@ -1,20 +1,20 @@
-"""Directed graphs of names: topological order, cycles and ancestors."""
+"""Functions on directed graphs: topological order, cycles and ancestors. Nodes are names."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 
 class Arc(NamedTuple):
-    """A directed connection from a producer to a consumer."""
+    """A directed edge from a producer to a consumer."""
 
     producer: str
     consumer: str
 
 
 def topological_order(nodes: Sequence[str], arcs: Collection[Arc]) -> tuple[str, ...]:
-    """Returns the nodes with producers before consumers, and otherwise in the given order.
+    """Sorts nodes so that producers precede consumers. Otherwise preserves the given order.
 
-    Omits nodes on a cycle and nodes downstream of a cycle.
+    Omits nodes that are on a cycle or downstream of a cycle.
     """
     waits_for = {node: {arc.producer for arc in arcs if arc.consumer == node} for node in nodes}
     order: list[str] = []
@@ -25,7 +25,7 @@ def topological_order(nodes: Sequence[str], arcs: Collection[Arc]) -> tuple[str,
 
 
 def find_cycle(nodes: Sequence[str], arcs: Collection[Arc]) -> tuple[str, ...]:
-    """Returns the nodes of one cycle, with the first node repeated at the end. Empty if there is no cycle."""
+    """Returns the nodes of one cycle, or an empty tuple if there is none. The first node is repeated at the end."""
     stuck = set(nodes) - set(topological_order(nodes, arcs))
     producers = {arc.consumer: arc.producer for arc in arcs if {arc.producer, arc.consumer} <= stuck}
     if not producers:
@@ -38,7 +38,7 @@ def find_cycle(nodes: Sequence[str], arcs: Collection[Arc]) -> tuple[str, ...]:
 
 
 def ancestors(targets: Iterable[str], arcs: Collection[Arc]) -> frozenset[str]:
-    """Returns the targets and everything upstream of them."""
+    """Returns the target nodes and all nodes from which a target can be reached."""
     upstream: Mapping[str, set[str]] = {arc.consumer: set() for arc in arcs}
     for arc in arcs:
         upstream[arc.consumer].add(arc.producer)

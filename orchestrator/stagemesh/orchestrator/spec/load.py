@@ -1,4 +1,4 @@
-"""Reads a pipeline file, and converts it to a checked graph."""
+"""Loads a pipeline file, and converts it to a checked graph."""
 
 import hashlib
 import json
@@ -32,14 +32,14 @@ def load_pipeline(
     check_models: bool = True,
     catalog: Catalog | None = None,
 ) -> Pipeline:
-    """Reads and checks a pipeline. `name_or_path` is the name of a built-in pipeline or the path of a file.
+    """Loads and checks a pipeline. `name_or_path` is the name of a built-in pipeline or the path of a file.
 
-    - `variables` are used instead of the environment variables.
+    - `variables` are the values for variables in the file. If None, the environment variables are used.
     - `overrides` replace values of the file, for example {"edges.*.connector": "grpc"}.
-    - `check_models` makes a missing model a mistake.
+    - `check_models` is False if a missing model is not an error.
 
-    Raises NotFoundError (UNKNOWN_PIPELINE) if there is no such pipeline. Raises InvalidPipelineError, with a line
-    "file:line: mistake; remedy" for each mistake, if the file is invalid.
+    Raises NotFoundError (UNKNOWN_PIPELINE) if there is no such pipeline. Raises InvalidPipelineError if the file is
+    invalid. The message has a line "file:line: error; remedy" for each error.
     """
     source = find_source(name_or_path)
     document = read_document(
@@ -111,7 +111,7 @@ def _generation(stages: Mapping[str, Stage]) -> str:
 
 
 def _explain(file: PipelineFile, origins: Origins) -> Iterator[ExplainedValue]:
-    """Yields the file's values and the defaults of omitted keys, each with its origin."""
+    """Yields every value of the file and the default of every omitted key, each with its origin."""
     for path, value in _leaves(file.model_dump(mode="json", by_alias=True), ()):
         if value is not None:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""A pipeline that has passed every check: the entries of its file, with the values that the checks resolved."""
+"""A checked pipeline: the entries of a pipeline file, and the values that the checks have derived from them."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ from stagemesh.orchestrator.spec.schema import EdgeEntry, Limits, OutputEntry, S
 
 
 class Stage(StageEntry, frozen=True):
-    """One stage of a pipeline, which runs a part of the model on one engine."""
+    """A stage of a pipeline. It runs a part of the model on one engine."""
 
     name: str
     signature: SkipValidation[Signature]
     model_path: Path | None = None
-    """The folder or file of the model. None if the stage has no model or if models were not searched for."""
+    """The folder or file of the model. None if the stage has no model or if the model was not looked up."""
     condition: SkipValidation[Condition] = ()
-    """The condition that a request must fulfil for the stage to run."""
+    """The stage runs only for requests that fulfil this condition."""
 
     @property
     def model_name(self) -> str:
@@ -30,29 +30,29 @@ class Stage(StageEntry, frozen=True):
 
 
 class Edge(EdgeEntry, frozen=True):
-    """A typed flow of tensors from one stage to another."""
+    """An edge of a pipeline. It transfers tensors from a producer stage to a consumer stage."""
 
     name: str = ""
     tensors: tuple[str, ...] = ()
-    """The producer's tensors that the edge transfers."""
+    """The names of the producer's tensors that the edge transfers."""
     brings: tuple[str, ...] = ()
-    """The tensors that the consumer receives on the edge."""
+    """The names of the tensors that the consumer receives from the edge, after its transform."""
     apart: bool = False
-    """Whether the edge's packets are separate inputs of the consumer.
+    """Whether each packet of the edge is a separate input of the consumer.
 
-    If False, they are joined with packets of other edges.
+    If False, packets of this edge are joined with packets of other edges to form an input.
     """
     condition: SkipValidation[Condition] = ()
-    """The condition that a request must fulfil for the edge to carry packets."""
+    """The edge carries packets only for requests that fulfil this condition."""
 
     @property
     def arc(self) -> Arc:
-        """The edge as a connection in the graph of stages."""
+        """The edge as a pair of stage names, for graph functions."""
         return Arc(self.producer, self.consumer)
 
 
 class PipelineOutput(OutputEntry, frozen=True):
-    """A tensor of a stage that clients may request under the name of the output."""
+    """An output of a pipeline: a tensor of a stage that clients may request."""
 
     name: str
     kind: OutputKind
@@ -61,7 +61,7 @@ class PipelineOutput(OutputEntry, frozen=True):
 
 @dataclass(frozen=True)
 class ExplainedValue:
-    """A value of the pipeline and its origin: "file:line", "default", "variable X" or "override"."""
+    """A value of the pipeline and its origin. The origin is "file:line", "default", "variable X" or "override"."""
 
     key: str
     value: str
@@ -70,49 +70,52 @@ class ExplainedValue:
 
 @dataclass(frozen=True)
 class Route:
-    """The stages that run for a request, producers before consumers, and the edges that carry its packets."""
+    """The stages and edges that one request uses. Producers precede consumers."""
 
     stages: tuple[Stage, ...]
     edges: tuple[Edge, ...]
     outputs: Mapping[str, PipelineOutput]
-    """The outputs that the request wants."""
+    """The outputs that the request wants, by name."""
 
     @cached_property
     def incoming(self) -> Mapping[str, tuple[Edge, ...]]:
-        """The incoming edges by stage."""
+        """The edges of the route that lead to each stage, by stage name."""
         return {stage.name: tuple(edge for edge in self.edges if edge.consumer == stage.name) for stage in self.stages}
 
     @cached_property
     def outgoing(self) -> Mapping[str, tuple[Edge, ...]]:
-        """The outgoing edges by stage."""
+        """The edges of the route that start at each stage, by stage name."""
         return {stage.name: tuple(edge for edge in self.edges if edge.producer == stage.name) for stage in self.stages}
 
     def absent(self, stage: Stage) -> tuple[str, ...]:
-        """Returns the tensors that a stage accepts but that no edge of the route delivers."""
+        """Returns the names of the tensors that a stage accepts but that no edge of the route delivers."""
         brought = {tensor for edge in self.incoming[stage.name] for tensor in edge.brings}
         return tuple(name for name in stage.signature.accepts if name not in brought)
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A directed acyclic graph of stages and edges."""
+    """A checked pipeline: a directed acyclic graph of stages and edges."""
 
     name: str
     generation: str
-    """A hash of the stages. A request never uses replicas of different generations."""
+    """A hash of the stages' engines, models and options. All replicas that run a request are of the same generation."""
     stages: Mapping[str, Stage]
-    """The stages by name, producers before consumers."""
+    """The stages by name. Producers precede consumers."""
     edges: tuple[Edge, ...]
     outputs: Mapping[str, PipelineOutput]
     limits: Limits
     source: Path
     options: Mapping[str, OptionSpec] = field(default_factory=dict[str, OptionSpec])
-    """The options that requests may set: the options of the stages, and the options that the file declares."""
+    """The options that requests may set, by name. Defined by the stages or declared by the file."""
     explanation: tuple[ExplainedValue, ...] = field(default=(), repr=False, compare=False)
-    """Every value of the file with its origin, in the file's order."""
+    """Every value of the file with its origin, in the order of the file."""
 
     def route(self, outputs: Collection[str], facts: Facts | None = None) -> Route:
-        """Returns the stages and edges that a request with these outputs uses. `facts` are its other facts."""
+        """Returns the stages and edges that a request for these outputs uses.
+
+        `facts` are the request's other facts, such as its options. A missing fact has its default value.
+        """
         known = {**(facts or {}), **{Fact("output", name): 1.0 for name in outputs}}
         runs = {stage.name for stage in self.stages.values() if holds(stage.condition, known)}
         open_edges = [edge for edge in self.edges if runs >= set(edge.arc) and holds(edge.condition, known)]
@@ -125,9 +128,9 @@ class Pipeline:
         )
 
     def incoming(self, stage: str) -> tuple[Edge, ...]:
-        """Returns the incoming edges of a stage."""
+        """Returns the edges that lead to a stage."""
         return tuple(edge for edge in self.edges if edge.consumer == stage)
 
     def outgoing(self, stage: str) -> tuple[Edge, ...]:
-        """Returns the outgoing edges of a stage."""
+        """Returns the edges that start at a stage."""
         return tuple(edge for edge in self.edges if edge.producer == stage)

@@ -1,4 +1,4 @@
-"""The entries of a pipeline file as they are written. The checks convert each entry to its type in `spec.model`."""
+"""The schema of pipeline files. The checks convert each entry to its type in `spec.model`."""
 
 import sys
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ Number: TypeAlias = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class Entry(BaseModel, frozen=True):
-    """A mapping in a pipeline file. Unknown keys are errors."""
+    """Base class for mappings in a pipeline file. Unknown keys are errors."""
 
     # Python code uses the names of fields. `check_shape` accepts only the keys of the file.
     model_config = ConfigDict(extra="forbid", validate_by_name=True, validate_by_alias=True)
@@ -47,12 +47,12 @@ def _dump_written(entry: Entry) -> dict[str, Any]:
 
 
 _WRITTEN = PlainSerializer(_dump_written)
-"""Serializes only the keys that the file contains."""
+"""Annotation for fields of which only the keys in the file are serialized, without defaults."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class DataPlaneEntry(DataPlaneConfig):
-    """The value of a stage's `data_plane`: limits for each replica of the stage."""
+    """The value of a stage's `data_plane`: memory limits of each replica of the stage."""
 
     arena_bytes: Size = DataPlaneConfig.arena_bytes
     window_bytes: Size = DataPlaneConfig.window_bytes
@@ -61,7 +61,7 @@ class DataPlaneEntry(DataPlaneConfig):
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class OptionEntry(OptionSpec):
-    """A value of `options`: a number that requests may set and that only conditions use."""
+    """An item of `options`: a number that requests may set. Only conditions use such an option."""
 
     default: Number
     minimum: Number
@@ -73,7 +73,7 @@ class OptionEntry(OptionSpec):
 
 
 class OptionTerm(Entry, frozen=True):
-    """An item of a `when` that compares an option with numbers."""
+    """An item of `when` that compares an option with one or more numbers."""
 
     option: str
     equal: Annotated[Number | None, Field(validation_alias="is", serialization_alias="is")] = None
@@ -85,20 +85,20 @@ class OptionTerm(Entry, frozen=True):
 
     @property
     def comparisons(self) -> Mapping[Comparison, float]:
-        """The numbers with which the option is compared, by comparison."""
+        """The number for each comparison that the term contains."""
         values = {how: getattr(self, how.value, self.equal) for how in Comparison}
         return {how: value for how, value in values.items() if value is not None}
 
 
 class InputTerm(Entry, frozen=True):
-    """An item of a `when` that tests whether the request has a kind of input."""
+    """An item of `when` that tests whether the request contains a kind of input."""
 
     input: InputKind
     given: Annotated[bool, Field(strict=True)] = True
 
 
 class OutputTerm(Entry, frozen=True):
-    """An item of a `when` that tests whether the request wants an output."""
+    """An item of `when` that tests whether the request wants an output."""
 
     output: str
     wanted: Annotated[bool, Field(strict=True)] = True
@@ -127,7 +127,7 @@ def _as_list(value: object) -> object:
 
 
 When: TypeAlias = Annotated[list[Term], Field(min_length=1), BeforeValidator(_as_list)]
-"""Terms that must all hold. A file may contain a single term without a list."""
+"""Terms that must all be true. In the file, a single term may be written without a list."""
 
 
 def _join_form(value: object) -> str:
@@ -141,7 +141,7 @@ Join: TypeAlias = Annotated[
 
 
 class StageEntry(Entry, frozen=True):
-    """A value of `stages`: the description of one stage."""
+    """An item of `stages`: the description of a stage."""
 
     engine: str
     model: str | None = None
@@ -155,7 +155,7 @@ class StageEntry(Entry, frozen=True):
 
 
 class FramesEntry(Entry, frozen=True):
-    """The value of an edge's `chunk` if it is a mapping."""
+    """The value of an edge's `chunk` if chunks are divided by numbers of frames."""
 
     frames: Positive
     initial_frames: Count = 0
@@ -173,7 +173,7 @@ Chunk: TypeAlias = Annotated[
 
 
 class EdgeEntry(Entry, frozen=True):
-    """An item of `edges`: the description of one edge."""
+    """An item of `edges`: the description of an edge."""
 
     producer: Annotated[str, Field(validation_alias="from", serialization_alias="from")]
     consumer: Annotated[str, Field(validation_alias="to", serialization_alias="to")]
@@ -181,25 +181,25 @@ class EdgeEntry(Entry, frozen=True):
     connector: str = AUTO
     chunk: Chunk = "step"
     tokens: Literal["all", "last"] = "all"
-    """The rows that the edge transfers. Applies to tensors that have one row for each token."""
+    """Whether the edge transfers all rows or only the last row of tensors that have one row for each token."""
     name: Name | None = None
     when: When | None = None
 
     @property
     def edge_name(self) -> str:
-        """The name in the file, or "from->to" if the file gives none."""
+        """The edge's name in the file, or "from->to" if the file does not name the edge."""
         return self.name or f"{self.producer}->{self.consumer}"
 
     @cached_property
     def policy(self) -> ChunkPolicy:
-        """The edge's chunk policy as the data plane represents it."""
+        """The value of `chunk`, converted to the type that the data plane uses."""
         if isinstance(self.chunk, FramesEntry):
             return FramesPolicy(self.chunk.frames, self.chunk.initial_frames, self.chunk.left_context_frames)
         return WholePolicy() if self.chunk == "whole" else StepPolicy()
 
 
 class OutputEntry(Entry, frozen=True):
-    """A value of `outputs`: "stage" or "stage.tensor"."""
+    """An item of `outputs`, written "stage" or "stage.tensor"."""
 
     stage: str
     tensor: str = ""
@@ -218,7 +218,7 @@ class OutputEntry(Entry, frozen=True):
 
 
 class Bounds(Entry, frozen=True):
-    """Limits on the numbers and bytes of running and waiting requests. Unlimited by default."""
+    """Limits on running and waiting requests, by number and by bytes. Omitted limits are unlimited."""
 
     max_in_flight: Positive = sys.maxsize
     max_in_flight_bytes: Size = sys.maxsize
@@ -227,7 +227,7 @@ class Bounds(Entry, frozen=True):
 
 
 class Limits(Bounds, frozen=True):
-    """The value of `limits`: the limits for the whole pipeline, and the limits for each caller."""
+    """The value of `limits`: admission limits for the whole pipeline and for each caller."""
 
     max_in_flight: Positive = 64
     max_in_flight_bytes: Size = 4 << 30
@@ -235,11 +235,14 @@ class Limits(Bounds, frozen=True):
     max_queued_bytes: Size = 256 << 20
     per_caller: Annotated[Bounds, _WRITTEN] = Bounds()
     max_unread_bytes: Size = 256 << 20
-    """The number of output bytes that every caller of a request may leave unread before the request is stopped."""
+    """The maximum number of output bytes that all callers of a request may leave unread.
+
+    If exceeded, the request is stopped.
+    """
 
 
 class PipelineFile(Entry, frozen=True):
-    """A whole pipeline file."""
+    """The content of a pipeline file."""
 
     name: Annotated[Name, Field(validation_alias="pipeline", serialization_alias="pipeline")]
     stages: Annotated[Mapping[Name, StageEntry], Field(min_length=1)]

@@ -1,1 +1,1 @@
-"""Checks that a pipeline file must pass."""
+"""The checks that a pipeline file must pass."""

@@ -1,4 +1,4 @@
-"""Checks the conditions of a pipeline file: names, types, and whether each condition can be both true and false."""
+"""Checks the conditions of a pipeline file: their names, their types, and whether they can be both true and false."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,19 +24,19 @@ _MEDIA: Collection[InputKind] = ("image", "audio", "video")
 
 @dataclass(frozen=True)
 class ConditionResolver:
-    """Converts the file's conditions to checked conditions. Adds mistakes to `problems`."""
+    """Converts the conditions of a pipeline file to checked conditions. Reports errors to `problems`."""
 
     problems: Problems
     options: Mapping[str, OptionSpec]
-    """The options that a request may set."""
+    """The options that requests may set, by name."""
     ambiguous: Mapping[str, Sequence[str]]
-    """The options that several stages have with different defaults, and the names of these stages."""
+    """The options that have different defaults in different stages, with the names of these stages."""
     outputs: Collection[str]
     media: bool
-    """Whether a stage accepts images, audio and video."""
+    """Whether at least one stage accepts images, audio and video."""
 
     def resolve(self, path: KeyPath, entries: Sequence[schema.Term]) -> Condition:
-        """Returns the condition at `path`, without its faulty terms."""
+        """Returns the checked condition of the terms at `path`. Omits invalid terms."""
         condition: Condition = ()
         for number, entry in enumerate(entries):
             condition += self._terms((*path, number), entry)
@@ -92,9 +92,10 @@ class ConditionResolver:
 def merge_options(
     stages: Mapping[str, Stage], declared: Mapping[str, OptionSpec], problems: Problems
 ) -> tuple[Mapping[str, OptionSpec], Mapping[str, Sequence[str]]]:
-    """Returns the options that requests may set, and the stages of each option whose default differs between stages.
+    """Merges the options of all stages with the options that the file declares.
 
-    `declared` contains the options that the file itself declares.
+    Returns the options that requests may set, and the ambiguous options: the options whose default differs between
+    stages, with the names of these stages. `declared` contains the options that the file declares.
     """
     options: dict[str, OptionSpec] = {}
     owners: dict[str, list[str]] = {}

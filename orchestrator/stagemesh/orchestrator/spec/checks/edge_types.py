@@ -1,4 +1,4 @@
-"""Checks the tensor types along an edge: from the producer through the transform to the consumer."""
+"""Checks the types of the tensors on an edge, from the producer over the transform to the consumer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from stagemesh.orchestrator.spec.schema import EdgeEntry
 
 
 class Endpoint(NamedTuple):
-    """A producer or consumer of tensors on an edge: a stage or a transform."""
+    """A stage or transform on an edge, with the types of the tensors that it emits or accepts."""
 
     name: str
     tensors: Mapping[str, TensorSpec]
@@ -23,7 +23,7 @@ class Endpoint(NamedTuple):
 
 
 class EdgeTensors(NamedTuple):
-    """The names of the tensors that an edge reads from its producer and delivers to its consumer."""
+    """The names of the tensors that an edge transfers (`carried`) and that the consumer then receives (`brought`)."""
 
     carried: tuple[str, ...]
     brought: tuple[str, ...]
@@ -31,13 +31,16 @@ class EdgeTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class EdgeTypes:
-    """Determines the tensors that edges transfer. Adds type mismatches to `problems`."""
+    """Determines which tensors each edge transfers. Reports type mismatches to `problems`."""
 
     catalog: Catalog
     problems: Problems
 
     def resolve(self, index: int, edge: EdgeEntry, *, producer: Stage, consumer: Stage) -> EdgeTensors | None:
-        """Returns the tensors of the edge with this index, or None if its types do not match."""
+        """Returns the tensors on an edge, or None if their types do not match.
+
+        `index` is the edge's position in the file.
+        """
         source = Endpoint(f"stage {producer.name!r}", emitted(producer))
         given = source if edge.transform is None else self._transformed(index, edge.transform, source)
         taken = Endpoint(f"stage {consumer.name!r}", consumer.signature.accepts)
@@ -82,10 +85,10 @@ class EdgeTypes:
 
 
 def emitted(stage: Stage) -> Mapping[str, TensorSpec]:
-    """Returns the types of the tensors that a stage emits."""
+    """Returns the types of the tensors that a stage emits, by tensor name."""
     return {name: each.spec for name, each in stage.signature.emits.items()}
 
 
 def list_specs(specs: Mapping[str, TensorSpec]) -> str:
-    """Returns tensor types as text for messages, or "nothing" if there are none."""
+    """Formats tensor types for a message. Returns "nothing" if there are none."""
     return ", ".join(f"{name}: {spec}" for name, spec in specs.items()) or "nothing"

@@ -1,4 +1,4 @@
-"""Checks the edges of a pipeline file one by one: ends, names, cycles, types, connectors and chunk policies."""
+"""Checks the edges of a pipeline file: their stages, names, tensor types, connectors, chunk policies and cycles."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from stagemesh.orchestrator.spec.schema import EdgeEntry, PipelineFile, StageEnt
 
 @dataclass(frozen=True)
 class EdgeResolver:
-    """Converts the file's edges to checked edges. Adds mistakes to `problems`."""
+    """Converts the edges of a pipeline file to checked edges. Reports errors to `problems`."""
 
     catalog: Catalog
     problems: Problems
     conditions: ConditionResolver
 
     def resolve(self, file: PipelineFile, stages: Mapping[str, Stage]) -> tuple[Edge, ...]:
-        """Returns the edges whose two stages exist."""
+        """Checks all edges. Returns the edges whose producer and consumer exist."""
         types = EdgeTypes(self.catalog, self.problems)
         known = [i for i, entry in enumerate(file.edges) if self._check_ends(i, entry, file)]
         self._check_names(file.edges)

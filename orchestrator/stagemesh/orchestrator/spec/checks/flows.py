@@ -1,4 +1,4 @@
-"""Checks that every request can be served: each stage that runs has its input, and each wanted output is produced."""
+"""Checks that a pipeline can serve every request: stages receive their inputs, and requested outputs are produced."""
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -19,9 +19,10 @@ def check_flows(
     edges: Sequence[Edge],
     outputs: Mapping[str, PipelineOutput],
 ) -> None:
-    """Checks a pipeline whose parts are individually valid. Adds mistakes to `problems`.
+    """Checks that the pipeline can serve every request. Reports errors to `problems`.
 
-    `stages` must list producers before consumers. `edges` must be in the file's order.
+    The stages, edges and outputs must already be valid individually. `stages` must list producers before consumers.
+    `edges` must be in the order of the file.
     """
     try:
         _FlowChecker(catalog, problems, stages, edges, outputs).check()
@@ -32,7 +33,7 @@ def check_flows(
 
 
 class _FlowChecker:
-    """Computes the sets of requests for which each stage runs and each edge carries packets, and checks them."""
+    """Computes for which requests each stage runs and each edge carries packets, and checks these sets of requests."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class _FlowChecker:
             self._runs[stage.name] = self._runs_when(stage)
 
     def check(self) -> None:
-        """Reports each mistake once, at the line that must be changed."""
+        """Reports each error once, at the line of the file that must be changed."""
         for output in self._outputs.values():
             self._check_made(output)
         for stage in self._stages.values():
@@ -69,7 +70,11 @@ class _FlowChecker:
         return [stage.condition, *(edge.condition for edge in self._incoming(stage))]
 
     def _runs_when(self, stage: Stage) -> RequestSet:
-        """Returns the requests that want an output of the stage, or for which a consumer of the stage runs."""
+        """Returns the set of requests for which a stage runs.
+
+        These are the requests that fulfil the stage's condition and either want one of its outputs or need it for a
+        consumer.
+        """
         sets = self._sets
         ways = [sets.where((wanted(output.name),)) for output in self._outputs.values() if output.stage == stage.name]
         ways += [
@@ -125,7 +130,7 @@ class _FlowChecker:
                 self._check_brought(stage, tensor)
 
     def _check_brought(self, stage: Stage, tensor: str) -> None:
-        """Checks that every input of a stage contains a tensor that the stage requires."""
+        """Reports an error if some request would send the stage an input without the required tensor `tensor`."""
         together = [edge for edge in self._incoming(stage) if not edge.apart]
         for edge in self._incoming(stage):
             if edge.apart and tensor not in edge.brings:
@@ -169,9 +174,9 @@ class _FlowChecker:
         return [edge for edge in self._edges if edge.consumer == stage.name]
 
     def _find(self, stage: Stage, taken: Sequence[Edge] = (), *, unless: Sequence[Edge] = ()) -> Facts | None:
-        """Returns the facts of a request for which the stage runs, or None if there is no such request.
+        """Returns the facts of one request for which the stage runs, or None if there is no such request.
 
-        For this request, all edges in `taken` carry packets, and no edge in `unless` does.
+        For the request, every edge in `taken` carries packets, and no edge in `unless` carries packets.
         """
         sets = self._sets
         requests = reduce(sets.both, (self._open[edge.name] for edge in taken), self._runs[stage.name])

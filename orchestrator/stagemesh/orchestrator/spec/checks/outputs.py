@@ -11,12 +11,12 @@ from stagemesh.orchestrator.spec.schema import PipelineFile
 
 @dataclass(frozen=True)
 class OutputResolver:
-    """Converts the file's outputs to checked outputs. Adds mistakes to `problems`."""
+    """Converts the outputs of a pipeline file to checked outputs. Reports errors to `problems`."""
 
     problems: Problems
 
     def resolve(self, file: PipelineFile, stages: Mapping[str, Stage]) -> Mapping[str, PipelineOutput]:
-        """Returns the outputs whose stage and tensor exist."""
+        """Returns the outputs, by name, for which both the stage and the tensor exist."""
         outputs: dict[str, PipelineOutput] = {}
         for name, entry in file.outputs.items():
             if entry.stage not in file.stages:
@@ -29,7 +29,10 @@ class OutputResolver:
         return outputs
 
     def check_all_used(self, file: PipelineFile, edges: Sequence[Edge]) -> None:
-        """Reports stages on which no output depends. Does nothing if an output or an edge names an unknown stage."""
+        """Reports an error for each stage on which no output depends.
+
+        Does nothing if an output or an edge names an unknown stage, because that error is reported elsewhere.
+        """
         targets = {entry.stage for entry in file.outputs.values()}
         if len(edges) < len(file.edges) or not file.stages.keys() >= targets:
             return

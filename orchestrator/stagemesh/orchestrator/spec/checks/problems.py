@@ -1,4 +1,4 @@
-"""Collects all mistakes of a pipeline file, so that one run reports all of them."""
+"""Collects the errors in a pipeline file, so that all of them are reported at once."""
 
 from collections.abc import Collection
 from difflib import get_close_matches
@@ -8,7 +8,7 @@ from stagemesh.orchestrator.spec.source.origins import KeyPath, Origins
 
 
 class Problems:
-    """The mistakes found so far, each with its line in the file."""
+    """The errors found so far in a pipeline file, each with its line."""
 
     def __init__(self, origins: Origins) -> None:
         self._origins = origins
@@ -16,7 +16,7 @@ class Problems:
         self._paths = set[KeyPath]()
 
     def add(self, path: KeyPath, text: str) -> None:
-        """Adds the mistake at `path` unless it was already added. `text` has the form "mistake; remedy"."""
+        """Adds an error in the value at `path`, unless it was already added. `text` has the form "error; remedy"."""
         origin = self._origins.nearest(path)
         self._paths.add(path)
         entry = (origin.line, f"{origin.place}: {text}")
@@ -25,21 +25,24 @@ class Problems:
 
     @property
     def found(self) -> bool:
-        """Whether any mistake was added."""
+        """Whether any error was added."""
         return bool(self._found)
 
     def has(self, path: KeyPath) -> bool:
-        """Returns whether there is a mistake at exactly this path."""
+        """Returns whether an error was added for exactly this path."""
         return path in self._paths
 
     def raise_any(self) -> None:
-        """Raises InvalidPipelineError if there are mistakes. The message has one line for each, in the file's order."""
+        """Raises InvalidPipelineError if any error was added.
+
+        The message has one line for each error, in the file's order.
+        """
         if self._found:
             raise InvalidPipelineError("\n".join(text for _, text in sorted(self._found, key=lambda entry: entry[0])))
 
 
 def suggest(name: str, known: Collection[str]) -> str:
-    """Returns the remedy for an unknown name: the most similar known name, or all known names if none is similar."""
+    """Returns a remedy for an unknown name: the most similar known name, or all known names if no name is similar."""
     close = get_close_matches(name, known, n=1)
     if close:
         return f"did you mean {close[0]!r}?"

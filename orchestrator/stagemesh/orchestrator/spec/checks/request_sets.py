@@ -1,8 +1,8 @@
-"""Sets of requests that conditions distinguish, and the test whether a set is empty.
+"""Represents sets of requests, so that conditions can be combined and tested for contradictions.
 
 A set is a decision diagram (Bryant, "Graph-based algorithms for Boolean function manipulation", 1986) over the facts
 that conditions compare. Each node tests one fact, and has a child for each value that makes a difference. The size of a
-diagram increases with the number of facts that depend on each other, not with the number of paths through a pipeline.
+diagram increases with the number of interdependent facts, not with the number of paths through a pipeline.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,31 +16,31 @@ _EXCLUDED_BY_TOKENS: Sequence[InputKind] = ("text", "image", "audio", "video")
 _IMPOSSIBLE: Sequence[Condition] = tuple(
     tuple(Term(Fact("input", kind), Comparison.IS, 1.0) for kind in ("tokens", other)) for other in _EXCLUDED_BY_TOKENS
 )
-"""Conditions that no request fulfils: a prompt consists either of tokens or of other inputs."""
+"""Conditions that no request fulfils. A prompt consists either of tokens or of other inputs, never of both."""
 MAX_NODES = 50_000
 
 RequestSet: TypeAlias = int
-"""A set of requests, represented by the number of its diagram's root node."""
+"""A set of requests, represented by the number of its decision diagram's root node."""
 
 NONE: RequestSet = 0
 ALL: RequestSet = 1
 
 
 class TooManyCasesError(Exception):
-    """The conditions distinguish more cases than can be checked."""
+    """Raised if the conditions distinguish more cases than can be checked."""
 
 
 class _Node(NamedTuple):
     level: int
-    """The position of the tested fact among all facts. ALL and NONE have the highest level."""
+    """The index of the fact that the node tests. The sets ALL and NONE test no fact and have the highest level."""
     children: tuple[RequestSet, ...]
 
 
 class RequestSets:
-    """The sets of requests that can be described by comparisons of the facts in `terms`.
+    """Creates and combines sets of requests. `terms` are all comparisons from which sets can be built.
 
-    Every set has exactly one number, so that two sets are equal if their numbers are equal. Operations raise
-    TooManyCasesError if all sets together have more than 50,000 nodes.
+    Each set has a unique number, so that two sets are equal if and only if their numbers are equal. All methods raise
+    TooManyCasesError if the sets together have more than 50,000 nodes.
     """
 
     def __init__(self, terms: Iterable[Term]) -> None:
@@ -53,11 +53,11 @@ class RequestSets:
         self._possible = reduce(self.difference, map(self.where, excluded), ALL)
 
     def where(self, condition: Condition) -> RequestSet:
-        """Returns the requests that fulfil a condition."""
+        """Returns the set of requests that fulfil a condition."""
         return reduce(self.both, map(self._where_term, condition), ALL)
 
     def difference(self, first: RequestSet, second: RequestSet) -> RequestSet:
-        """Returns the requests that are in the first set but not in the second."""
+        """Returns the set of requests that are in the first set but not in the second."""
         if first == NONE or second in (ALL, first):
             return NONE
         if second == NONE:
@@ -70,15 +70,18 @@ class RequestSets:
         return self._differences[key]
 
     def both(self, first: RequestSet, second: RequestSet) -> RequestSet:
-        """Returns the requests that are in both sets."""
+        """Returns the intersection of two sets."""
         return self.difference(first, self.difference(ALL, second))
 
     def either(self, first: RequestSet, second: RequestSet) -> RequestSet:
-        """Returns the requests that are in at least one of the sets."""
+        """Returns the union of two sets."""
         return self.difference(ALL, self.difference(self.difference(ALL, first), second))
 
     def find_facts(self, requests: RequestSet) -> Facts | None:
-        """Returns facts that make a request belong to a set, or None if the set is empty. Prefers default values."""
+        """Returns facts such that every possible request with these facts is in the set, or None if the set is empty.
+
+        Prefers the default value of each fact.
+        """
         node = self.both(requests, self._possible)
         if node == NONE:
             return None
@@ -130,10 +133,10 @@ class RequestSets:
 
 
 def find_facts(given: Condition, *, unless: Iterable[Condition] = ()) -> Facts | None:
-    """Returns facts that fulfil `given` and none of `unless`, or None if no request has such facts.
+    """Returns facts of a request that fulfils `given` and none of `unless`, or None if there is no such request.
 
-    The result is exact. The search considers each fact's bounds, its default, every value with which it is compared,
-    and a value between each two of these.
+    The result is exact. The search considers, for each fact, its bounds, its default, every value with which it is
+    compared, and a value between each two of these values.
     """
     others = tuple(unless)
     sets = RequestSets(chain(given, *others))
@@ -141,7 +144,7 @@ def find_facts(given: Condition, *, unless: Iterable[Condition] = ()) -> Facts |
 
 
 def _values_by_fact(terms: Iterable[Term]) -> Mapping[Fact, Sequence[float]]:
-    """Returns values that represent all possible values of each fact. The default value is first."""
+    """Returns, for each fact, values that represent all of its possible values. The first value is the default."""
     by_fact: dict[Fact, list[Term]] = {}
     for term in terms:
         by_fact.setdefault(term.fact, []).append(term)

@@ -1,4 +1,4 @@
-"""Checks the shape of a pipeline file. Converts pydantic's errors to problems with a line and a remedy."""
+"""Checks the structure of a pipeline file. Converts pydantic's errors to problems with a line and a remedy."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,10 @@ _NAME_REMEDY = "use lower-case letters, digits and '-', a letter first"
 
 
 def check_shape(document: Document) -> PipelineFile:
-    """Returns the document as a typed value. Raises InvalidPipelineError with every problem found so far."""
+    """Validates the document against the schema, and returns the typed pipeline file.
+
+    Raises InvalidPipelineError with all problems found so far if the document is invalid.
+    """
     file = None
     try:
         file = PipelineFile.model_validate(document.values, by_alias=True, by_name=False)

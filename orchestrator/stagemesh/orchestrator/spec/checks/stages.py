@@ -22,9 +22,9 @@ from stagemesh.orchestrator.spec.source.origins import KeyPath
 
 @dataclass(frozen=True)
 class Catalog:
-    """Finds the descriptors of engines and transforms by name.
+    """Loads the descriptors of engines and transforms by name.
 
-    Both functions raise NotFoundError for an unknown name.
+    Both functions raise NotFoundError if the name is unknown.
     """
 
     engine: Callable[[str], EngineDescriptor] = load_engine_descriptor
@@ -33,16 +33,19 @@ class Catalog:
 
 @dataclass(frozen=True)
 class StageResolver:
-    """Converts the file's stages to checked stages without conditions. Adds mistakes to `problems`."""
+    """Converts the stages of a pipeline file to checked stages. Does not resolve their conditions.
+
+    Reports errors to `problems`.
+    """
 
     catalog: Catalog
     problems: Problems
     check_models: bool
     fetch_hint: str
-    """The remedy that is reported for a missing model."""
+    """The text that tells the user how to obtain a missing model."""
 
     def resolve(self, file: PipelineFile) -> Mapping[str, Stage]:
-        """Returns the stages whose engine and signature are valid."""
+        """Returns the stages, by name, that have a valid engine and signature."""
         stages = {name: self._stage(name, entry) for name, entry in file.stages.items()}
         return {name: stage for name, stage in stages.items() if stage is not None}
 

@@ -1,1 +1,1 @@
-"""Pipeline files as text: YAML with line numbers, variables and overrides."""
+"""Reads the text of pipeline files: YAML with line numbers, variables and overrides."""

@@ -1,4 +1,4 @@
-"""Reads a pipeline file as YAML and records the line of every value."""
+"""Parses a pipeline file as YAML, and records the line of every value."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ _SCALAR_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", 
 
 @dataclass
 class Document:
-    """The values of a file, their origins, and the problems that were found so far."""
+    """The content of a pipeline file, the origin of each value, and the problems found so far."""
 
     values: dict[str, object]
     origin_by_path: dict[KeyPath, Origin]
@@ -26,7 +26,10 @@ class Document:
 
 
 def read_document(text: str, *, file: str, variables: Mapping[str, str]) -> Document:
-    """Parses a pipeline file. Raises InvalidPipelineError if it is not a YAML mapping."""
+    """Parses the text of a pipeline file. `file` is the path for error messages.
+
+    Raises InvalidPipelineError if the text is not a YAML mapping.
+    """
     references = References(variables)
     try:
         root = yaml.compose(references.take_out(text), Loader=yaml.SafeLoader)
@@ -71,7 +74,7 @@ class _Reader:
         self.problems = Problems(Origins(self.origins))
 
     def read_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, object]:
-        """Returns the values of a mapping. Reports a repeated key as a problem and uses its last value."""
+        """Returns the values of a YAML mapping. Reports a repeated key as a problem, and uses the key's last value."""
         values: dict[str, object] = {}
         for key_node, value_node in node.value:
             key = str(key_node.value)

@@ -1,4 +1,4 @@
-"""Finds pipeline files: built-in pipelines by name, and other pipelines by path."""
+"""Locates pipeline files: built-in pipelines by name, and other pipelines by path."""
 
 from difflib import get_close_matches
 from importlib.resources import files
@@ -9,7 +9,7 @@ from stagemesh.common.errors import NotFoundError
 
 
 class Source(NamedTuple):
-    """The path of a pipeline file, and whether the pipeline is built-in."""
+    """The location of a pipeline file, and whether it is a built-in pipeline."""
 
     path: Path
     built_in: bool
@@ -20,14 +20,14 @@ def _built_in_dir() -> Path:
 
 
 def built_in_pipelines() -> tuple[str, ...]:
-    """Returns the names of the pipelines that are part of Stagemesh."""
+    """Returns the names of the built-in pipelines in alphabetical order."""
     return tuple(sorted(path.stem for path in _built_in_dir().glob("*.yaml")))
 
 
 def find_source(name_or_path: str) -> Source:
-    """Returns the file of a built-in pipeline, or the file at a path.
+    """Returns the file of the built-in pipeline with this name, or the file at this path.
 
-    Raises NotFoundError (UNKNOWN_PIPELINE) if there is neither.
+    Raises NotFoundError (UNKNOWN_PIPELINE) if there is neither a built-in pipeline nor a file.
     """
     if name_or_path in built_in_pipelines():
         return Source(_built_in_dir() / f"{name_or_path}.yaml", built_in=True)

@@ -1,39 +1,39 @@
-"""The origin of each value of a pipeline: a line of the file, a variable, or an override."""
+"""Describes where each value of a pipeline was set: in a line of the file, by a variable, or by an override."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 KeyPath: TypeAlias = tuple[str | int, ...]
-"""The keys and list positions that lead from the top of the file to a value."""
+"""The keys and list indexes that lead from the root of the file to a value."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a value, for error messages and for `pipeline explain`."""
+    """The place where a value was set, for error messages and for `stagemesh pipeline explain`."""
 
     line: int
-    """The line number, starting at 1. 0 for a value that is not from the file."""
+    """The line number in the file, starting at 1. 0 if the value was not set in the file."""
     place: str
-    """The start of an error message: "file:line" or "--set KEY"."""
+    """The place as the prefix of an error message, such as "file:line" or "--set KEY"."""
     label: str
-    """The text that `pipeline explain` shows: "file:line", "variable X" or "override"."""
+    """The place as `stagemesh pipeline explain` shows it: "file:line", "variable X" or "override"."""
 
 
 @dataclass(frozen=True)
 class Origins:
-    """The origins of a file's values by path. The empty path stands for the whole file."""
+    """The origins of the values of a file, by path. The empty path represents the whole file."""
 
     by_path: Mapping[KeyPath, Origin]
 
     def get(self, path: KeyPath) -> Origin | None:
-        """Returns the origin of exactly this value, or None if the value is a default."""
+        """Returns the origin of the value at exactly this path, or None if the value is a default."""
         return self.by_path.get(path)
 
     def nearest(self, path: KeyPath) -> Origin:
-        """Returns the origin of a value, or the origin of the closest surrounding value that has one.
+        """Returns the origin of the value at a path, or of the closest enclosing value that has an origin.
 
-        Skips elements of the path that are not in the file, such as a validator's tags.
+        Skips path elements that are not in the file, such as tags that pydantic inserts.
         """
         reached: KeyPath = ()
         for element in path:
@@ -43,5 +43,5 @@ class Origins:
 
 
 def dotted(path: KeyPath) -> str:
-    """Returns a path as text, such as "edges.0.connector"."""
+    """Formats a path as text, for example "edges.0.connector"."""
     return ".".join(map(str, path))

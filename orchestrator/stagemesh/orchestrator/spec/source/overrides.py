@@ -1,6 +1,6 @@
-"""Values that override values of the file, such as `--set edges.*.connector=grpc`.
+"""Overrides for values of a pipeline file, such as `--set edges.*.connector=grpc`.
 
-`*` stands for every key or list position. The name of an edge may replace its list position. Values are YAML.
+`*` matches every key or list index. An edge can be selected by its name instead of its list index. The values are YAML.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,10 @@ _OPTIONAL_MAPPINGS = frozenset({"data_plane", "options", "limits", "per_caller",
 
 
 def apply_overrides(document: Document, overrides: Mapping[str, str]) -> None:
-    """Applies the overrides to the document. An override that matches no key is reported as a problem."""
+    """Replaces values of the document. Reports an override that matches no key as a problem.
+
+    `overrides` maps dotted keys, such as "edges.*.connector", to YAML values.
+    """
     for key, text in overrides.items():
         origin = Origin(0, f"--set {key}", "override")
         try:
@@ -40,7 +43,7 @@ def _reject(document: Document, origin: Origin, text: str) -> None:
 
 
 def _places(container: Any, names: list[str], path: KeyPath) -> Iterator[tuple[Any, KeyPath]]:
-    """Yields the container and the path of each value that `names` match."""
+    """Yields, for each value that the key `names` matches, the mapping or list that contains it and its path."""
     name, *rest = names
     if isinstance(container, dict) and not rest and name != "*":
         yield container, (*path, name)

@@ -1,7 +1,8 @@
-"""References to variables in a pipeline file: ${NAME} and ${NAME:-default}. $${NAME} stands for the text "${NAME}".
+"""Replaces references to variables in a pipeline file: ${NAME} and ${NAME:-default}. $${NAME} is the text "${NAME}".
 
-References are replaced by marks before YAML reads the text, and each scalar is filled in afterwards. Therefore
-references may stand within {…}, no value can change the file's structure, and references in comments have no effect.
+References are replaced by marks before the text is parsed as YAML. The marks in each scalar are replaced by values
+afterwards. Therefore references may be used within {…}, no value can change the structure of the file, and references
+in comments have no effect.
 """
 
 import re
@@ -14,28 +15,28 @@ _MARK = re.compile("\ue000(\\d+)\ue001")
 
 
 class Filled(NamedTuple):
-    """The text of a scalar in which references are replaced by values."""
+    """The text of a YAML scalar after its references were replaced by values."""
 
     text: str
     names: tuple[str, ...]
-    """The variables whose values the text contains."""
+    """The names of the variables whose values the text contains."""
     missing: tuple[str, ...]
-    """The variables that are not set and have no default in the text."""
+    """The names of the variables that are not set and for which the reference has no default."""
 
 
 class References:
-    """The references to variables in one file."""
+    """Replaces the references to variables in one file. `variables` contains the values by name."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         self._variables = variables
         self._found: list[re.Match[str]] = []
 
     def take_out(self, text: str) -> str:
-        """Returns the file's text with a mark instead of each reference."""
+        """Replaces each reference in the file's text by a mark, and returns the new text."""
         return _REFERENCE.sub(self._mark, text)
 
     def fill_in(self, text: str) -> Filled:
-        """Returns a scalar's text with values instead of marks."""
+        """Replaces the marks in a YAML scalar by the values of the variables."""
         names: list[str] = []
         missing: list[str] = []
 
