@@ -84,7 +84,7 @@ class Admission:
             self._admit(ticket, now_s)
         else:
             self._wait(ticket, caller, now_s)
-            # The new ticket may precede one that waits for bytes, or may have displaced it.
+            # The new ticket may precede or have displaced a ticket that waits for bytes.
             self._fill()
         return ticket
 

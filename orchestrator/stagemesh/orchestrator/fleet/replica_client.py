@@ -208,7 +208,7 @@ class GrpcReplicaClient:
 
     def _call_error(self, exc: grpc.aio.AioRpcError) -> StagemeshError:
         error = from_rpc_error(exc, peer=self._peer).located(**self._location)
-        # An error that gRPC itself reports names this client's peer. An error that the stage passes on does not.
+        # An error that gRPC reports contains the name of this client's peer. An error that the stage forwards does not.
         if error.metadata.get("peer") != self._peer or exc.code() not in _BROKEN:
             return error
         return self._lost(f"cannot be reached ({exc.details()})")

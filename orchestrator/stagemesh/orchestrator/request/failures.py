@@ -27,7 +27,7 @@ _ENGINE_DIED = "ENGINE_DIED"
 _NOT_EXPECTED = "UNKNOWN_FLOW"
 # The replica drains, sleeps or loads. Another replica may run the step.
 _NOT_READY = "NOT_READY"
-# One end of an edge receives these reasons from the other end, which has been rebound.
+# A replica receives these reasons from the replica at the other end of an edge if that replica has been rebound.
 _REPLACED = frozenset({"STALE_ATTEMPT", "STALE_INCARNATION"})
 _BAD_CHECKPOINT = frozenset({"INVALID_CHECKPOINT", "UNSUPPORTED", "CHECKPOINT_GONE"})
 
@@ -99,7 +99,7 @@ class Losses(NamedTuple):
     lost: Mapping[str, StagemeshError]
     """The errors of steps that ended, by stage name."""
     fresh: Mapping[str, StagemeshError]
-    """The errors of stages that must restart from the beginning because they cannot resend their data, by stage name.
+    """The errors, by stage name, of stages that must restart from the beginning because they cannot resend their data.
     """
 
 
@@ -128,7 +128,7 @@ class Failures:
         known = state.name in self._lost or state.name in self._doubtful
         if state.attempt != attempt or state.phase is Phase.FINISHED or known:
             return
-        # A copy, because the error itself refers to the frames that it passed, and therefore to the run.
+        # Store a copy, because the traceback of the raised error refers to the request's run.
         failure = Failure(state.name, copy(error))
         if _is_death(error, state.replica) and state.at_work and state.replica not in state.dead_replicas:
             state.dead_replicas |= {state.replica}
@@ -162,7 +162,7 @@ class Failures:
         self._changed.fire()
 
     def take_losses(self) -> Losses:
-        """Returns the stages that must be recovered, and clears them.
+        """Returns the stages that must be recovered, and removes them from this object.
 
         Decides first whether doubtful failures are losses.
         """

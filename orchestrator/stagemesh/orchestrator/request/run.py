@@ -37,7 +37,7 @@ _RELEASE_WAIT_S = 1.0
 # After _QUICK_RESTARTS, further restarts of a stage are delayed. After MAX_RESTARTS, the request fails.
 _QUICK_RESTARTS, MAX_RESTARTS = 3, 24
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
-# A request runs alone on its replica after this number of processes of one stage died while they ran it.
+# After this number of processes of a stage have died while running a request, the request runs alone on its replica.
 _SUSPECT_DEATHS = 2
 
 
