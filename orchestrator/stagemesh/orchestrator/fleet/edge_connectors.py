@@ -235,8 +235,8 @@ class EdgeConnectors:
     def _find_unusable(self) -> dict[Replica, str]:
         """Returns the replicas from which requests must be withheld because of refused links, with the reason for each.
 
-        For each refused link, this is the replica that joined later. If that replica has no substitute, it is the other
-        replica, provided that the other replica has a substitute.
+        Requests are withheld from one of the two replicas of each refused link. This is the replica that joined later
+        if it has a substitute, and otherwise the other replica if that has a substitute.
         """
         order = {replica: number for number, replica in enumerate(self._by_replica)}
         refused: list[tuple[Replica, Replica, EdgeLink]] = []

@@ -189,7 +189,7 @@ class Replica:
         self._detail = "not described yet"
         self._holds: dict[Hold, str] = {}
         self.died = False
-        """Whether the process is known to have ended.
+        """Whether the replica's process is known to have ended.
 
         If `end_cause` is set and this is False, the process may be unreachable.
         """

@@ -154,7 +154,7 @@ class Callers:
         self._stop, self._max_unread_bytes = stop, max_unread_bytes
 
     def expect(self, *, linger_s: int) -> None:
-        """Announces a caller that is about to read the events, so that the request is not stopped before.
+        """Announces a caller that is about to read the events, so that the request is not stopped for lack of callers.
 
         After the last caller has left, the request continues for `linger_s` seconds, but at most MAX_LINGER_S.
         """

@@ -29,7 +29,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Flow:
-    """The use of one edge by one request."""
+    """The flow of tensors over one edge for one request."""
 
     edge: str
     producer: str
@@ -74,7 +74,7 @@ class AttemptState:
     attempt: int = 1
     phase: Phase = Phase.PLACED
     bound: Mapping[str, int] = field(default_factory=dict[str, int])
-    """The attempt of each flow of which the step was last notified, by edge name."""
+    """The flow attempt that was last sent to the step, by edge name."""
     first_rows: Mapping[str, int] = field(default_factory=dict[str, int])
     """The index of the first row that this attempt emits, by tensor. A missing tensor starts at row 0."""
     checkpoint_rows: Mapping[str, int] | None = None
@@ -89,7 +89,7 @@ States: TypeAlias = Mapping[str, AttemptState]
 
 @dataclass(frozen=True)
 class Restart:
-    """Describes a new attempt of a stage."""
+    """The decision to start a new attempt of a stage."""
 
     attempt: int
     resumes: bool
@@ -98,7 +98,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class Restarts:
-    """The consequences of a loss of stages: the stages to restart, and the states to discard."""
+    """The consequences of a loss of stages: the stages to restart, and the checkpoints to discard."""
 
     restarted: Mapping[str, Restart]
     void: frozenset[str]
@@ -150,10 +150,10 @@ def attempt_of(flow: Flow, states: States) -> int:
 
 
 def is_checkpoint_useful(graph: Graph, states: States, stage: str, rows: Mapping[str, int]) -> bool:
-    """Returns whether the stage could resume from a checkpoint that it makes now, after `rows` of each tensor.
+    """Returns whether the stage could resume from a new checkpoint that follows the first `rows` of its tensors.
 
-    This requires that every consumer has received the rows before the checkpoint or is connected to this attempt, which
-    sends them.
+    Requires that every consumer has received the rows before the checkpoint, or is connected to the stage's current
+    attempt and will receive them.
     """
     for flow in graph.outgoing[stage]:
         consumer = states[flow.consumer]

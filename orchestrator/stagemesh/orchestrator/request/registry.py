@@ -16,7 +16,7 @@ KEEP_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class KnownRequest:
-    """A request that is found by its id."""
+    """A running or ended request in the registry."""
 
     fingerprint: bytes
     """The digest of the request's content, computed by the function `fingerprint`."""
