@@ -75,7 +75,7 @@ def test_missing_rows_are_reported() -> None:
     count = RowPosition(edge="e")
     count.take(Packet({"x": np.arange(3)}))
     count.check({"x": 3})
-    with pytest.raises(NotReadyError, match="begins at row 4 of tensor 'x', but only 3 rows") as caught:
+    with pytest.raises(NotReadyError, match="begins at row 4 of tensor 'x', but only 3 of its rows") as caught:
         count.check({"x": 4})
     assert caught.value.reason == "ROWS_MISSING"
     assert caught.value.metadata == {"edge": "e", "tensor": "x", "rows": "3"}

@@ -164,8 +164,8 @@ def refused(data: bytes) -> bool:
 @pytest.mark.parametrize(
     ("kind", "model", "error"),
     [
-        ("latents", "m", "latents has the kind 'state'; this stage accepts 'latents'"),
-        ("state", "other", "state has the model 'm'; this stage accepts 'other'"),
+        ("latents", "m", "latents has the kind 'state', but this stage accepts 'latents'"),
+        ("state", "other", "state has the model 'm', but this stage accepts 'other'"),
     ],
 )
 def test_data_of_another_kind_or_model_is_rejected(kind: str, model: str, error: str) -> None:
@@ -175,7 +175,7 @@ def test_data_of_another_kind_or_model_is_rejected(kind: str, model: str, error:
 
 def test_data_of_another_version_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagemesh.services.engines.diffusion.transfer.serialization.VERSION", 2)
-    with pytest.raises(InvalidChunkError, match="state has the version 1; this stage accepts 2"):
+    with pytest.raises(InvalidChunkError, match="state has the version 1, but this stage accepts 2"):
         deserialize(PACKED, kind="state", model="m", device=CPU)
 
 

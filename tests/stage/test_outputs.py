@@ -47,7 +47,7 @@ def test_an_empty_tensor_makes_no_fragment() -> None:
 
 
 def test_a_tensor_larger_than_a_message_is_rejected() -> None:
-    with pytest.raises(UnsupportedError, match="output x is 9437184 bytes") as caught:
+    with pytest.raises(UnsupportedError, match="output x has 9437184 bytes") as caught:
         _contents("tensor", [np.zeros(9 << 20, np.uint8)])
     assert caught.value.reason == "OUTPUT_TOO_LARGE"
 

@@ -31,7 +31,7 @@ async def start(model: Path, states: JsonValue, *, arena: PartitionsArena | None
     ("states", "options", "remedy"),
     [
         ({"layers": [2]}, {}, "layers contains 2; the model has layers 0 to 1 and `last`"),
-        ({"layers": ["last", 1]}, {"pipeline_parallel_size": 2}, "ask for `last` alone"),
+        ({"layers": ["last", 1]}, {"pipeline_parallel_size": 2}, "request only `last`"),
         ({}, {"runner": "pooling"}, "a model that pools .* omit the option"),
         ({"layers": ["last", 0], "share_bytes": 3000}, {}, "share_bytes is 3000; .* need at least 3072"),
         ({"share_bytes": -1}, {}, "share_bytes is -1"),

@@ -157,7 +157,7 @@ async def test_a_request_larger_than_a_message_is_rejected_and_others_continue()
     async with _calling(hang) as caller:
         running = asyncio.create_task(caller.run("r"))
         await _until(lambda: caller.stage.running == 1)
-        with pytest.raises(InvalidRequestError, match="give a smaller input"):
+        with pytest.raises(InvalidRequestError, match="shorten the input"):
             await caller.run("large", text="x" * MAX_MESSAGE_BYTES)
         assert not running.done()
         running.cancel()

@@ -127,7 +127,7 @@ class PageAllocator:
 
 
 def _size_class(pages: int) -> int:
-    """Returns the size class of a run of `pages` pages."""
+    """Returns the index of the free list that contains runs of `pages` pages."""
     if pages < _EXACT_PAGES:
         return pages
     shift = pages.bit_length() - _STEP_BITS - 1

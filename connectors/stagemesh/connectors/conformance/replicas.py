@@ -120,7 +120,7 @@ def packet(seq: int, size: int = 1000) -> Packet:
 
 
 async def emptied(used_bytes: Callable[[], int]) -> None:
-    """Waits until `used_bytes()` is 0. Raises TimeoutError if the value does not become 0."""
+    """Waits until `used_bytes()` returns 0. Raises TimeoutError after SETTLING_S seconds."""
     # Memory that only the garbage collector frees is not a leak. The collector runs only once, because it blocks the
     # event loop.
     gc.collect()

@@ -30,8 +30,9 @@ Select: TypeAlias = Callable[[Packet], Packet | None]
 class Outlet:
     """The producer side of a flow. Only one task may use it.
 
-    If the consumer is lost, another consumer can replace it within `rebind_s` seconds and receives all chunks from the
-    first one. Packets are cut into chunks only once, so that every consumer receives the same chunks.
+    If the consumer terminates or disconnects, another consumer can replace it within `rebind_s` seconds. The new
+    consumer receives all chunks again, beginning with chunk 0. Packets are cut into chunks only once, so that every
+    consumer receives the same chunks.
     """
 
     def __init__(

@@ -28,10 +28,11 @@ Such a transfer is a copy, and blocks other reads for half a millisecond.
 
 
 class Read:
-    """A read of several ranges, which consists of data transfers and of `then` transfers.
+    """A read of several ranges of a remote arena.
 
-    The `then` transfers start after all data has arrived. The read references `landing`, the memory into which it
-    reads, until no transfer writes to that memory.
+    It has two groups of transfers: the data, and then the page marks that show whether the data is still valid. The
+    second group starts after the first has arrived. The read references `landing`, the destination memory, until no
+    transfer can write to it.
     """
 
     __slots__ = (

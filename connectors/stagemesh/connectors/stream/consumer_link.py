@@ -72,7 +72,7 @@ class ConsumerLink:
         return Route(key, wanted, self._leases, self._attend)
 
     def add(self, flow: OutletAttempt) -> None:
-        """Adds a flow to the link, which opens the flow as soon as it has a stream."""
+        """Adds a flow to the link. The link opens the flow as soon as the link has a stream."""
         if not self._flows:
             self._seen_s = self._loop.time()
         self._flows[flow.key] = flow

@@ -87,7 +87,7 @@ class ProducerSession:
         self._pull()
 
     def closed(self, error: StagemeshError | None) -> None:
-        """Ends the session because the stream has ended, and records the cause."""
+        """Ends the session. `error` is the cause, or None if the consumer ended the stream normally."""
         self._stream = None
         self.ready.take_all()
         if not self._ended.done():

@@ -127,7 +127,7 @@ class ReplicaRegistry:
         return tuple(self._replicas.get(stage, ()))
 
     def ready(self, stages: Collection[str]) -> Mapping[str, Mapping[str, ReadyReplicas]]:
-        """Returns the ready replicas, first by generation and then by stage.
+        """Returns the ready replicas in a dict from generation to a dict from stage to replicas.
 
         Includes only generations that have a ready replica of each stage in `stages`.
         """

@@ -45,7 +45,7 @@ class Flow:
         return any(self.carried(rows).values())
 
     def carried(self, rows: Mapping[str, int]) -> Mapping[str, int]:
-        """Returns the entries of `rows` for tensors that the edge transfers. `rows` maps tensors to numbers of rows."""
+        """Returns the row counts of the tensors that the edge transfers. `rows` maps tensor names to row counts."""
         return {name: count for name, count in rows.items() if not self.tensors or name in self.tensors}
 
 

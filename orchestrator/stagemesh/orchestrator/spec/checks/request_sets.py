@@ -100,7 +100,7 @@ class RequestSets:
         return found
 
     def _contains(self, requests: RequestSet, facts: Facts) -> bool:
-        """Returns whether a set contains a request with these facts."""
+        """Returns whether at least one request with `facts` belongs to the set `requests`."""
         pending, seen = [requests], {NONE}
         while pending:
             if (node := pending.pop()) == ALL:

@@ -158,7 +158,7 @@ class DiffusionWorker:
         return self.runner.transfer.serialize_latents(self._states[name])
 
     def state(self, name: str) -> Array:
-        """Returns all data needed to resume a request on another replica, serialized as uint8[bytes]."""
+        """Returns the data that another replica needs to resume the request `name`, serialized as a uint8 array."""
         return self.runner.transfer.serialize_state(self._states[name])
 
     def drop(self, name: str) -> None:

@@ -93,7 +93,7 @@ class Stopwatch:
             self._first_output_s = self.age_s
 
     def timings(self) -> Timings:
-        """Returns the timings of a step that finishes now."""
+        """Returns the step's timings, with the current time as the end of the step."""
         now_s = self.age_s
         started_s = now_s if self._started_s is None else self._started_s
         return Timings(started_s, self._first_output_s, now_s)

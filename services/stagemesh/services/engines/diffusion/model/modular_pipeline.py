@@ -363,9 +363,9 @@ def _freeze_properties(owner: Any, **values: object) -> None:
 
 
 def _copy_block(block: Any) -> Any:
-    """Returns a copy of a block that diffusers does not share with other pipelines.
+    """Returns a private copy of `block`, which diffusers can modify without an effect on other pipelines.
 
-    Without the copy, diffusers would modify a shared block when it combines blocks into a pipeline.
+    diffusers modifies blocks in place when it combines them into a pipeline.
     """
     copied = copy.copy(block)
     _freeze_properties(

@@ -28,9 +28,9 @@ class AdapterTargets:
 
 
 def _sizes(manager: Any) -> dict[str, list[int]]:
-    """Returns the sizes of all layers as [inputs, outputs], by vLLM's layer name.
+    """Returns a dict from layer names to layer sizes, [inputs, outputs].
 
-    A layer that packs several projections, such as q, k and v, has one entry for each projection.
+    A layer that packs several projections, such as q, k and v, has one dict entry for each projection.
     """
     sizes: dict[str, list[int]] = {}
     for name, module in manager.modules.items():
