@@ -73,7 +73,7 @@ bench: models ## Measure the speech pipeline, the edges, the stages and the orch
 	python -m benchmarks.orchestrator_idle --json out/bench-orchestrator-idle.json
 	python -m benchmarks.simulate --json out/bench-simulate.json
 
-lock: venv ## Pin anew what requirements/ holds
+lock: venv ## Write the pinned versions in requirements/ again
 	python requirements/lock.py
 
 clean: ## Remove what the commands made

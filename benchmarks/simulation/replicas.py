@@ -258,9 +258,6 @@ class SimulatedReplica:
         self._check_alive()
         return EdgeProbe("shm", {})
 
-    async def load(self, *, timeout_s: float) -> stage_pb2.WatchLoadResponse:  # noqa: ARG002
-        return self._load()
-
     async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:  # noqa: ARG002
         raise UnsupportedError(f"a simulated replica does not support {method}")
 

@@ -228,9 +228,6 @@ class SimulatedReplica:
     ) -> EdgeProbe:
         return EdgeProbe("shm", {})
 
-    async def load(self, *, timeout_s: float) -> stage_pb2.WatchLoadResponse:
-        return stage_pb2.WatchLoadResponse()
-
     async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
         raise UnsupportedError(f"no {method} here")
 

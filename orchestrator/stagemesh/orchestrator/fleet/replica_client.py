@@ -67,10 +67,6 @@ class ReplicaClient(Protocol):
         """Returns the replica's state, identity and location."""
         ...
 
-    async def load(self, *, timeout_s: float) -> stage_pb2.WatchLoadResponse:
-        """Returns one load report of the replica."""
-        ...
-
     def watch_load(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
         """Yields load reports of the replica periodically, less often if the replica is idle.
 
@@ -136,20 +132,10 @@ class GrpcReplicaClient:
         with self._mapping_errors():
             return await self._stub.Describe(stage_pb2.DescribeRequest(), timeout=timeout_s)
 
-    async def load(self, *, timeout_s: float) -> stage_pb2.WatchLoadResponse:
-        with self._mapping_errors():
-            call = self._stub.WatchLoad(stage_pb2.WatchLoadRequest(), timeout=timeout_s)
-            try:
-                report = await anext(aiter(call), None)
-            finally:
-                call.cancel()
-        if report is None:
-            raise self._lost("no longer reports its load")
-        return report
-
     async def watch_load(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
         request = stage_pb2.WatchLoadRequest(interval_s=_LOAD_INTERVAL_S, idle_interval_s=_IDLE_INTERVAL_S)
-        call = self._stub.WatchLoad(request)
+        with self._mapping_errors():
+            call = self._stub.WatchLoad(request)
         try:
             async for report in call:
                 yield report
