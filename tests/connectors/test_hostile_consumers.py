@@ -132,7 +132,7 @@ class Scene:
     async def until_released(self) -> None:
         """Waits until the producer's arena is empty."""
         async with asyncio.timeout(5):
-            while self.plane.arena_used_bytes:
+            while self.plane.arena.used_bytes:
                 await asyncio.sleep(0)
 
 
@@ -211,7 +211,7 @@ async def test_unlimited_credit_is_bounded_by_the_arena(limit_bytes: int) -> Non
         it.consumer.answers["open"] = lambda item: _opened(item, limit_bytes=limit_bytes)
         it.consumer.answers["chunk"] = lambda item: [*_acked(item), _granted(item, HUGE)]
         assert (await it.send(count=200)).usage.chunks == 200
-        assert it.plane.arena_used_bytes <= it.plane.arena_size_bytes
+        assert it.plane.arena.used_bytes <= it.plane.arena.size_bytes
 
 
 async def test_credit_is_never_revoked() -> None:

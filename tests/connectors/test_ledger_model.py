@@ -75,7 +75,7 @@ class Wire:
         self.queues: dict[Direction, deque[bytes]] = {direction: deque() for direction in Direction}
         self.over = asyncio.Event()
         self._user = user
-        self._session = consumer._open_session(arena_fd=os.dup(producer._arena.fd))
+        self._session = consumer._open_session(arena_fd=os.dup(producer.arena.fd))
         self._session.begin(_End(self, Direction.REPLIES))
         self._ended = False
 
@@ -255,7 +255,7 @@ class DataPlaneModel(RuleBasedStateMachine):
             self.loop.run_until_complete(self._close())
             self.patches.undo()
             self.loop.close()
-        assert self.producer._arena.used_bytes == 0
+        assert self.producer.arena.used_bytes == 0
         assert [flow.outlet._account.held_bytes for flow in self.flows.values()] == [0, 0]
 
     def _deliver_the_rest(self) -> None:

@@ -70,7 +70,7 @@ async def _deliver(consumer: Host, relay: Relay, *, name: str, connector: str) -
         stack.push_async_callback(producer.close)
         async with asyncio.timeout(30):
             await asyncio.gather(send(), receive())
-            while producer.arena_used_bytes and not _lost_a_lease(relay.faults[name]):
+            while producer.arena.used_bytes and not _lost_a_lease(relay.faults[name]):
                 gc.collect(0)
                 await asyncio.sleep(0.01)
 

@@ -11,10 +11,9 @@ import pytest
 
 from stagemesh.common.connector_descriptors import AUTO, descriptor_of, registered
 from stagemesh.common.errors import InvalidChunkError, NotReadyError, StagemeshError, UnavailableError
-from stagemesh.connectors.arena.account import MemoryAccount
 from stagemesh.connectors.arena.memory_file import data_offset
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
-from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, InPlaceReader, Reader
+from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, InPlaceReader, MemoryAccount, Reader
 from stagemesh.connectors.conformance.endpoints import ARENA_BYTES, Connected, End, connected, content, ends
 from stagemesh.connectors.conformance.replicas import assert_same, open_flow, packet, receive_all, send_all, until
 from stagemesh.connectors.conformance.suite import BOUND_S, Suite
@@ -198,9 +197,9 @@ class ReaderSuite(Suite):
                 assert await receive_all(inlet) == []
                 await sender
             if in_place:
-                assert a.plane.arena_used_bytes > 0
+                assert a.plane.arena.used_bytes > 0
             else:
-                await until(lambda: not a.plane.arena_used_bytes, timeout_s=BOUND_S)
+                await until(lambda: not a.plane.arena.used_bytes, timeout_s=BOUND_S)
             assert view.tobytes() == packet(0, 50_000).tensors["x"][1000:].tobytes()
             del view
             await a.settled()

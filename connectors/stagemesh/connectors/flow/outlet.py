@@ -257,9 +257,7 @@ class Outlet:
         return self._chunk_of(written, packet, shape)
 
     def _chunk_of(self, written: Written, packet: Packet, shape: wire.PacketShape) -> SentChunk:
-        region, tensors, offsets = written
-        generation = region.generation
-        places = [ArenaRange(offset, field[3], generation) for offset, field in zip(offsets, shape.fields, strict=True)]
+        region, tensors, places = written
         return SentChunk(self.ledger.next_seq, shape, tensors, packet.metadata, (region,), places)
 
 

@@ -4,11 +4,11 @@ import asyncio
 import threading
 
 from stagemesh.common.connector_descriptors import ConnectorName
+from stagemesh.connectors.arena.arena import when_gone
 from stagemesh.connectors.base import Bytes, Producer, Reader
 from stagemesh.connectors.edge import ReadyQueue
 from stagemesh.connectors.flow.inlet import InletAttempt
 from stagemesh.connectors.replica_connectors import ReplicaConnectors
-from stagemesh.connectors.shm import hold_lease
 from stagemesh.connectors.stream.local_socket import DeathWatch
 
 
@@ -72,7 +72,7 @@ class ProducerState:
     def hold(self, lease_id: int, views: list[Bytes]) -> None:
         """Retains a lease until all `views`, and all views of them, are deleted."""
         self.held_lease_ids.add(lease_id)
-        hold_lease(views, lambda: self._views_gone(lease_id))
+        when_gone(views, lambda: self._views_gone(lease_id))
 
     def release(self, lease_id: int) -> None:
         """Ends a lease and sends the lease's id to the producer over the newest stream."""
