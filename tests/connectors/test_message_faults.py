@@ -126,7 +126,7 @@ async def _harm_each(fault: Fault, direction: Direction, *, connector: str, chos
 def _quick_to_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagemesh.connectors.flow.outlet_attempt._REOPEN_S", 0.3)
     monkeypatch.setattr("stagemesh.connectors.stream.connection._CHECK_S", 0.1)
-    monkeypatch.setattr("stagemesh.connectors.stream.negotiation._OFFER_AGAIN_S", 0.3)
+    monkeypatch.setattr("stagemesh.connectors.stream.connection._OFFER_AGAIN_S", 0.3)
     monkeypatch.setattr("stagemesh.connectors.stream.producer_session._HANDSHAKE_S", 0.5)
     monkeypatch.setattr("stagemesh.connectors.stream.wire.FRAGMENT_BYTES", 4096)
 

@@ -15,7 +15,7 @@ from stagemesh.common.errors import InvalidChunkError, NotReadyError
 from stagemesh.connectors.arena.arena import Arena, MemoryAccount, Written
 from stagemesh.connectors.base import ArenaRange, Producer
 from stagemesh.connectors.nixl import NixlConnector, NixlReader, describe
-from stagemesh.connectors.nixl.offer import NixlOffer
+from stagemesh.connectors.nixl.remote_arena import NixlOffer
 from stagemesh.connectors.nixl.remote_reads import READ_TIMEOUT_S
 from tests.connectors.namespaces import ENVIRONMENT, namespaces
 from tests.connectors.nixl_process import Driven, content, nixl_process

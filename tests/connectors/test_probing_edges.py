@@ -8,7 +8,7 @@ from stagemesh.common import connector_descriptors
 from stagemesh.common.connector_descriptors import AUTO, GRPC, NIXL, SHM, ConnectorName
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
 from stagemesh.connectors.shm import ShmConnector
-from stagemesh.connectors.stream.negotiation import EdgeProbe
+from stagemesh.connectors.stream.wire import EdgeProbe
 from tests.connectors.hosts import Host, open_flow, packet, two_hosts
 from tests.connectors.namespaces import ENVIRONMENT, namespaces
 from tests.connectors.replicas import ReplicaError, replica

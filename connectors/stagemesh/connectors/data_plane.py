@@ -19,7 +19,7 @@ from stagemesh.connectors.stream.consumer import Consumer, LandingArena
 from stagemesh.connectors.stream.consumer_link import ConsumerLink
 from stagemesh.connectors.stream.consumer_session import ConsumerSession
 from stagemesh.connectors.stream.local_socket import LocalListener, watch_peer
-from stagemesh.connectors.stream.negotiation import EdgeProbe
+from stagemesh.connectors.stream.wire import EdgeProbe
 from stagemesh.rpc.message_streams import LocalStream, ServerStream
 from stagemesh.v1 import stage_pb2
 

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from stagemesh.common.connector_descriptors import number_of
-from stagemesh.connectors.stream.negotiation import probe_to_wire
-from stagemesh.connectors.stream.wire import error_to_wire
+from stagemesh.connectors.stream.wire import error_to_wire, probe_to_wire
 from stagemesh.orchestrator.fleet.edge_connectors import EdgeLink
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.orchestrator import Orchestrator

@@ -11,8 +11,7 @@ import pytest
 
 from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.notifier import Notifier
-from stagemesh.connectors.stream.negotiation import EdgeProbe
-from stagemesh.connectors.stream.wire import error_to_wire
+from stagemesh.connectors.stream.wire import EdgeProbe, error_to_wire
 from stagemesh.orchestrator.config import ReplicaAddress
 from stagemesh.orchestrator.fleet.edge_connectors import PARTNERS, EdgeConnectors
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState

@@ -7,28 +7,18 @@ Python wrapper prints messages and makes the progress thread busy-wait.
 from nixl_cu12 import _bindings as nixl
 
 from stagemesh.common.errors import UnavailableError
+from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.nixl.environment import backend_options, unavailable
-from stagemesh.connectors.nixl.transfer_plan import Memory, Transfer
+from stagemesh.connectors.nixl.transfer_plan import Transfer
 
 PROGRESS_US = 50_000
 """The maximum time in microseconds that a serving agent's thread sleeps. A message from a peer wakes the thread."""
 _BACKEND = "UCX"
-_KINDS = {"DRAM": nixl.nixl_mem_t.DRAM_SEG, "VRAM": nixl.nixl_mem_t.VRAM_SEG}
+_MEMORY = nixl.nixl_mem_t.DRAM_SEG
 _READ = nixl.nixl_xfer_op_t.NIXL_READ
 _IN_PROGRESS = nixl.nixl_status_t.NIXL_IN_PROG
-_ERRORS = (
-    nixl.nixlBackendError,
-    nixl.nixlCancelledError,
-    nixl.nixlInvalidParamError,
-    nixl.nixlMismatchError,
-    nixl.nixlNotAllowedError,
-    nixl.nixlNotFoundError,
-    nixl.nixlNotPostedError,
-    nixl.nixlNotSupportedError,
-    nixl.nixlRemoteDisconnectError,
-    nixl.nixlRepostActiveError,
-    nixl.nixlUnknownError,
-)
+_ERRORS = tuple(kind for kind in vars(nixl).values() if isinstance(kind, type) and issubclass(kind, Exception))
+"""All error classes of the library."""
 
 
 class Agent:
@@ -37,15 +27,17 @@ class Agent:
     If `serves` is true, the agent has an additional native thread, which answers READs if the transport requires it.
     """
 
-    def __init__(self, name: str, memory: Memory, *, serves: bool) -> None:
-        """Creates the agent. Raises NotReadyError (CONNECTOR_UNAVAILABLE) if the library cannot start on this host."""
+    def __init__(self, name: str, arena: Arena, *, serves: bool) -> None:
+        """Creates the agent and registers the memory of `arena`.
+
+        Raises NotReadyError (CONNECTOR_UNAVAILABLE) if the library cannot start on this host.
+        """
         self.name = name
-        self._kind = _KINDS[memory.kind]
         try:
             self._agent = nixl.nixlAgent(name, _config(serves=serves))
             self._backends = [self._agent.createBackend(_BACKEND, backend_options())]
-            registration = (memory.address, memory.size_bytes, memory.device, "")
-            self._agent.registerMem(nixl.nixlRegDList(self._kind, [registration]), self._backends)
+            registration = (arena.address, arena.file_bytes, 0, "")
+            self._agent.registerMem(nixl.nixlRegDList(_MEMORY, [registration]), self._backends)
             self.metadata = self._agent.getLocalMD()
         except _ERRORS as exc:
             raise unavailable(f"nixl cannot start here: {exc!r}") from exc
@@ -77,7 +69,7 @@ class Agent:
 
         Raises UnavailableError if the transfer cannot be started.
         """
-        local, remote = nixl.nixlXferDList(self._kind, transfer.local), nixl.nixlXferDList(self._kind, transfer.remote)
+        local, remote = nixl.nixlXferDList(_MEMORY, transfer.local), nixl.nixlXferDList(_MEMORY, transfer.remote)
         handle = 0
         try:
             handle = self._agent.createXferReq(_READ, local, remote, peer, "", self._backends)

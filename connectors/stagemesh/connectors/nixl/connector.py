@@ -15,10 +15,8 @@ from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.connectors.arena.arena import Arena, MemoryAccount
 from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, Producer
 from stagemesh.connectors.nixl.environment import quiet, shared_settings, unavailable
-from stagemesh.connectors.nixl.offer import NixlOffer
 from stagemesh.connectors.nixl.read_thread import ReadThread
-from stagemesh.connectors.nixl.remote_arena import RemoteArena
-from stagemesh.connectors.nixl.transfer_plan import Memory
+from stagemesh.connectors.nixl.remote_arena import NixlOffer, RemoteArena
 
 if TYPE_CHECKING:
     from stagemesh.connectors.nixl.agent import Agent
@@ -43,7 +41,7 @@ class NixlConnector(Connector):
     async def offer(self) -> bytes:
         self._check_open()
         if self._serving is None or (self._serving.done() and self._serving.exception()):
-            self._serving = asyncio.ensure_future(asyncio.to_thread(self._serve))
+            self._serving = asyncio.ensure_future(asyncio.to_thread(_make_agent, self._name, self._arena, serves=True))
         agent = await asyncio.shield(self._serving)
         arena = self._arena
         return NixlOffer(
@@ -94,9 +92,6 @@ class NixlConnector(Connector):
         if self._is_closed:
             raise unavailable("this replica is stopping")
 
-    def _serve(self) -> "Agent":
-        return _make_agent(self._name, self._arena, serves=True)
-
     async def _remote_arena(self, offer: NixlOffer) -> RemoteArena:
         """Returns the arena that an offer describes, over an existing or a new connection.
 
@@ -144,4 +139,4 @@ def _make_agent(name: str, arena: Arena, *, serves: bool) -> "Agent":
         from stagemesh.connectors.nixl.agent import Agent
     except ImportError as exc:
         raise unavailable(f"nixl cannot be loaded ({exc}); install the extra: pip install stagemesh[nixl]") from exc
-    return Agent(name, Memory(arena.address, arena.file_bytes), serves=serves)
+    return Agent(name, arena, serves=serves)

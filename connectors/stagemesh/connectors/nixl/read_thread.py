@@ -49,15 +49,11 @@ class ReadThread:
         self._thread = threading.Thread(target=self._run, name="nixl-reads", daemon=True)
         self._thread.start()
 
-    async def start(self) -> None:
-        """Creates the agent unless it already exists. Raises NotReadyError if the library cannot be used."""
-        await self._call(self._open)
-
     async def connect(self, name: str, metadata: bytes) -> RemoteReads:
         """Connects to a peer and returns the object that schedules the reads from this peer.
 
-        The connection lasts until the peer fails or `disconnect` is called. Raises NotReadyError if the peer's metadata
-        is invalid or the peer is unreachable.
+        The first call creates the agent. The connection lasts until the peer fails or `disconnect` is called. Raises
+        NotReadyError if the library cannot be used, the peer's metadata is invalid, or the peer is unreachable.
         """
         return await self._call(lambda: self._add_peer(name, metadata))
 
@@ -66,13 +62,17 @@ class ReadThread:
         if not self._is_closed:
             await self._call(lambda: peer.fail("it was closed"))
 
-    def submit(self, peer: RemoteReads, read: Read) -> None:
-        """Queues a read for the thread. Call it on the event loop. `Read.wait` waits until the read is complete."""
+    async def run(self, peer: RemoteReads, read: Read) -> None:
+        """Runs a read in the thread and waits until the read is complete. Raises UnavailableError if the read fails."""
         if self._is_closed:
-            read.finish(_CLOSED)
-        else:
-            read.expect()
-            self._calls.put(lambda: self._add_read(peer, read))
+            raise UnavailableError(_CLOSED)
+        read.completion = completion = asyncio.get_running_loop().create_future()
+        self._calls.put(lambda: self._add_read(peer, read))
+        try:
+            await completion
+        except asyncio.CancelledError:
+            read.abandon()
+            raise
 
     def read_at_once(self, peer: RemoteReads, read: Read) -> bool:
         """Runs a read on the event loop, without the read thread. Returns whether the read is complete.
@@ -165,12 +165,11 @@ class ReadThread:
                     self._peers.discard(peer)
         return has_advanced
 
-    def _open(self) -> None:
-        self._agent = self._agent or self._make_agent()
-
     def _add_peer(self, name: str, metadata: bytes) -> RemoteReads:
-        if self._agent is None:
+        if self._has_ended:
             raise UnavailableError(_CLOSED)
+        if self._agent is None:
+            self._agent = self._make_agent()
         self._agent.add_peer(name, metadata)
         return RemoteReads(self._agent, name)
 

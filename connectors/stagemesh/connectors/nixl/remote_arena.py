@@ -1,20 +1,70 @@
-"""Reads one producer's arena over a connection that all of this replica's readers of that arena share."""
+"""The arena of one producer: the producer's offer, and the connection that all of this replica's readers share."""
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
 
 from stagemesh.common.errors import UnavailableError
 from stagemesh.connectors.arena.arena import Arena, MemoryAccount, Region
-from stagemesh.connectors.arena.memory_file import LAYOUT_NAME, data_offset_in
+from stagemesh.connectors.arena.memory_file import LAYOUT_NAME, TOKEN_BYTES, data_offset_in
 from stagemesh.connectors.base import ArenaRange, Bytes
 from stagemesh.connectors.nixl.environment import unavailable
-from stagemesh.connectors.nixl.offer import NixlOffer
 from stagemesh.connectors.nixl.read_thread import ReadThread
 from stagemesh.connectors.nixl.remote_reads import Read, RemoteReads
 from stagemesh.connectors.nixl.transfer_plan import Transfer, TransferPlan
 
+_FORMAT = b"nixl2\0"
+_DIGEST_BYTES = 16
+_BODY_AT = len(_FORMAT) + _DIGEST_BYTES
+_ADDRESS_SPACE_BYTES = 1 << 64
 AT_ONCE_BYTES = 1 << 20
 """The maximum number of bytes that are read on the event loop. Waking the read thread would take longer."""
+
+
+@dataclass(frozen=True)
+class NixlOffer:
+    """Describes an arena's agent and memory. Raises ValueError if the numbers cannot describe an arena."""
+
+    agent: str
+    """The serving agent's name, which consists of replica, incarnation and a random part."""
+    metadata: bytes
+    """The agent's metadata, which only the library interprets."""
+    address: int
+    """The address of the arena file's first byte in the producer's process."""
+    file_bytes: int
+    token: bytes
+    """The bytes at the start of the arena file, which the reader verifies."""
+    settings: str
+    """The producer's library settings, which must equal the reader's settings."""
+
+    def __post_init__(self) -> None:
+        data_offset_in(self.file_bytes)
+        if not 0 <= self.address < _ADDRESS_SPACE_BYTES - self.file_bytes:
+            raise ValueError(f"an arena of {self.file_bytes} bytes at {self.address:#x} exceeds the address space")
+        if len(self.token) != TOKEN_BYTES:
+            raise ValueError(f"its token has {len(self.token)} bytes, not {TOKEN_BYTES}")
+
+    def pack(self) -> bytes:
+        """Returns the serialized offer, including a format version and a digest."""
+        body = msgspec.msgpack.encode(self)
+        return _FORMAT + _digest(body) + body
+
+    @classmethod
+    def parse(cls, data: bytes) -> "NixlOffer":
+        """Returns the offer in `data`. Raises ValueError if `data` is not a valid offer of this version."""
+        body = data[_BODY_AT:]
+        if not data.startswith(_FORMAT):
+            raise ValueError("the offer has another format or version")
+        if data[len(_FORMAT) : _BODY_AT] != _digest(body):
+            # The library does not check the metadata, and crashes if the metadata is damaged.
+            raise ValueError("the offer was damaged in transit")
+        try:
+            return msgspec.msgpack.decode(body, type=cls)
+        except msgspec.MsgspecError as exc:
+            raise ValueError(str(exc)) from exc
 
 
 class RemoteArena:
@@ -52,8 +102,7 @@ class RemoteArena:
         plan = self._plan(places)
         region = await self._landing.allocate(plan.size_bytes, account)
         read = self._read(plan, region, peer)
-        self._read_thread.submit(peer, read)
-        await read.wait()
+        await self._read_thread.run(peer, read)
         return plan.views(read.landing)
 
     def fetch_at_once(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes] | None:
@@ -84,10 +133,9 @@ class RemoteArena:
         """Returns a new read into a region. The read takes over the caller's reference to the region."""
         ours, theirs = self._landing.address + region.offset, self.offer.address
         data = plan.data_transfers(local=ours, remote=theirs, transfer_bytes=peer.transfer_bytes)
-        return Read(data, plan.generation_transfers(local=ours, remote=theirs), landing=region.as_array())
+        return Read(data, plan.generation_transfers(local=ours, remote=theirs), region.as_array())
 
     async def _shake_hands(self) -> None:
-        await self._read_thread.start()
         peer = self._peer = await self._read_thread.connect(self.offer.agent, self.offer.metadata)
         try:
             await self._check(peer, self.offer.token + LAYOUT_NAME)
@@ -106,8 +154,11 @@ class RemoteArena:
         array = region.as_array()
         size_bytes = len(beginning)
         ours, theirs = (self._landing.address + region.offset, size_bytes, 0), (self.offer.address, size_bytes, 0)
-        read = Read([Transfer([ours], [theirs], size_bytes)], [], landing=array)
-        self._read_thread.submit(peer, read)
-        await read.wait()
+        read = Read([Transfer([ours], [theirs], size_bytes)], [], array)
+        await self._read_thread.run(peer, read)
         if array[:size_bytes].tobytes() != beginning:
             raise unavailable(f"the memory that {self.offer.agent} offers is not an arena of this version")
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from stagemesh.common.errors import UnavailableError
@@ -27,6 +28,7 @@ Such a transfer is a copy, and blocks other reads for half a millisecond.
 """
 
 
+@dataclass(eq=False, slots=True)
 class Read:
     """A read of several ranges of a remote arena.
 
@@ -35,37 +37,23 @@ class Read:
     transfer can write to it.
     """
 
-    __slots__ = (
-        "_completion",
-        "_data",
-        "_in_flight",
-        "_is_abandoned",
-        "_started",
-        "_transfers",
-        "failure",
-        "is_over",
-        "landing",
-    )
-
-    def __init__(self, data: list[Transfer], then: list[Transfer], *, landing: Bytes) -> None:
-        self._transfers = data + then
-        self._data = len(data)
-        self._started = 0
-        self._in_flight = 0
-        self.landing = landing
-        self._completion: asyncio.Future[None] | None = None
-        self._is_abandoned = False
-        self.is_over = False
-        self.failure = ""
+    data: list[Transfer]
+    marks: list[Transfer]
+    landing: Bytes
+    completion: asyncio.Future[None] | None = None
+    """Completes with the read, or with an UnavailableError if the read fails. None if no task waits for the read."""
+    _started: int = 0
+    _in_flight: int = 0
+    _is_abandoned: bool = False
 
     def take(self) -> Transfer | None:
         """Returns the next transfer to start, or None if no transfer can start now."""
-        started = self._started
-        if started == len(self._transfers) or self._is_abandoned or (started == self._data and self._in_flight):
+        number = self._started - len(self.data)
+        if self._is_abandoned or number == len(self.marks) or (number == 0 and self._in_flight):
             return None
         self._started += 1
         self._in_flight += 1
-        return self._transfers[started]
+        return self.data[number] if number < 0 else self.marks[number]
 
     def end_transfer(self) -> None:
         """Records that one of the transfers in flight has ended."""
@@ -74,35 +62,18 @@ class Read:
     @property
     def is_complete(self) -> bool:
         """Whether no transfer is in flight and no further transfer will start."""
-        return not self._in_flight and (self._started == len(self._transfers) or self._is_abandoned)
+        return not self._in_flight and (self._is_abandoned or self._started == len(self.data) + len(self.marks))
 
     def abandon(self) -> None:
         """Prevents further transfers from starting, because the caller no longer waits for the read."""
         self._is_abandoned = True
 
-    def expect(self) -> None:
-        """Prepares the read for `wait`. Call it on the event loop before another thread can finish the read."""
-        self._completion = asyncio.get_running_loop().create_future()
-
     def finish(self, failure: str = "") -> None:
-        """Ends `wait`, which raises an error if `failure` is not empty. Call it exactly once, from any thread."""
-        self.failure, self.is_over = failure, True
-        if self._completion is not None:
-            loop = self._completion.get_loop()
+        """Completes the read, or fails it if `failure` is not empty. Call it exactly once, from any thread."""
+        if self.completion is not None:
+            loop = self.completion.get_loop()
             if not loop.is_closed():
-                loop.call_soon_threadsafe(_wake, self._completion)
-
-    async def wait(self) -> None:
-        """Waits until the read is complete. Raises UnavailableError if the read failed."""
-        if not self.is_over:
-            assert self._completion is not None, "call `expect` before another thread receives the read"
-            try:
-                await self._completion
-            except asyncio.CancelledError:
-                self.abandon()
-                raise
-        if self.failure:
-            raise UnavailableError(self.failure)
+                loop.call_soon_threadsafe(_complete, self.completion, failure)
 
 
 class _TransferInFlight(NamedTuple):
@@ -271,6 +242,10 @@ class RemoteReads:
             self.is_removed = True
 
 
-def _wake(completion: asyncio.Future[None]) -> None:
-    if not completion.done():
+def _complete(completion: asyncio.Future[None], failure: str) -> None:
+    if completion.done():
+        return
+    if failure:
+        completion.set_exception(UnavailableError(failure))
+    else:
         completion.set_result(None)

@@ -17,16 +17,6 @@ Descriptor: TypeAlias = tuple[int, int, int]
 """A memory range as the nixl library expects it: address, size in bytes and device."""
 
 
-class Memory(NamedTuple):
-    """A memory range that an agent reads into, or that peers read from."""
-
-    address: int
-    size_bytes: int
-    kind: str = "DRAM"
-    """The library's name for the kind of memory."""
-    device: int = 0
-
-
 class Transfer(NamedTuple):
     """A transfer of several ranges. Each remote range is read into the local range with the same index."""
 

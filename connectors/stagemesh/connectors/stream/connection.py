@@ -1,49 +1,68 @@
-"""A connection of a link: its streams to one consumer, and the connectors that both replicas can use.
+"""A connection of a link: its streams to one consumer, and the negotiation of the connectors of its flows.
 
 The main stream is the PutChunk stream that is opened first. If the consumer is on this host, a local stream carries the
 flows that use a connector other than grpc. A bulk stream carries the flows whose large chunks are sent as fragments.
 The bulk stream has its own network connection, so that these chunks do not delay the small chunks of other requests.
+
+A flow uses the best connector that both replicas can use. The producer offers its arena through one connector at a
+time, best first. The consumer answers whether it can read the arena through this connector. If a connector that has
+worked before fails or is rejected, the producer offers the connector again after a pause.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import grpc
 
-from stagemesh.common.connector_descriptors import GRPC, ConnectorName
-from stagemesh.common.errors import StagemeshError
+from stagemesh.common.connector_descriptors import AUTO, GRPC, ConnectorName, descriptors, number_of
+from stagemesh.common.errors import InternalError, NotReadyError, StagemeshError
+from stagemesh.connectors.base import Connector
 from stagemesh.connectors.replica_connectors import ReplicaConnectors
-from stagemesh.connectors.stream import local_socket
-from stagemesh.connectors.stream.negotiation import Negotiation
+from stagemesh.connectors.stream import local_socket, wire
 from stagemesh.connectors.stream.producer_session import ProducerSession
+from stagemesh.connectors.stream.wire import EdgeProbe
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.message_streams import ClientStream, LocalStream
 from stagemesh.v1 import stage_pb2
 
 _CHECK_S = 0.5
+_OFFER_AGAIN_S = 2.0
+_PAUSE_S = 5.0
+"""The number of seconds after which a rejected connector that has worked before is offered again."""
+_MAX_LOCAL_FAILURES = 3
+"""The number of consecutive failed handshakes over the local socket after which no local stream is opened."""
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Peer:
-    """The consumer of a link, and the Hello message and arena file descriptor that the producer sends."""
+    """The consumer of a link, and the results of the earlier connections to this consumer."""
 
     consumer: str
     endpoint: str
     hello: stage_pb2.Hello
+    """The Hello message that the producer sends."""
     arena_fd: int
+    """The file descriptor of the producer's arena."""
+    worked: set[ConnectorName] = field(default_factory=set[ConnectorName])
+    """The connectors that have been negotiated with this incarnation of the consumer."""
+    local_failures: int = 0
+    """The number of consecutive failed handshakes over the local socket."""
 
     def __str__(self) -> str:
         return f"replica {self.consumer} at {self.endpoint}"
 
 
 class Connection:
-    """The streams to one consumer. Use it in `async with`, and call `connect`, `prepare` and `serve` in this order."""
+    """The streams to one consumer. Use it in `async with`, and call `connect`, `open_local` and `serve` in this order.
+
+    Calls `on_negotiated` whenever a connector or stream has become usable, or a connector has been rejected.
+    """
 
     def __init__(
         self,
@@ -53,21 +72,27 @@ class Connection:
         take_reply: Callable[[stage_pb2.PutReply], None],
         on_negotiated: Callable[[], None],
     ) -> None:
-        self.watch: local_socket.DeathWatch | None = None
-        """The watch on the consumer's process, or None if there is none. After `prepare`, the link owns the watch."""
         self._peer = peer
         self._connectors, self._take_reply, self._on_negotiated = connectors, take_reply, on_negotiated
         self._stack = contextlib.AsyncExitStack()
         self._main = ProducerSession(peer.consumer, take_reply)
         self._local: ProducerSession | None = None
         self._bulk: ProducerSession | None = None
-        self._bulk_wanted = asyncio.Event()
-        self._negotiation: Negotiation | None = None
+        self._bulk_wanted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._negotiated: dict[ConnectorName, Connector] = {}
+        self._refused: dict[ConnectorName, StagemeshError] = {}
+        self._offering: dict[ConnectorName, asyncio.Task[None]] = {}
+        self._paused: dict[ConnectorName, asyncio.TimerHandle] = {}
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        for pause in self._paused.values():
+            pause.cancel()
+        for task in self._offering.values():
+            task.cancel()
+        await asyncio.gather(*self._offering.values(), return_exceptions=True)
         await self._stack.aclose()
 
     async def connect(self) -> stage_pb2.Welcome:
@@ -77,27 +102,37 @@ class Connection:
         """
         return await self._open_grpc(self._main)
 
-    async def prepare(self, welcome: stage_pb2.Welcome, *, with_local: bool, died: Callable[[], None]) -> None:
-        """Opens the local stream if the consumer is on this host and `with_local` is set, and prepares negotiation.
+    async def open_local(
+        self, welcome: stage_pb2.Welcome, *, died: Callable[[], None]
+    ) -> local_socket.DeathWatch | None:
+        """Opens the local stream if the consumer is on this host. Returns a watch on the consumer's process.
 
-        `died` is called when the consumer's process terminates, if that process is on this host. Raises the
-        StagemeshError of a failed handshake.
+        Returns None if the consumer is on another host, if the system does not allow watching the process, or after
+        _MAX_LOCAL_FAILURES consecutive failures. The caller owns the watch, which calls `died` when the process
+        terminates. Raises the StagemeshError of a failed handshake.
         """
-        if with_local and welcome.local_socket:
-            self._local = await self._open_local(welcome, died)
-        self._negotiation = Negotiation(
-            self._connectors,
-            consumer=self._peer.consumer,
-            offer=(self._local or self._main).send,
-            on_negotiated=self._on_negotiated,
+        peer = self._peer
+        if not welcome.local_socket or peer.local_failures >= _MAX_LOCAL_FAILURES:
+            return None
+        try:
+            connection = await local_socket.dial(welcome.local_socket, arena_fd=peer.arena_fd)
+        except OSError as exc:
+            _log.info("%s is not on this host: %s", peer.consumer, exc.strerror)
+            return None
+        peer.local_failures += 1
+        stream = ProducerSession(peer.consumer, self._take_reply)
+        _, messages = await asyncio.get_running_loop().create_unix_connection(
+            lambda: LocalStream(stream, peer=f"replica {peer.consumer}"), sock=connection
         )
-        self._stack.push_async_callback(self._negotiation.close)
-
-    @property
-    def negotiation(self) -> Negotiation:
-        """The negotiation of connectors with this consumer. Available after `prepare`."""
-        assert self._negotiation is not None, "prepare a connection before using it"
-        return self._negotiation
+        self._stack.push_async_callback(stream.close)
+        answer = await stream.connect(messages, peer.hello)
+        if answer.incarnation != welcome.incarnation:
+            _log.warning("the local socket that %s reported belongs to another process", peer.consumer)
+            await stream.close()
+            return None
+        peer.local_failures = 0
+        self._local = stream
+        return local_socket.watch_peer(connection, died)
 
     def stream(self, connector: ConnectorName, *, bulk: bool) -> ProducerSession | None:
         """Returns the stream for a flow with this connector, or None if the stream is not open yet.
@@ -108,7 +143,8 @@ class Connection:
             return self._local or self._main
         if not bulk:
             return self._main
-        self._bulk_wanted.set()
+        if not self._bulk_wanted.done():
+            self._bulk_wanted.set_result(None)
         return self._bulk
 
     async def serve(self, check: Callable[[], None]) -> StagemeshError:
@@ -116,31 +152,114 @@ class Connection:
 
         Opens the bulk stream when it is first needed.
         """
-        ends = [self._end_of(stream) for stream in (self._main, self._local) if stream is not None]
-        wanted = asyncio.create_task(self._bulk_wanted.wait())
-        try:
-            while True:
-                await asyncio.wait((*ends, wanted), timeout=_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
-                for end in ends:
-                    if end.done():
-                        return end.result()
-                if wanted.done() and self._bulk is None:
-                    bulk = ProducerSession(self._peer.consumer, self._take_reply)
-                    await self._open_grpc(bulk)
-                    self._bulk = bulk
-                    ends.append(self._end_of(bulk))
-                    wanted = asyncio.create_task(asyncio.Event().wait())
-                    self._on_negotiated()
-                check()
-        finally:
-            for task in (*ends, wanted):
-                task.cancel()
+        while True:
+            ends = [stream.ended for stream in (self._main, self._local, self._bulk) if stream is not None]
+            events: list[asyncio.Future[Any]] = [*ends]
+            if self._bulk is None:
+                events.append(self._bulk_wanted)
+            await asyncio.wait(events, timeout=_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                if end.done():
+                    return end.result()
+            if self._bulk_wanted.done() and self._bulk is None:
+                bulk = ProducerSession(self._peer.consumer, self._take_reply)
+                await self._open_grpc(bulk)
+                self._bulk = bulk
+                self._on_negotiated()
+            check()
+
+    # -- the negotiation of connectors
+
+    def choose(self, wanted: ConnectorName) -> ConnectorName | None:
+        """Returns the connector for a flow, or None while the connector is being negotiated.
+
+        `wanted` is the requested connector or AUTO. Raises NotReadyError (CONNECTOR_UNAVAILABLE) if the requested
+        connector cannot be used.
+        """
+        for name in self._candidates(wanted):
+            if name == GRPC or name in self._negotiated:
+                return name
+            if name not in self._refused:
+                self._begin(name)
+                return None
+        if wanted in self._paused:
+            return None
+        raise NotReadyError(
+            f"connector {wanted} cannot be used with replica {self._peer.consumer}: {self._refused[wanted].message}; "
+            "fix that, or set `connector: auto`",
+            reason="CONNECTOR_UNAVAILABLE",
+        ) from self._refused[wanted]
+
+    def reader(self, name: ConnectorName) -> Connector | None:
+        """Returns this replica's instance of a negotiated connector, or None for grpc."""
+        return self._negotiated.get(name)
+
+    def answer(self, meeting: stage_pb2.Meeting) -> None:
+        """Processes the consumer's answer to an offer. Ignores an answer to an offer that is not pending."""
+        name = next((name for name in self._offering if number_of(name) == meeting.connector), None)
+        if name is None:
+            return
+        self._offering.pop(name).cancel()
+        if meeting.HasField("error"):
+            self._refuse(name, wire.error_from_wire(meeting.error))
+        else:
+            self._negotiated[name] = self._connectors.get(name)
+            self._peer.worked.add(name)
+        self._on_negotiated()
+
+    def fail(self, name: ConnectorName, error: StagemeshError) -> None:
+        """Stops using a negotiated connector that has failed with `error`."""
+        if self._negotiated.pop(name, None) is not None:
+            self._refuse(name, error)
+
+    def probe(self, wanted: ConnectorName) -> EdgeProbe | None:
+        """Returns the result of `choose` together with the better connectors that were rejected.
+
+        Returns None while the connector is being negotiated. Raises NotReadyError under the same conditions as
+        `choose`.
+        """
+        chosen = self.choose(wanted)
+        if chosen is None:
+            return None
+        better = {name: self._refused[name] for name in self._candidates(wanted) if name in self._refused}
+        return EdgeProbe(chosen, better)
 
     # -- inner workings
 
     @staticmethod
-    def _end_of(stream: ProducerSession) -> asyncio.Task[StagemeshError]:
-        return asyncio.create_task(stream.ended())
+    def _candidates(wanted: ConnectorName) -> Iterator[ConnectorName]:
+        yield from descriptors() if wanted == AUTO else (wanted,)
+
+    def _refuse(self, name: ConnectorName, error: StagemeshError) -> None:
+        self._refused[name] = error
+        if name in self._peer.worked:
+            # A temporary failure, such as a short network outage, may end soon. Flows that request this connector wait.
+            self._paused[name] = asyncio.get_running_loop().call_later(_PAUSE_S, self._end_pause, name)
+
+    def _end_pause(self, name: ConnectorName) -> None:
+        del self._paused[name], self._refused[name]
+        self._on_negotiated()
+
+    def _begin(self, name: ConnectorName) -> None:
+        if name not in self._offering:
+            self._offering[name] = asyncio.create_task(self._keep_offering(name), name=f"offer {name}")
+
+    async def _keep_offering(self, name: ConnectorName) -> None:
+        """Sends an offer repeatedly, because it may be lost. The answer to the offer cancels this task."""
+        try:
+            offer = await self._connectors.get(name).offer()
+        except Exception as exc:  # noqa: BLE001 - the task's outermost edge, and the connector may be an installed one
+            if not isinstance(exc, StagemeshError):
+                _log.exception("connector %s failed with an unexpected error", name)
+                exc = InternalError(f"connector {name} failed: {type(exc).__name__}: {exc}")
+            del self._offering[name]
+            self._refuse(name, exc)
+            self._on_negotiated()
+            return
+        item = stage_pb2.PutItem(offer=stage_pb2.Offer(connector=number_of(name), offer=offer))
+        while True:
+            (self._local or self._main).send(item)
+            await asyncio.sleep(_OFFER_AGAIN_S)
 
     async def _open_grpc(self, stream: ProducerSession) -> stage_pb2.Welcome:
         """Opens a stream on a new network connection and returns the consumer's Welcome."""
@@ -150,31 +269,6 @@ class Connection:
         self._stack.push_async_callback(_cancel, running)
         self._stack.push_async_callback(stream.close)
         return await stream.connect(messages, self._peer.hello)
-
-    async def _open_local(self, welcome: stage_pb2.Welcome, died: Callable[[], None]) -> ProducerSession | None:
-        consumer = self._peer.consumer
-        try:
-            connection = await local_socket.dial(welcome.local_socket, arena_fd=self._peer.arena_fd)
-        except OSError as exc:
-            _log.info("%s is not on this host: %s", consumer, exc.strerror)
-            return None
-        watch = local_socket.watch_peer(connection, died)
-        stream = ProducerSession(consumer, self._take_reply)
-        _, messages = await asyncio.get_running_loop().create_unix_connection(
-            lambda: LocalStream(stream, peer=f"replica {consumer}"), sock=connection
-        )
-        self._stack.push_async_callback(stream.close)
-        try:
-            answer = await stream.connect(messages, self._peer.hello)
-            if answer.incarnation == welcome.incarnation:
-                self.watch, watch = watch, None
-                return stream
-        finally:
-            if watch is not None:
-                watch.close()
-        _log.warning("the local socket that %s reported belongs to another process", consumer)
-        await stream.close()
-        return None
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -1,19 +1,23 @@
-"""The consumer side of a replica: its expected flows, its known producers, and the memory for fetched chunks."""
+"""The consumer side of a replica: its expected flows, the state of its producers, and the memory for fetched chunks."""
 
 import asyncio
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
 from copy import copy
 from typing import TypeAlias
 
+from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.common.errors import ExistsError, NotFoundError, NotReadyError, StagemeshError, StaleAttemptError
 from stagemesh.connectors.arena.arena import Arena
-from stagemesh.connectors.edge import EdgeKey
+from stagemesh.connectors.base import Bytes, Producer, Reader
+from stagemesh.connectors.edge import EdgeKey, ReadyQueue
 from stagemesh.connectors.flow.inlet import Inlet, InletAttempt
 from stagemesh.connectors.flow.packet_queue import PacketQueue
 from stagemesh.connectors.replica_connectors import ReplicaConnectors
-from stagemesh.connectors.stream.producer_state import ProducerState
+from stagemesh.connectors.shm import hold_lease
+from stagemesh.connectors.stream.local_socket import DeathWatch
 from stagemesh.v1 import stage_pb2
 
 REMEMBERED_FLOWS = 4096
@@ -37,16 +41,14 @@ class LandingArena:
         task = self._creating
         return None if task is None or not task.done() or task.exception() else task.result()
 
-    @property
-    def is_requested(self) -> bool:
-        """Whether the arena exists or is being created."""
-        return self._creating is not None
+    def request(self) -> Arena | None:
+        """Returns the arena, or None if it is not available. The first call begins to create the arena."""
+        self._create()
+        return self.present
 
     async def get(self) -> Arena:
         """Returns the arena, and creates it on the first call. Raises NotReadyError if there is not enough memory."""
-        if self._creating is None:
-            self._creating = asyncio.create_task(asyncio.to_thread(Arena, self._size_bytes, shared=False))
-        return await asyncio.shield(self._creating)
+        return await asyncio.shield(self._create())
 
     async def close(self) -> None:
         """Closes the arena. Idempotent."""
@@ -54,6 +56,112 @@ class LandingArena:
             await asyncio.wait((self._creating,))
         if self.present is not None:
             self.present.close()
+
+    def _create(self) -> asyncio.Task[Arena]:
+        if self._creating is None:
+            self._creating = asyncio.create_task(asyncio.to_thread(Arena, self._size_bytes, shared=False))
+            self._creating.add_done_callback(_log_failure)
+        return self._creating
+
+
+class ProducerState:
+    """The leases and arena readers for one incarnation of a producer. They outlive the producer's streams."""
+
+    def __init__(self, replica: str, incarnation: str, connectors: ReplicaConnectors) -> None:
+        self.replica, self.incarnation = replica, incarnation
+        self.held_lease_ids: set[int] = set()
+        self._watch: DeathWatch | None = None
+        self._connectors = connectors
+        self._readers: dict[ConnectorName, Reader] = {}
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._released_ids: list[int] = []
+        """The ids of ended leases that have not been returned to the producer yet."""
+        self._streams: list[ReadyQueue[InletAttempt]] = []
+        """The ready queues of the producer's streams, over which leases can be returned."""
+
+    # -- reading
+
+    def reader(self, name: ConnectorName) -> Reader | None:
+        """Returns the reader of a connector, or None if the connector is not negotiated or its reader has failed."""
+        return self._readers.get(name)
+
+    async def accept_offer(self, name: ConnectorName, offer: bytes, *, arena_fd: int | None) -> None:
+        """Creates the reader of a connector from the producer's offer, unless the reader exists.
+
+        Raises NotReadyError if the connector cannot be used.
+        """
+        if name not in self._readers:
+            producer = Producer(self.replica, self.incarnation, arena_fd)
+            self._readers[name] = await self._connectors.get(name).connect(offer, producer)
+
+    async def drop_reader(self, name: ConnectorName, reader: Reader) -> None:
+        """Removes and closes a reader that has failed, so that its connector can be negotiated again."""
+        if self._readers.get(name) is reader:
+            del self._readers[name]
+            await reader.close()
+
+    def own_watch(self, watch: DeathWatch) -> None:
+        """Takes ownership of a watch on the producer's process. Closes the previous watch, if any."""
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = watch
+
+    # -- leases
+
+    def attach(self, stream: ReadyQueue[InletAttempt]) -> None:
+        """Adds a stream over which ended leases are returned to the producer."""
+        self._streams.append(stream)
+        if self._released_ids:
+            stream.wake()
+
+    def detach(self, stream: ReadyQueue[InletAttempt]) -> None:
+        """Removes a stream that has ended. Leases are returned over the remaining streams."""
+        if stream in self._streams:
+            self._streams.remove(stream)
+        if self._streams and self._released_ids:
+            self._streams[-1].wake()
+
+    def hold(self, lease_id: int, views: list[Bytes]) -> None:
+        """Retains a lease until all `views`, and all views of them, are deleted."""
+        self.held_lease_ids.add(lease_id)
+        hold_lease(views, lambda: self._views_gone(lease_id))
+
+    def release(self, lease_id: int) -> None:
+        """Ends a lease and sends the lease's id to the producer over the newest stream."""
+        self.held_lease_ids.discard(lease_id)
+        self._released_ids.append(lease_id)
+        if self._streams:
+            self._streams[-1].wake()
+
+    def release_unless_held(self, lease_id: int) -> None:
+        """Ends the lease of a chunk that was not accepted.
+
+        Does nothing if the lease is in use, because a repeated chunk has the same lease as the accepted chunk.
+        """
+        if lease_id and lease_id not in self.held_lease_ids:
+            self.release(lease_id)
+
+    def take_released(self) -> list[int]:
+        """Removes and returns the ids of the leases that must be returned to the producer."""
+        released, self._released_ids = self._released_ids, []
+        return released
+
+    async def close(self) -> None:
+        """Closes the watch and the readers. Idempotent."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        for name, reader in list(self._readers.items()):
+            await self.drop_reader(name, reader)
+
+    # -- inner workings
+
+    def _views_gone(self, lease_id: int) -> None:
+        """Ends a lease in the thread of the event loop. Called in the thread that has deleted the last view."""
+        if threading.get_ident() == self._thread:
+            self.release(lease_id)
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.release, lease_id)
 
 
 class Consumer:
@@ -75,7 +183,9 @@ class Consumer:
 
         `local_socket` is the name of the socket of the replica's LocalListener.
         """
-        self._identity, self._connectors, self._landing = identity, connectors, landing
+        self._identity, self._connectors = identity, connectors
+        self.landing = landing
+        """The memory into which chunks are fetched."""
         self._window_bytes, self._max_chunk_bytes = window_bytes, max_chunk_bytes
         self._inline_limit_bytes, self._local_socket = inline_limit_bytes, local_socket
         self._run_in_background = run_in_background
@@ -102,10 +212,6 @@ class Consumer:
         former = inlet.attempt
         former.supersede(StaleAttemptError(f"edge {former.key.edge} has another producer"))
         inlet.rebind(self._expect(key, producer, former.packets), first_rows=first_rows)
-
-    def find(self, key: EdgeKey) -> InletAttempt | None:
-        """Returns the expected flow with this key, or None if no such flow is expected."""
-        return self._flows.get(key)
 
     def is_committed(self, key: EdgeKey) -> bool:
         """Returns whether the flow with this key was read to its end."""
@@ -172,12 +278,6 @@ class Consumer:
             if flow.producer == producer.replica and flow.incarnation == producer.incarnation:
                 flow.fail(flow.lost_error())
 
-    def landing(self) -> Arena | None:
-        """Returns the memory for chunks that arrive as fragments, or None if that memory is not available yet."""
-        if not self._landing.is_requested:
-            self._run_in_background(self._create_landing())
-        return self._landing.present
-
     async def close(self) -> None:
         """Closes and removes all producer states. Idempotent."""
         for producer in list(self._producers.values()):
@@ -209,11 +309,10 @@ class Consumer:
             if len(self._committed) > REMEMBERED_FLOWS:
                 self._committed.popitem(last=False)
 
-    async def _create_landing(self) -> None:
-        try:
-            await self._landing.get()
-        except StagemeshError as exc:
-            _log.warning("chunks that arrive as fragments use newly allocated memory: %s", exc.message)
+
+def _log_failure(creating: asyncio.Task[Arena]) -> None:
+    if not creating.cancelled() and creating.exception() is not None:
+        _log.warning("chunks that arrive as fragments use newly allocated memory: %s", creating.exception())
 
 
 def _check_same(what: str, theirs: str, ours: str) -> None:

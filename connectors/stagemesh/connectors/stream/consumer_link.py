@@ -14,7 +14,7 @@ from stagemesh.connectors.flow.outlet_attempt import OutletAttempt, Route
 from stagemesh.connectors.replica_connectors import ReplicaConnectors
 from stagemesh.connectors.stream import local_socket, wire
 from stagemesh.connectors.stream.connection import Connection, Peer
-from stagemesh.connectors.stream.negotiation import EdgeProbe
+from stagemesh.connectors.stream.wire import EdgeProbe
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 GIVE_UP_S = 15.0
@@ -26,8 +26,6 @@ A refused connection indicates that the process has terminated.
 """
 _RETRY_S = 0.1
 _DIAL_S = 1.0
-_MAX_LOCAL_FAILURES = 3
-"""The number of consecutive failed handshakes over the local socket after which no local stream is opened."""
 
 _log = logging.getLogger(__name__)
 
@@ -54,10 +52,7 @@ class ConsumerLink:
         self._probes: dict[asyncio.Future[EdgeProbe], ConnectorName] = {}
         self._leases = Leases()
         self._incarnation = ""
-        self._worked: set[ConnectorName] = set()
-        """The connectors that have been negotiated with this incarnation of the consumer."""
         self._connection: Connection | None = None
-        self._local_failures = 0
         self._watch: local_socket.DeathWatch | None = None
         self._loop = asyncio.get_running_loop()
         self._seen_s = self._loop.time()
@@ -153,29 +148,14 @@ class ConsumerLink:
         async with connection:
             welcome = await connection.connect()
             self._accept(welcome)
-            await self._prepare(connection, welcome)
-            connection.negotiation.worked = self._worked
+            watch = await connection.open_local(welcome, died=self._died)
+            if watch is not None:
+                self._stop_watching()
+                self._watch = watch
             self._connection = connection
             self._to_open = dict.fromkeys(self._flows.values())
             self._negotiated()
             return await connection.serve(self._check_silence)
-
-    async def _prepare(self, connection: Connection, welcome: stage_pb2.Welcome) -> None:
-        """Opens the local stream. Raises the error of a failed handshake, so that the link connects again.
-
-        Opens no local stream after _MAX_LOCAL_FAILURES consecutive failures.
-        """
-        with_local = self._local_failures < _MAX_LOCAL_FAILURES
-        try:
-            await connection.prepare(welcome, with_local=with_local, died=self._died)
-        except StagemeshError:
-            self._local_failures += 1
-            raise
-        if with_local:
-            self._local_failures = 0
-        if connection.watch is not None:
-            self._stop_watching()
-            self._watch, connection.watch = connection.watch, None
 
     def _check_silence(self) -> None:
         now_s = self._loop.time()
@@ -188,7 +168,7 @@ class ConsumerLink:
         if self._incarnation and self._incarnation != welcome.incarnation:
             restarted = UnavailableError(f"replica {self._peer.consumer} was restarted", reason="PEER_RESTARTED")
             self._fail_flows(restarted, opened_only=True)
-            self._worked.clear()
+            self._peer.worked.clear()
         # Ends the leases of messages that never arrived.
         self._leases.end_all(except_ids=set(welcome.held_lease_ids))
         self._incarnation = welcome.incarnation
@@ -206,7 +186,7 @@ class ConsumerLink:
             if self._connection is None or answer.done():
                 continue
             try:
-                probe = self._connection.negotiation.probe(wanted)
+                probe = self._connection.probe(wanted)
             except StagemeshError as exc:
                 answer.set_exception(exc)
                 continue
@@ -215,24 +195,24 @@ class ConsumerLink:
 
     def _open_flows(self) -> None:
         """Opens the waiting flows whose connector and stream are available."""
-        if self._connection is None:
+        connection = self._connection
+        if connection is None:
             return
-        negotiation = self._connection.negotiation
         for flow in list(self._to_open):
             try:
-                connector = negotiation.choose(flow.wanted)
+                connector = connection.choose(flow.wanted)
             except StagemeshError as exc:
                 flow.fail(exc)
                 continue
             if connector is None:
                 continue
-            stream = self._connection.stream(connector, bulk=flow.ledger.is_bulk)
+            stream = connection.stream(connector, bulk=flow.ledger.is_bulk)
             if stream is None:
                 continue
             del self._to_open[flow]
             opening = flow.opening(
                 connector,
-                reader=negotiation.reader(connector),
+                reader=connection.reader(connector),
                 queue=stream.ready,
                 inline_limit_bytes=self._inline_limit_bytes,
             )
@@ -247,7 +227,7 @@ class ConsumerLink:
                 self._leases.end(lease_id)
         elif kind == "meeting":
             if self._connection is not None:
-                self._connection.negotiation.answer(reply.meeting)
+                self._connection.answer(reply.meeting)
         elif kind is not None:
             flow = self._flows.get(wire.key_from_wire(getattr(reply, kind).key))
             if flow is not None:
@@ -278,7 +258,7 @@ class ConsumerLink:
         error = wire.error_from_wire(resync.error)
         _log.warning("%s asks to reopen edge %s: %s", self._peer.consumer, flow.key.edge, error.message)
         if resync.failed != chunk_pb2.CONNECTOR_UNSPECIFIED and self._connection is not None:
-            self._connection.negotiation.fail(name_of(resync.failed), error)
+            self._connection.fail(name_of(resync.failed), error)
         flow.resync(error)
 
     # -- loss

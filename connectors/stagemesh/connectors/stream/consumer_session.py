@@ -19,10 +19,9 @@ from stagemesh.connectors.base import FetchingReader, InPlaceReader
 from stagemesh.connectors.edge import EdgeKey, Packet, ReadyQueue
 from stagemesh.connectors.flow.inlet import InletAttempt
 from stagemesh.connectors.stream import wire
-from stagemesh.connectors.stream.consumer import Consumer
+from stagemesh.connectors.stream.consumer import Consumer, ProducerState
 from stagemesh.connectors.stream.fragment_assembly import FragmentAssembler
 from stagemesh.connectors.stream.local_socket import DeathWatch
-from stagemesh.connectors.stream.producer_state import ProducerState
 from stagemesh.rpc.message_streams import MessageStream
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
@@ -57,7 +56,7 @@ class ConsumerSession:
         self._flows: dict[EdgeKey, InletAttempt] = {}
         self._moved: set[EdgeKey] = set()
         """The keys of flows that have moved to another stream of the same producer."""
-        self._transfers = FragmentAssembler(consumer.landing)
+        self._transfers = FragmentAssembler(consumer.landing.request)
         self._negotiations: set[asyncio.Task[None]] = set()
         self._negotiated: set[ConnectorName] = set()
         """The connectors that were negotiated over this stream. Their readers may have failed since."""
@@ -347,7 +346,7 @@ class ConsumerSession:
                 )
                 flow.resync(error)
             else:
-                flow.deliver(wire.packet_of(data, contents))
+                flow.deliver(wire.packet_of(data, contents, location="streamed"))
             return False
         reader = self._producer.reader(flow.connector)
         if reader is None and flow.connector in self._negotiated:
@@ -355,16 +354,19 @@ class ConsumerSession:
             return False
         if reader is None:
             raise InvalidChunkError("a chunk arrived by a connector that was not negotiated")
+        places = wire.arena_ranges(data)
         if isinstance(reader, InPlaceReader):
-            packet, views = wire.read_in_place(data, reader)
+            if not places:
+                raise InvalidChunkError("a chunk has a lease but no tensor in the arena")
+            views = [reader.view(place) for place in places]
+            packet = wire.packet_of(data, views, location="shm")
             self._producer.hold(data.lease_id, views)
             flow.deliver(packet)
         else:
             assert isinstance(reader, FetchingReader), "a reader reads in place or fetches"
-            names, places = wire.arena_ranges(data)
             fetched = reader.fetch_at_once(places, flow.landing_account)
             if fetched is not None:
-                flow.deliver(wire.packet_of(data, dict(zip(names, fetched, strict=True))))
+                flow.deliver(wire.packet_of(data, fetched, location="shm"))
                 return False
             self._producer.held_lease_ids.add(data.lease_id)
             fetching = self._loop.create_task(self._fetched(flow, reader, data), name=f"fetch of {flow.key.edge}")
@@ -375,10 +377,9 @@ class ConsumerSession:
 
     async def _fetched(self, flow: InletAttempt, reader: FetchingReader, data: chunk_pb2.ChunkData) -> Packet:
         """Fetches the bytes of a chunk and returns the chunk's packet. Drops the reader if the reader has failed."""
-        names, places = wire.arena_ranges(data)
         try:
-            fetched = await reader.fetch(places, flow.landing_account)
-            return wire.packet_of(data, dict(zip(names, fetched, strict=True)))
+            fetched = await reader.fetch(wire.arena_ranges(data), flow.landing_account)
+            return wire.packet_of(data, fetched, location="shm")
         except UnavailableError:
             # The failed reader is not used again, because the next offer creates a new reader.
             await self._producer.drop_reader(flow.connector, reader)

@@ -58,21 +58,21 @@ class FragmentAssembler:
             transfer.received_bytes = end
         return True
 
-    def take(self, key: EdgeKey, data: chunk_pb2.ChunkData) -> dict[str, Bytes] | None:
-        """Ends a flow's transfer. Returns the bytes of each tensor that was sent as fragments, by name.
+    def take(self, key: EdgeKey, data: chunk_pb2.ChunkData) -> list[Bytes] | None:
+        """Ends a flow's transfer. Returns the bytes of each tensor that was sent as fragments, in order.
 
         Returns None if fragments are missing. Raises InvalidChunkError if a tensor is outside its transfer.
         """
         streamed = [message for message in data.tensors if message.HasField("streamed")]
         if not streamed:
-            return {}
+            return []
         transfer = self._transfers.get(key)
         if transfer is None or transfer.received_bytes < len(transfer.buffer):
             return None
         if any(message.streamed.transfer_id != transfer.id for message in streamed):
             return None
         self.drop(key)
-        return {message.name: _part(transfer.buffer, message) for message in streamed}
+        return [_part(transfer.buffer, message) for message in streamed]
 
     def drop(self, key: EdgeKey) -> None:
         """Drops the transfer of a flow. Does nothing if the flow has no transfer."""

@@ -7,6 +7,7 @@ fails.
 """
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -130,15 +131,13 @@ def _check_user(connection: socket.socket) -> None:
 
 
 def _open_peer_pidfd(connection: socket.socket) -> int | None:
-    try:
+    with contextlib.suppress(OSError):
         return int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4), sys.byteorder)
-    except OSError:
+    with contextlib.suppress(OSError):
         # Kernels before 6.5 lack this option. The process id is 0 if the process is in an invisible pid namespace.
         process_id, _, _ = _credentials(connection)
-    try:
         return os.pidfd_open(process_id) if process_id else None
-    except OSError:
-        return None
+    return None
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int, int]:

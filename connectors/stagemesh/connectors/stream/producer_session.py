@@ -27,13 +27,14 @@ class ProducerSession:
     def __init__(self, consumer: str, take_reply: Callable[[stage_pb2.PutReply], None]) -> None:
         self._consumer = consumer
         self._take_reply = take_reply
-        self._loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         self._stream: MessageStream | None = None
         self._items: deque[stage_pb2.PutItem] = deque()
         self.ready = ReadyQueue[OutletAttempt](self._pull)
         """The outlet attempts that have messages to send."""
-        self._welcome: asyncio.Future[stage_pb2.Welcome] = self._loop.create_future()
-        self._ended: asyncio.Future[StagemeshError] = self._loop.create_future()
+        self._welcome: asyncio.Future[stage_pb2.Welcome] = loop.create_future()
+        self.ended: asyncio.Future[StagemeshError] = loop.create_future()
+        """Completes when the stream has ended. Its result is the error that ended the stream."""
 
     async def connect(self, stream: MessageStream, hello: stage_pb2.Hello) -> stage_pb2.Welcome:
         """Sends Hello over `stream` and returns the consumer's Welcome.
@@ -42,16 +43,12 @@ class ProducerSession:
         """
         self._stream = stream
         stream.write(stage_pb2.PutChunkRequest(hello=hello).SerializeToString())
-        await asyncio.wait((self._welcome, self._ended), return_when=asyncio.FIRST_COMPLETED, timeout=_HANDSHAKE_S)
-        if self._ended.done():
-            raise self._ended.result()
+        await asyncio.wait((self._welcome, self.ended), return_when=asyncio.FIRST_COMPLETED, timeout=_HANDSHAKE_S)
+        if self.ended.done():
+            raise self.ended.result()
         if not self._welcome.done():
             raise UnavailableError(f"replica {self._consumer} did not answer within {_HANDSHAKE_S:g} s")
         return self._welcome.result()
-
-    async def ended(self) -> StagemeshError:
-        """Waits until the stream has ended and returns the error that ended it."""
-        return await asyncio.shield(self._ended)
 
     async def close(self) -> None:
         """Ends the stream. Idempotent."""
@@ -59,7 +56,7 @@ class ProducerSession:
         self._items.clear()
         if self._stream is not None:
             self._stream.close()
-            await asyncio.wait((self._ended,), timeout=_CLOSING_S)
+            await asyncio.wait((self.ended,), timeout=_CLOSING_S)
 
     def send(self, item: stage_pb2.PutItem) -> None:
         """Queues an item, which is sent before any item of an outlet."""
@@ -90,8 +87,8 @@ class ProducerSession:
         """Ends the session. `error` is the cause, or None if the consumer ended the stream normally."""
         self._stream = None
         self.ready.take_all()
-        if not self._ended.done():
-            self._ended.set_result(error or UnavailableError(f"replica {self._consumer} ended the stream"))
+        if not self.ended.done():
+            self.ended.set_result(error or UnavailableError(f"replica {self._consumer} ended the stream"))
 
     # -- inner workings
 

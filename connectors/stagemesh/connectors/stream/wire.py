@@ -1,18 +1,20 @@
 """Converts packets and flow data to and from protobuf messages, and checks the messages of a peer."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from stagemesh.common.connector_descriptors import ConnectorName, name_of, number_of
 from stagemesh.common.errors import InvalidChunkError, StagemeshError, make_error
 from stagemesh.common.tensors import Array, Tensors, checked_layout, dtype_name, dtype_to_wire, read_inline
 from stagemesh.connectors.arena.memory_file import layout_of
-from stagemesh.connectors.base import ArenaRange, Bytes, InPlaceReader
+from stagemesh.connectors.base import ArenaRange, Bytes
 from stagemesh.connectors.edge import EdgeKey, MetadataValue, Packet
-from stagemesh.v1 import chunk_pb2, tensor_pb2
+from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 
 FRAGMENT_BYTES = 256 << 10
 """The maximum number of payload bytes of a fragment.
@@ -21,6 +23,9 @@ For larger messages, the memory allocator would request new memory from the syst
 """
 MAX_TENSORS = 1024
 MAX_METADATA = 64
+
+Location: TypeAlias = Literal["shm", "streamed"]
+"""The protobuf field with a tensor's location: in its producer's arena, or in fragments that were sent before."""
 
 _ITEMS = b"\x12"  # PutChunkRequest.items, length-delimited
 _PIECE = b"\x1a"  # PutItem.piece, length-delimited
@@ -57,6 +62,32 @@ def error_from_wire(message: chunk_pb2.Error) -> StagemeshError:
         metadata=dict(message.metadata),
         retry_after_s=message.retry_after_s if message.HasField("retry_after_s") else None,
     )
+
+
+@dataclass(frozen=True)
+class EdgeProbe:
+    """The result of a negotiation without a flow: the connector that an edge between two replicas would use."""
+
+    connector: ConnectorName
+    refusals: Mapping[ConnectorName, StagemeshError]
+    """The better connectors that cannot be used, each with the error that explains why. May be empty."""
+
+
+def probe_to_wire(probe: EdgeProbe) -> stage_pb2.ProbeEdgeResponse:
+    """Converts an EdgeProbe to its protobuf message."""
+    return stage_pb2.ProbeEdgeResponse(
+        connector=number_of(probe.connector),
+        refusals=[
+            stage_pb2.ConnectorRefusal(connector=number_of(name), error=error_to_wire(error))
+            for name, error in probe.refusals.items()
+        ],
+    )
+
+
+def probe_from_wire(message: stage_pb2.ProbeEdgeResponse) -> EdgeProbe:
+    """Converts a protobuf message to an EdgeProbe. Raises InvalidRequestError if a connector is unknown."""
+    refusals = {name_of(refusal.connector): error_from_wire(refusal.error) for refusal in message.refusals}
+    return EdgeProbe(name_of(message.connector), refusals)
 
 
 def metadata_from_wire(message: Mapping[str, chunk_pb2.MetadataValue]) -> dict[str, MetadataValue]:
@@ -232,55 +263,33 @@ def fill_tail(chunk: chunk_pb2.Chunk, tail: Tail) -> None:
 # -- chunks of a producer
 
 
-def arena_ranges(data: chunk_pb2.ChunkData) -> tuple[list[str], list[ArenaRange]]:
-    """Returns the names and arena ranges of the tensors that are located in their producer's arena.
+def arena_ranges(data: chunk_pb2.ChunkData) -> list[ArenaRange]:
+    """Returns the arena ranges of the tensors that are located in their producer's arena, in the order of the tensors.
 
     Raises InvalidChunkError if the ranges are larger in total than the chunk claims to be.
     """
-    names: list[str] = []
     places: list[ArenaRange] = []
     size_bytes = 0
     for message in data.tensors:
         if message.HasField("shm"):
             region = message.shm
-            place = ArenaRange(region.offset, region.size_bytes, region.generation)
-            size_bytes += place.size_bytes
-            names.append(message.name)
-            places.append(place)
+            places.append(ArenaRange(region.offset, region.size_bytes, region.generation))
+            size_bytes += region.size_bytes
     if size_bytes > data.size_bytes:
         raise InvalidChunkError("a chunk's tensors are larger than the chunk claims to be")
-    return names, places
+    return places
 
 
-def read_in_place(data: chunk_pb2.ChunkData, reader: InPlaceReader) -> tuple[Packet, list[Bytes]]:
-    """Returns the packet of a chunk that is read in place, and the views of the arena that contain its tensors.
+def packet_of(data: chunk_pb2.ChunkData, contents: Sequence[Bytes], *, location: Location) -> Packet:
+    """Returns the packet of a chunk.
 
-    Raises InvalidChunkError if the chunk is inconsistent or a region was freed.
+    `contents` are the bytes of the tensors whose location is `location`, in the order of the tensors. Raises
+    InvalidChunkError if the chunk is inconsistent.
     """
-    views: list[Bytes] = []
+    remaining = iter(contents)
     tensors: dict[str, Array] = {}
     for message in data.tensors:
-        view = None
-        if message.HasField("shm"):
-            region = message.shm
-            view = reader.view(ArenaRange(region.offset, region.size_bytes, region.generation))
-            views.append(view)
-        tensors[message.name] = _tensor(message, view)
-    if not views:
-        raise InvalidChunkError("a chunk has a lease but no tensor in the arena")
-    return _checked(data, tensors), views
-
-
-def packet_of(data: chunk_pb2.ChunkData, contents: Mapping[str, Bytes]) -> Packet:
-    """Returns the packet of a chunk. `contents` maps the names of the tensors that are not inline to their bytes.
-
-    Raises InvalidChunkError if the chunk is inconsistent.
-    """
-    tensors = {message.name: _tensor(message, contents.get(message.name)) for message in data.tensors}
-    return _checked(data, tensors)
-
-
-def _checked(data: chunk_pb2.ChunkData, tensors: dict[str, Array]) -> Packet:
+        tensors[message.name] = _tensor(message, next(remaining) if message.HasField(location) else None)
     packet = Packet(tensors, metadata_from_wire(data.metadata) if data.metadata else {})
     if len(tensors) != len(data.tensors) or packet.size_bytes != data.size_bytes:
         raise InvalidChunkError("a chunk's tensors share a name, or their size differs from the size of the chunk")
@@ -324,58 +333,46 @@ def encode_fragment(fragment: Fragment, *, rest: bytes = b"") -> bytes:
 
 
 def decode_fragment(data: bytes) -> FragmentMessage | None:
-    """Returns the fragment and the other items of a PutChunkRequest, or None if its first item is not a fragment.
+    """Returns the fragment and the other items of a PutChunkRequest.
 
-    Raises InvalidChunkError if the fragment is malformed.
+    Returns None if protobuf must parse the message, because its first item is not a fragment with a payload or because
+    the message is malformed.
     """
-    if data[:1] != _ITEMS:
-        return None
     view = memoryview(data)
-    start, outer_end = _span(view, 1)
-    if data[start : start + 1] != _PIECE:
-        return None
-    start, end = _span(view, start + 1)
-    if end != outer_end:
-        return None
-    payload, fields = memoryview(b""), bytearray()
-    for field_start, value_start, field_end in _fields(view, start, end):
-        if view[field_start] == _PAYLOAD:
-            payload = view[value_start:field_end]
-        else:
-            fields += view[field_start:field_end]
     try:
-        message = chunk_pb2.ChunkPiece.FromString(bytes(fields))
-    except DecodeError as exc:
-        raise InvalidChunkError("a fragment cannot be parsed") from exc
-    return FragmentMessage(Fragment(message, payload), view[end:])
+        if data[:1] != _ITEMS:
+            return None
+        item_bytes, item_start = _read_varint(view, 1)
+        piece_bytes, start = _read_varint(view, item_start + 1)
+        end = start + piece_bytes
+        if view[item_start] != _PIECE[0] or end != item_start + item_bytes:
+            return None
+        field_start, payload_start, payload_end = _find_payload(view, start)
+        if payload_end > end or end > len(view):
+            return None
+        message = chunk_pb2.ChunkPiece.FromString(view[start:field_start].tobytes() + view[payload_end:end].tobytes())
+    except (IndexError, DecodeError):
+        return None
+    return FragmentMessage(Fragment(message, view[payload_start:payload_end]), view[end:])
 
 
-def _fields(view: memoryview, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yields three offsets for each protobuf field: where the field starts, where its value starts, and where it ends.
+def _find_payload(view: memoryview, start: int) -> tuple[int, int, int]:
+    """Returns three offsets of a fragment's payload: where its field starts, where its bytes start, and where they end.
 
-    Raises InvalidChunkError if a field is neither a number nor length-delimited, or if it exceeds `end`.
+    `start` is the offset of the fragment's first field. Raises IndexError or DecodeError if there is no payload.
     """
-    while start < end:
-        tag, value_start = _read_varint(view, start)
+    while True:
+        tag = view[start]
+        number, value_start = _read_varint(view, start + 1)
+        if tag == _PAYLOAD:
+            return start, value_start, value_start + number
         match tag & 7:
             case 0:
-                _, field_end = _read_varint(view, value_start)
+                start = value_start
             case 2:
-                value_start, field_end = _span(view, value_start)
+                start = value_start + number
             case _:
-                raise InvalidChunkError("a fragment has a field of an unknown kind")
-        if field_end > end:
-            raise InvalidChunkError("a field of a fragment ends outside of it")
-        yield start, value_start, field_end
-        start = field_end
-
-
-def _span(view: memoryview, at: int) -> tuple[int, int]:
-    """Returns the start and end offsets of the length-delimited value whose length is at the offset `at`."""
-    size, start = _read_varint(view, at)
-    if start + size > len(view):
-        raise InvalidChunkError("a message is shorter than it claims to be")
-    return start, start + size
+                raise DecodeError("a fragment has neither numbers nor length-delimited fields only")
 
 
 def _varint(number: int) -> bytes:
@@ -388,11 +385,15 @@ def _varint(number: int) -> bytes:
 
 
 def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
-    number = shift = 0
-    for byte in view[at : at + 10]:
+    """Returns the number at the offset `at`, and the offset after it.
+
+    Raises IndexError or DecodeError if the number does not end.
+    """
+    number = 0
+    for shift in range(0, 70, 7):
+        byte = view[at]
         number |= (byte & 0x7F) << shift
         at += 1
         if byte < 0x80:
             return number, at
-        shift += 7
-    raise InvalidChunkError("a number in a message does not end")
+    raise DecodeError("a number has more than 10 bytes")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from stagemesh.common.connector_descriptors import AUTO
 from stagemesh.common.errors import DeadlineError, NotReadyError, StagemeshError, UnavailableError, make_error
-from stagemesh.connectors.stream.negotiation import EdgeProbe
+from stagemesh.connectors.stream.wire import EdgeProbe
 from stagemesh.orchestrator.fleet.replica import Hold, Replica
 from stagemesh.orchestrator.fleet.replica_registry import RandomPool
 from stagemesh.orchestrator.spec import Edge

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stagemesh.common.connector_descriptors import ConnectorName, number_of
 from stagemesh.common.errors import StagemeshError, UnavailableError
-from stagemesh.connectors.stream.negotiation import EdgeProbe, probe_from_wire
+from stagemesh.connectors.stream.wire import EdgeProbe, probe_from_wire
 from stagemesh.orchestrator.fleet.step_stream import StepStream, TakeEvent
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import control_pb2, stage_pb2, stage_pb2_grpc

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagemesh.common.connector_descriptors import name_of
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.connectors.stream.negotiation import probe_to_wire
-from stagemesh.connectors.stream.wire import key_from_wire
+from stagemesh.connectors.stream.wire import key_from_wire, probe_to_wire
 from stagemesh.rpc.handlers import answering, streaming, time_left_s
 from stagemesh.services.stage.replica.runtime import StageRuntime
 from stagemesh.services.stage.service.conversion import (
