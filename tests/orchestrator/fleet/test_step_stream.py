@@ -16,6 +16,7 @@ from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, GrpcReplic
 from stagemesh.orchestrator.request.event_relay import follow_step
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES, open_channel
 from stagemesh.rpc.server import Server
+from stagemesh.services.stage.service import servicer
 from stagemesh.v1 import stage_pb2
 from tests.orchestrator.mesh import serve
 from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, Script, ScriptedStage, hang, say_hello
