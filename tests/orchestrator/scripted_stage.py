@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagemesh.common.errors import StagemeshError
 from stagemesh.rpc.handlers import answering, streaming
-from stagemesh.services.stage.service.step_session import StepSession
+from stagemesh.services.stage.service.servicer import StepSession
 from stagemesh.v1 import chunk_pb2, control_pb2, control_pb2_grpc, request_pb2, stage_pb2, stage_pb2_grpc
 
 if TYPE_CHECKING:

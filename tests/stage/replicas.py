@@ -16,7 +16,6 @@ from stagemesh.services.engines.fake import signature
 from stagemesh.services.engines.fake.engine import FakeEngine
 from stagemesh.services.stage.replica.runtime import StageRuntime
 from stagemesh.services.stage.service.servicer import StageServicer
-from stagemesh.services.stage.step.events import StepEvent
 from stagemesh.services.stage.step.spec import StepSpec
 from stagemesh.v1 import request_pb2, stage_pb2, stage_pb2_grpc
 
@@ -112,7 +111,7 @@ def step_request(request_id: str = "r", *, text: str = "hi", attempt: int = 1) -
     )
 
 
-async def events_of(runtime: StageRuntime, wanted: StepSpec) -> list[StepEvent]:
+async def events_of(runtime: StageRuntime, wanted: StepSpec) -> list[stage_pb2.ExecuteStepResponse]:
     """Returns all events of a step."""
     return [event async for event in runtime.execute(wanted, time_left_s=None)]
 

@@ -9,8 +9,8 @@ from stagemesh.common.descriptors import OptionSpec, Signature
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.tensors import TensorSpec
 from stagemesh.services.engines.base import SamplingOptions, Structure
-from stagemesh.services.stage.service.conversion import spec_from_wire
 from stagemesh.services.stage.step.checks import check_spec
+from stagemesh.services.stage.step.spec import spec_from_wire
 from stagemesh.v1 import chunk_pb2, request_pb2, stage_pb2, tensor_pb2
 from tests.stage.replicas import step_request
 

@@ -7,10 +7,9 @@ from contextlib import aclosing
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
-from stagemesh.services.engines.base import Paused
-from stagemesh.services.stage.replica.controls import page_of
-from stagemesh.services.stage.replica.load import ReplicaState
-from stagemesh.services.stage.step.events import Finished, StepReport
+from stagemesh.services.stage.replica.runtime import ReplicaState
+from stagemesh.services.stage.service.control_servicer import page_of
+from stagemesh.v1 import control_pb2
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, make_runtime, ready_runtime, stage_config, step_spec
 
@@ -84,8 +83,7 @@ async def test_a_drain_pauses_steps_that_can_pause() -> None:
             await anext(events)
             runtime.start_drain(move_after_s=0.0)
             *_, last = [event async for event in events]
-        assert isinstance(last, Paused)
-        assert 0 < last.checkpoint.steps < 1000
+        assert 0 < last.paused.checkpoint.steps < 1000
 
 
 async def test_a_shutdown_pauses_steps_at_the_end_of_its_grace() -> None:
@@ -94,7 +92,7 @@ async def test_a_shutdown_pauses_steps_at_the_end_of_its_grace() -> None:
         async with aclosing(events):
             await anext(events)
             await runtime.finish_steps(grace_s=0.5)
-            assert isinstance([event async for event in events][-1], Paused)
+            assert [event async for event in events][-1].HasField("paused")
 
 
 async def test_a_drain_that_ends_in_time_hands_nothing_over() -> None:
@@ -104,7 +102,7 @@ async def test_a_drain_that_ends_in_time_hands_nothing_over() -> None:
             await anext(events)
             runtime.start_drain(move_after_s=0.05)
             runtime.end_drain()
-            assert isinstance([event async for event in events][-1], Finished)
+            assert [event async for event in events][-1].HasField("finished")
 
 
 @pytest.mark.parametrize("move_after_s", [-1.0, math.nan])
@@ -127,7 +125,7 @@ async def test_running_steps_are_reported_by_request() -> None:
 
 
 def test_pages_of_steps_join_without_gaps() -> None:
-    reports = [StepReport("r", name, 1, 0.0, started=True, inlets=(), outlets=()) for name in "cab"]
+    reports = [control_pb2.StepReport(request_id="r", step_id=name) for name in "cab"]
     first = page_of(reports, lambda report: report.step_id, page_size=2, page_token="")
     second = page_of(reports, lambda report: report.step_id, page_size=2, page_token=first.next_token)
     assert [report.step_id for report in (*first.items, *second.items)] == ["a", "b", "c"]

@@ -12,8 +12,8 @@ import pytest
 
 from stagemesh.common.errors import InternalError
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
-from stagemesh.services.stage.service import step_session
-from stagemesh.services.stage.service.step_session import StepSession
+from stagemesh.services.stage.service import servicer
+from stagemesh.services.stage.service.servicer import StepSession
 from stagemesh.services.stage.step import run
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine
@@ -178,7 +178,7 @@ async def test_a_closing_replica_ends_all_calls_then_the_stream() -> None:
 
 
 async def test_a_closing_replica_ends_a_stream_that_its_caller_keeps_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_session, "_READ_S", 0.05)
+    monkeypatch.setattr(servicer, "_READ_S", 0.05)
     async with ready_runtime() as runtime, served(runtime) as replica:
         caller = Caller(replica)
         await caller.begin(1, step_request())

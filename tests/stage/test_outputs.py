@@ -5,25 +5,22 @@ import pytest
 
 from stagemesh.common.descriptors import Emitted, OutputKind
 from stagemesh.common.errors import UnsupportedError
-from stagemesh.common.tensors import Array, TensorSpec
+from stagemesh.common.tensors import Array, TensorSpec, read_inline
 from stagemesh.connectors.edge import Packet
-from stagemesh.services.stage.step.events import AudioOutput, Content, ImageOutput
 from stagemesh.services.stage.step.outputs import StreamedOutputs
+from stagemesh.v1 import request_pb2
 
 
 def test_a_character_split_over_emissions_stays_whole() -> None:
     halves = [_bytes("é".encode()[:1]), _bytes("é".encode()[1:] + b"t"), _bytes(b"\xc3")]
-    assert _contents("text", halves) == ["ét", "�"]
+    assert [output.text for output in _outputs("text", halves)] == ["ét", "�"]
 
 
 def test_long_audio_is_cut_without_loss() -> None:
     samples = np.arange(700_000, dtype=np.float32)
-    pieces = _contents("audio", [samples])
-    assert len(pieces) == 3
-    assert all(isinstance(piece, AudioOutput) and piece.sample_rate_hz == 24_000 for piece in pieces)
-    assert np.array_equal(
-        np.concatenate([piece.samples for piece in pieces if isinstance(piece, AudioOutput)]), samples
-    )
+    pieces = [output.audio for output in _outputs("audio", [samples])]
+    assert [piece.sample_rate_hz for piece in pieces] == [24_000] * 3
+    assert np.array_equal(np.concatenate([read_inline(piece.samples) for piece in pieces]), samples)
 
 
 @pytest.mark.parametrize(
@@ -31,24 +28,24 @@ def test_long_audio_is_cut_without_loss() -> None:
     [(b"\x89PNG..", "image/png"), (b"\xff\xd8\xff..", "image/jpeg"), (b"?", "application/octet-stream")],
 )
 def test_an_image_has_its_media_type(data: bytes, media_type: str) -> None:
-    assert _contents("image", [_bytes(data)]) == [ImageOutput(data, media_type)]
+    (output,) = _outputs("image", [_bytes(data)])
+    assert output.image == request_pb2.Image(data=data, media_type=media_type)
 
 
 def test_fragments_do_not_retain_the_engines_memory() -> None:
     tensor = np.zeros(4, np.float32)
-    (piece,) = _contents("tensor", [tensor])
+    (output,) = _outputs("tensor", [tensor])
     tensor[:] = 1
-    assert isinstance(piece, np.ndarray)
-    assert not piece.any()
+    assert not read_inline(output.tensor).any()
 
 
 def test_an_empty_tensor_makes_no_fragment() -> None:
-    assert _contents("audio", [np.zeros(0, np.float32)]) == []
+    assert _outputs("audio", [np.zeros(0, np.float32)]) == []
 
 
 def test_a_tensor_larger_than_a_message_is_rejected() -> None:
     with pytest.raises(UnsupportedError, match="output x has 9437184 bytes") as caught:
-        _contents("tensor", [np.zeros(9 << 20, np.uint8)])
+        _outputs("tensor", [np.zeros(9 << 20, np.uint8)])
     assert caught.value.reason == "OUTPUT_TOO_LARGE"
 
 
@@ -56,7 +53,7 @@ def test_each_name_is_numbered_separately() -> None:
     emits = {name: Emitted(TensorSpec("uint8", ("bytes",)), kind="text") for name in "ab"}
     outputs = StreamedOutputs(["a", "b"], emits)
     packet = Packet({"a": _bytes(b"x"), "b": _bytes(b"y"), "c": _bytes(b"z")})
-    numbered = [(piece.name, piece.seq) for _ in range(2) for piece in outputs.push(packet)]
+    numbered = [(piece.output.name, piece.output.seq) for _ in range(2) for piece in outputs.push(packet)]
     assert numbered == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
 
 
@@ -64,10 +61,10 @@ def _bytes(data: bytes) -> Array:
     return np.frombuffer(data, np.uint8)
 
 
-def _contents(kind: OutputKind, tensors: list[Array]) -> list[Content]:
+def _outputs(kind: OutputKind, tensors: list[Array]) -> list[request_pb2.Output]:
     """Returns all fragments of an output, in order."""
     outputs = StreamedOutputs(["x"], {"x": Emitted(TensorSpec("uint8", ("n",)), kind=kind, sample_rate_hz=24_000)})
-    pieces = [piece for tensor in tensors for piece in outputs.push(Packet({"x": tensor}))]
-    pieces += outputs.finish()
-    assert [piece.seq for piece in pieces] == list(range(len(pieces)))
-    return [piece.content for piece in pieces]
+    events = [event for tensor in tensors for event in outputs.push(Packet({"x": tensor}))]
+    events += outputs.finish()
+    assert [event.output.seq for event in events] == list(range(len(events)))
+    return [event.output for event in events]

@@ -200,7 +200,7 @@ async def test_a_finished_step_still_feeds_a_new_consumer() -> None:
         await thinker.stub.RebindStep(rebind_output(second))
         await talked.task
         assert talked.text == thought.text
-        await until(lambda: not thinker.runtime._runs._left)
+        await until(lambda: all(left.is_over for left in thinker.runtime._runs._left.values()))
         await until(lambda: not thinker.runtime.load().arena_used_bytes)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await thinker.stub.RebindStep(rebind_output(second, edge=3))

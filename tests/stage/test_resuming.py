@@ -10,18 +10,20 @@ import pytest
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.services.engines.base import Checkpoint, EngineEvent, Task, Usage
 from stagemesh.services.stage.replica.paused_states import MAX_EVENT_BYTES
-from stagemesh.services.stage.service.conversion import event_to_wire, spec_from_wire
-from stagemesh.services.stage.step.events import Output, StepEvent
-from stagemesh.services.stage.step.spec import StepSpec
-from stagemesh.v1 import stage_pb2
+from stagemesh.services.stage.step.spec import StepSpec, checkpoint_to_wire, spec_from_wire
+from stagemesh.v1 import request_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, ready_runtime, served_stage, stage_config, step_request, step_spec
 
 CONFIG = stage_config(steps=5, checkpoint_steps=2)
 
 
-def _outputs(events: list[StepEvent]) -> list[Output]:
-    return [event for event in events if isinstance(event, Output)]
+def _outputs(events: list[stage_pb2.ExecuteStepResponse]) -> list[request_pb2.Output]:
+    return [event.output for event in events if event.HasField("output")]
+
+
+def _checkpoints(events: list[stage_pb2.ExecuteStepResponse]) -> list[stage_pb2.Checkpoint]:
+    return [event.checkpoint for event in events if event.HasField("checkpoint")]
 
 
 def _resumed(checkpoint: Checkpoint) -> StepSpec:
@@ -29,20 +31,26 @@ def _resumed(checkpoint: Checkpoint) -> StepSpec:
     return replace(plain, task=replace(plain.task, resume_from=checkpoint))
 
 
+def _checkpoint_of(message: stage_pb2.Checkpoint) -> Checkpoint | None:
+    return spec_from_wire(stage_pb2.ExecuteStepRequest(resume_from=message)).task.resume_from
+
+
 async def test_a_resumed_step_continues_the_numbering() -> None:
     async with ready_runtime(CONFIG) as runtime:
         whole = await events_of(runtime, step_spec())
-        checkpoints = [event for event in whole if isinstance(event, Checkpoint)]
-        assert [(one.steps, one.outputs) for one in checkpoints] == [(2, {"text": 2}), (4, {"text": 4})]
-        rest = await events_of(runtime, _resumed(checkpoints[0]))
+        checkpoints = _checkpoints(whole)
+        assert [(one.steps, dict(one.outputs)) for one in checkpoints] == [(2, {"text": 2}), (4, {"text": 4})]
+        first = _checkpoint_of(checkpoints[0])
+        assert first is not None
+        rest = await events_of(runtime, _resumed(first))
     assert _outputs(rest) == _outputs(whole)[2:]
-    assert [event for event in rest if isinstance(event, Checkpoint)] == checkpoints[1:]
+    assert _checkpoints(rest) == checkpoints[1:]
 
 
 async def test_outputs_that_are_not_streamed_are_not_counted() -> None:
     async with ready_runtime(CONFIG) as runtime:
         events = await events_of(runtime, step_spec(streamed=()))
-    assert {event.steps: event.outputs for event in events if isinstance(event, Checkpoint)} == {2: {}, 4: {}}
+    assert {one.steps: dict(one.outputs) for one in _checkpoints(events)} == {2: {}, 4: {}}
 
 
 async def test_a_step_resumes_from_a_checkpoint_sent_over_the_wire() -> None:
@@ -58,8 +66,7 @@ async def test_a_step_resumes_from_a_checkpoint_sent_over_the_wire() -> None:
 
 def test_a_checkpoint_survives_conversion() -> None:
     checkpoint = Checkpoint(3, (7, 8, 9), outputs={"text": 2})
-    message = event_to_wire(checkpoint).checkpoint
-    assert spec_from_wire(stage_pb2.ExecuteStepRequest(resume_from=message)).task.resume_from == checkpoint
+    assert _checkpoint_of(checkpoint_to_wire(checkpoint)) == checkpoint
 
 
 async def test_a_checkpoint_past_the_end_is_rejected() -> None:
@@ -112,8 +119,8 @@ async def test_a_large_state_is_left_out_of_its_event() -> None:
             assert [_state_sizes(await anext(events)) for _ in range(2)] == [None, expected]
 
 
-def _state_sizes(event: StepEvent) -> tuple[int, int] | None:
+def _state_sizes(event: stage_pb2.ExecuteStepResponse) -> tuple[int, int] | None:
     """Returns the number of tokens and of bytes in a checkpoint event; None for other events."""
-    if not isinstance(event, Checkpoint):
+    if not event.HasField("checkpoint"):
         return None
-    return len(event.token_ids), sum(tensor.nbytes for tensor in event.tensors.values())
+    return len(event.checkpoint.token_ids), sum(len(tensor.inline) for tensor in event.checkpoint.tensors)

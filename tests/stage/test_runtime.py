@@ -1,6 +1,7 @@
 """A replica that runs steps, without gRPC."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -18,9 +19,9 @@ from stagemesh.common.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from stagemesh.services.stage.replica.load import ReplicaState
+from stagemesh.services.stage.replica.runtime import ReplicaState
 from stagemesh.services.stage.step import run
-from stagemesh.services.stage.step.events import Accepted, Finished, Output
+from stagemesh.v1 import stage_pb2
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, make_runtime, ready_runtime, stage_config, step_spec
 
@@ -28,26 +29,22 @@ from tests.stage.replicas import events_of, make_runtime, ready_runtime, stage_c
 async def test_the_events_of_a_step_are_in_order() -> None:
     async with ready_runtime(stage_config(steps=3)) as runtime:
         events = await events_of(runtime, step_spec())
-    outputs = [event for event in events if isinstance(event, Output)]
-    assert events[0] == Accepted(0)
-    assert [output.seq for output in outputs] == [0, 1, 2]
-    assert isinstance(events[-1], Finished)
-    assert events[-1].usage.steps == 3
+    assert events[0] == stage_pb2.ExecuteStepResponse(accepted=stage_pb2.StepAccepted(queue_position=0))
+    assert [event.output.seq for event in events if event.HasField("output")] == [0, 1, 2]
+    assert events[-1].finished.usage.steps == 3
 
 
 async def test_timings_increase() -> None:
     async with ready_runtime(stage_config(step_s=0.01)) as runtime:
-        finished = (await events_of(runtime, step_spec()))[-1]
-    assert isinstance(finished, Finished)
-    times = finished.timings
-    assert times.first_output_s is not None
+        times = (await events_of(runtime, step_spec()))[-1].finished.timings
+    assert times.HasField("first_output_s")
     assert 0 <= times.started_s < times.first_output_s < times.finished_s < 5
 
 
 async def test_only_requested_tensors_are_streamed() -> None:
     async with ready_runtime() as runtime:
         events = await events_of(runtime, step_spec(streamed=()))
-    assert not [event for event in events if isinstance(event, Output)]
+    assert not [event for event in events if event.HasField("output")]
 
 
 async def test_a_second_call_attaches_and_receives_all_events() -> None:
@@ -135,7 +132,7 @@ async def test_a_caller_that_returns_keeps_the_step_running() -> None:
         async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as events:
             await _read_first_output(events)
         engine.gate.set()
-        assert isinstance((await events_of(runtime, step_spec()))[-1], Finished)
+        assert (await events_of(runtime, step_spec()))[-1].HasField("finished")
 
 
 async def _until_released(engine: GatedEngine) -> None:
@@ -174,7 +171,7 @@ async def test_a_later_caller_extends_the_deadline() -> None:
             long = group.create_task(events_of(runtime, step_spec()))
             await asyncio.sleep(1.2)
             engine.gate.set()
-        assert isinstance((await long)[-1], Finished)
+        assert (await long)[-1].HasField("finished")
 
 
 async def test_cancel_waits_for_the_engine() -> None:
@@ -249,7 +246,7 @@ async def test_shutdown_lets_steps_finish_and_rejects_new_ones() -> None:
             await events_of(runtime, step_spec("b"))
         engine.gate.set()
         await draining
-        assert isinstance((await running)[-1], Finished)
+        assert (await running)[-1].HasField("finished")
 
 
 async def test_shutdown_stops_steps_that_do_not_finish() -> None:
@@ -296,7 +293,7 @@ async def test_max_steps_without_the_ability_is_rejected_with_a_remedy() -> None
             await events_of(runtime, pausing)
 
 
-async def _read_first_output(events: object) -> None:
+async def _read_first_output(events: AsyncGenerator[stage_pb2.ExecuteStepResponse]) -> None:
     """Reads Accepted and the first output, after which the engine works."""
-    assert isinstance(await anext(events), Accepted)  # type: ignore[call-overload]
-    assert isinstance(await anext(events), Output)  # type: ignore[call-overload]
+    assert (await anext(events)).HasField("accepted")
+    assert (await anext(events)).HasField("output")

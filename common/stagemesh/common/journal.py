@@ -1,7 +1,7 @@
 """An append-only log of the items that a run produces. Any number of callers can read all items from the first one."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from copy import copy
 from typing import Generic, TypeVar
 
@@ -29,6 +29,11 @@ class Journal(Generic[T]):
     def readers(self) -> int:
         """The number of readers that have started and not yet stopped."""
         return self._readers
+
+    @property
+    def items(self) -> Sequence[T]:
+        """All items so far."""
+        return self._items
 
     @property
     def closed(self) -> bool:

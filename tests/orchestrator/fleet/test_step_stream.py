@@ -16,7 +16,7 @@ from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, GrpcReplic
 from stagemesh.orchestrator.request.event_relay import follow_step
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES, open_channel
 from stagemesh.rpc.server import Server
-from stagemesh.services.stage.service import step_session
+from stagemesh.services.stage.service import servicer
 from stagemesh.v1 import stage_pb2
 from tests.orchestrator.mesh import serve
 from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, Script, ScriptedStage, hang, say_hello
@@ -123,7 +123,7 @@ async def test_a_stream_whose_end_is_announced_is_closed_and_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The replica must not end the stream first.
-    monkeypatch.setattr(step_session, "_READ_S", 60.0)
+    monkeypatch.setattr(servicer, "_READ_S", 60.0)
     go_on = asyncio.Event()
 
     async def wait(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:

@@ -14,8 +14,7 @@ from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.rpc.raw_methods import add_stage_service
 from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import Engine
-from stagemesh.services.stage.replica.load import ReplicaState
-from stagemesh.services.stage.replica.runtime import StageRuntime
+from stagemesh.services.stage.replica.runtime import ReplicaState, StageRuntime
 from stagemesh.services.stage.service.control_servicer import SERVICE_NAME as CONTROL_NAME
 from stagemesh.services.stage.service.control_servicer import StageControlServicer
 from stagemesh.services.stage.service.registration import registered

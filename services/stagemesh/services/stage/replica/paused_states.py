@@ -42,11 +42,10 @@ class PausedStates:
 
         Adds the state only if the spec names a state by its number of steps, and the stored state has the same number.
         """
-        resume_from = spec.task.resume_from
-        if resume_from is None or resume_from.tensors or resume_from.token_ids or spec.takes_state:
+        resume_from, kept = spec.task.resume_from, self._states.get(spec.request_id)
+        if resume_from is None or kept is None or kept.steps != resume_from.steps:
             return spec
-        kept = self._states.get(spec.request_id)
-        if kept is None or kept.steps != resume_from.steps:
+        if resume_from.tensors or resume_from.token_ids or spec.takes_state:
             return spec
         return replace(spec, task=replace(spec.task, resume_from=kept))
 

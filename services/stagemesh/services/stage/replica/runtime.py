@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
+from enum import Enum
+from typing import TypeVar
 
 from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import (
@@ -13,29 +15,42 @@ from stagemesh.common.errors import (
     OverloadedError,
     StagemeshError,
     UnavailableError,
+    UnsupportedError,
 )
 from stagemesh.common.memory import available_bytes
 from stagemesh.common.request_checks import check_request_id
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.arena.pinning import can_pin, pin
 from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.services.engines.abilities import SleepControl
 from stagemesh.services.engines.base import Engine, EngineLoad
 from stagemesh.services.stage.replica.hang_detection import StallWatch
-from stagemesh.services.stage.replica.load import ReplicaState, StageLoad
 from stagemesh.services.stage.replica.paused_states import PausedStates
 from stagemesh.services.stage.step.checks import check_rebinding, check_spec
-from stagemesh.services.stage.step.events import StepEvent, StepReport
 from stagemesh.services.stage.step.registry import RunRegistry
 from stagemesh.services.stage.step.run import StepRun, drained_error
 from stagemesh.services.stage.step.spec import Rebinding, StepSpec
+from stagemesh.v1 import control_pb2, stage_pb2
 
 _log = logging.getLogger(__name__)
+
+AbilityT = TypeVar("AbilityT")
 
 _RELEASE_S = 5.0
 """Time limit for a failed engine to release its steps, in seconds."""
 _PAUSE_S = 2.0
 """Time limit for running steps to pause before they are handed over to other replicas, in seconds."""
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 10.0
+
+
+class ReplicaState(Enum):
+    """The state of a replica, as reported to orchestrators and operators."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+    ASLEEP = "asleep"
 
 
 class StageRuntime:
@@ -60,6 +75,8 @@ class StageRuntime:
         self._handed_over = False
         """Whether the running steps have been handed over to other replicas during the drain."""
         self._handing_over: asyncio.Task[None] | None = None
+        # A wake call that arrives while the replica is falling asleep waits until the replica is asleep.
+        self._falling_asleep = asyncio.Lock()
 
     @property
     def engine(self) -> Engine:
@@ -129,7 +146,7 @@ class StageRuntime:
         if move_after_s is not None and not move_after_s >= 0:
             raise InvalidRequestError(f"move_after_s is {move_after_s:g}; it must be 0 (at once) or more")
         if not self._drained_by_operator:
-            self.check_ready()
+            self._check_ready()
             self.state, self.detail, self._drained_by_operator = ReplicaState.DRAINING, "drained by an operator", True
             self.on_serving(False)
         self._hand_over_later(move_after_s)
@@ -143,31 +160,38 @@ class StageRuntime:
             self.state, self.detail = ReplicaState.READY, ""
             self.on_serving(True)
         elif self.state is ReplicaState.DRAINING:
-            self.check_ready()
+            self._check_ready()
 
-    async def pause(self, why: str, *, drain: bool) -> None:
-        """Rejects new steps until `resume`, and waits until no step is running.
+    async def sleep(self, level: int, *, drain: bool) -> Sequence[str]:
+        """Rejects new steps, waits until no step is running, and puts the engine to sleep.
 
-        Raises NotReadyError (STEPS_RUNNING) if steps are running and `drain` is False.
+        Returns the tags of the engine's sleeping parts. If the call is cancelled while it waits, the replica accepts
+        steps again. Raises NotReadyError (STEPS_RUNNING) if steps are running and `drain` is False, and the errors of
+        `require` if the engine cannot sleep.
         """
-        self.check_ready()
-        running = self._runs.running()
-        if running and not drain:
-            raise NotReadyError(
-                f"{len(running)} steps run on replica {self.config.replica} of stage {self.config.stage}; wait for "
-                "them, or set drain so that the call waits",
-                reason="STEPS_RUNNING",
-                metadata={"running": str(len(running))},
-            )
-        self.state, self.detail = ReplicaState.ASLEEP, why
-        self.on_serving(False)
-        await _wait_ended(running)
+        engine = self.require(self._engine.abilities.sleep, "sleep")
+        engine.check_sleep(level)
+        async with self._falling_asleep:
+            try:
+                await self._pause(f"at level {level}", drain=drain)
+                await engine.sleep(level)
+            finally:
+                self._resume_if_awake(engine)
+            return engine.asleep()
 
-    def resume(self) -> None:
-        """Accepts steps again after `pause`, unless the replica is shutting down or has failed."""
-        if self.state is ReplicaState.ASLEEP:
-            self.state, self.detail = ReplicaState.READY, ""
-            self.on_serving(True)
+    async def wake(self, tags: Sequence[str]) -> Sequence[str]:
+        """Wakes the engine's parts with these tags, or all parts if `tags` is empty.
+
+        Returns the tags of the parts that are still asleep. The replica accepts steps again once no part is asleep.
+        Raises the errors of `require` if the engine cannot sleep.
+        """
+        engine = self.require(self._engine.abilities.sleep, "sleep", ready=False)
+        async with self._falling_asleep:
+            try:
+                await engine.wake(tags)
+            finally:
+                self._resume_if_awake(engine)
+            return engine.asleep()
 
     async def close(self) -> None:
         """Stops all steps, and frees the engine and the data plane. May be called more than once."""
@@ -182,15 +206,18 @@ class StageRuntime:
 
     # -- steps
 
-    def execute(self, spec: StepSpec, *, time_left_s: float | None) -> AsyncGenerator[StepEvent]:
+    async def execute(
+        self, spec: StepSpec, *, time_left_s: float | None
+    ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
         """Starts a step, or attaches to the step if it is already known.
 
-        Yields all events of the step from the first event on, and raises the step's error. Callers must start to
-        iterate immediately, within `contextlib.aclosing`. The step is cancelled a few seconds after its last caller has
-        disconnected.
+        Yields all events of the step from the first event on, and raises the step's error. Iterate within
+        `contextlib.aclosing`. The step is cancelled a few seconds after its last caller has disconnected.
         """
         deadline_s = None if time_left_s is None else asyncio.get_running_loop().time() + time_left_s
-        return self._admit(spec, deadline_s=deadline_s).journal.follow()
+        async with contextlib.aclosing(self._admit(spec, deadline_s=deadline_s).journal.follow()) as events:
+            async for event in events:
+                yield stage_pb2.ExecuteStepResponse.FromString(event)
 
     async def cancel(self, request_id: str, *, attempt: int, reason: str) -> int:
         """Stops the steps of a request and waits until they have ended. Returns the number of stopped steps.
@@ -200,7 +227,7 @@ class StageRuntime:
         check_request_id(request_id)
         self.states.forget(request_id)
         self._runs.release_edges(request_id, up_to_attempt=attempt)
-        runs = list(self._runs.of_request(request_id, up_to_attempt=attempt))
+        runs = self._runs.running(request_id, up_to_attempt=attempt)
         await self._stop(runs, CancelledRequestError(reason or "the step was cancelled", metadata=self._where))
         return len(runs)
 
@@ -214,12 +241,12 @@ class StageRuntime:
 
     # -- load and reports
 
-    def load(self) -> StageLoad:
+    def load(self) -> stage_pb2.WatchLoadResponse:
         """Returns the current load of the engine and of the data plane."""
         engine = EngineLoad(0, 0) if self.state is ReplicaState.LOADING else self._engine.load()
         plane = self.data_plane
         arena, landing = plane.arena.stats(), plane.landing_stats
-        return StageLoad(
+        return stage_pb2.WatchLoadResponse(
             running=engine.running,
             queued=engine.queued,
             work_s=engine.work_s,
@@ -233,12 +260,48 @@ class StageRuntime:
             landing_size_bytes=landing.size_bytes if landing else 0,
         )
 
-    def reports(self, request_id: str = "") -> list[StepReport]:
+    def reports(self, request_id: str = "") -> list[control_pb2.StepReport]:
         """Returns the status of the running steps of one request, or of all requests if `request_id` is empty."""
-        runs = self._runs.of_request(request_id) if request_id else self._runs.running()
-        return [run.report for run in runs]
+        return [run.report for run in self._runs.running(request_id)]
+
+    def require(self, ability: AbilityT | None, name: str, *, ready: bool = True) -> AbilityT:
+        """Returns an ability of the engine. Raises UnsupportedError if `ability` is None.
+
+        Raises NotReadyError if the engine is not loaded, or if `ready` is True and the replica does not accept steps.
+        """
+        if self.closed.is_set() or self.state in {ReplicaState.LOADING, ReplicaState.FAILED}:
+            self._check_ready()
+        if ability is None:
+            raise UnsupportedError(
+                f"engine {self.config.engine} of stage {self.config.stage} does not have the ability {name}",
+                metadata={"engine": self.config.engine, "ability": name},
+            )
+        if ready:
+            self._check_ready()
+        return ability
 
     # -- internal
+
+    async def _pause(self, why: str, *, drain: bool) -> None:
+        """Rejects new steps until `_resume_if_awake`, and waits until no step is running."""
+        self._check_ready()
+        running = self._runs.running()
+        if running and not drain:
+            raise NotReadyError(
+                f"{len(running)} steps run on replica {self.config.replica} of stage {self.config.stage}; wait for "
+                "them, or set drain so that the call waits",
+                reason="STEPS_RUNNING",
+                metadata={"running": str(len(running))},
+            )
+        self.state, self.detail = ReplicaState.ASLEEP, why
+        self.on_serving(False)
+        await _wait_ended(running)
+
+    def _resume_if_awake(self, engine: SleepControl) -> None:
+        """Accepts steps again if no part of the engine is asleep, unless the replica shuts down or has failed."""
+        if self.state is ReplicaState.ASLEEP and not engine.asleep():
+            self.state, self.detail = ReplicaState.READY, ""
+            self.on_serving(True)
 
     def _hand_over_later(self, move_after_s: float | None) -> None:
         if self._handing_over is not None:
@@ -308,38 +371,27 @@ class StageRuntime:
             known.extend(deadline_s=deadline_s)
             return known
         if not self._drained_by_operator or self._handed_over:
-            self.check_ready()
+            self._check_ready()
         self._check_capacity()
         run = StepRun(
-            self.states.with_state(spec),
+            spec,
             engine=self._engine,
             data_plane=self.data_plane,
             signature=self.signature,
+            states=self.states,
             where=self._where,
-            on_state=self.states.keep,
-            on_left=self._runs.keep_edges,
         )
         self._runs.add(run)
-        run.start(deadline_s=deadline_s, on_ended=self._ended)
+        run.start(deadline_s=deadline_s, on_ended=self._runs.retire)
         return run
 
-    def _ended(self, run: StepRun) -> None:
-        self._runs.retire(run)
-        if run.paused is None and not run.failed:
-            self.states.forget(run.spec.request_id)
-
-    def check_ready(self) -> None:
+    def _check_ready(self) -> None:
         """Raises NotReadyError unless the replica accepts steps. The error contains the replica's state."""
         if self.state is not ReplicaState.READY:
             raise NotReadyError(
                 f"replica {self.config.replica} of stage {self.config.stage} is {self.state.value}"
                 f"{': ' if self.detail else ''}{self.detail}; try again when it is ready"
             )
-
-    def check_loaded(self) -> None:
-        """Raises NotReadyError unless the engine is loaded and not closed."""
-        if self.closed.is_set() or self.state in {ReplicaState.LOADING, ReplicaState.FAILED}:
-            self.check_ready()
 
     def _check_capacity(self) -> None:
         held = len(self._runs.running())

@@ -1,1 +1,1 @@
-"""The gRPC services of a stage replica, and the conversion between messages and domain types."""
+"""The gRPC services of a stage replica, and its registration with orchestrators."""

@@ -1,26 +1,29 @@
 """The gRPC service StageService. Converts messages and calls `StageRuntime`."""
 
 import asyncio
-import contextlib
+import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from stagemesh.common.connector_descriptors import name_of
-from stagemesh.common.errors import InvalidRequestError
-from stagemesh.connectors.stream.wire import key_from_wire, probe_to_wire
-from stagemesh.rpc.handlers import answering, streaming, time_left_s
+from google.protobuf.message import DecodeError
+
+from stagemesh.common import settings
+from stagemesh.common.connector_descriptors import descriptors, name_of, number_of
+from stagemesh.common.errors import DeadlineError, InternalError, InvalidRequestError, UnsupportedError
+from stagemesh.common.host import host_token
+from stagemesh.common.logs import bind_log_context
+from stagemesh.common.tensors import spec_to_wire
+from stagemesh.common.versions import WIRE_VERSION
+from stagemesh.connectors.stream.wire import error_to_wire, key_from_wire, probe_to_wire
+from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
+from stagemesh.rpc.handlers import answering, checked_time_left_s, streaming, time_left_s, to_error
+from stagemesh.rpc.message_streams import ServerStream
 from stagemesh.services.stage.replica.runtime import StageRuntime
-from stagemesh.services.stage.service.conversion import (
-    description_to_wire,
-    event_to_wire,
-    load_to_wire,
-    rebinding_from_wire,
-    spec_from_wire,
-)
-from stagemesh.services.stage.service.step_session import StepSession
-from stagemesh.services.stage.step.spec import STATE_EDGE
-from stagemesh.v1 import stage_pb2, stage_pb2_grpc
+from stagemesh.services.stage.step.spec import STATE_EDGE, rebinding_from_wire, spec_from_wire
+from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc
 
 if TYPE_CHECKING:
     import grpc
@@ -29,6 +32,14 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 SERVICE_NAME = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 _DEFAULT_INTERVAL_S, _MIN_INTERVAL_S = 1.0, 0.05
+
+_log = logging.getLogger(__name__)
+
+_MESSAGE_BYTES = 256 << 10
+# Above this limit, a caller that does not read blocks its calls. Their events remain in the steps' journals.
+_WAITING_BYTES = 1 << 20
+# The time that a caller has to read all responses and end the stream. Shorter than the server's grace period.
+_READ_S = 0.5
 
 
 class StageServicer(stage_pb2_grpc.StageServiceServicer):
@@ -44,7 +55,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     ) -> AsyncIterator[stage_pb2.ExecuteStepResponse]:
         async with (
             answering(context, **self._where, request_id=request.request_id),
-            contextlib.aclosing(self._execute(request, time_left_s=time_left_s(context))) as events,
+            aclosing(self._execute(request, time_left_s=time_left_s(context))) as events,
         ):
             async for event in events:
                 yield event
@@ -56,7 +67,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
         """Messages are serialized bytes, because `add_stage_service` registers this method without protobuf codecs."""
         async with answering(context, **self._where):
             session = StepSession(self._execute, closing=self._runtime.closed, where=self._where)
-            async with contextlib.aclosing(session.serve(request_iterator)) as messages:
+            async with aclosing(session.serve(request_iterator)) as messages:
                 async for message in messages:
                     yield message
                     del message
@@ -73,7 +84,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
         """Messages are serialized bytes, because `add_stage_service` registers this method without protobuf codecs."""
         async with answering(context, **self._where):
             replies = self._runtime.data_plane.serve_put(request_iterator)
-            async with contextlib.aclosing(replies):
+            async with aclosing(replies):
                 async for reply in replies:
                     yield reply
 
@@ -87,19 +98,29 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
                 parts = self._runtime.states.read(key)
             else:
                 parts = self._runtime.data_plane.replay(key, first_seq=request.first_seq)
-            async with contextlib.aclosing(parts):
+            async with aclosing(parts):
                 async for part in parts:
                     yield part
 
     async def Describe(self, request: stage_pb2.DescribeRequest, context: _Context) -> stage_pb2.DescribeResponse:
-        runtime = self._runtime
+        runtime, config, signature = self._runtime, self._runtime.config, self._runtime.signature
         async with answering(context, **self._where):
-            return description_to_wire(
-                runtime.config,
-                runtime.signature,
-                state=runtime.state,
-                detail=runtime.detail,
+            return stage_pb2.DescribeResponse(
+                pipeline=config.pipeline,
+                generation=config.generation,
+                stage=config.stage,
+                replica=config.replica,
                 incarnation=runtime.data_plane.incarnation,
+                engine=config.engine,
+                model=config.model or "",
+                state=stage_pb2.ReplicaState.Value(f"REPLICA_STATE_{runtime.state.name}"),
+                detail=runtime.detail,
+                accepts=[spec_to_wire(name, spec) for name, spec in signature.accepts.items()],
+                emits=[spec_to_wire(name, emitted.spec) for name, emitted in signature.emits.items()],
+                connectors=[number_of(each.name) for each in descriptors().values() if not each.missing()],
+                wire_version=WIRE_VERSION,
+                host=host_token(),
+                zone=settings.zone() if config.zone is None else config.zone,
             )
 
     @streaming
@@ -111,8 +132,8 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
             while not self._runtime.closed.is_set():
                 load = self._runtime.load()
                 if timer.is_due(busy=bool(load.running or load.queued)):
-                    yield load_to_wire(load)
-                with contextlib.suppress(TimeoutError):
+                    yield load
+                with suppress(TimeoutError):
                     await asyncio.wait_for(self._runtime.closed.wait(), timer.interval_s)
 
     async def CancelStep(self, request: stage_pb2.CancelStepRequest, context: _Context) -> stage_pb2.CancelStepResponse:
@@ -127,13 +148,10 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
             )
             return probe_to_wire(found)
 
-    async def _execute(
+    def _execute(
         self, request: stage_pb2.ExecuteStepRequest, *, time_left_s: float | None
     ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
-        events = self._runtime.execute(spec_from_wire(request), time_left_s=time_left_s)
-        async with contextlib.aclosing(events):
-            async for event in events:
-                yield event_to_wire(event)
+        return self._runtime.execute(spec_from_wire(request), time_left_s=time_left_s)
 
 
 class _ReportTimer:
@@ -163,3 +181,166 @@ class _ReportTimer:
         if due:
             self._intervals = 0
         return due
+
+
+class Execute(Protocol):
+    """The interface of a function that runs a step in the same way as the ExecuteStep RPC."""
+
+    def __call__(
+        self, request: stage_pb2.ExecuteStepRequest, *, time_left_s: float | None
+    ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
+        """Yields the step's events. Closing the generator ends the call."""
+        ...
+
+
+class StepSession:
+    """The session of one ExecuteSteps stream, which runs the stream's calls as a `StreamHandler`.
+
+    Combines the responses of one event loop iteration into one message.
+    """
+
+    def __init__(self, execute: Execute, *, closing: asyncio.Event, where: Mapping[str, str]) -> None:
+        """`where` is added to the metadata of errors. When `closing` is set, the stream ends after its last call."""
+        self._execute, self._closing, self._where = execute, closing, where
+        self._loop = asyncio.get_running_loop()
+        self._stream = ServerStream(self)
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._waiting: deque[bytes] = deque()
+        """Serialized responses that contain one message each. Concatenating their bytes yields one response with all
+        messages."""
+        self._waiting_bytes = 0
+        self._has_space = asyncio.Event()
+        self._write_is_due = False
+
+    async def serve(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+        """Yields the messages for the caller until the caller or the session ends the stream.
+
+        Raises InvalidRequestError if the caller sends an invalid message.
+        """
+        ending = asyncio.create_task(self._end_in_order())
+        try:
+            async with aclosing(self._stream.serve(requests)) as messages:
+                async for message in messages:
+                    yield message
+                    # The message is deleted, because it may be large and the next message may arrive much later.
+                    del message
+        finally:
+            tasks = [ending, *self._calls.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- StreamHandler
+
+    def received(self, data: bytes) -> None:
+        try:
+            request = stage_pb2.ExecuteStepsRequest.FromString(data)
+        except DecodeError as exc:
+            raise InvalidRequestError("the message is not an ExecuteStepsRequest") from exc
+        number = request.call
+        running = self._calls.get(number)
+        if not request.HasField("step"):
+            if running is not None:
+                running.cancel()
+            return
+        if running is not None:
+            raise InvalidRequestError(f"call {number} is already running; give each call of a stream its own number")
+        self._calls[number] = task = self._loop.create_task(self._run(request), name=request.step.step_id)
+        task.add_done_callback(lambda _: self._calls.pop(number))
+
+    def writable(self) -> None:
+        self._write_waiting()
+
+    def closed(self, error: object) -> None:
+        """Does nothing, because `serve` ends together with the stream and then cancels the calls."""
+
+    # -- internal
+
+    async def _run(self, request: stage_pb2.ExecuteStepsRequest) -> None:
+        where = {**self._where, "request_id": request.step.request_id}
+        bind_log_context(**where)
+        error: chunk_pb2.Error | None = None
+        try:
+            await self._follow(request)
+        except Exception as exc:  # noqa: BLE001
+            error = _error_of(exc, where)
+        self._respond(_serialized(stage_pb2.StepMessage(call=request.call, ended=stage_pb2.StepEnded(error=error))))
+
+    async def _follow(self, request: stage_pb2.ExecuteStepsRequest) -> None:
+        time_left_s = checked_time_left_s(request.timeout_s if request.HasField("timeout_s") else None)
+        try:
+            async with (
+                asyncio.timeout(time_left_s),
+                aclosing(self._execute(request.step, time_left_s=time_left_s)) as events,
+            ):
+                async for event in events:
+                    while self._waiting_bytes >= _WAITING_BYTES:
+                        self._has_space.clear()
+                        await self._has_space.wait()
+                    response = _serialized(stage_pb2.StepMessage(call=request.call, event=event))
+                    _check_size(response, event)
+                    self._respond(response)
+        except TimeoutError as exc:
+            raise DeadlineError(f"the call took longer than its {time_left_s:g} s; allow more time") from exc
+
+    async def _end_in_order(self) -> None:
+        await self._closing.wait()
+        while self._calls:
+            await asyncio.wait(self._calls.values())
+        while self._waiting:
+            self._stream.write(self._next_message())
+        self._stream.write(stage_pb2.ExecuteStepsResponse(closing=True).SerializeToString())
+        # The session waits, so that the caller can end the stream first.
+        await asyncio.sleep(_READ_S)
+        self._stream.close()
+
+    def _respond(self, response: bytes) -> None:
+        self._waiting.append(response)
+        self._waiting_bytes += len(response)
+        if not self._write_is_due:
+            self._write_is_due = True
+            self._loop.call_soon(self._write_waiting)
+
+    def _write_waiting(self) -> None:
+        self._write_is_due = False
+        while self._waiting and self._stream.is_writable:
+            self._stream.write(self._next_message())
+
+    def _next_message(self) -> bytes:
+        """Removes waiting responses and returns them as one message.
+
+        The message contains as many responses as fit, but at least one.
+        """
+        size_bytes, responses = 0, list[bytes]()
+        while self._waiting and (not responses or size_bytes + len(self._waiting[0]) <= _MESSAGE_BYTES):
+            responses.append(self._waiting.popleft())
+            size_bytes += len(responses[-1])
+        self._waiting_bytes -= size_bytes
+        self._has_space.set()
+        return b"".join(responses)
+
+
+def _serialized(message: stage_pb2.StepMessage) -> bytes:
+    return stage_pb2.ExecuteStepsResponse(messages=[message]).SerializeToString()
+
+
+def _error_of(exc: Exception, where: Mapping[str, str]) -> chunk_pb2.Error:
+    try:
+        return error_to_wire(to_error(exc, where))
+    except Exception:  # noqa: BLE001
+        # Without an error the caller would wait until its deadline.
+        _log.exception("the error of a call cannot be converted")
+        unknown = InternalError(
+            "the call failed with an error that cannot be sent; the service's log has it", metadata=where
+        )
+        return error_to_wire(unknown)
+
+
+def _check_size(response: bytes, event: stage_pb2.ExecuteStepResponse) -> None:
+    """Raises UnsupportedError if the message is too large. The error ends only one call, not the shared stream."""
+    if len(response) > MAX_MESSAGE_BYTES:
+        raise UnsupportedError(
+            f"the step's {event.WhichOneof('event')} has {len(response)} bytes, but at most {MAX_MESSAGE_BYTES} can be "
+            "sent; request another output, or a smaller one",
+            reason="OUTPUT_TOO_LARGE",
+        )

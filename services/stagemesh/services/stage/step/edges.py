@@ -1,22 +1,28 @@
-"""The edges of a step: its incoming and outgoing flows, and the replicas at their other ends."""
+"""The edges of a step: its flows, the replicas at their other ends, and the packets that the engine receives."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import asdict
+from typing import Any
 
-from stagemesh.common.errors import InvalidRequestError, NotFoundError, StagemeshError, StaleAttemptError
+from stagemesh.common.connector_descriptors import number_of
+from stagemesh.common.descriptors import import_factory, load_transform_descriptor
+from stagemesh.common.errors import (
+    InvalidChunkError,
+    InvalidRequestError,
+    NotFoundError,
+    StagemeshError,
+    StaleAttemptError,
+)
+from stagemesh.common.tensors import Array, TensorSpec
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import REBIND_S, EdgeKey, is_recoverable
+from stagemesh.connectors.edge import REBIND_S, EdgeKey, FlowStatus, Packet, is_recoverable
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.services.stage.step.events import FlowReport
-from stagemesh.services.stage.step.spec import (
-    STATE_EDGE,
-    InputBinding,
-    InputRebinding,
-    OutputBinding,
-    Rebinding,
-    StepSpec,
-)
+from stagemesh.services.engines.base import Transform
+from stagemesh.services.stage.step.spec import STATE_EDGE, InputBinding, OutputBinding, Rebinding, StepSpec
+from stagemesh.v1 import control_pb2
 
 
 class StepEdges:
@@ -26,71 +32,63 @@ class StepEdges:
         self.request_id, self.step_id, self.attempt = spec.request_id, spec.step_id, spec.attempt
         self.outlets = data_plane.fan_out()
         """The outlets of the pipeline's edges. Excludes `state_outlet`."""
-        self.on_over: Callable[[], None] = lambda: None
-        """Called when no outgoing edge can be bound to another consumer any more."""
+        self.state_inlet: Inlet | None = None
+        """The inlet for the state from which the step resumes. None if the state does not arrive over an edge."""
+        self.state_outlet: Outlet | None = None
+        """The outlet for the state at which the step pauses. None if the state is not sent over an edge."""
         self._plane = data_plane
         self._inputs = {binding.edge: binding for binding in spec.inputs}
         self._outputs = {binding.edge: binding for binding in spec.outputs}
         self._inlets: dict[str, Inlet] = {}
         self._by_edge: dict[str, Outlet] = {}
-        self._state_inlet: Inlet | None = None
-        self._state_outlet: Outlet | None = None
 
     def open(self) -> None:
         """Opens the inlets and outlets of all edges of the spec."""
         for binding in self._inputs.values():
-            is_state = binding.edge == STATE_EDGE
             inlet = self._plane.open_inlet(
-                self._key(binding), producer=binding.producer, rebind_s=0.0 if is_state else REBIND_S
+                self._key(binding), producer=binding.producer, rebind_s=_rebind_s(binding.edge)
             )
-            if is_state:
-                self._state_inlet = inlet
+            if binding.edge == STATE_EDGE:
+                self.state_inlet = inlet
             else:
                 self._inlets[binding.edge] = inlet
         for target in self._outputs.values():
-            is_state = target.edge == STATE_EDGE
             outlet = self._plane.open_outlet(
                 self._key(target),
                 endpoint=target.endpoint,
                 consumer=target.consumer,
                 connector=target.connector,
                 policy=target.policy,
-                rebind_s=0.0 if is_state else REBIND_S,
-                on_over=(lambda: None) if is_state else self._over,
+                rebind_s=_rebind_s(target.edge),
             )
-            if is_state:
-                self._state_outlet = outlet
+            if target.edge == STATE_EDGE:
+                self.state_outlet = outlet
             else:
                 self._by_edge[target.edge] = outlet
                 self.outlets.add(outlet, target.select if target.is_selective else None)
 
-    @property
-    def inlets(self) -> dict[str, Inlet]:
-        """The inlets of the pipeline's edges, by edge name. Excludes `state_inlet`."""
-        return dict(self._inlets)
+    def make_inputs(self, accepts: Mapping[str, TensorSpec], on_packet: Callable[[], None]) -> dict[str, "EdgeInput"]:
+        """Returns the input of the engine from each incoming edge of the pipeline, by edge name.
 
-    @property
-    def state_inlet(self) -> Inlet | None:
-        """The inlet for the state from which the step resumes. None if the state does not arrive over an edge."""
-        return self._state_inlet
-
-    @property
-    def state_outlet(self) -> Outlet | None:
-        """The outlet for the state at which the step pauses. None if the state is not sent over an edge."""
-        return self._state_outlet
+        Raises NotFoundError if an edge names an unknown transform.
+        """
+        return {
+            edge: EdgeInput(inlet, self._inputs[edge], accepts=accepts, on_packet=on_packet)
+            for edge, inlet in self._inlets.items()
+        }
 
     @property
     def is_over(self) -> bool:
         """Whether no outgoing edge can be bound to another consumer any more."""
         return all(outlet.is_over for outlet in self._by_edge.values())
 
-    def reports(self) -> tuple[tuple[FlowReport, ...], tuple[FlowReport, ...]]:
-        """Returns two tuples: the status of each incoming flow, and the status of each outgoing flow."""
-        inlets = tuple(
-            FlowReport(self._inputs[edge].producer, inlet.status) for edge, inlet in self._all_inlets().items()
-        )
-        statuses = self.outlets.statuses
-        return inlets, tuple(FlowReport(self._outputs[each.edge].consumer, each) for each in statuses)
+    def inlet_reports(self) -> list[control_pb2.FlowReport]:
+        """Returns the status of each incoming flow."""
+        return [_report(self._inputs[edge].producer, inlet.status) for edge, inlet in self._all_inlets().items()]
+
+    def outlet_reports(self) -> list[control_pb2.FlowReport]:
+        """Returns the status of each outgoing flow."""
+        return [_report(self._outputs[status.edge].consumer, status) for status in self.outlets.statuses]
 
     def rebind(self, rebinding: Rebinding) -> None:
         """Binds all named edges to other replicas, or no edge if an error is raised.
@@ -98,14 +96,21 @@ class StepEdges:
         Raises NotReadyError (CHUNK_GONE, ROWS_MISSING) if an edge cannot continue with the new peer, StaleAttemptError
         if an edge is bound in a newer attempt, and NotFoundError if the step does not have an edge.
         """
-        inputs = [each for each in rebinding.inputs if self._is_new_producer(each.binding)]
-        outputs = [each for each in rebinding.outputs if self._is_new_consumer(each)]
+        inputs = [each for each in rebinding.inputs if self._is_new(each.binding, self._inputs, self._inlets)]
+        outputs = [each for each in rebinding.outputs if self._is_new(each, self._outputs, self._by_edge)]
         for each in inputs:
             self._inlets[each.binding.edge].check_rebindable(each.first_rows)
         for target in outputs:
             self._by_edge[target.edge].check_rebindable()
         for each in inputs:
-            self._rebind_inlet(each)
+            binding = each.binding
+            self._inputs[binding.edge] = binding
+            self._plane.rebind_inlet(
+                self._inlets[binding.edge],
+                self._key(binding),
+                producer=binding.producer,
+                first_rows=each.first_rows,
+            )
         for target in outputs:
             self._outputs[target.edge] = target
             self._plane.rebind_outlet(
@@ -123,74 +128,138 @@ class StepEdges:
         """
         if error is not None:
             self.outlets.abort(error)
-        if self._state_outlet is not None and (error is not None or not left_state):
+        if self.state_outlet is not None and (error is not None or not left_state):
             ended = InvalidRequestError("the request ran to its end and left no state", reason="NOT_PAUSED")
-            self._state_outlet.abort(error or ended)
+            self.state_outlet.abort(error or ended)
         lost = error is not None and is_recoverable(error)
         await asyncio.gather(*(inlet.aclose(lost=lost) for inlet in self._all_inlets().values()))
-        self._inlets, self._state_inlet, self._state_outlet = {}, None, None
-
-    def release(self, error: StagemeshError) -> None:
-        """Aborts the outlets that remained open after the run. Their consumers receive `error`."""
-        for outlet in self._by_edge.values():
-            outlet.abort(error)
+        self._inlets, self.state_inlet, self.state_outlet = {}, None, None
 
     # -- internal
 
     def _all_inlets(self) -> dict[str, Inlet]:
-        return self.inlets if self._state_inlet is None else {**self._inlets, STATE_EDGE: self._state_inlet}
+        return self._inlets if self.state_inlet is None else {**self._inlets, STATE_EDGE: self.state_inlet}
 
     def _key(self, binding: InputBinding | OutputBinding) -> EdgeKey:
-        return EdgeKey(self.request_id, binding.edge, self._attempt_of(binding))
-
-    def _attempt_of(self, binding: InputBinding | OutputBinding) -> int:
-        return binding.attempt or self.attempt
-
-    def _rebind_inlet(self, rebinding: InputRebinding) -> None:
-        binding = rebinding.binding
-        self._inputs[binding.edge] = binding
-        self._plane.rebind_inlet(
-            self._inlets[binding.edge],
-            self._key(binding),
-            producer=binding.producer,
-            first_rows=rebinding.first_rows,
-        )
-
-    def _is_new_producer(self, binding: InputBinding) -> bool:
-        current, inlet = self._inputs.get(binding.edge), self._inlets.get(binding.edge)
-        if inlet is None or current is None:
-            raise self._unknown(binding.edge, self._inlets)
-        same = current.producer == binding.producer
-        return self._is_new(current, binding, repeats=same and not inlet.is_lost)
-
-    def _is_new_consumer(self, target: OutputBinding) -> bool:
-        current, outlet = self._outputs.get(target.edge), self._by_edge.get(target.edge)
-        if outlet is None or current is None:
-            raise self._unknown(target.edge, self._by_edge)
-        same = (current.consumer, current.endpoint) == (target.consumer, target.endpoint)
-        return self._is_new(current, target, repeats=same and not outlet.is_lost)
+        return EdgeKey(self.request_id, binding.edge, binding.attempt or self.attempt)
 
     def _is_new(
-        self, current: InputBinding | OutputBinding, binding: InputBinding | OutputBinding, *, repeats: bool
+        self,
+        binding: InputBinding | OutputBinding,
+        bound: Mapping[str, InputBinding | OutputBinding],
+        flows: Mapping[str, Inlet | Outlet],
     ) -> bool:
-        """Returns whether a binding must be applied. `repeats` says whether it equals the current binding.
+        """Returns whether a binding must be applied. A repetition of the current binding need not be.
 
-        Raises StaleAttemptError if the edge is bound in a newer attempt.
+        Raises NotFoundError if the step does not have the edge, and StaleAttemptError if the edge is bound in a newer
+        attempt.
         """
-        attempt, wanted = self._attempt_of(current), self._attempt_of(binding)
+        current, flow = bound.get(binding.edge), flows.get(binding.edge)
+        if current is None or flow is None:
+            raise NotFoundError(
+                f"step {self.step_id} has no edge {binding.edge} that can be rebound; it has "
+                f"{', '.join(flows) or 'none'}",
+                reason="UNKNOWN_EDGE",
+            )
+        attempt, wanted = self._key(current).attempt, self._key(binding).attempt
         if wanted < attempt:
             raise StaleAttemptError(
                 f"edge {binding.edge} of step {self.step_id} is bound in attempt {attempt}, newer than {wanted}",
                 metadata={"edge": binding.edge, "attempt": str(attempt)},
             )
-        return wanted > attempt or not repeats
+        return wanted > attempt or flow.is_lost or binding.peer != current.peer
 
-    def _unknown(self, edge: str, known: Iterable[str]) -> StagemeshError:
-        names = ", ".join(known) or "none"
-        return NotFoundError(
-            f"step {self.step_id} has no edge {edge} that can be rebound; it has {names}", reason="UNKNOWN_EDGE"
+
+class EdgeInput:
+    """An async iterator over the transformed and validated packets of an inlet."""
+
+    def __init__(
+        self, inlet: Inlet, binding: InputBinding, *, accepts: Mapping[str, TensorSpec], on_packet: Callable[[], None]
+    ) -> None:
+        """`on_packet` is called before each packet is returned."""
+        self._packets = aiter(inlet)
+        self._edge, self._accepts, self._on_packet = binding.edge, accepts, on_packet
+        self._transform = _make_transform(binding.transform)
+        self._pending: deque[Packet] = deque()
+        self.waits = False
+        """Whether the engine is waiting for a packet that has not arrived."""
+        self._ended = False
+
+    def __aiter__(self) -> AsyncIterator[Packet]:
+        """Returns this object, because a flow can be read only once."""
+        return self
+
+    async def __anext__(self) -> Packet:
+        """Returns the next packet.
+
+        This is not a generator, because a generator's frame would retain the last packet and its lease.
+        """
+        while not self._pending:
+            if self._ended:
+                raise StopAsyncIteration
+            await self._pull()
+        self._on_packet()
+        return self._pending.popleft()
+
+    async def _pull(self) -> None:
+        self.waits = True
+        try:
+            packet = await anext(self._packets, None)
+        finally:
+            self.waits = False
+        self._ended = packet is None
+        if self._transform is not None:
+            made = self._transform.finish() if packet is None else self._transform.push(packet)
+        else:
+            made = [] if packet is None else [packet]
+        self._pending.extend(accepted_part(each, self._accepts, edge=self._edge) for each in made)
+
+
+def accepted_part(packet: Packet, accepts: Mapping[str, TensorSpec], *, edge: str) -> Packet:
+    """Returns a packet with only the tensors that the stage accepts.
+
+    Raises InvalidChunkError if the packet has no such tensor, or if a dtype or shape does not match. A symbol in the
+    shapes represents the same length in all tensors of the packet.
+    """
+    taken = {name: tensor for name, tensor in packet.tensors.items() if name in accepts}
+    if not taken:
+        raise InvalidChunkError(
+            f"edge {edge} carries {', '.join(packet.tensors) or 'no tensor'}; this stage accepts {', '.join(accepts)}",
+            metadata={"edge": edge},
         )
+    lengths: dict[str, int] = {}
+    for name, tensor in taken.items():
+        try:
+            accepts[name].check(name, tensor)
+            _check_symbols(name, tensor, accepts[name], lengths=lengths)
+        except InvalidChunkError as exc:
+            raise InvalidChunkError(f"edge {edge}: {exc.message}", metadata={"edge": edge}) from exc
+    return Packet(taken, packet.metadata)
 
-    def _over(self) -> None:
-        if self.is_over:
-            self.on_over()
+
+def _check_symbols(name: str, tensor: Array, spec: TensorSpec, *, lengths: dict[str, int]) -> None:
+    for symbol, length in zip(spec.shape, tensor.shape, strict=True):
+        if isinstance(symbol, str) and lengths.setdefault(symbol, length) != length:
+            raise InvalidChunkError(
+                f"tensor {name!r} has {length} {symbol}, but another tensor of its chunk has {lengths[symbol]}"
+            )
+
+
+def _make_transform(name: str) -> Transform | None:
+    """Returns a new instance of the named transform, or None if the name is empty.
+
+    Raises NotFoundError if the name is unknown.
+    """
+    if not name:
+        return None
+    transform: Transform = import_factory(load_transform_descriptor(name).factory)()
+    return transform
+
+
+def _rebind_s(edge: str) -> float:
+    return 0.0 if edge == STATE_EDGE else REBIND_S
+
+
+def _report(peer: str, status: FlowStatus) -> control_pb2.FlowReport:
+    fields: dict[str, Any] = asdict(status) | {"connector": number_of(status.connector)}
+    return control_pb2.FlowReport(**fields, peer=peer)

@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterable
+from typing import TypeVar
 
 from stagemesh.common.errors import CancelledRequestError, ExistsError, NotFoundError, StaleAttemptError
 from stagemesh.services.stage.step.edges import StepEdges
@@ -20,6 +20,8 @@ MAX_ATTEMPTS = 4096
 """The maximum number of requests whose latest attempt is recorded."""
 _RELEASED = CancelledRequestError("the request has ended")
 
+_StepT = TypeVar("_StepT", StepRun, StepEdges)
+
 
 class RunRegistry:
     """An index of runs by step id and by request. Records the latest attempt of each request."""
@@ -27,30 +29,26 @@ class RunRegistry:
     def __init__(self) -> None:
         self._runs: dict[str, StepRun] = {}
         self._left: dict[str, StepEdges] = {}
+        """The edges that ended runs have left open. Edges that are over are removed when another run ends."""
         self._running: dict[str, StepRun] = {}
         self._kept: OrderedDict[str, asyncio.TimerHandle] = OrderedDict()
         self._kept_bytes = 0
         self._attempts: OrderedDict[str, int] = OrderedDict()
 
-    def running(self) -> list[StepRun]:
-        """Returns the runs that have not ended."""
-        return list(self._running.values())
+    def running(self, request_id: str = "", *, up_to_attempt: int = 0) -> list[StepRun]:
+        """Returns the runs of a request that have not ended and whose attempt is at most `up_to_attempt`.
 
-    def of_request(self, request_id: str, *, up_to_attempt: int = 0) -> Iterator[StepRun]:
-        """Yields the runs of a request that have not ended and whose attempt is at most `up_to_attempt`.
-
-        An attempt of 0 means all attempts.
+        An empty `request_id` means all requests. An attempt of 0 means all attempts.
         """
-        for run in self.running():
-            spec = run.spec
-            if spec.request_id == request_id and (not up_to_attempt or spec.attempt <= up_to_attempt):
-                yield run
+        runs = self._running.values()
+        return _of_request(runs, request_id, up_to_attempt) if request_id else list(runs)
 
-    def find_edges(self, rebinding: Rebinding) -> "StepRun | StepEdges":
+    def find_edges(self, rebinding: Rebinding) -> StepRun | StepEdges:
         """Returns the run whose edges are to be rebound, or the edges that it left open when it ended.
 
         Raises NotFoundError if neither exists.
         """
+        self._drop_edges_over()
         found = self._running.get(rebinding.step_id) or self._left.get(rebinding.step_id)
         if found is None or found.request_id != rebinding.request_id:
             raise NotFoundError(
@@ -59,19 +57,12 @@ class RunRegistry:
             )
         return found
 
-    def keep_edges(self, edges: StepEdges) -> None:
-        """Stores the outgoing edges of a successful run until their consumers no longer need them."""
-        self._left[edges.step_id] = edges
-        edges.on_over = partial(self._forget_edges, edges)
-
     def release_edges(self, request_id: str, *, up_to_attempt: int = 0) -> None:
         """Releases the edges that ended runs of a request have left open.
 
         Releases only edges of attempts up to `up_to_attempt`. An attempt of 0 means all attempts.
         """
-        for edges in list(self._left.values()):
-            if edges.request_id == request_id and (not up_to_attempt or edges.attempt <= up_to_attempt):
-                edges.release(_RELEASED)
+        self._release(_of_request(self._left.values(), request_id, up_to_attempt))
 
     def find(self, spec: StepSpec) -> StepRun | None:
         """Returns the run with the step id of `spec`, or None if there is none.
@@ -96,9 +87,9 @@ class RunRegistry:
     def add(self, run: StepRun) -> None:
         """Adds a new run, and stops runs of earlier attempts of the same request."""
         spec = run.spec
-        superseded_runs = [run for run in self.of_request(spec.request_id) if run.spec.attempt < spec.attempt]
-        for superseded in superseded_runs:
-            superseded.stop(CancelledRequestError(f"attempt {spec.attempt} has taken over", reason="STALE_ATTEMPT"))
+        for known in self.running(spec.request_id):
+            if known.attempt < spec.attempt:
+                known.stop(CancelledRequestError(f"attempt {spec.attempt} has taken over", reason="STALE_ATTEMPT"))
         self.release_edges(spec.request_id, up_to_attempt=spec.attempt)
         self._attempts[spec.request_id] = spec.attempt
         self._attempts.move_to_end(spec.request_id)
@@ -106,19 +97,25 @@ class RunRegistry:
             self._attempts.popitem(last=False)
         self._runs[spec.step_id] = self._running[spec.step_id] = run
 
-    def retire(self, run: StepRun) -> None:
-        """Stores an ended run for KEPT_S seconds, or until newer runs exceed the limits."""
-        del self._running[run.spec.step_id]
+    def retire(self, run: StepRun, left: StepEdges | None) -> None:
+        """Stores an ended run for KEPT_S seconds, or until newer runs exceed the limits.
+
+        Stores `left`, the outgoing edges of a successful run, until their consumers no longer need them.
+        """
+        step_id = run.spec.step_id
+        del self._running[step_id]
+        self._drop_edges_over()
+        if left is not None:
+            self._left[step_id] = left
         loop = asyncio.get_running_loop()
-        self._kept[run.spec.step_id] = loop.call_later(KEPT_S, self._forget, run.spec.step_id)
+        self._kept[step_id] = loop.call_later(KEPT_S, self._forget, step_id)
         self._kept_bytes += run.kept_bytes
         while len(self._kept) > MAX_KEPT or self._kept_bytes > MAX_KEPT_BYTES:
             self._forget(next(iter(self._kept)))
 
     def close(self) -> None:
         """Removes the ended runs, and releases the edges that they have left open."""
-        for edges in list(self._left.values()):
-            edges.release(_RELEASED)
+        self._release(list(self._left.values()))
         for step_id in list(self._kept):
             self._forget(step_id)
 
@@ -126,8 +123,16 @@ class RunRegistry:
         self._kept.pop(step_id).cancel()
         self._kept_bytes -= self._runs.pop(step_id).kept_bytes
 
-    def _forget_edges(self, edges: StepEdges) -> None:
-        if self._left.get(edges.step_id) is edges:
-            del self._left[edges.step_id]
-        # The callback refers to the edges and would form a reference cycle.
-        edges.on_over = lambda: None
+    def _release(self, left: Iterable[StepEdges]) -> None:
+        for edges in left:
+            edges.outlets.abort(_RELEASED)
+        self._drop_edges_over()
+
+    def _drop_edges_over(self) -> None:
+        self._left = {step_id: edges for step_id, edges in self._left.items() if not edges.is_over}
+
+
+def _of_request(steps: Iterable[_StepT], request_id: str, up_to_attempt: int) -> list[_StepT]:
+    return [
+        each for each in steps if each.request_id == request_id and (not up_to_attempt or each.attempt <= up_to_attempt)
+    ]

@@ -3,9 +3,10 @@
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import (
@@ -20,15 +21,13 @@ from stagemesh.common.journal import Journal
 from stagemesh.common.logs import bind_log_context
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import Packet
-from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.packet_queue import add_rows
 from stagemesh.services.engines.base import Checkpoint, Emission, Engine, Paused, Progress, Task, Usage
-from stagemesh.services.stage.replica.paused_states import size_bytes, without_large_state, without_state
-from stagemesh.services.stage.step.edge_input import EdgeInput, make_transform
-from stagemesh.services.stage.step.edges import StepEdges
-from stagemesh.services.stage.step.events import Accepted, Finished, StepEvent, StepReport, Stopwatch
+from stagemesh.services.stage.replica.paused_states import PausedStates, without_large_state, without_state
+from stagemesh.services.stage.step.edges import EdgeInput, StepEdges
 from stagemesh.services.stage.step.outputs import ProgressThrottle, StreamedOutputs
-from stagemesh.services.stage.step.spec import STATE_EDGE, Rebinding, StepSpec
+from stagemesh.services.stage.step.spec import STATE_EDGE, Rebinding, StepSpec, checkpoint_to_wire
+from stagemesh.v1 import control_pb2, request_pb2, stage_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +49,41 @@ def drained_error(where: Mapping[str, str]) -> UnavailableError:
     )
 
 
+class Stopwatch:
+    """Measures the timings of a step on the monotonic clock. Starts when it is constructed."""
+
+    def __init__(self) -> None:
+        self._accepted_s = time.monotonic()
+        self._started_s: float | None = None
+        self._first_output_s: float | None = None
+
+    @property
+    def age_s(self) -> float:
+        """The time since the step was accepted, in seconds."""
+        return time.monotonic() - self._accepted_s
+
+    @property
+    def started(self) -> bool:
+        """Whether the engine has received an input."""
+        return self._started_s is not None
+
+    def start(self) -> None:
+        """Records the time at which the engine received its first input. Ignores later calls."""
+        if self._started_s is None:
+            self._started_s = self.age_s
+
+    def first_output(self) -> None:
+        """Records the time at which the engine emitted its first output. Ignores later calls."""
+        if self._first_output_s is None:
+            self._first_output_s = self.age_s
+
+    def timings(self) -> request_pb2.Timings:
+        """Returns the step's timings, with the current time as the end of the step."""
+        now_s = self.age_s
+        started_s = now_s if self._started_s is None else self._started_s
+        return request_pb2.Timings(started_s=started_s, first_output_s=self._first_output_s, finished_s=now_s)
+
+
 class StepRun:
     """The run of one step on the engine, from the step's inlets to its outlets. Appends the step's events to `journal`.
 
@@ -64,41 +98,32 @@ class StepRun:
         engine: Engine,
         data_plane: DataPlane,
         signature: Signature,
+        states: PausedStates,
         where: Mapping[str, str],
-        on_state: Callable[[str, Checkpoint], None],
-        on_left: Callable[[StepEdges], None] = lambda _: None,
     ) -> None:
-        """`on_state` is called with the request id and each state from which the request can resume.
-
-        `on_left` is called with the edges of a successful run if their consumers may still be replaced.
-        """
+        """`states` retains the states from which the request can resume."""
+        if spec.task.resume_from is not None:
+            spec = states.with_state(spec)
         self.spec = spec
-        self.journal = Journal[StepEvent](on_abandoned=self._abandoned)
-        self._engine, self._data_plane, self._signature = engine, data_plane, signature
+        self.journal = Journal[bytes](on_abandoned=self._abandoned)
+        """The events of the step as serialized messages. A message object would need ten times the memory."""
+        self._engine, self._data_plane, self._signature, self._states = engine, data_plane, signature, states
         self._where = {**where, "request_id": spec.request_id}
-        resume_from = spec.task.resume_from
-        self._outputs = StreamedOutputs(
-            spec.streamed, signature.emits, made=resume_from.outputs if resume_from is not None else None
-        )
-        self.paused: Checkpoint | None = None
+        resume_from = spec.task.resume_from or Checkpoint(0)
+        self._outputs = StreamedOutputs(spec.streamed, signature.emits, made=resume_from.outputs)
+        self._rows = dict(resume_from.rows)
+        self._paused: Checkpoint | None = None
         """The state at which the run paused. None if it has not paused."""
-        self.failed = False
-        """Whether the run has ended with an error."""
         self._journaled: tuple[int, Checkpoint] | None = None
-        """The index of the newest checkpoint in the journal, and the checkpoint. None if the journal has no checkpoint
-        with a state."""
-        self._rows = dict(resume_from.rows) if resume_from is not None else dict[str, int]()
-        self._edges_take_all_rows = spec.edges_take_all_rows(signature)
+        """The index of the newest checkpoint in the journal, and its placeholder without the state. None if the journal
+        has no checkpoint with a state."""
         self._edges = StepEdges(spec, data_plane)
-        self._on_state, self._on_left = on_state, on_left
         self._stopwatch, self._progress = Stopwatch(), ProgressThrottle()
         self._usage = Usage()
         self._timer: asyncio.TimerHandle | None = None
-        self._abandoning: asyncio.TimerHandle | None = None
-        self._aborting: asyncio.TimerHandle | None = None
         self._cause: StagemeshError | None = None
         self._task: asyncio.Task[None] | None = None
-        self._early_close: asyncio.Task[None] | None = None
+        self._early_close: asyncio.Task[StepEdges | None] | None = None
         self._closing = self._interruptible = False
         self._pause_requested = asyncio.Event()
         self._inputs: list[EdgeInput] = []
@@ -123,32 +148,33 @@ class StepRun:
         return self.spec.request_id
 
     @property
-    def running(self) -> bool:
-        """Whether the run has not ended. A run ends when its journal closes."""
-        return not self.journal.closed
+    def attempt(self) -> int:
+        return self.spec.attempt
 
     @property
     def kept_bytes(self) -> int:
-        """The memory of the run's outputs and of its newest checkpoint, in bytes."""
-        return self._outputs.size_bytes + (size_bytes(self._journaled[1]) if self._journaled is not None else 0)
+        """The size of the run's events, in bytes."""
+        return sum(map(len, self.journal.items))
 
     @property
-    def report(self) -> StepReport:
+    def report(self) -> control_pb2.StepReport:
         """The current status of the step and its flows."""
-        spec = self.spec
-        inlets, outlets = self._edges.reports()
-        return StepReport(
-            request_id=spec.request_id,
-            step_id=spec.step_id,
-            attempt=spec.attempt,
+        return control_pb2.StepReport(
+            request_id=self.request_id,
+            step_id=self.spec.step_id,
+            attempt=self.attempt,
             age_s=self._stopwatch.age_s,
             started=self._stopwatch.started,
-            inlets=inlets,
-            outlets=outlets,
+            inlets=self._edges.inlet_reports(),
+            outlets=self._edges.outlet_reports(),
         )
 
-    def start(self, *, deadline_s: float | None, on_ended: Callable[["StepRun"], None]) -> None:
-        """Starts the run. `deadline_s` is a time on the event loop's clock in seconds, or None for no deadline."""
+    def start(self, *, deadline_s: float | None, on_ended: Callable[["StepRun", StepEdges | None], None]) -> None:
+        """Starts the run. `deadline_s` is a time on the event loop's clock in seconds, or None for no deadline.
+
+        When the run has ended, `on_ended` is called with the run and with the edges that it left open. The edges are
+        None unless the run succeeded and some of its consumers may still be replaced.
+        """
         self._set_deadline(deadline_s)
         self._task = asyncio.create_task(self._run(on_ended), name=f"step {self.spec.step_id}")
 
@@ -167,7 +193,7 @@ class StepRun:
             self._cause = cause
             if self._interruptible:
                 self._task.cancel()
-            self._aborting = asyncio.get_running_loop().call_later(ABORT_S, self._close_early)
+            asyncio.get_running_loop().call_later(ABORT_S, self._close_early)
 
     def request_pause(self) -> None:
         """Requests a pause after the engine's current step, so that another replica can resume the request.
@@ -187,12 +213,9 @@ class StepRun:
 
     def _abandoned(self) -> None:
         """Called when the last caller has disconnected. The run waits, because a caller may reconnect."""
-        if self._abandoning is None:
-            loop = asyncio.get_running_loop()
-            self._abandoning = loop.call_later(ABANDON_S, self._stop_abandoned)
+        asyncio.get_running_loop().call_later(ABANDON_S, self._stop_abandoned)
 
     def _stop_abandoned(self) -> None:
-        self._abandoning = None
         if not self.journal.readers:
             self.stop(CancelledRequestError("every caller of the step has disconnected"))
 
@@ -203,16 +226,13 @@ class StepRun:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_at(deadline_s, self.stop, error) if deadline_s is not None else None
 
-    async def _run(self, on_ended: Callable[["StepRun"], None]) -> None:
+    async def _run(self, on_ended: Callable[["StepRun", StepEdges | None], None]) -> None:
         bind_log_context(**self._where)
         error = await self._outcome()
-        if self._early_close is None:
-            await self._close(error)
-        else:
-            await self._early_close
+        left = await (self._early_close or self._close(error))
         # An exception refers to the frames that it passed through, and thereby retains a packet and its lease.
         self._cause = None
-        on_ended(self)
+        on_ended(self, left)
 
     async def _outcome(self) -> StagemeshError | None:
         """Runs the step until it ends. Returns the step's error, or None if it succeeds."""
@@ -233,11 +253,12 @@ class StepRun:
         self._raise_cause()
         self._interruptible = True
         self._edges.open()
-        self.journal.append(Accepted(self._engine.load().queued))
-        spec, inlets = self.spec, self._edges.inlets
+        accepted = stage_pb2.StepAccepted(queue_position=self._engine.load().queued)
+        self._append(stage_pb2.ExecuteStepResponse(accepted=accepted))
+        spec = self.spec
         if not spec.inputs:
             self._stopwatch.start()
-        inputs = {edge: self._input(edge, inlet) for edge, inlet in inlets.items()}
+        inputs = self._edges.make_inputs(self._signature.accepts, self._stopwatch.start)
         self._inputs = list(inputs.values())
         await self._compute(
             replace(
@@ -288,11 +309,12 @@ class StepRun:
                         self._with_engine = True
                 elif isinstance(event, Progress):
                     if self._progress.is_due(event):
-                        self.journal.append(event)
+                        progress = stage_pb2.StepProgress(steps=event.steps, total_steps=event.total_steps)
+                        self._append(stage_pb2.ExecuteStepResponse(progress=progress))
                 elif isinstance(event, Checkpoint):
                     self._append_checkpoint(event)
                 elif isinstance(event, Paused):
-                    self.paused = self._with_counts(event.checkpoint)
+                    self._paused = self._with_counts(event.checkpoint)
                 else:
                     self._usage = event
         finally:
@@ -309,15 +331,8 @@ class StepRun:
         if self._cause is not None:
             raise self._cause
 
-    def _input(self, edge: str, inlet: Inlet) -> EdgeInput:
-        transform = next(binding.transform for binding in self.spec.inputs if binding.edge == edge)
-        return EdgeInput(
-            inlet,
-            edge=edge,
-            accepts=self._signature.accepts,
-            transform=make_transform(transform),
-            on_first=self._stopwatch.start,
-        )
+    def _append(self, event: stage_pb2.ExecuteStepResponse) -> int:
+        return self.journal.append(event.SerializeToString())
 
     def _append_outputs(self, emission: Emission) -> None:
         """Appends the client's outputs to the journal before edges receive them, so that clients do not wait for
@@ -325,30 +340,30 @@ class StepRun:
         """
         self._stopwatch.first_output()
         for output in self._outputs.push(emission.packet, emission.logprobs):
-            self.journal.append(output)
+            self._append(output)
 
     def _append_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Appends a checkpoint to the journal. The checkpoint covers everything that was emitted before it.
 
         Skips the checkpoint if an edge does not receive all rows, because the row counts do not apply to that edge.
         """
-        if not self._edges_take_all_rows:
+        if not self.spec.edges_take_all_rows(self._signature):
             return
         state = self._with_counts(checkpoint)
         journaled = without_large_state(state)
         if journaled is not state:
-            self._on_state(self.spec.request_id, state)
+            self._states.keep(self.request_id, state)
         self._clear_journaled()
-        self._journaled = self.journal.append(journaled), journaled
+        self._journaled = self._append(_checkpoint_event(journaled)), without_state(state)
 
     def _clear_journaled(self) -> None:
-        """Replaces the last journaled checkpoint with a placeholder without its state.
+        """Replaces the last journaled checkpoint with its placeholder.
 
         Later subscribers resume from a newer checkpoint or need none.
         """
         if self._journaled is not None:
-            index, state = self._journaled
-            self.journal.replace(index, without_state(state))
+            index, placeholder = self._journaled
+            self.journal.replace(index, _checkpoint_event(placeholder).SerializeToString())
             self._journaled = None
 
     def _with_counts(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -356,21 +371,26 @@ class StepRun:
 
     async def _finish(self) -> None:
         for output in self._outputs.finish():
-            self.journal.append(output)
-        if self.paused is not None:
-            await self._send_state(self.paused)
+            self._append(output)
+        if self._paused is not None:
+            await self._send_state(self._paused)
             self._clear_journaled()
             # `PausedStates` retains the whole state if its limit allows. The callers receive this checkpoint.
-            self.paused = without_large_state(self.paused)
-            self._journaled = self.journal.append(Paused(self.paused)), self.paused
+            self._paused = without_large_state(self._paused)
+            paused = stage_pb2.StepPaused(checkpoint=checkpoint_to_wire(self._paused))
+            self._append(stage_pb2.ExecuteStepResponse(paused=paused))
             return
         await self._edges.outlets.finish()
-        edges = self._edges.outlets.usages
         self._clear_journaled()
-        self.journal.append(Finished(self._usage, self._stopwatch.timings(), edges))
+        finished = stage_pb2.StepFinished(
+            usage=request_pb2.Usage(**asdict(self._usage)),
+            timings=self._stopwatch.timings(),
+            edges=[request_pb2.EdgeUsage(**asdict(usage)) for usage in self._edges.outlets.usages],
+        )
+        self._append(stage_pb2.ExecuteStepResponse(finished=finished))
 
     async def _send_state(self, state: Checkpoint) -> None:
-        self._on_state(self.spec.request_id, state)
+        self._states.keep(self.request_id, state)
         outlet = self._edges.state_outlet
         if outlet is not None:
             await outlet.send(Packet(state.tensors, {"steps": state.steps}))
@@ -378,28 +398,31 @@ class StepRun:
 
     def _close_early(self) -> None:
         """Closes the run before the engine has released the task. `ended` still waits for the engine."""
-        _log.info("the engine has not released step %s within %g s after its stop", self.spec.step_id, ABORT_S)
-        self._early_close = asyncio.create_task(self._close(self._cause), name=f"close step {self.spec.step_id}")
+        if not self._closing:
+            _log.info("the engine has not released step %s within %g s after its stop", self.spec.step_id, ABORT_S)
+            self._early_close = asyncio.create_task(self._close(self._cause), name=f"close step {self.spec.step_id}")
 
-    async def _close(self, error: StagemeshError | None) -> None:
+    async def _close(self, error: StagemeshError | None) -> StepEdges | None:
+        """Closes the flows and the journal. Returns the edges whose consumers may still be replaced, if any."""
         self._closing = True
-        for timer in (self._abandoning, self._aborting, self._timer):
-            if timer is not None:
-                timer.cancel()
-        self._abandoning = self._aborting = self._timer = None
-        self.failed = error is not None
+        self._set_deadline(None)
         if error is not None:
             # The error is copied, because one cause may end several runs.
             error = copy(error).located(**self._where)
-        edges_error = error
-        if error is None and self.paused is not None and self._pause_requested.is_set():
+        edges, edges_error = self._edges, error
+        if error is None and self._paused is not None and self._pause_requested.is_set():
             # The peer stages wait for the replica that resumes the request.
             edges_error = drained_error(self._where)
-        await self._edges.close(edges_error, left_state=self.paused is not None)
-        if edges_error is None and not self._edges.is_over:
-            self._on_left(self._edges)
+        await edges.close(edges_error, left_state=self._paused is not None)
+        if error is None and self._paused is None:
+            self._states.forget(self.request_id)
         # The run is stored for callers that attach again. They need only the journal.
         self._edges = StepEdges(replace(self.spec, inputs=(), outputs=()), self._data_plane)
-        self._inputs = []
-        self.spec = replace(self.spec, task=Task(self.spec.request_id, self.spec.task.seed))
+        self._inputs, self._paused = [], None
+        self.spec = replace(self.spec, task=Task(self.request_id, self.spec.task.seed))
         self.journal.close(error)
+        return None if edges_error is not None or edges.is_over else edges
+
+
+def _checkpoint_event(state: Checkpoint) -> stage_pb2.ExecuteStepResponse:
+    return stage_pb2.ExecuteStepResponse(checkpoint=checkpoint_to_wire(state))

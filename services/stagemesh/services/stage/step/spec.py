@@ -1,12 +1,29 @@
-"""The spec of a step: the content of an ExecuteStep or RebindStep call, independent of protobuf."""
+"""The spec of a step: the content of an ExecuteStep or RebindStep call, and its conversion from the messages."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from stagemesh.common.connector_descriptors import ConnectorName
+from stagemesh.common.connector_descriptors import ConnectorName, name_of
 from stagemesh.common.descriptors import Signature
-from stagemesh.connectors.edge import ChunkPolicy, Packet
-from stagemesh.services.engines.base import Task, TokenSelection
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.request_checks import check_input, check_sampling, has_prompt, read_samples, read_tensors
+from stagemesh.common.tensors import inline_tensor
+from stagemesh.connectors.edge import ChunkPolicy, FramesPolicy, Packet, StepPolicy, WholePolicy
+from stagemesh.services.engines.base import (
+    ChatMessage,
+    Checkpoint,
+    Prompt,
+    SamplingOptions,
+    Structure,
+    Task,
+    TokenSelection,
+)
+from stagemesh.services.engines.media import MediaFile, Part, Samples
+from stagemesh.v1 import request_pb2, stage_pb2
+
+_REPEATED = frozenset({"stop", "stop_token_ids", "bad_words"})
 
 STATE_EDGE = "@state"
 """The name of the edge that transfers a paused request's state to the replica that resumes the request. This edge is
@@ -27,6 +44,11 @@ class InputBinding:
     attempt: int = 0
     """The attempt to which the edge's flow belongs. 0 means the step's attempt."""
 
+    @property
+    def peer(self) -> tuple[str, ...]:
+        """The identity of the producer replica."""
+        return (self.producer,)
+
 
 @dataclass(frozen=True)
 class OutputBinding:
@@ -42,6 +64,11 @@ class OutputBinding:
     tokens: TokenSelection = "all"
     attempt: int = 0
     """The attempt to which the edge's flow belongs. 0 means the step's attempt."""
+
+    @property
+    def peer(self) -> tuple[str, ...]:
+        """The identity of the consumer replica."""
+        return (self.consumer, self.endpoint)
 
     @property
     def is_selective(self) -> bool:
@@ -143,3 +170,169 @@ def _from_last_prompt_token(packet: Packet) -> Packet | None:
     tensors = {name: tensor[skipped:] for name, tensor in packet.tensors.items()}
     left = len(next(iter(tensors.values())))
     return Packet(tensors, {**packet.metadata, "token_start": start + skipped}) if left else None
+
+
+# -- conversion from messages
+
+
+def spec_from_wire(request: stage_pb2.ExecuteStepRequest) -> StepSpec:
+    """Converts a request message to a step spec. Raises InvalidRequestError if a value is invalid on any stage."""
+    check_input(request.input)
+    return StepSpec(
+        step_id=request.step_id,
+        attempt=request.attempt,
+        task=_task(request),
+        inputs=tuple(map(_input_binding, request.inputs)),
+        outputs=tuple(_output_binding(each) for each in request.outputs),
+        streamed=tuple(dict.fromkeys(request.streamed)),
+        fingerprint=hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).digest(),
+    )
+
+
+def _task(request: stage_pb2.ExecuteStepRequest) -> Task:
+    parameters = request.parameters
+    return Task(
+        request_id=request.request_id,
+        seed=parameters.seed,
+        prompt=_prompt(request.input),
+        tensors=read_tensors(request.input.tensors),
+        sampling=_sampling(parameters.sampling),
+        options=dict(parameters.options),
+        negative_prompt=request.input.negative_prompt,
+        priority=request.priority,
+        absent=frozenset(request.absent),
+        attempt=request.attempt,
+        adapter=parameters.adapter if parameters.HasField("adapter") else None,
+        max_steps=request.max_steps if request.HasField("max_steps") else None,
+        resume_from=_checkpoint(request.resume_from) if request.HasField("resume_from") else None,
+    )
+
+
+def _prompt(message: request_pb2.Input) -> Prompt | None:
+    """Converts the prompt of a request message. Returns None if the prompt is empty."""
+    if not has_prompt(message):
+        return None
+    match message.WhichOneof("prompt"):
+        case "text":
+            return message.text
+        case "conversation":
+            return [_message(each) for each in message.conversation.messages]
+        case "token_ids":
+            return list(message.token_ids.ids)
+        case _:
+            return None
+
+
+def _message(message: request_pb2.Message) -> ChatMessage:
+    return ChatMessage(message.role, message.content, tuple(map(_part, message.parts)))
+
+
+def _part(message: request_pb2.Part) -> Part:
+    match message.WhichOneof("content"):
+        case "text":
+            return message.text
+        case "image":
+            return MediaFile("image", message.image.data, message.image.media_type)
+        case "audio":
+            return Samples(read_samples(message.audio), message.audio.sample_rate_hz)
+        case "audio_file":
+            return MediaFile("audio", message.audio_file.data, message.audio_file.media_type)
+        case "video_file":
+            return MediaFile("video", message.video_file.data, message.video_file.media_type)
+        case None:
+            raise AssertionError("`check_input` has rejected empty parts")
+
+
+def _sampling(message: request_pb2.Sampling) -> SamplingOptions:
+    check_sampling(message)
+    fields: dict[str, Any] = {
+        field.name: tuple(value) if field.name in _REPEATED else value
+        for field, value in message.ListFields()
+        if field.containing_oneof is None or field.containing_oneof.name != "structure"
+    }
+    return SamplingOptions(**fields, structure=_structure(message))
+
+
+def _structure(message: request_pb2.Sampling) -> Structure | None:
+    match message.WhichOneof("structure"):
+        case None:
+            return None
+        case "choice":
+            return Structure("choice", tuple(message.choice.texts))
+        case kind:
+            return Structure(kind, (getattr(message, kind),))
+
+
+def _checkpoint(message: stage_pb2.Checkpoint) -> Checkpoint:
+    return Checkpoint(
+        steps=message.steps,
+        token_ids=tuple(message.token_ids),
+        tensors=read_tensors(message.tensors),
+        outputs=dict(message.outputs),
+        rows=dict(message.rows),
+    )
+
+
+def rebinding_from_wire(request: stage_pb2.RebindStepRequest) -> Rebinding:
+    """Converts a request message to a rebinding. Raises InvalidRequestError if a value is invalid on any stage."""
+    return Rebinding(
+        request_id=request.request_id,
+        step_id=request.step_id,
+        inputs=tuple(InputRebinding(_input_binding(each.binding), dict(each.first_rows)) for each in request.inputs),
+        outputs=tuple(map(_output_binding, request.outputs)),
+    )
+
+
+def _input_binding(message: stage_pb2.InputBinding) -> InputBinding:
+    return InputBinding(message.edge, message.producer, message.transform, message.apart, message.attempt)
+
+
+def _output_binding(message: stage_pb2.OutputBinding) -> OutputBinding:
+    return OutputBinding(
+        edge=message.edge,
+        consumer=message.consumer,
+        endpoint=message.endpoint,
+        connector=name_of(message.connector),
+        policy=_policy(message),
+        tensors=frozenset(message.tensors),
+        tokens=_token_selection(message),
+        attempt=message.attempt,
+    )
+
+
+def _token_selection(message: stage_pb2.OutputBinding) -> TokenSelection:
+    match message.tokens:
+        case stage_pb2.TOKEN_SELECTION_UNSPECIFIED | stage_pb2.TOKEN_SELECTION_ALL:
+            return "all"
+        case stage_pb2.TOKEN_SELECTION_LAST:
+            return "last"
+        case _:
+            raise InvalidRequestError(
+                f"edge {message.edge} carries token selection {message.tokens}; use 1 (all) or 2 (last)",
+                reason="INVALID_EDGE",
+            )
+
+
+def _policy(message: stage_pb2.OutputBinding) -> ChunkPolicy:
+    match message.policy.WhichOneof("cut"):
+        case "whole":
+            return WholePolicy()
+        case "frames":
+            frames = message.policy.frames
+            try:
+                return FramesPolicy(frames.frames, frames.initial_frames, frames.left_context_frames)
+            except ValueError as exc:
+                raise InvalidRequestError(f"edge {message.edge}: {exc}", reason="INVALID_EDGE") from exc
+        case _:
+            return StepPolicy()
+
+
+def checkpoint_to_wire(state: Checkpoint) -> stage_pb2.Checkpoint:
+    """Converts a checkpoint to a message."""
+    return stage_pb2.Checkpoint(
+        steps=state.steps,
+        token_ids=state.token_ids,
+        tensors=[inline_tensor(name, tensor) for name, tensor in state.tensors.items()],
+        outputs=state.outputs,
+        rows=state.rows,
+    )
