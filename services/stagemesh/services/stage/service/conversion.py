@@ -23,15 +23,17 @@ from stagemesh.connectors.edge import ChunkPolicy, FramesPolicy, StepPolicy, Who
 from stagemesh.services.engines.base import (
     ChatMessage,
     Checkpoint,
+    MediaFile,
+    Part,
     Paused,
     Progress,
     Prompt,
+    Samples,
     SamplingOptions,
     Structure,
     Task,
     TokenSelection,
 )
-from stagemesh.services.engines.media import MediaFile, Part, Samples
 from stagemesh.services.stage.replica.load import ReplicaState, StageLoad
 from stagemesh.services.stage.step.events import (
     Accepted,
