@@ -12,11 +12,10 @@ import torch
 from PIL import Image
 
 from stagemesh.common.errors import InternalError, StagemeshError
-from stagemesh.services.engines.base import ChatMessage, Task
+from stagemesh.services.engines.base import ChatMessage, MediaFile, Task
 from stagemesh.services.engines.diffusion import FRAMES
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.model.loading import load_image_processor
-from stagemesh.services.engines.media import MediaFile
 from tests.diffusion.stages import diffusion_config, md5
 from tests.diffusion.tiny.pipelines import write_qwen_image_edit
 from tests.engines.support import collect, packets

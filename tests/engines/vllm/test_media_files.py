@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.services.engines.media import MediaFile, Samples
+from stagemesh.services.engines.base import MediaFile, Samples
 from stagemesh.services.engines.vllm.media.decoding import (
     DecodedBytes,
     read_audio,

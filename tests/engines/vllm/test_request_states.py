@@ -6,8 +6,17 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import UnavailableError
-from stagemesh.connectors.edge import Packet
-from stagemesh.services.engines.vllm.hidden_states.request_states import RequestStates
+from stagemesh.services.engines.base import Emission, Task
+from stagemesh.services.engines.vllm.conversion import CheckedParams
+from stagemesh.services.engines.vllm.features import EngineRequest, RequestPrompt
+from stagemesh.services.engines.vllm.hidden_states.feature import RequestStates
+
+
+def states_of(*, prompt_tokens: int, computed: int) -> RequestStates:
+    """Returns the states of a request whose first `computed` tokens the model has computed."""
+    request = EngineRequest(Task("r", 0), "r/0", RequestPrompt([0] * prompt_tokens), CheckedParams())
+    request.sampled += [0] * (computed + 1 - prompt_tokens)
+    return RequestStates(request, first_position=0)
 
 
 def push(states: RequestStates, position: int, count: int) -> None:
@@ -16,31 +25,31 @@ def push(states: RequestStates, position: int, count: int) -> None:
 
 
 async def test_rows_that_arrive_during_a_read_are_read_too() -> None:
-    states = RequestStates(first_position=0, prompt_tokens=2)
+    states = states_of(prompt_tokens=2, computed=4)
     push(states, 0, 2)
     taken: list[float] = []
-    async for packet in states.up_to(4):
-        taken += packet.tensors["hidden_states"][:, 0].tolist()
+    async for emission in states.finish():
+        taken += emission.packet.tensors["hidden_states"][:, 0].tolist()
         if states.next_position == 2:
             push(states, 2, 2)
     assert taken == [0, 1, 2, 3]
 
 
 async def test_repeated_rows_are_dropped_and_rows_past_the_end_stay() -> None:
-    states = RequestStates(first_position=0, prompt_tokens=2)
+    states = states_of(prompt_tokens=2, computed=4)
     push(states, 0, 3)
     push(states, 1, 4)
-    first = [packet async for packet in states.up_to(4)]
+    first = [emission.packet async for emission in states.finish()]
     assert np.concatenate([packet.tensors["hidden_states"][:, 0] for packet in first]).tolist() == [0, 1, 2, 3]
     rest = states.take(before=5)
-    assert [packet.metadata["token_start"] for packet in rest] == [4]
+    assert [emission.packet.metadata["token_start"] for emission in rest] == [4]
 
 
 async def test_waiting_raises_the_error_of_the_worker() -> None:
-    states = RequestStates(first_position=0, prompt_tokens=1)
+    states = states_of(prompt_tokens=1, computed=1)
 
-    async def first() -> Packet:
-        return await anext(states.up_to(1))
+    async def first() -> Emission:
+        return await anext(states.finish())
 
     waiting = asyncio.create_task(first())
     await asyncio.sleep(0)

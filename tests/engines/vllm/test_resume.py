@@ -13,7 +13,7 @@ from vllm.sampling_params import RequestOutputKind
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, Prompt, SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from stagemesh.services.engines.vllm.resume.feature import remaining_params
+from stagemesh.services.engines.vllm.resume import remaining_params
 from tests.engines.support import collect, stage_config, text_of
 from tests.engines.vllm.tiny_model import OPTIONS, write_tiny_model
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from stagemesh.connectors.arena.arena import Written
 from stagemesh.connectors.arena.worker_writer import Handle, PartitionTicket
-from stagemesh.services.engines.profiles import Profiles
+from stagemesh.services.engines.controls import Profiles
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ inputs are processed in arrival order, which is not deterministic across edges.
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 
 import numpy as np
 
@@ -29,17 +30,9 @@ async def packets_of(task: Task, signature: Signature) -> AsyncGenerator[Packet,
         return
     if signature.accepts and not task.inlets:
         raise InvalidRequestError(f"the stage has no input; bind an edge that carries {', '.join(signature.accepts)}")
-    sources = sources_of(task)
-    if len(sources) == 1:
-        async for packet in sources[0]:
+    async with aclosing(merge(sources_of(task))) as packets:
+        async for packet in packets:
             yield check_packet(packet, signature)
-        return
-    merging = merge(sources)
-    try:
-        async for packet in merging:
-            yield check_packet(packet, signature)
-    finally:
-        await merging.aclose()
 
 
 def prompt_packet(task: Task) -> Packet:
@@ -85,6 +78,10 @@ class JoinedEdges:
 
 async def merge(sources: Sequence[AsyncIterator[Packet]]) -> AsyncGenerator[Packet, None]:
     """Yields the packets of all sources in arrival order. Reads at most one packet ahead from each source."""
+    if len(sources) == 1:
+        async for only in sources[0]:
+            yield only
+        return
     reading = {asyncio.ensure_future(_next(source)): source for source in sources}
     try:
         while reading:

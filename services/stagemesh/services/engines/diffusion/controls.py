@@ -7,11 +7,9 @@ from pathlib import Path
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.abilities import CacheStatistics
-from stagemesh.services.engines.cleanup import run_to_completion
-from stagemesh.services.engines.diffusion.adapters.manager import AdapterManager
+from stagemesh.services.engines.controls import Profiles, SleepState, private_folder, run_to_completion
+from stagemesh.services.engines.diffusion.adapters.manager import DiffusionAdapters
 from stagemesh.services.engines.diffusion.executor import Executor
-from stagemesh.services.engines.profiles import Profiles, private_folder
-from stagemesh.services.engines.sleep import SleepState
 
 LEVELS = (1, 2)
 WEIGHTS, BUFFERS = "weights", "buffers"
@@ -21,7 +19,7 @@ class SleepController:
     """Puts the engine's worker to sleep, which frees memory, and wakes the worker. Implements
     `abilities.SleepControl`."""
 
-    def __init__(self, executor: Executor, adapters: AdapterManager, *, stage: str) -> None:
+    def __init__(self, executor: Executor, adapters: DiffusionAdapters, *, stage: str) -> None:
         self._executor, self._adapters = executor, adapters
         self._lock = asyncio.Lock()
         self._state = SleepState(stage=stage)

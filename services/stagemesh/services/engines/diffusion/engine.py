@@ -26,7 +26,7 @@ from stagemesh.services.engines.base import (
     Usage,
 )
 from stagemesh.services.engines.diffusion import CONDITIONING, FRAMES, IMAGE, LATENTS, STATE, signature_of
-from stagemesh.services.engines.diffusion.adapters.manager import AdapterManager
+from stagemesh.services.engines.diffusion.adapters.manager import DiffusionAdapters
 from stagemesh.services.engines.diffusion.controls import PromptCacheControl, SleepController, make_profiles
 from stagemesh.services.engines.diffusion.executor import Executor, make_executor
 from stagemesh.services.engines.diffusion.options import stage_options
@@ -60,7 +60,7 @@ class DiffusionEngine:
         self._executor: Executor = make_executor(Path(config.model), options)
         self._scheduler = StepScheduler(max_wait_steps=options.max_wait_steps, max_batch=options.max_batch)
         self._admission = Admission(max_running=options.max_running, memory_bytes=0)
-        self._adapters = AdapterManager(self._executor, options, stage=config.stage)
+        self._adapters = DiffusionAdapters(self._executor, options, stage=config.stage)
         self._sleep = SleepController(self._executor, self._adapters, stage=config.stage)
         self._profiles = make_profiles(self._executor, stage=config.stage, profile_dir=options.profile_dir)
         self._prompt_cache = PromptCacheControl(self._executor, limit_bytes=options.prompt_cache_bytes)
@@ -122,7 +122,7 @@ class DiffusionEngine:
         inputs, facts = self._inputs(task), self._facts
         assert facts is not None, "`start` has not been called"
         footprint = facts.sizes.footprint(inputs)
-        async with self._adapters.using(task.adapter), self._admission.admitted(footprint, priority=task.priority):
+        async with self._adapters.lease(task.adapter), self._admission.admitted(footprint, priority=task.priority):
             # The request id alone is not unique: a new attempt may begin before the previous attempt has ended.
             name = f"{task.request_id}/{next(self._numbers)}"
             try:

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
-from stagemesh.services.engines.base import ChatMessage, Prompt, Task, media_of
+from stagemesh.services.engines.base import ChatMessage, MediaFile, Medium, Prompt, Task, media_of
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
 from stagemesh.services.engines.diffusion.worker import ModelFacts
-from stagemesh.services.engines.media import MediaFile, Medium
 
 _MAX_SEED = (1 << 63) - 1
 

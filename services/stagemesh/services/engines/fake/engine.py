@@ -1,14 +1,47 @@
 """The fake engine. Its output depends only on seed, prompt and step, so that runs can be compared byte by byte."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+import math
+import os
+import signal
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
+import numpy as np
+
+from stagemesh.common.errors import (
+    CancelledRequestError,
+    InternalError,
+    InvalidChunkError,
+    InvalidRequestError,
+    OverloadedError,
+)
 from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.tensors import Array, Tensors
+from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.abilities import EngineAbilities
-from stagemesh.services.engines.base import EngineEvent, EngineLoad, Task
-from stagemesh.services.engines.fake.options import fake_options
-from stagemesh.services.engines.fake.task_run import FakeRun, hold_memory
+from stagemesh.services.engines.base import (
+    Checkpoint,
+    Emission,
+    EngineEvent,
+    EngineLoad,
+    Paused,
+    Progress,
+    Task,
+    Usage,
+)
+from stagemesh.services.engines.fake import signature
+from stagemesh.services.engines.fake.options import FakeOptions, Fault, FaultKind, SeededRandom, fake_options
+from stagemesh.services.engines.fake.outputs import (
+    compute_output,
+    is_packed,
+    pack,
+    resize_text,
+    source_text,
+    step_state,
+    unpack,
+)
+from stagemesh.services.engines.input_join import packets_of
 
 
 class FakeEngine:
@@ -52,3 +85,238 @@ class FakeEngine:
     async def close(self) -> None:
         self._closed.set()
         self._memory = hold_memory(0)
+
+
+class FakeRun:
+    """The run of one task. Converts each input to an emission, with the configured timing and faults.
+
+    `events` may be called only once.
+    """
+
+    def __init__(self, task: Task, *, stage: str, function: str, options: FakeOptions, closed: asyncio.Event) -> None:
+        """`closed` is an event that the engine sets when it closes."""
+        self._task, self._stage, self._function, self._options = task, stage, function, options
+        self._signature = signature(function)
+        self._random = SeededRandom(task.seed, stage)
+        self._faults = TaskFaults(options.faults, task, self._random)
+        self._closed = closed
+        self._resumed = task.resume_from.steps if task.resume_from is not None else 0
+        self._rows_to_skip: dict[str, int] = {}
+        """The number of rows that must still be skipped because they precede the checkpoint, by tensor."""
+        self._step = 0
+        if task.resume_from is not None and task.resume_from.rows and not is_packed(task.resume_from.tensors):
+            # The new inputs may be split differently, so the task resumes at a row, not at a step.
+            self._resumed, self._rows_to_skip = 0, dict(task.resume_from.rows)
+        self._clock = StepClock(keeps_rate=self._is_source, clock=asyncio.get_running_loop().time)
+        self._memory = hold_memory(0)
+
+    @property
+    def left_s(self) -> float:
+        """The estimated remaining work in seconds."""
+        expected = self._source_steps if self._is_source else self._options.steps.mean
+        return max(0.0, expected - self._step) * self._options.step_s.mean
+
+    async def events(self) -> AsyncGenerator[EngineEvent, None]:
+        """Yields the task's events, as specified by `Engine.submit`."""
+        self._memory = hold_memory(self._options.request_memory_bytes)
+        size_bytes, delayed = 0, list[Emission]()
+        async with aclosing(self._inputs()) as inputs:
+            async for given in inputs:
+                size_bytes += sum(tensor.nbytes for tensor in given.values())
+                made = self._after_checkpoint(compute_output(self._function, given))
+                if made is None:
+                    self._step += 1
+                    continue
+                await self._compute()
+                emission = Emission(Packet(made, {"step": self._step}))
+                disordered = self._faults.swaps_outputs(self._step)
+                self._step += 1
+                pauses = self._step - self._resumed == self._task.max_steps or self._task.pause_requested.is_set()
+                # A delayed output must be emitted before a pause, because it would be lost afterwards.
+                if disordered and not pauses:
+                    delayed.append(emission)
+                    continue
+                for each in (emission, *delayed):
+                    yield each
+                delayed.clear()
+                yield Progress(self._step)
+                if self._options.checkpoint_steps and not self._step % self._options.checkpoint_steps:
+                    yield Checkpoint(self._step, tensors=step_state(self._step))
+                if pauses:
+                    left = await self._state(inputs)
+                    if left is not None:
+                        yield Paused(left)
+                        return
+        for each in delayed:
+            yield each
+        if self._before_checkpoint:
+            assert self._task.resume_from is not None, "a task without a checkpoint starts at step 0"
+            raise InvalidRequestError(
+                f"stage {self._stage}: the checkpoint is of step {self._task.resume_from.steps}, but the task ends at "
+                f"step {self._step}",
+                reason="INVALID_CHECKPOINT",
+            )
+        yield Usage(prompt_tokens=len(self._task.prompt or ""), output_tokens=size_bytes, steps=self._step)
+
+    @property
+    def _is_source(self) -> bool:
+        return not self._signature.accepts
+
+    @property
+    def _source_steps(self) -> int:
+        asked = self._task.sampling.max_tokens
+        return self._random.count(self._options.steps, "steps") if asked is None else asked
+
+    @property
+    def _before_checkpoint(self) -> bool:
+        """Whether the task has not reached the position from which it resumes."""
+        return self._step < self._resumed or any(self._rows_to_skip.values())
+
+    def _after_checkpoint(self, made: Tensors) -> Tensors | None:
+        """Returns the rows of a step's tensors after the checkpoint, or None if all rows precede the checkpoint."""
+        if not any(self._rows_to_skip.values()):
+            return None if self._before_checkpoint else made
+        skips = {name: min(len(tensor), self._rows_to_skip.get(name, 0)) for name, tensor in made.items()}
+        for name, skipped in skips.items():
+            self._rows_to_skip[name] = self._rows_to_skip.get(name, 0) - skipped
+        rest = {name: tensor[skips[name] :] for name, tensor in made.items()}
+        self._resumed = self._step if any(map(len, rest.values())) else self._step + 1
+        return rest if self._resumed == self._step else None
+
+    async def _inputs(self) -> AsyncGenerator[Tensors, None]:
+        """Yields the input of each step, from the first step or from the paused state."""
+        if self._is_source:
+            for step in range(self._source_steps):
+                yield {"text": self._sized(source_text(self._task, step), step)}
+            return
+        resume_from = self._task.resume_from
+        if resume_from is not None and is_packed(resume_from.tensors):
+            self._step = self._resumed
+            for given in unpack(resume_from.tensors):
+                yield given
+            return
+        step, last = 0, -1
+        async with aclosing(packets_of(self._task, self._signature)) as packets:
+            async for packet in packets:
+                last = self._check_order(packet, last)
+                yield {
+                    name: self._sized(tensor, step) if name == "text" else tensor
+                    for name, tensor in packet.tensors.items()
+                }
+                step += 1
+
+    def _sized(self, text: Array, step: int) -> Array:
+        return resize_text(text, self._random.count(self._options.size_bytes, "size", step))
+
+    def _check_order(self, packet: Packet, last: int) -> int:
+        """Returns the packet's step, or `last` if the packet does not contain a step.
+
+        Raises InvalidChunkError if the step is below `last`.
+        """
+        step = packet.metadata.get("step")
+        if not isinstance(step, int) or len(self._task.inlets) > 1:
+            return last
+        if step < last:
+            raise InvalidChunkError(
+                f"stage {self._stage}: its producer's output of step {step} arrived after that of step {last}",
+                reason="OUT_OF_ORDER",
+            )
+        return step
+
+    async def _state(self, inputs: AsyncGenerator[Tensors, None]) -> Checkpoint | None:
+        """Returns the state to resume from, with the remaining inputs, or None if no work remains.
+
+        A task that must pause on request does not wait for its remaining inputs. The replica that resumes the task
+        receives all inputs from the start.
+        """
+        if self._task.pause_requested.is_set():
+            return Checkpoint(self._step, tensors=step_state(self._step))
+        if self._is_source:
+            return Checkpoint(self._step, tensors=step_state(self._step)) if self._step < self._source_steps else None
+        left = [{name: np.array(tensor) for name, tensor in given.items()} async for given in inputs]
+        return Checkpoint(self._step, tensors=pack(left)) if left else None
+
+    async def _compute(self) -> None:
+        """Waits for the duration of the current step. Applies the faults that occur at this step."""
+        step = self._step
+        await self._faults.strike(step, stage=self._stage)
+        await asyncio.sleep(self._clock.pause_s(self._duration_s(step) + self._faults.slowness_s(step)))
+        if self._closed.is_set():
+            raise CancelledRequestError(f"stage {self._stage} is closing")
+        if step == self._options.fail_at_step:
+            raise InternalError(f"stage {self._stage} fails at step {step}, as its option fail_at_step asks")
+
+    def _duration_s(self, step: int) -> float:
+        first_s = self._options.first_step_s if step == 0 else None
+        return self._random.draw(first_s or self._options.step_s, "duration", step)
+
+
+class TaskFaults:
+    """The faults of one attempt of a request, and the steps before which they occur."""
+
+    def __init__(self, faults: Sequence[Fault], task: Task, random: SeededRandom) -> None:
+        self._random = random
+        self._faults = {
+            number: (fault, random.count(fault.after_steps, "after", number, task.attempt))
+            for number, fault in enumerate(faults)
+            if fault.attempts == 0 or task.attempt <= fault.attempts
+            if random.quantile("fault", number, task.attempt) < fault.probability
+        }
+
+    def swaps_outputs(self, step: int) -> bool:
+        """Returns whether the outputs of this step and of the next step are swapped."""
+        return bool(self._now("disorder", step))
+
+    def slowness_s(self, step: int) -> float:
+        """Returns the time that slow faults add to this step, in seconds."""
+        return sum(
+            self._random.draw(fault.slow_s, "slow", number, step)
+            for number, (fault, after) in self._faults.items()
+            if fault.kind == "slow" and step >= after
+        )
+
+    async def strike(self, step: int, *, stage: str) -> None:
+        """Applies a fault that occurs before this step: kills the process, waits forever, or raises InternalError."""
+        if self._now("exit", step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._now("hang", step):
+            await asyncio.Event().wait()
+        if self._now("error", step):
+            raise InternalError(f"stage {stage} fails at step {step}, as its option faults asks", reason="FAKE_FAULT")
+
+    def _now(self, kind: FaultKind, step: int) -> bool:
+        return any(fault.kind == kind and step == after for fault, after in self._faults.values())
+
+
+class StepClock:
+    """Computes when the steps of a task end. `clock` returns seconds.
+
+    With `keeps_rate`, a step that starts late ends on the original schedule, which preserves the average rate. After a
+    longer wait, steps do not catch up. They rejoin the schedule at its next point, so that tasks that were blocked
+    together do not resume in lockstep. Without `keeps_rate`, each step ends its full duration after its start.
+    """
+
+    def __init__(self, *, keeps_rate: bool, clock: Callable[[], float]) -> None:
+        self._keeps_rate, self._now_s = keeps_rate, clock
+        self._due_s = -math.inf
+
+    def pause_s(self, duration_s: float) -> float:
+        """Returns the time from now until a step that starts now ends, in seconds."""
+        now_s = self._now_s()
+        late_s = now_s - self._due_s
+        keeps = self._keeps_rate and math.isfinite(late_s)
+        self._due_s = (now_s - math.fmod(late_s, duration_s) if keeps and duration_s else now_s) + duration_s
+        return self._due_s - now_s
+
+
+def hold_memory(size_bytes: int) -> Array:
+    """Allocates memory and returns it as an array. The memory is freed when the array is deleted.
+
+    Raises OverloadedError if too little memory is available.
+    """
+    try:
+        return np.ones(size_bytes, np.uint8)
+    except MemoryError as exc:
+        raise OverloadedError(
+            f"the fake engine cannot allocate {size_bytes} bytes; lower memory_bytes or request_memory_bytes"
+        ) from exc

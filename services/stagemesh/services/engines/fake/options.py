@@ -1,16 +1,124 @@
-"""The options of a fake stage."""
+"""The options of a fake stage. Numeric options are fixed or random, and a seeded random generator samples them."""
 
+import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeAlias
+from statistics import NormalDist
+from typing import Annotated, Literal, TypeAlias, cast
 
-from pydantic import ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue
 
-from stagemesh.services.engines.fake.distributions import Amount, AmountOption, CountOption
 from stagemesh.services.engines.options import parse_options
 
+Number: TypeAlias = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 Count: TypeAlias = Annotated[int, Field(ge=0)]
 FaultKind: TypeAlias = Literal["error", "hang", "slow", "exit", "disorder"]
+
+_MAX_SIGMA = 10
+"""The maximum standard deviation of a log-normal distribution's logarithm. Larger values yield useless and finally
+infinite samples."""
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A fixed number or a distribution. Exactly one field is set. In options, a plain number is a fixed amount."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    fixed: Number | None = None
+    uniform: tuple[Number, Number] | None = None
+    """The minimum and maximum of a uniform distribution."""
+    exponential: Number | None = None
+    """The mean of an exponential distribution."""
+    lognormal: tuple[Number, Number] | None = None
+    """The median of a log-normal distribution, and the standard deviation of its logarithm."""
+    one_of: Annotated[tuple[Number, ...], Field(min_length=1)] | None = None
+    """The equally probable values of a discrete distribution."""
+
+    def __post_init__(self) -> None:
+        given = (self.fixed, self.uniform, self.exponential, self.lognormal, self.one_of)
+        if sum(kind is not None for kind in given) != 1:
+            raise ValueError(f"give {_FORMS}")
+        if self.uniform is not None and self.uniform[0] > self.uniform[1]:
+            raise ValueError("uniform must be the lower number, then the higher number")
+        if self.lognormal is not None and self.lognormal[1] > _MAX_SIGMA:
+            raise ValueError(f"lognormal's second number is a deviation of the logarithm, at most {_MAX_SIGMA}")
+
+    def at(self, quantile: float) -> float:
+        """Returns the amount at a quantile, which must be greater than 0 and less than 1."""
+        if self.uniform is not None:
+            low, high = self.uniform
+            return low + (high - low) * quantile
+        if self.exponential is not None:
+            return -self.exponential * math.log1p(-quantile)
+        if self.lognormal is not None:
+            median, sigma = self.lognormal
+            return median * math.exp(sigma * NormalDist().inv_cdf(quantile))
+        if self.one_of is not None:
+            return self.one_of[int(quantile * len(self.one_of))]
+        assert self.fixed is not None, "exactly one field is set"
+        return self.fixed
+
+    @property
+    def mean(self) -> float:
+        """The mean of the distribution, or the fixed number."""
+        if self.uniform is not None:
+            return sum(self.uniform) / 2
+        if self.exponential is not None:
+            return self.exponential
+        if self.lognormal is not None:
+            median, sigma = self.lognormal
+            return median * math.exp(sigma * sigma / 2)
+        if self.one_of is not None:
+            return sum(self.one_of) / len(self.one_of)
+        assert self.fixed is not None, "exactly one field is set"
+        return self.fixed
+
+
+_FORMS = "a number, or one of uniform, exponential, lognormal, one_of"
+
+
+def _from_number(value: object) -> object:
+    if isinstance(value, int | float):
+        return {"fixed": value}
+    if not isinstance(value, dict | Amount):
+        raise ValueError(f"it must be {_FORMS}")  # noqa: TRY004 - pydantic reports ValueError only
+    return cast("object", value)
+
+
+def _whole(amount: Amount) -> Amount:
+    if amount.fixed is not None and not amount.fixed.is_integer():
+        raise ValueError("it must be a whole number")
+    return amount
+
+
+AmountOption: TypeAlias = Annotated[Amount, BeforeValidator(_from_number)]
+CountOption: TypeAlias = Annotated[Amount, BeforeValidator(_from_number), AfterValidator(_whole)]
+"""An amount whose samples are rounded to whole numbers. A fixed amount must be a whole number."""
+
+
+@dataclass(frozen=True)
+class SeededRandom:
+    """A random generator. A sample depends only on the request's seed, the stage, and the sample's key."""
+
+    seed: int
+    stage: str
+
+    def quantile(self, *key: str | int) -> float:
+        """Returns the number for `key`. The numbers are uniformly distributed between 0 and 1, both exclusive."""
+        digest = hashlib.blake2b(repr((self.seed, self.stage, key)).encode(), digest_size=8).digest()
+        # 52 bits and the added half fit in a float, so the result is never rounded up to 1.
+        return ((int.from_bytes(digest) >> 12) + 0.5) / (1 << 52)
+
+    def draw(self, amount: Amount, *key: str | int) -> float:
+        """Returns the sample of an amount for `key`."""
+        return amount.fixed if amount.fixed is not None else amount.at(self.quantile(*key))
+
+    def count(self, amount: Amount, *key: str | int) -> int:
+        """Returns the sample of an amount for `key`, rounded to a whole number."""
+        return round(self.draw(amount, *key))
+
 
 _NONE, _ONE, _FOUR = Amount(fixed=0), Amount(fixed=1), Amount(fixed=4)
 

@@ -4,10 +4,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from pydantic import JsonValue
+from vllm.config import ProfilerConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.services.engines.controls import private_folder
 from stagemesh.services.engines.options import unknown_option
 from stagemesh.services.engines.vllm.features import RUNNER_MODULES, RequestFeature
 
@@ -19,11 +21,17 @@ _RESERVED = frozenset({"model", "disable_log_stats"})
 
 
 def engine_arguments(
-    options: Mapping[str, JsonValue], *, model: str, stage: str, features: Sequence[RequestFeature] = ()
+    options: Mapping[str, JsonValue],
+    *,
+    model: str,
+    stage: str,
+    features: Sequence[RequestFeature] = (),
+    profile_dir: str | None = None,
 ) -> AsyncEngineArgs:
     """Returns vLLM's engine arguments for a stage. They include this project's defaults and the changes of `features`.
 
-    Raises InvalidRequestError if vLLM does not know an option or rejects its value.
+    `profile_dir` is the folder for profiles, or None if profiles are disabled. Raises InvalidRequestError if vLLM does
+    not know an option or rejects its value.
     """
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)} - _RESERVED
     for name in options:
@@ -47,6 +55,11 @@ def engine_arguments(
     arguments.additional_config = {**arguments.additional_config, RUNNER_MODULES: modules}
     for feature in features:
         feature.set_arguments(arguments)
+    if profile_dir is not None:
+        # `ignore_frontend` excludes the service's own process, because profiling would slow down its event loop.
+        arguments.profiler_config = ProfilerConfig(
+            profiler="torch", torch_profiler_dir=private_folder(profile_dir), ignore_frontend=True
+        )
     return arguments
 
 
@@ -54,10 +67,8 @@ def _defaults(options: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     """Returns the defaults for a CPU that differ from vLLM's defaults. Empty on other devices."""
     if not current_platform.is_cpu():
         return {}
-    defaults: dict[str, JsonValue] = {
-        # Compilation takes a minute.
-        "enforce_eager": True,
-    }
+    # Compilation takes a minute.
+    defaults: dict[str, JsonValue] = {"enforce_eager": True}
     if "gpu_memory_utilization" not in options:
         # vLLM would use nearly all of the host's memory, and would not start if other programs use some of it.
         defaults["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES

@@ -1,47 +1,93 @@
 """The vllm engine's operator controls: sleep, caches, adapters and profiles. They may be called while requests run."""
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnsupportedError
 from stagemesh.services.engines.abilities import CacheStatistics
-from stagemesh.services.engines.cleanup import run_to_completion
-from stagemesh.services.engines.profiles import Profiles, private_folder
-from stagemesh.services.engines.sleep import SleepState
-from stagemesh.services.engines.vllm.adapters.control import Adapters
-from stagemesh.services.engines.vllm.core_calls import core_call, worker_call
+from stagemesh.services.engines.adapters.files import AdapterFiles, Sizes, read_adapter
+from stagemesh.services.engines.adapters.manager import AdapterManager, Entry, check_rank
+from stagemesh.services.engines.controls import Profiles, SleepState, run_to_completion
+from stagemesh.services.engines.vllm.core_calls import CoreRefusalError, core_call, worker_call
 
 if TYPE_CHECKING:
-    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+
+_log = logging.getLogger(__name__)
 
 _LEVELS = (1, 2)
 _WEIGHTS = "weights"
 _TAGS: tuple[str, ...] = (_WEIGHTS, "kv_cache")
-_ADAPTER_TARGETS = "stagemesh.services.engines.vllm.adapters.targets.AdapterTargets"
 
 
-def prepare_control(arguments: "AsyncEngineArgs", *, profile_dir: str | None) -> None:
-    """Sets the engine arguments that the controls for adapters and profiles need.
+class VllmAdapters(AdapterManager):
+    """Manages the LoRA adapters of one AsyncLLM."""
 
-    `profile_dir` is the folder for profiles, or None if profiles are disabled.
-    """
-    if arguments.enable_lora:
-        arguments.worker_extension_cls = _ADAPTER_TARGETS
-    if profile_dir is not None:
-        from vllm.config import ProfilerConfig
+    def __init__(self, llm: "AsyncLLM", *, stage: str, lock: asyncio.Lock, check_awake: Callable[[], None]) -> None:
+        """Creates the manager. `check_awake` raises NotReadyError if the engine is asleep."""
+        config = llm.vllm_config.lora_config
+        slots, capacity = (config.max_loras, config.max_cpu_loras or config.max_loras) if config else (0, 0)
+        super().__init__(stage=stage, slots=slots, capacity=capacity, capacity_option="max_cpu_loras", lock=lock)
+        self._llm, self._awake_check = llm, check_awake
+        self._max_rank = config.max_lora_rank if config else 0
 
-        # `ignore_frontend` excludes the service's own process, because profiling would slow down its event loop.
-        arguments.profiler_config = ProfilerConfig(
-            profiler="torch", torch_profiler_dir=private_folder(profile_dir), ignore_frontend=True
-        )
+    async def restore(self) -> None:
+        """Loads all adapters again after vLLM has reloaded the model's weights. Unloads an adapter that vLLM rejects.
+
+        The caller must hold `lock`.
+        """
+        for entry in list(self._entries.values()):
+            try:
+                await core_call(self._llm, self._llm.add_lora(lora_request(entry)))
+                if entry.pinned:
+                    await self._engine_pin(entry)
+            except CoreRefusalError as exc:
+                _log.warning("cannot load adapter %s again: %s", entry.name, exc.message)
+                await self._remove(entry)
+
+    async def _engine_load(self, entry: Entry) -> int:
+        files = await asyncio.to_thread(read_adapter, entry.path)
+        check_rank(entry.name, files.rank, most=self._max_rank, taker=f"stage {self._stage}")
+        files.check(await self._targets(files))
+        try:
+            await core_call(self._llm, self._llm.add_lora(lora_request(entry)))
+        except CoreRefusalError as exc:
+            # If loading fails late, vLLM has already registered the adapter.
+            await core_call(self._llm, self._llm.remove_lora(entry.number))
+            raise InvalidRequestError(f"adapter {entry.name!r}: {exc.message}", reason="INVALID_ADAPTER") from exc
+        return files.rank
+
+    async def _targets(self, files: AdapterFiles) -> Mapping[str, Sizes | None]:
+        """Returns the size of each layer that an adapter changes, or None if the size is unknown, by layer name."""
+        names = sorted(files.layers)
+        answers: list[dict[str, list[int]]] = await worker_call(self._llm, "adapter_targets", names)
+        return {name: Sizes(*sizes) if sizes else None for answer in answers for name, sizes in answer.items()}
+
+    async def _engine_unload(self, entry: Entry) -> None:
+        await core_call(self._llm, self._llm.remove_lora(entry.number))
+
+    async def _engine_pin(self, entry: Entry) -> None:
+        await core_call(self._llm, self._llm.pin_lora(entry.number))
+
+    def _check_awake(self) -> None:
+        self._awake_check()
+
+
+def lora_request(entry: Entry) -> "LoRARequest":
+    """Returns vLLM's object for an adapter."""
+    from vllm.lora.request import LoRARequest
+
+    # The name contains the number, because vLLM caches adapters by name and path, and the files may change later.
+    return LoRARequest(f"{entry.name}#{entry.number}", entry.number, entry.path)
 
 
 class _CoreRecorder:
-    """Starts and stops the profiler of vLLM's workers. `prepare_control` sets the folder for the profiles."""
+    """Starts and stops the profiler of vLLM's workers. `engine_arguments` sets the folder for the profiles."""
 
     def __init__(self, llm: "AsyncLLM") -> None:
         self._llm = llm
@@ -53,29 +99,25 @@ class _CoreRecorder:
         await core_call(self._llm, self._llm.stop_profile())
 
 
-class Control:
+class Control(SleepState):
     """The operator controls of one running AsyncLLM.
 
     At most one of these changes runs at a time: sleep, wake-up, clearing caches, or changing adapters.
     """
 
     def __init__(self, llm: "AsyncLLM", *, stage: str, profile_dir: str | None) -> None:
-        self._llm, self._stage = llm, stage
+        super().__init__(stage=stage)
+        self._llm = llm
         self._lock = asyncio.Lock()
         self._level = 0
-        self._sleep_state = SleepState(stage=stage)
         self._prompt_tokens = self._cached_tokens = 0
-        self.adapters = Adapters(llm, stage=stage, lock=self._lock, check_awake=self.check_awake)
+        self.adapters = VllmAdapters(llm, stage=stage, lock=self._lock, check_awake=self.check_awake)
         self.profiles = Profiles(
             _CoreRecorder(llm),
             stage=stage,
             base=profile_dir,
             private=Path(llm.vllm_config.profiler_config.torch_profiler_dir),
         )
-
-    def check_awake(self) -> None:
-        """Raises NotReadyError if the model's weights or the key-value cache are asleep."""
-        self._sleep_state.check_awake()
 
     def check_sleep(self, level: int) -> None:
         from vllm.platforms import current_platform
@@ -93,9 +135,6 @@ class Control:
                 reason="SLEEP_DISABLED",
             )
 
-    def asleep(self) -> Sequence[str]:
-        return self._sleep_state.asleep()
-
     async def sleep(self, level: int) -> None:
         self.check_sleep(level)
         async with self._lock:
@@ -104,7 +143,7 @@ class Control:
 
     async def wake(self, tags: Sequence[str]) -> None:
         async with self._lock:
-            if wanted := self._sleep_state.select(tags):
+            if wanted := self.select(tags):
                 await run_to_completion(self._wake(wanted))
 
     async def clear_caches(self, *, preempt: bool) -> None:
@@ -136,11 +175,11 @@ class Control:
     async def _sleep(self, level: int) -> None:
         # Mode "wait", because requests that were just aborted may still have a step to finish.
         await core_call(self._llm, self._llm.sleep(level, mode="wait"))
-        self._level, self._sleep_state.tags = level, set(_TAGS)
+        self._level, self.tags = level, set(_TAGS)
 
     async def _wake(self, tags: set[str]) -> None:
         await core_call(self._llm, self._llm.wake_up(sorted(tags)))
         if _WEIGHTS in tags and self._level > 1:
             await worker_call(self._llm, "reload_weights")
             await self.adapters.restore()
-        self._sleep_state.tags -= tags
+        self.tags -= tags

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING, Any
@@ -12,18 +12,24 @@ from stagemesh.common.errors import InvalidRequestError, NotReadyError, Unavaila
 from stagemesh.common.settings import set_library_variables
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.services.engines.abilities import EngineAbilities, PartitionsArena
-from stagemesh.services.engines.base import EngineEvent, EngineLoad, Task
-from stagemesh.services.engines.vllm.control import Control, prepare_control
-from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestPrompt
+from stagemesh.services.engines.base import EngineEvent, EngineLoad, Progress, Task, Usage
+from stagemesh.services.engines.vllm.control import Control
+from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook, RequestPrompt
 from stagemesh.services.engines.vllm.options import engine_options, own_options
 
 if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _HEALTH_POLL_S = 0.2
 _ARENA_DIVISOR = 4
 """The ratio of the arena's size to the default size of the arena's partition for hidden states."""
 _LOAD_SMOOTHING = 0.1
+_PROGRESS_TOKENS = 64
+"""The number of tokens between two progress events of a request.
+
+A caller that needs more frequent progress streams the text or the tokens.
+"""
 
 
 class LoadMeter:
@@ -127,27 +133,19 @@ class VllmEngine:
             raise UnsupportedError(f"stage {self._config.stage}: the vllm engine cannot pause")
         self.control.check_awake()
         async with AsyncExitStack() as held:
-            request = await self._read_request(task, held)
-            adapter = await held.enter_async_context(self.control.adapters.using(task.adapter))
-            # There must be no await until vLLM has the request, because a feature may abort the request from here on.
-            hooks = [hook for feature in self._features if (hook := feature.open(request, held)) is not None]
-            self._meter.begin(request.name, request.params.max_tokens or 0)
-            held.callback(self._meter.end, request.name)
-
-            from stagemesh.services.engines.vllm.generation import generate
-
-            events = generate(
-                self._running(),
-                request,
-                hooks,
-                adapter=adapter,
-                meter=self._meter,
-                control=self.control,
-                stage=self._config.stage,
-            )
-            async with aclosing(events):
-                async for event in events:
+            request, hooks, outputs = await self._begin(task, held)
+            async for output in outputs:
+                for event in self._count_output(request, output):
                     yield event
+                for hook in hooks:
+                    for event in hook.observe(finished=output.finished):
+                        yield event
+            for hook in hooks:
+                async with aclosing(hook.finish()) as events:
+                    async for event in events:
+                        yield event
+            sampled = len(request.sampled)
+            yield Usage(prompt_tokens=len(request.prompt.token_ids), output_tokens=sampled, steps=sampled)
 
     def load(self) -> EngineLoad:
         return self._meter.load(max_running=self._llm.vllm_config.scheduler_config.max_num_seqs if self._llm else 1)
@@ -197,8 +195,8 @@ class VllmEngine:
             model=self._model,
             stage=self._config.stage,
             features=self._features,
+            profile_dir=self._options.profile_dir,
         )
-        prepare_control(arguments, profile_dir=self._options.profile_dir)
         report(f"loading {self._config.model}")
         try:
             # The AsyncLLM is not returned, because the future would retain it, and vLLM fails if it is freed at exit.
@@ -225,8 +223,8 @@ class VllmEngine:
         from stagemesh.services.engines.vllm.embeddings.feature import Embeddings
         from stagemesh.services.engines.vllm.hidden_states.feature import HiddenStates
         from stagemesh.services.engines.vllm.media.feature import Media
-        from stagemesh.services.engines.vllm.resume.feature import Resume
-        from stagemesh.services.engines.vllm.run_ahead.feature import RunAhead
+        from stagemesh.services.engines.vllm.resume import Resume
+        from stagemesh.services.engines.vllm.run_ahead import RunAhead
 
         options, stage = self._options, self._config.stage
         features: list[RequestFeature] = [
@@ -247,6 +245,40 @@ class VllmEngine:
             raise UnavailableError(f"the engine of stage {self._config.stage} is closed")
         return self._llm
 
+    async def _begin(
+        self, task: Task, held: AsyncExitStack
+    ) -> tuple[EngineRequest, list[RequestHook], AsyncGenerator["RequestOutput"]]:
+        """Checks a task and passes it to vLLM. Returns the request, its hooks, and vLLM's outputs.
+
+        The request's resources are released when `held` exits.
+        """
+        from stagemesh.services.engines.vllm.conversion import generate
+
+        request = await self._read_request(task, held)
+        adapter = await held.enter_async_context(self.control.adapters.lease(task.adapter))
+        # There must be no await until vLLM has the request, because a feature may abort the request from here on.
+        hooks = [hook for feature in self._features if (hook := feature.open(request, held)) is not None]
+        self._meter.begin(request.name, request.params.max_tokens or 0)
+        held.callback(self._meter.end, request.name)
+        outputs = generate(self._running(), request, adapter, stage=self._config.stage)
+        held.push_async_callback(outputs.aclose)
+        return request, hooks, outputs
+
+    def _count_output(self, request: EngineRequest, output: "RequestOutput") -> Iterator[EngineEvent]:
+        """Counts the tokens of an output of vLLM. Yields the output's text and tokens, and the request's progress."""
+        from stagemesh.services.engines.vllm.conversion import emission_of
+
+        tokens = output.outputs[0].token_ids
+        self._meter.count(request.name, len(tokens))
+        before = len(request.sampled)
+        request.sampled += tokens
+        if (emission := emission_of(output.outputs[0], request.task)) is not None:
+            yield emission
+        if before // _PROGRESS_TOKENS != len(request.sampled) // _PROGRESS_TOKENS:
+            yield Progress(len(request.sampled))
+        if output.finished:
+            self.control.count_prompt(output)
+
     async def _read_request(self, task: Task, held: AsyncExitStack) -> EngineRequest:
         """Checks a task and returns the request for vLLM.
 
@@ -264,8 +296,7 @@ class VllmEngine:
 
         Converts the task's prompt to tokens if `prompt` is None, which means that no feature has read the prompt.
         """
-        from stagemesh.services.engines.vllm.prompts import prompt_tokens
-        from stagemesh.services.engines.vllm.sampling import check, sampling_params
+        from stagemesh.services.engines.vllm.conversion import prompt_tokens, sampling_params
 
         llm = self._running()
         if prompt is None:
@@ -276,10 +307,10 @@ class VllmEngine:
         params = sampling_params(
             task,
             prompt_length=len(prompt.token_ids),
-            max_model_len=llm.model_config.max_model_len,
             defaults=self._sampling_defaults,
+            config=llm.vllm_config,
+            tokenizer=llm.get_tokenizer(),
         )
-        check(params, llm.vllm_config, llm.get_tokenizer())
         return EngineRequest(task, name, prompt, params)
 
 

@@ -1,25 +1,72 @@
-"""The interface of request features, which extend the vllm engine. Each feature has its own folder.
+"""The interface of request features, which extend the vllm engine. Each feature has its own module or folder.
 
-`VllmEngine` has a list of features and uses only this interface. This module does not import vLLM.
+`VllmEngine` has a list of features and uses only this interface. A feature sends arguments to vLLM's other processes
+together with a request, in `SamplingParams.extra_args`. An argument is a msgspec struct. It is converted to built-in
+types and stored under the name of its class. This module does not import vLLM.
 """
 
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 from stagemesh.services.engines.base import EngineEvent, Task
-from stagemesh.services.engines.vllm.run_ahead.limit import RequestLimit
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from stagemesh.services.engines.vllm.sampling import CheckedParams
+    from stagemesh.services.engines.vllm.conversion import CheckedParams
 
 RUNNER_MODULES = "stagemesh_runner_modules"
 """The key of vLLM's `additional_config` under which the features' runner modules are listed."""
+UNLIMITED = 1 << 40
+MAX_TOKENS_AHEAD = 256
+"""The maximum number of tokens that vLLM computes ahead of a request's consumer.
+
+The distance is counted from the last token whose row the consumer has received.
+"""
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class RequestLimit:
+    """The run-ahead limit of one request. After the request has started, the limit never decreases."""
+
+    def __init__(self) -> None:
+        self._arrived = self._ahead = UNLIMITED
+        self.on_change: Callable[[], None] | None = None
+
+    @property
+    def position(self) -> int:
+        """The limit: the first token position that vLLM must not compute yet.
+
+        The inputs of all earlier positions have arrived, and the consumer is at most `MAX_TOKENS_AHEAD` tokens behind.
+        """
+        return min(self._arrived, self._ahead)
+
+    def set_arrived(self, position: int) -> None:
+        """Records that the inputs of all positions before `position` have arrived."""
+        self._move(position, self._ahead)
+
+    def set_taken(self, position: int) -> None:
+        """Records that the consumer has received the outputs of all positions before `position`."""
+        ahead = position + MAX_TOKENS_AHEAD
+        # Not updated for every token, because each change is a message to the engine core.
+        if self._ahead == UNLIMITED or ahead - self._ahead >= MAX_TOKENS_AHEAD // 2:
+            self._move(self._arrived, ahead)
+
+    def _move(self, arrived: int, ahead: int) -> None:
+        before = self.position
+        self._arrived, self._ahead = arrived, ahead
+        if self.position != before and self.on_change is not None:
+            self.on_change()
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,3 +171,33 @@ class RequestFeature:
 
     def close(self) -> None:
         """Releases all resources after vLLM has shut down. May be called more than once."""
+
+
+def set_argument(params: "SamplingParams", argument: msgspec.Struct) -> None:
+    """Adds an argument to a request's sampling parameters. Replaces an earlier argument of the same class."""
+    arguments = params.extra_args or {}
+    params.extra_args = {**arguments, _key(type(argument)): msgspec.to_builtins(argument)}
+
+
+def get_argument(params: "SamplingParams | None", kind: type[T]) -> T | None:
+    """Returns the argument of class `kind` from a request's sampling parameters, or None if there is none."""
+    arguments = params.extra_args if params is not None else None
+    if not arguments or _key(kind) not in arguments:
+        return None
+    return msgspec.convert(arguments[_key(kind)], kind)
+
+
+def track_arguments(known: dict[str, T], step: "SchedulerOutput", kind: type[T]) -> None:
+    """Updates `known`, which contains the arguments of class `kind` of the running requests, by request id.
+
+    Adds the arguments of the step's new requests, and removes the arguments of finished requests.
+    """
+    for request_id in step.finished_req_ids:
+        known.pop(request_id, None)
+    for new in step.scheduled_new_reqs:
+        if (argument := get_argument(new.sampling_params, kind)) is not None:
+            known[new.req_id] = argument
+
+
+def _key(kind: type[msgspec.Struct]) -> str:
+    return f"stagemesh.{kind.__name__}"

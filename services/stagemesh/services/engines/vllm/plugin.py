@@ -7,13 +7,13 @@ from vllm.platforms import current_platform
 
 from stagemesh.common.process_lifecycle import die_with_parent
 
-_PUNICA = "stagemesh.services.engines.vllm.adapters.cpu_rows.AppliesOnlyChosen"
+_PUNICA = "stagemesh.services.engines.vllm.cpu_lora.SelectiveLoraKernels"
 
 
 def register() -> None:
     """Makes each vLLM process (engine core or worker) terminate when its parent process terminates.
 
-    On a CPU, also disables compilation of the sampler and replaces the LoRA kernels (`adapters.cpu_rows`).
+    On a CPU, also disables compilation of the sampler and replaces the LoRA kernels (`cpu_lora`).
     """
     if current_platform.is_cpu():
         # vLLM compiles small functions of its sampler even with `enforce_eager`. On a CPU the first request for

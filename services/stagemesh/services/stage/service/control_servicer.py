@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from stagemesh.rpc.handlers import answering
 from stagemesh.services.engines.abilities import AdapterControl, CacheControl
-from stagemesh.services.engines.profiles import Profiles
+from stagemesh.services.engines.controls import Profiles
 from stagemesh.services.stage.replica.runtime import StageRuntime
 from stagemesh.v1 import control_pb2, control_pb2_grpc
 

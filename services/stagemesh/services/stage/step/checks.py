@@ -9,8 +9,7 @@ import numpy as np
 from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.request_checks import check_options, check_request_id, empty_prompt_error
-from stagemesh.services.engines.base import Checkpoint, Task, media_of
-from stagemesh.services.engines.media import MEDIA_TYPES, MediaFile, Medium, Samples
+from stagemesh.services.engines.base import MEDIA_TYPES, Checkpoint, MediaFile, Medium, Samples, Task, media_of
 from stagemesh.services.stage.step.spec import STATE_EDGE, OutputBinding, Rebinding, StepSpec
 
 # An orchestrator builds the id from request, stage and attempt.

@@ -20,7 +20,9 @@ from stagemesh.services.engines.base import (
     Task,
     TokenSelection,
 )
-from stagemesh.services.engines.media import MediaFile, Part, Samples
+from stagemesh.services.engines.base import MediaFile
+from stagemesh.services.engines.base import Samples
+from stagemesh.services.engines.media import Part
 from stagemesh.v1 import request_pb2, stage_pb2
 
 _REPEATED = frozenset({"stop", "stop_token_ids", "bad_words"})

@@ -7,7 +7,7 @@ from typing import Any
 
 from stagemesh.common.errors import InvalidRequestError, NotFoundError
 from stagemesh.services.engines.adapters.files import Sizes
-from stagemesh.services.engines.adapters.registry import check_rank
+from stagemesh.services.engines.adapters.manager import check_rank
 from stagemesh.services.engines.diffusion.adapters.files import read_lora
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from stagemesh.common.errors import UnavailableError
 from stagemesh.common.settings import variables
-from stagemesh.services.engines.cleanup import run_to_completion
+from stagemesh.services.engines.controls import run_to_completion
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.parallel.rank_messages import RankCall, RankReply, RankSetup
 

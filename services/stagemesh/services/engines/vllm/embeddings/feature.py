@@ -1,35 +1,139 @@
 """The embeddings feature: a stage receives embeddings from an upstream stage instead of a prompt.
 
-The replica reads the embeddings of a request from an edge while vLLM already runs the request.
+The replica reads the embeddings of a request from an edge while vLLM already runs the request. It passes them to vLLM's
+workers through shared memory, in which each running request has one slot. The memory is a sparse file. The pages of a
+slot are allocated when they are written, and freed when the slot is released. A worker reads a row again if the row's
+step is repeated after a preemption. The scheduler runs a step only after the step's rows are in the memory
+(`run_ahead`).
 """
 
 import asyncio
+import mmap
+import os
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
-from stagemesh.common.tensors import Array, TensorSpec
+import msgspec
+import numpy as np
+
+from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotReadyError
+from stagemesh.common.tensors import DTYPES, Array, TensorSpec
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import EngineEvent, Task
 from stagemesh.services.engines.vllm.core_calls import runner_call
-from stagemesh.services.engines.vllm.embeddings.memory import (
-    PLACEHOLDER,
-    Embedded,
-    EmbeddingMemory,
-    create_memory,
-    encode_ticket,
+from stagemesh.services.engines.vllm.features import (
+    UNLIMITED,
+    EngineRequest,
+    RequestFeature,
+    RequestHook,
+    RequestLimit,
+    RequestPrompt,
+    set_argument,
 )
-from stagemesh.services.engines.vllm.extra_arguments import set_argument
-from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook, RequestPrompt
 from stagemesh.services.engines.vllm.options import INPUTS_EMBEDS
-from stagemesh.services.engines.vllm.run_ahead.limit import UNLIMITED, RequestLimit
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
+
+PLACEHOLDER = 0
+"""The id of the token that represents an embedding in a prompt."""
+
+
+class Embedded(msgspec.Struct, frozen=True):
+    """The slot that contains a request's embeddings, and the length of the request's prompt.
+
+    The replica sends this object to vLLM's workers with the request (`features.set_argument`).
+    """
+
+    slot: int
+    prompt_tokens: int
+    """The number of prompt tokens.
+
+    Rows before this position replace the embeddings of the placeholder tokens. Later rows are added to the embeddings
+    of sampled tokens.
+    """
+
+
+@dataclass(frozen=True)
+class EmbeddingTicket:
+    """The data that a worker process needs to open the shared memory."""
+
+    process_id: int
+    file_descriptor: int
+    slots: int
+    positions: int
+    """The number of rows in a slot: one for each token position that the model supports."""
+    width: int
+    dtype: str
+    """The name of the rows' dtype, which is the same in the API and in torch."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """The size of a slot in bytes, rounded up to whole pages."""
+        size_bytes = self.positions * self.width * DTYPES[self.dtype].itemsize
+        return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class EmbeddingMemory:
+    """The mapping of the shared memory into one process."""
+
+    def __init__(self, ticket: EmbeddingTicket, *, own: int | None = None) -> None:
+        """Maps the memory into this process. Raises NotReadyError if the memory's file cannot be opened.
+
+        `own` is the file descriptor that `close` closes, or None if another process owns the file.
+        """
+        self.ticket = ticket
+        self._own = own
+        path = f"/proc/{ticket.process_id}/fd/{ticket.file_descriptor}"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                self._mapping = mmap.mmap(fd, ticket.slots * ticket.slot_bytes)
+            finally:
+                os.close(fd)
+        except OSError as exc:
+            raise NotReadyError(
+                f"the replica's embeddings cannot be opened ({exc.strerror or exc}); run its workers on its host, in "
+                "its pid namespace, as its user"
+            ) from exc
+
+    def rows(self, slot: int, position: int, count: int) -> Array:
+        """Returns a view of `count` rows of a slot, starting at `position`. The view has the shape [count, width].
+
+        The replica writes rows through the view, and workers read them. A row contains zeros until it is written.
+        """
+        ticket = self.ticket
+        assert 0 <= slot < ticket.slots, f"slot {slot} of {ticket.slots}"
+        assert 0 <= position <= position + count <= ticket.positions, f"{count} rows at {position}"
+        dtype = DTYPES[ticket.dtype]
+        offset = slot * ticket.slot_bytes + position * ticket.width * dtype.itemsize
+        return np.frombuffer(self._mapping, dtype, count * ticket.width, offset).reshape(count, ticket.width)
+
+    def close(self) -> None:
+        """Closes the file if this process owns it. Existing mappings remain valid. Idempotent."""
+        if self._own is not None:
+            os.close(self._own)
+            self._own = None
+
+    def clear(self, slot: int) -> None:
+        """Frees the memory pages of a slot. The slot contains zeros afterwards."""
+        size_bytes = self.ticket.slot_bytes
+        self._mapping.madvise(mmap.MADV_REMOVE, slot * size_bytes, size_bytes)
+
+
+def create_memory(*, slots: int, positions: int, width: int, dtype: str) -> EmbeddingMemory:
+    """Creates the shared memory of a replica, with `slots` slots of `positions` rows of `width` values.
+
+    The memory is an anonymous file (`memfd_create`), which the kernel frees after the processes that use it have ended.
+    """
+    fd = os.memfd_create("stagemesh-embeddings", os.MFD_CLOEXEC)
+    ticket = EmbeddingTicket(os.getpid(), fd, slots, positions, width, dtype)
+    os.ftruncate(fd, slots * ticket.slot_bytes)
+    return EmbeddingMemory(ticket, own=fd)
 
 
 class EmbeddingFlow(RequestHook):
@@ -196,7 +300,7 @@ class Embeddings(RequestFeature):
         )
         for slot in range(slots):
             self._free_slots.put_nowait(slot)
-        await runner_call(llm, "attach_embeddings", encode_ticket(self._memory.ticket))
+        await runner_call(llm, "attach_embeddings", msgspec.msgpack.encode(self._memory.ticket))
 
     async def read_prompt(self, task: Task, name: str, held: AsyncExitStack) -> RequestPrompt | None:
         """Waits for a free slot, then reads embeddings until the prompt's length is known.

@@ -6,12 +6,13 @@ The scheduler runs a step only after the step's embeddings are in the shared mem
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from stagemesh.services.engines.vllm.embeddings.memory import Embedded, EmbeddingMemory, decode_ticket
-from stagemesh.services.engines.vllm.extra_arguments import track_arguments
+from stagemesh.services.engines.vllm.embeddings.feature import Embedded, EmbeddingMemory, EmbeddingTicket
+from stagemesh.services.engines.vllm.features import track_arguments
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -25,7 +26,10 @@ class _TakesEmbeddings:
 
     def attach_embeddings(self, ticket: bytes) -> None:
         """Opens the shared memory for embeddings. `ticket` is an encoded EmbeddingTicket."""
-        self._embedding_memory, self._embedded = EmbeddingMemory(decode_ticket(ticket)), {}
+        self._embedding_memory, self._embedded = (
+            EmbeddingMemory(msgspec.msgpack.decode(ticket, type=EmbeddingTicket)),
+            {},
+        )
 
     def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
         """Records which new requests of the step have embeddings, then runs the step's forward pass."""

@@ -8,30 +8,29 @@ import asyncio
 import logging
 import secrets
 import socket
+from collections import deque
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnavailableError
-from stagemesh.common.tensors import DTYPES
+from stagemesh.common.notifier import Notifier
+from stagemesh.common.tensors import DTYPES, Tensors
 from stagemesh.connectors.arena.worker_writer import PartitionTicket
+from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.abilities import PartitionsArena
 from stagemesh.services.engines.base import Emission
 from stagemesh.services.engines.vllm.core_calls import runner_call
-from stagemesh.services.engines.vllm.extra_arguments import set_argument
-from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook
-from stagemesh.services.engines.vllm.hidden_states.request_states import RequestStates
-from stagemesh.services.engines.vllm.hidden_states.row_messages import (
+from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook, set_argument
+from stagemesh.services.engines.vllm.hidden_states.row_writer import (
     CONFIG_KEY,
     OVERFLOW_DIVISOR,
     Attachment,
     RequestedRows,
     StepRows,
-    decode_rows,
-    encode_attachment,
     min_overflow_bytes,
 )
 from stagemesh.services.engines.vllm.options import HiddenStatesOptions
@@ -43,8 +42,94 @@ if TYPE_CHECKING:
 
 _MAX_MESSAGE_BYTES = 1 << 20
 _CONNECT_S = 10.0
+_LATE_S = 10.0
+"""The maximum time to wait for the rows of tokens that have already been sampled, in seconds."""
 
 _log = logging.getLogger(__name__)
+
+
+class RequestStates(RequestHook):
+    """Buffers and emits one request's hidden states. A row is the state of one token position.
+
+    Emits each row once and in order, even if the worker writes some rows again.
+    """
+
+    def __init__(self, request: EngineRequest, *, first_position: int) -> None:
+        self.next_position = first_position
+        """The position of the next row to arrive. All requested rows before this position have arrived."""
+        self._request = request
+        self._ready: deque[tuple[int, Tensors]] = deque()
+        self._error: StagemeshError | None = None
+        self._changed = Notifier()
+
+    def push(self, position: int, tensors: Tensors) -> None:
+        """Adds consecutive rows, the first of which belongs to `position`. Drops rows that have already arrived.
+
+        Rows arrive again after a preemption. Calls `fail` if rows before `position` are missing.
+        """
+        count = _count(tensors)
+        skipped = self.next_position - position
+        if skipped >= count:
+            return
+        if skipped < 0:
+            self.fail(
+                UnavailableError(f"the hidden states of positions {self.next_position} to {position} are missing")
+            )
+            return
+        self._ready.append((self.next_position, {name: tensor[skipped:] for name, tensor in tensors.items()}))
+        self.next_position = position + count
+        self._changed.fire()
+
+    def fail(self, error: StagemeshError) -> None:
+        """Records an error, which `take` raises from then on. Only the first error is recorded."""
+        self._error = self._error or error
+        self._changed.fire()
+
+    def observe(self, *, finished: bool) -> Iterator[Emission]:  # noqa: ARG002  # `finish` emits the rest
+        yield from self.take(before=self._request.computed_tokens)
+        # Reached after the consumer has received the rows, so that a slow consumer delays only its own request.
+        self._request.limit.set_taken(self._request.known_tokens)
+
+    def take(self, *, before: int) -> list[Emission]:
+        """Removes and returns the buffered rows of the positions below `before`.
+
+        Raises the error that `fail` has recorded, if any.
+        """
+        if self._error is not None:
+            raise self._error
+        taken: list[Emission] = []
+        while self._ready and self._ready[0][0] < before:
+            position, tensors = self._ready.popleft()
+            count = before - position
+            if position + _count(tensors) > before:
+                self._ready.appendleft((before, {name: tensor[count:] for name, tensor in tensors.items()}))
+            rows = {name: tensor[:count] for name, tensor in tensors.items()}
+            metadata = {"token_start": position, "prompt_tokens": len(self._request.prompt.token_ids)}
+            taken.append(Emission(Packet(rows, metadata)))
+        return taken
+
+    async def finish(self) -> AsyncGenerator[Emission]:
+        """Yields the remaining rows as they arrive.
+
+        Raises UnavailableError if rows do not arrive in time, or the error that `fail` has recorded.
+        """
+        position = self._request.computed_tokens
+        while True:
+            if emissions := self.take(before=position):
+                for emission in emissions:
+                    yield emission
+                # More rows may have arrived while the consumer processed these.
+                continue
+            if self.next_position >= position:
+                return
+            try:
+                async with asyncio.timeout(_LATE_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise UnavailableError(
+                    f"the hidden states from position {self.next_position} on did not arrive; the worker's log has the "
+                    "cause"
+                ) from None
 
 
 class HiddenStates(RequestFeature):
@@ -110,7 +195,7 @@ class HiddenStates(RequestFeature):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as listener:
             listener.bind("\0" + address)
             listener.listen(4)
-            attaching = asyncio.create_task(runner_call(llm, "attach_replica", encode_attachment(attachment)))
+            attaching = asyncio.create_task(runner_call(llm, "attach_replica", msgspec.msgpack.encode(attachment)))
             try:
                 async with asyncio.timeout(_CONNECT_S):
                     self._connection = await _accept(listener, token)
@@ -136,11 +221,11 @@ class HiddenStates(RequestFeature):
         if first_position < request.computed_tokens:
             # vLLM does not compute positions that it finds in the prefix cache, except the last position.
             request.params.skip_reading_prefix_cache = True
-        states = RequestStates(first_position=first_position, prompt_tokens=prompt_tokens)
+        states = RequestStates(request, first_position=first_position)
         self._requests[request.name] = states
         held.callback(self._requests.pop, request.name)
         request.limit.set_taken(request.known_tokens)
-        return _EmittedStates(request, states)
+        return states
 
     def close(self) -> None:
         if self._connection is not None:
@@ -163,7 +248,7 @@ class HiddenStates(RequestFeature):
         assert self._connection is not None, "a closed connection has no reader"
         try:
             while data := self._connection.recv(_MAX_MESSAGE_BYTES):
-                self._push(decode_rows(data), arena)
+                self._push(msgspec.msgpack.decode(data, type=StepRows), arena)
         except BlockingIOError:
             return
         except (OSError, msgspec.MsgspecError, StagemeshError) as exc:
@@ -184,24 +269,6 @@ class HiddenStates(RequestFeature):
             if states is not None and rows.count:
                 end = rows.first + rows.count
                 states.push(rows.position, {name: tensor[rows.first : end] for name, tensor in tensors.items()})
-
-
-class _EmittedStates(RequestHook):
-    """Emits the hidden states of one request."""
-
-    def __init__(self, request: EngineRequest, states: RequestStates) -> None:
-        self._request, self._states = request, states
-
-    def observe(self, *, finished: bool) -> Iterator[Emission]:  # noqa: ARG002  # `finish` emits the rest
-        for packet in self._states.take(before=self._request.computed_tokens):
-            yield Emission(packet)
-        # Reached after the consumer has received the rows, so that a slow consumer delays only its own request.
-        self._request.limit.set_taken(self._request.known_tokens)
-
-    async def finish(self) -> AsyncGenerator[Emission]:
-        async with aclosing(self._states.up_to(self._request.computed_tokens)) as packets:
-            async for packet in packets:
-                yield Emission(packet)
 
 
 async def _accept(listener: socket.socket, token: bytes) -> socket.socket:
@@ -235,3 +302,7 @@ def _layer_problem(model: "ModelConfig", inner_layers: list[int], *, pipeline_ra
             "request only `last`"
         )
     return None
+
+
+def _count(tensors: Tensors) -> int:
+    return len(next(iter(tensors.values())))

@@ -1,23 +1,35 @@
-"""Writes hidden states from a worker's process into the replica's arena, and reports the rows to the replica."""
+"""Writes hidden states from a worker's process into the replica's arena, and reports the rows to the replica.
+
+The messages of this module connect a worker to its replica and report written rows.
+"""
 
 import socket
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
+import msgspec
 import numpy as np
 import torch
 
-from stagemesh.connectors.arena.worker_writer import ArenaWriter, Handle, Reserved
-from stagemesh.services.engines.vllm.hidden_states.row_messages import (
-    Attachment,
-    RequestRows,
-    StepRows,
-    encode_rows,
-    max_rows,
-)
+from stagemesh.connectors.arena.memory_file import ALIGNMENT_BYTES
+from stagemesh.connectors.arena.worker_writer import ArenaWriter, Handle, PartitionTicket, Reserved
 
+CONFIG_KEY = "stagemesh_layers"
+"""The key of vLLM's `additional_config` under which the numbers of the emitted inner layers are listed."""
+OVERFLOW_DIVISOR = 4
+"""The ratio of the worker's total memory in the arena to its overflow memory.
+
+The replica copies rows out of the overflow memory immediately, so that unread rows do not block other rows.
+"""
+_WRITES_IN_OVERFLOW = 2
+"""The number of writes of maximum size that fit into the overflow memory.
+
+With two, the worker can write while the replica copies.
+"""
 _SEND_TIMEOUT_S = 60.0
 _MAX_STAGED_BYTES = 256 << 20
 """The maximum size of the staged rows, in bytes. Staged rows wait in the worker's memory for space in the arena.
@@ -26,22 +38,85 @@ If more bytes are staged, the worker's main thread waits, too.
 """
 
 
+def max_rows(overflow_bytes: int, *, row_bytes: int, tensors: int) -> int:
+    """Returns the maximum number of rows in one write.
+
+    `row_bytes` is the total size of one row in all tensors. `tensors` is the number of tensors.
+    """
+    return (overflow_bytes // _WRITES_IN_OVERFLOW - tensors * ALIGNMENT_BYTES) // row_bytes
+
+
+def min_overflow_bytes(*, row_bytes: int, tensors: int) -> int:
+    """Returns the minimum size of the overflow memory in bytes, which suffices for writes of one row each.
+
+    `row_bytes` is the total size of one row in all tensors. `tensors` is the number of tensors.
+    """
+    return _WRITES_IN_OVERFLOW * (row_bytes + tensors * ALIGNMENT_BYTES)
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """The data that a worker needs to connect to its replica and to write into the replica's arena."""
+
+    address: str
+    """The name of the abstract Unix socket for messages to the replica.
+
+    The first message is `token`. Each further message is a `StepRows`.
+    """
+    token: bytes
+    rows: PartitionTicket
+    """The arena's partition for rows. Rows remain in the partition until the consumer has read them."""
+    overflow: PartitionTicket
+    """The arena's partition for rows that do not fit into `rows`.
+
+    The replica copies the rows out of this partition immediately.
+    """
+    dtype: str
+    """The name of the emitted tensors' dtype, which is the same in the API and in torch."""
+    tensors: list[str]
+    """The names of the emitted tensors."""
+
+
+class RequestedRows(msgspec.Struct, frozen=True):
+    """The rows that a request emits.
+
+    The replica sends this object to vLLM's workers with the request (`features.set_argument`).
+    """
+
+    name: str
+    first_position: int
+    """The token position of the first emitted row. Earlier rows are not emitted."""
+
+
+class RequestRows(msgspec.Struct, frozen=True, array_like=True):
+    """The location of one request's rows in the tensors of a `StepRows` message."""
+
+    name: str
+    position: int
+    """The position of the first row among the request's tokens."""
+    first: int
+    """The index of the first row in the tensors."""
+    count: int
+
+
+class StepRows(msgspec.Struct, frozen=True, array_like=True):
+    """A message that reports written rows of one engine step. Each emitted layer has a tensor [rows, hidden].
+
+    A step with many rows is reported in several messages.
+    """
+
+    handle: Handle
+    requests: list[RequestRows]
+    overflow: bool
+    """Whether the rows are in the overflow memory."""
+
+
 class Slice(NamedTuple):
     """Consecutive rows of one request in a batch of several requests' rows."""
 
     name: str
     position: int
     """The position of the first row among the request's tokens."""
-    start: int
-    """The index of the first row in the batch."""
-    rows: int
-
-
-class Run(NamedTuple):
-    """Consecutive rows of a batch that are copied together into a target tensor."""
-
-    first: int
-    """The index of the first row in the target tensor."""
     start: int
     """The index of the first row in the batch."""
     rows: int
@@ -135,13 +210,15 @@ class RowWriter:
             # While rows are staged, only the thread uses the overflow memory.
             reserved = self._overflow.try_reserve(shapes, self._dtype_name)
         targets = self._targets(reserved) if reserved else self._stage(shapes)
-        copied = None
-        if self._stream is None:
-            _copy(states, targets, _runs(slices))
-        else:
-            copied = _copy_on_stream(self._stream, states, targets, _runs(slices))
+        pieces = {name: [rows[run] for run in _runs(slices)] for name, rows in states.items()}
+        copied = _copy(pieces, targets, stream=self._stream)
+        ends = accumulate(each.rows for each in slices)
+        requests = [
+            RequestRows(each.name, each.position, end - each.rows, each.rows)
+            for each, end in zip(slices, ends, strict=True)
+        ]
         handle = reserved.handle if reserved else None
-        return Written(_request_rows(slices), handle, overflow, {} if reserved else targets, copied)
+        return Written(requests, handle, overflow, {} if reserved else targets, copied)
 
     def _targets(self, reserved: Reserved) -> dict[str, torch.Tensor]:
         return {name: torch.from_numpy(array).view(self._dtype) for name, array in reserved.tensors.items()}
@@ -174,29 +251,26 @@ class RowWriter:
         self._report(handle, requests, overflow=written.overflow)
 
     def _report(self, handle: Handle, requests: list[RequestRows], *, overflow: bool) -> None:
-        self._socket.send(encode_rows(StepRows(handle, requests, overflow)))
+        self._socket.send(msgspec.msgpack.encode(StepRows(handle, requests, overflow)))
 
 
-def _copy(states: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor], runs: Sequence[Run]) -> None:
-    for name, rows in states.items():
-        for run in runs:
-            targets[name][run.first : run.first + run.rows].copy_(rows[run.start : run.start + run.rows])
-
-
-def _copy_on_stream(
-    stream: torch.cuda.Stream,
-    states: Mapping[str, torch.Tensor],
+def _copy(
+    pieces: Mapping[str, list[torch.Tensor]],
     targets: Mapping[str, torch.Tensor],
-    runs: Sequence[Run],
-) -> torch.cuda.Event:
-    """Copies rows to the host on `stream`. Returns an event that marks the end of the copy.
+    *,
+    stream: torch.cuda.Stream | None,
+) -> torch.cuda.Event | None:
+    """Copies rows to the host. With a stream, returns an event that marks the end of the copy.
 
-    The compute stream first gathers the rows, because the next replay of its CUDA graph overwrites `states`.
+    The compute stream first gathers the rows, because the next replay of its CUDA graph overwrites them.
     """
-    gathered = {
-        name: torch.cat([rows[run.start : run.start + run.rows] for run in runs]).to(targets[name].dtype)
-        for name, rows in states.items()
-    }
+    if stream is None:
+        for name, parts in pieces.items():
+            sizes = [len(part) for part in parts]
+            for target, part in zip(torch.split(targets[name], sizes), parts, strict=True):
+                target.copy_(part)
+        return None
+    gathered = {name: torch.cat(parts).to(targets[name].dtype) for name, parts in pieces.items()}
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for name, rows in gathered.items():
@@ -235,27 +309,15 @@ def _split(slices: Sequence[Slice], max_rows: int) -> list[list[Slice]]:
     return parts
 
 
-def _runs(slices: Sequence[Slice]) -> list[Run]:
-    """Combines slices that are adjacent in the batch into runs."""
-    runs: list[Run] = []
-    first = 0
+def _runs(slices: Sequence[Slice]) -> list[slice]:
+    """Returns the rows of the slices as ranges of the batch. Combines slices that are adjacent in the batch."""
+    runs: list[slice] = []
     for each in slices:
-        if runs and runs[-1].start + runs[-1].rows == each.start:
-            runs[-1] = runs[-1]._replace(rows=runs[-1].rows + each.rows)
-        else:
-            runs.append(Run(first, each.start, each.rows))
-        first += each.rows
+        start, end = each.start, each.start + each.rows
+        if runs and runs[-1].stop == start:
+            start = runs.pop().start
+        runs.append(slice(start, end))
     return runs
-
-
-def _request_rows(slices: Sequence[Slice]) -> list[RequestRows]:
-    """Returns the location of each slice's rows in the target tensors, which contain the slices in order."""
-    described: list[RequestRows] = []
-    first = 0
-    for each in slices:
-        described.append(RequestRows(each.name, each.position, first, each.rows))
-        first += each.rows
-    return described
 
 
 def _limit_rows(requests: list[RequestRows], left: dict[str, int]) -> list[RequestRows]:

@@ -7,6 +7,7 @@ mixins copy the hidden states between these calls.
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -14,9 +15,14 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.outputs import ModelRunnerOutput
 
-from stagemesh.services.engines.vllm.extra_arguments import track_arguments
-from stagemesh.services.engines.vllm.hidden_states.row_messages import CONFIG_KEY, RequestedRows, decode_attachment
-from stagemesh.services.engines.vllm.hidden_states.row_writer import RowWriter, Slice
+from stagemesh.services.engines.vllm.features import track_arguments
+from stagemesh.services.engines.vllm.hidden_states.row_writer import (
+    CONFIG_KEY,
+    Attachment,
+    RequestedRows,
+    RowWriter,
+    Slice,
+)
 from stagemesh.services.engines.vllm.options import LAST, tensor_name
 
 if TYPE_CHECKING:
@@ -28,9 +34,9 @@ class Batch(NamedTuple):
 
     request_ids: Sequence[str]
     starts: npt.NDArray[np.int32]
-    """The index of each request's first row, followed by the total number of rows."""
+    """The index of each request's first row, followed by the total number of rows. May contain further values."""
     positions: npt.NDArray[np.int32]
-    """The token position of each request's first row."""
+    """The token position of each request's first row. May contain further values."""
     hidden: torch.Tensor
     aux: Sequence[torch.Tensor]
 
@@ -51,7 +57,7 @@ class _EmitsHiddenStates:
         """
         if get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0:
             self._requested, self._drafts = {}, {}
-            self._rows = RowWriter(decode_attachment(attachment), device=cast("Any", self).device)
+            self._rows = RowWriter(msgspec.msgpack.decode(attachment, type=Attachment), device=cast("Any", self).device)
 
     def model_without_layers(self) -> str | None:
         """Returns the name of the model's class if it cannot provide the inner layers that the stage emits.
@@ -97,6 +103,13 @@ class _EmitsHiddenStates:
 
     def _batch(self) -> Batch | None:
         """Returns the step whose tokens are not sampled yet, or None if this rank has no such step."""
+        state = cast("Any", self).execute_model_state
+        if state is None or state.hidden_states is None:
+            return None
+        return Batch(*self._requests(state), state.hidden_states, state.aux_hidden_states or ())
+
+    def _requests(self, state: Any) -> tuple[Sequence[str], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Returns the first three fields of `Batch`. `state` is the runner's state of the step."""
         raise NotImplementedError
 
     def _slices(self, batch: Batch) -> list[Slice]:
@@ -139,34 +152,14 @@ class RunnerV1(_EmitsHiddenStates):
     Also applies to the runner's subclasses, such as the CPU runner.
     """
 
-    def _batch(self) -> Batch | None:
+    def _requests(self, state: Any) -> tuple[Sequence[str], npt.NDArray[np.int32], npt.NDArray[np.int32]]:  # noqa: ARG002
         runner = cast("Any", self)
-        state = runner.execute_model_state
-        if state is None or state.hidden_states is None:
-            return None
-        count = runner.input_batch.num_reqs
-        return Batch(
-            runner.input_batch.req_ids,
-            runner.query_start_loc.np[: count + 1],
-            runner.input_batch.num_computed_tokens_cpu[:count],
-            state.hidden_states,
-            state.aux_hidden_states or (),
-        )
+        return runner.input_batch.req_ids, runner.query_start_loc.np, runner.input_batch.num_computed_tokens_cpu
 
 
 class RunnerV2(_EmitsHiddenStates):
     """A mixin that emits the hidden states of vLLM's model runner in `vllm.v1.worker.gpu.model_runner`."""
 
-    def _batch(self) -> Batch | None:
-        runner = cast("Any", self)
-        state = runner.execute_model_state
-        if state is None or state.hidden_states is None:
-            return None
+    def _requests(self, state: Any) -> tuple[Sequence[str], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         batch = state.input_batch
-        return Batch(
-            batch.req_ids,
-            batch.query_start_loc_np[: batch.num_reqs + 1],
-            batch.num_computed_tokens_np[: batch.num_reqs],
-            state.hidden_states,
-            state.aux_hidden_states or (),
-        )
+        return batch.req_ids, batch.query_start_loc_np, batch.num_computed_tokens_np

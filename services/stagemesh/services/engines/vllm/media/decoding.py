@@ -15,7 +15,7 @@ from PIL import Image
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.tensors import Array
-from stagemesh.services.engines.media import MEDIA_TYPES, MediaFile, MediaKind, Samples
+from stagemesh.services.engines.base import MEDIA_TYPES, MediaFile, MediaKind, Samples
 
 if TYPE_CHECKING:
     from av.container import InputContainer

@@ -21,8 +21,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.audio import AudioResampler
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
-from stagemesh.services.engines.base import Prompt, Task, media_of
-from stagemesh.services.engines.media import MediaFile, Medium
+from stagemesh.services.engines.base import MediaFile, Medium, Prompt, Task, media_of
+from stagemesh.services.engines.vllm.conversion import check_tokens, prompt_tokens
 from stagemesh.services.engines.vllm.features import RequestFeature, RequestPrompt
 from stagemesh.services.engines.vllm.media.decoding import (
     DecodedAudio,
@@ -33,7 +33,6 @@ from stagemesh.services.engines.vllm.media.decoding import (
     read_samples,
     read_video,
 )
-from stagemesh.services.engines.vllm.prompts import check_tokens, prompt_tokens
 
 if TYPE_CHECKING:
     from vllm.inputs import MultiModalInput

@@ -8,7 +8,7 @@ import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 
-class AppliesOnlyChosen(PunicaWrapperCPU):
+class SelectiveLoraKernels(PunicaWrapperCPU):
     """vLLM's LoRA kernels for a CPU, restricted to the rows of requests that name an adapter.
 
     vLLM marks a row without an adapter with slot index -1. On a CPU, this index selects the last slot. If the last slot

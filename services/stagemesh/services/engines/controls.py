@@ -1,13 +1,65 @@
-"""Profiles of an engine. A profile is recorded in a private folder, then moved to the folder that the caller named."""
+"""Parts of operator controls that several engines share: profiles, the sleep state, and calls that must complete."""
 
 import asyncio
 import shutil
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from secrets import token_hex
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
-from stagemesh.services.engines.cleanup import run_to_completion
+
+T = TypeVar("T")
+
+
+async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine until it ends. If the caller is cancelled, the cancellation takes effect afterwards."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as exc:
+            cancelled = exc
+    if cancelled is not None:
+        # The exception is retrieved, so that asyncio does not log it as never retrieved.
+        task.exception()
+        raise cancelled
+    return task.result()
+
+
+class SleepState:
+    """The tags of the parts of an engine that are asleep."""
+
+    def __init__(self, *, stage: str) -> None:
+        self.tags: set[str] = set()
+        self._stage = stage
+
+    def asleep(self) -> Sequence[str]:
+        """Returns the tags of the parts that are asleep, sorted."""
+        return sorted(self.tags)
+
+    def check_awake(self) -> None:
+        """Raises NotReadyError if any part is asleep."""
+        if self.tags:
+            raise NotReadyError(
+                f"the engine of stage {self._stage} is asleep ({', '.join(self.asleep())}); wake it first",
+                metadata={"asleep": ",".join(self.asleep())},
+            )
+
+    def select(self, tags: Sequence[str]) -> set[str]:
+        """Returns `tags`, or the tags of all sleeping parts if `tags` is empty.
+
+        Raises InvalidRequestError if one of the tags is not asleep.
+        """
+        wanted = set(tags) or set(self.tags)
+        if not wanted <= self.tags:
+            raise InvalidRequestError(
+                f"stage {self._stage}: {', '.join(sorted(wanted - self.tags))} is not asleep; asleep: "
+                f"{', '.join(self.asleep()) or 'nothing'}",
+                reason="UNKNOWN_TAG",
+            )
+        return wanted
 
 
 class Recorder(Protocol):

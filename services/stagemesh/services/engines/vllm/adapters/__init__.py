@@ -1,1 +1,0 @@
-"""Control of the LoRA adapters of a running vLLM engine."""

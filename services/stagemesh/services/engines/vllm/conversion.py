@@ -1,0 +1,296 @@
+"""Converts a task's prompt and sampling options to vLLM's, runs the request in vLLM, and converts vLLM's outputs."""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import fields
+from typing import Any, cast
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import EngineInput
+from vllm.logprobs import Logprob
+from vllm.multimodal.processing import BaseMultiModalProcessor, BaseProcessingInfo
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.renderers import BaseRenderer, ChatParams
+from vllm.renderers.chat_utils import ChatCompletionMessageParam
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.tokenizers import TokenizerLike
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from stagemesh.common.errors import InvalidRequestError, UnavailableError, UnsupportedError
+from stagemesh.common.tensors import Array
+from stagemesh.connectors.edge import Packet
+from stagemesh.services.engines.adapters.manager import Entry
+from stagemesh.services.engines.base import (
+    ChatMessage,
+    Emission,
+    MediaKind,
+    Part,
+    Prompt,
+    SamplingOptions,
+    Structure,
+    Task,
+    TokenLogprobs,
+    media_of,
+)
+from stagemesh.services.engines.vllm.control import lora_request
+from stagemesh.services.engines.vllm.features import EngineRequest
+
+DEFAULT_MAX_TOKENS = 256
+TOKEN_IDS = "token_ids"  # noqa: S105  # tokens of a vocabulary
+# vLLM's message parts for media. They have no content, because vLLM receives the decoded media separately.
+_EMPTY_PARTS: Mapping[MediaKind, Mapping[str, object]] = {
+    "image": {"type": "image_pil", "image_pil": None},
+    "audio": {"type": "input_audio", "input_audio": {"data": "", "format": ""}},
+    "video": {"type": "video_url", "video_url": {"url": ""}},
+}
+
+
+def prompt_tokens(prompt: Prompt | None, renderer: BaseRenderer, *, vocabulary: int) -> list[int]:
+    """Returns the token ids of a prompt, with placeholder tokens for media.
+
+    Applies the model's chat template to text and messages. If the model has no template, text is encoded without a
+    template. Raises InvalidRequestError if the prompt is empty, if the template rejects the prompt, if the model has no
+    template for messages, or if an id is not in the model's vocabulary.
+    """
+    given = [] if prompt is None or isinstance(prompt, str) else [part for part in prompt if isinstance(part, int)]
+    ids = given or _encode(prompt, renderer)
+    if not ids:
+        raise InvalidRequestError("the prompt is empty; send text, messages or token ids", reason="EMPTY_PROMPT")
+    # A tokenizer may know more tokens than the model. Placeholders for media are not in the vocabulary either.
+    if not media_of(prompt):
+        check_tokens(ids, vocabulary=vocabulary)
+    return ids
+
+
+def check_tokens(ids: Sequence[int], *, vocabulary: int) -> None:
+    """Raises InvalidRequestError if a token id is outside the model's vocabulary."""
+    outside = next((token for token in ids if not 0 <= token < vocabulary), None)
+    if outside is not None:
+        raise InvalidRequestError(
+            f"token id {outside} is outside the model's vocabulary of {vocabulary}", reason="UNKNOWN_TOKEN"
+        )
+
+
+def has_template(renderer: BaseRenderer) -> bool:
+    """Returns whether the model's tokenizer or processor has a chat template."""
+    if getattr(renderer.get_tokenizer(), "chat_template", None) is not None:
+        return True
+    processor = cast("BaseMultiModalProcessor[BaseProcessingInfo] | None", renderer.mm_processor)
+    if processor is None:
+        return False
+    return getattr(processor.info.get_hf_processor(), "chat_template", None) is not None
+
+
+def _encode(prompt: Prompt | None, renderer: BaseRenderer) -> list[int]:
+    if not prompt:
+        return []
+    if isinstance(prompt, str):
+        if not has_template(renderer):
+            return renderer.get_tokenizer().encode(prompt)
+        messages = [ChatMessage("user", prompt)]
+    else:
+        messages = [part for part in prompt if isinstance(part, ChatMessage)]
+    if not has_template(renderer):
+        raise InvalidRequestError(
+            "this model has no chat template; send the prompt as text or token ids", reason="NO_CHAT_TEMPLATE"
+        )
+    return _conversation_tokens(messages, renderer)
+
+
+def _conversation_tokens(messages: Sequence[ChatMessage], renderer: BaseRenderer) -> list[int]:
+    conversation = [
+        {"role": message.role, "content": [_part(part) for part in message.parts] or message.content}
+        for message in messages
+    ]
+    tokenizer = renderer.get_tokenizer()
+    # The template of a processor, which supports media, takes precedence over the tokenizer's. Without a processor, the
+    # template is passed so that vLLM does not search for one.
+    template = None if renderer.mm_processor is not None else getattr(tokenizer, "chat_template", None)
+    params = ChatParams(
+        chat_template=template if isinstance(template, str) else None,
+        chat_template_kwargs={"add_generation_prompt": True, "tokenize": False},
+    )
+    try:
+        _, rendered = renderer.render_messages(cast("list[ChatCompletionMessageParam]", conversation), params)
+    except (ValueError, VLLMValidationError) as exc:
+        raise InvalidRequestError(f"the model's chat template rejects the conversation: {exc}") from exc
+    prompt: Mapping[str, Any] = dict(rendered)
+    if "prompt_token_ids" in prompt:
+        return list(prompt["prompt_token_ids"])
+    # The template has already added the special tokens.
+    return tokenizer.encode(prompt["prompt"], add_special_tokens=False)
+
+
+def _part(part: Part) -> Mapping[str, object]:
+    return {"type": "text", "text": part} if isinstance(part, str) else _EMPTY_PARTS[part.kind]
+
+
+class CheckedParams(SamplingParams):
+    """Sampling parameters that `sampling_params` verifies on another thread.
+
+    Disables vLLM's own verification, which would run on the event loop.
+    """
+
+    def verify(self, *args: object, **kwargs: object) -> None:
+        """Does nothing, because `sampling_params` has already verified the parameters."""
+
+    def update_from_tokenizer(self, tokenizer: TokenizerLike) -> None:
+        """Does nothing, because `sampling_params` has already applied the tokenizer's values."""
+
+
+def sampling_params(
+    task: Task, *, prompt_length: int, defaults: Mapping[str, Any], config: VllmConfig, tokenizer: TokenizerLike
+) -> CheckedParams:
+    """Returns vLLM's sampling parameters for a task, verified and completed with the tokenizer's values.
+
+    `prompt_length` is in tokens. `defaults` are the model's own defaults, by vLLM's parameter names. Raises
+    InvalidRequestError for a value that vLLM would reject later or that would terminate vLLM's engine, or if the prompt
+    leaves too little space for the output. Raises UnsupportedError if a task with a structure resumes from a
+    checkpoint. The verification takes longer for a larger JSON schema. Other threads can run during the verification.
+    """
+    sampling, model = task.sampling, config.model_config
+    if sampling.structure is not None and task.resume_from is not None:
+        raise UnsupportedError(
+            f"a request with {sampling.structure.kind} cannot resume from a checkpoint: vLLM would restart the "
+            "structure; omit resume_from to start over"
+        )
+    max_tokens = _max_tokens(sampling, prompt_length=prompt_length, max_model_len=model.max_model_len, usual=defaults)
+    try:
+        params = CheckedParams(
+            seed=task.seed,
+            output_kind=RequestOutputKind.DELTA,
+            # Log-probabilities are emitted only with the tokens.
+            logprobs=sampling.logprobs if is_wanted(task, TOKEN_IDS) else None,
+            **{**defaults, **_given(sampling), "max_tokens": max_tokens},
+        )
+        for token in params.stop_token_ids or ():
+            _check_token(token, model.get_vocab_size(), field="stop_token_ids")
+        SamplingParams.verify(params, model, config.speculative_config, config.structured_outputs_config, tokenizer)
+        SamplingParams.update_from_tokenizer(params, tokenizer)
+    except (ValueError, VLLMValidationError) as exc:
+        raise InvalidRequestError(f"sampling: {exc}", reason="INVALID_SAMPLING") from exc
+    # vLLM does not check that the model has these tokens.
+    for tokens in params.bad_words_token_ids or ():
+        for token in tokens:
+            _check_token(token, model.get_vocab_size(), field="bad_words")
+    return params
+
+
+def _max_tokens(sampling: SamplingOptions, *, prompt_length: int, max_model_len: int, usual: Mapping[str, Any]) -> int:
+    """Returns the maximum length of the output in tokens. `usual` contains the model's own defaults."""
+    wanted = sampling.max_tokens or max(1, sampling.min_tokens)
+    space = max_model_len - prompt_length
+    if space < wanted:
+        raise InvalidRequestError(
+            f"the prompt has {prompt_length} tokens and the output {wanted}, but the model accepts {max_model_len} in "
+            "all; shorten the prompt or lower max_tokens",
+            reason="PROMPT_TOO_LONG",
+        )
+    if sampling.max_tokens is not None:
+        return sampling.max_tokens
+    return min(space, max(sampling.min_tokens, int(usual.get("max_tokens", DEFAULT_MAX_TOKENS))))
+
+
+def is_wanted(task: Task, tensor: str) -> bool:
+    """Returns whether the caller or an edge requests the emitted tensor that is named `tensor`."""
+    return task.wanted is None or tensor in task.wanted
+
+
+def _check_token(token: int, vocabulary: int, *, field: str) -> None:
+    if not 0 <= token < vocabulary:
+        raise InvalidRequestError(
+            f"{field}: token id {token} is outside the model's vocabulary of {vocabulary}", reason="UNKNOWN_TOKEN"
+        )
+
+
+def _given(sampling: SamplingOptions) -> dict[str, Any]:
+    """Returns the options that a request sets, by vLLM's names, except `max_tokens` and `logprobs`."""
+    values: dict[str, Any] = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+    structure: Structure | None = values.pop("structure")
+    if structure is not None:
+        kind = "json" if structure.kind == "json_schema" else structure.kind
+        texts = list(structure.texts) if kind == "choice" else structure.texts[0]
+        arguments: dict[str, Any] = {kind: texts}
+        values["structured_outputs"] = StructuredOutputsParams(**arguments)
+    del values["max_tokens"], values["logprobs"]
+    # vLLM expects lists.
+    values |= {name: list(values[name]) for name in ("stop", "stop_token_ids", "bad_words")}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+async def generate(
+    llm: AsyncLLM, request: EngineRequest, adapter: Entry | None, *, stage: str
+) -> AsyncGenerator[RequestOutput]:
+    """Runs a request in vLLM and yields vLLM's outputs.
+
+    Raises UnavailableError if vLLM fails, and InvalidRequestError if vLLM rejects the request or no token can continue
+    the request's structure.
+    """
+    tokens = [*request.prompt.token_ids, *request.sampled]
+    engine_input = cast("EngineInput", {**request.prompt.engine_input, "prompt_token_ids": tokens})
+    try:
+        generated = llm.generate(
+            engine_input,
+            request.params,
+            request.name,
+            lora_request=lora_request(adapter) if adapter is not None else None,
+            # In vLLM a lower number is a higher priority.
+            priority=-request.task.priority,
+        )
+        async with aclosing(generated) as outputs:
+            async for output in outputs:
+                _check_end(output.outputs[0], request.task, stage=stage)
+                yield output
+    except (EngineDeadError, EngineGenerateError) as exc:
+        raise UnavailableError(f"stage {stage}: vLLM failed: {exc}") from exc
+    except (ValueError, VLLMValidationError) as exc:
+        raise InvalidRequestError(f"stage {stage}: vLLM rejects the request: {exc}") from exc
+
+
+def emission_of(output: CompletionOutput, task: Task) -> Emission | None:
+    """Returns an emission with an output's new text and tokens, or None if the output has neither.
+
+    A packet with tokens always contains the text, which may be empty, so that a consumer of both needs only one packet.
+    """
+    tokens = list(output.token_ids) if is_wanted(task, TOKEN_IDS) else []
+    if not output.text and not tokens:
+        return None
+    tensors: dict[str, Array] = {"text": np.frombuffer(output.text.encode(), np.uint8)}
+    if not tokens:
+        return Emission(Packet(tensors))
+    tensors[TOKEN_IDS] = np.array(tokens, np.int32)
+    return Emission(Packet(tensors), _logprobs(output, tokens, alternatives=task.sampling.logprobs))
+
+
+def _check_end(output: CompletionOutput, task: Task, *, stage: str) -> None:
+    """Raises an error if vLLM ended the request with an error.
+
+    Raises InvalidRequestError if the request has a structure, and UnavailableError if it does not.
+    """
+    if output.finish_reason != "error":
+        return
+    if task.sampling.structure is not None:
+        raise InvalidRequestError(
+            f"stage {stage}: no token can continue the {task.sampling.structure.kind}, or the "
+            f"{task.sampling.structure.kind} is too large; simplify it, or omit bad_words",
+            reason="INVALID_SAMPLING",
+        )
+    raise UnavailableError(f"stage {stage}: vLLM ended the request with an error; its own log has the cause")
+
+
+def _logprobs(output: CompletionOutput, tokens: list[int], *, alternatives: int | None) -> tuple[TokenLogprobs, ...]:
+    if alternatives is None or not output.logprobs:
+        return ()
+    pairs = zip(tokens, output.logprobs, strict=True)
+    return tuple(_token_logprobs(token, known, limit=alternatives) for token, known in pairs if known is not None)
+
+
+def _token_logprobs(token: int, known: Mapping[int, Logprob], *, limit: int) -> TokenLogprobs:
+    ranked = sorted(known.items(), key=lambda item: item[1].rank or 0)[:limit]
+    return TokenLogprobs(
+        known[token].logprob, tuple(each for each, _ in ranked), tuple(logprob.logprob for _, logprob in ranked)
+    )

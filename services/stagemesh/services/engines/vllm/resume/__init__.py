@@ -1,1 +1,0 @@
-"""Support for checkpoints: emits checkpoints of requests and resumes requests from them."""
