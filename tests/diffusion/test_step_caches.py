@@ -150,8 +150,11 @@ def test_a_mag_cache_without_ratios_is_rejected(tmp_path: Path) -> None:
     ("cache", "error"),
     [
         ({"kind": "tea"}, "kind"),
-        ({"kind": "mag", "max_skip_steps": 0}, "max_skip_steps is 0; it must be at least 1"),
-        ({"kind": "first_block", "threshold": float("nan")}, "threshold is nan; it must be at least 0"),
+        ({"kind": "mag", "max_skip_steps": 0}, "max_skip_steps is 0: Input should be greater than 0"),
+        (
+            {"kind": "first_block", "threshold": float("nan")},
+            "threshold is nan: Input should be greater than or equal to 0",
+        ),
         ({"kind": "first_block", "limit": 1}, "limit"),
     ],
 )

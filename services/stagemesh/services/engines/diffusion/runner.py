@@ -11,11 +11,10 @@ from stagemesh.common.tensors import Array
 from stagemesh.services.engines.diffusion.adapters.model_adapters import ModelAdapters
 from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
 from stagemesh.services.engines.diffusion.caches.step_caches import enable_caches
-from stagemesh.services.engines.diffusion.model.load_options import LoadOptions
 from stagemesh.services.engines.diffusion.model.loading import Loader
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.model_errors import to_stagemesh_error
-from stagemesh.services.engines.diffusion.options import DiffusionOptions
+from stagemesh.services.engines.diffusion.options import DiffusionOptions, LoadOptions
 from stagemesh.services.engines.diffusion.state import DiffusionRequestState
 from stagemesh.services.engines.diffusion.transfer.request_transfer import RequestTransfer
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from stagemesh.common.errors import NotReadyError
-from stagemesh.services.engines.diffusion.caches.step_cache_options import CacheDitOptions
+from stagemesh.services.engines.diffusion.options import CacheDitOptions
 from stagemesh.services.engines.diffusion.transfer.serialization import Tree
 
 

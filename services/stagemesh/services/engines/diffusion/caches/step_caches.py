@@ -15,7 +15,7 @@ import torch
 
 from stagemesh.common.errors import NotReadyError
 from stagemesh.services.engines.diffusion.caches.cache_dit import CacheDitCaches
-from stagemesh.services.engines.diffusion.caches.step_cache_options import (
+from stagemesh.services.engines.diffusion.options import (
     CacheDitOptions,
     DiffusersCacheOptions,
     FirstBlockOptions,

@@ -19,7 +19,7 @@ from diffusers.hooks.group_offloading import apply_group_offloading
 from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil, Qwen2VLProcessor
 
 from stagemesh.common.errors import NotReadyError
-from stagemesh.services.engines.diffusion.model.load_options import LoadOptions, QuantizationOptions
+from stagemesh.services.engines.diffusion.options import LoadOptions, QuantizationOptions
 
 diffusers: Any = _diffusers
 

@@ -31,9 +31,8 @@ from stagemesh.services.engines.diffusion.batching.recorded_calls import (
 from stagemesh.services.engines.diffusion.batching.shared_forwards import SharedForwards
 from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
 from stagemesh.services.engines.diffusion.model.families import FAMILIES, Family
-from stagemesh.services.engines.diffusion.model.load_options import LoadOptions
 from stagemesh.services.engines.diffusion.model.loading import Loader, load_image_processor
-from stagemesh.services.engines.diffusion.options import Part
+from stagemesh.services.engines.diffusion.options import LoadOptions, Part
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 
 diffusers: Any = _diffusers
