@@ -31,8 +31,7 @@ from stagemesh.services.engines.diffusion.controls import PromptCacheControl, Sl
 from stagemesh.services.engines.diffusion.executor import Executor, make_executor
 from stagemesh.services.engines.diffusion.options import stage_options
 from stagemesh.services.engines.diffusion.scheduling.admission import Admission
-from stagemesh.services.engines.diffusion.scheduling.step_loop import RequestProgress, StepLoop
-from stagemesh.services.engines.diffusion.scheduling.step_scheduler import StepScheduler
+from stagemesh.services.engines.diffusion.scheduling.step_scheduler import RequestProgress, StepLoop, StepScheduler
 from stagemesh.services.engines.options import request_options
 
 if TYPE_CHECKING:
@@ -160,7 +159,15 @@ class DiffusionEngine:
 
         The last events are the result and the usage, or a checkpoint if the request is paused.
         """
-        request = RequestProgress(name, prepared, priority=task.priority, deadline_s=task.deadline_s)
+        request = RequestProgress(
+            name,
+            prepared.key,
+            prepared.tokens,
+            prepared.total_steps,
+            done=prepared.step_index,
+            priority=task.priority,
+            deadline_s=task.deadline_s,
+        )
         last = prepared.total_steps
         if task.max_steps is not None:
             last = min(last, prepared.step_index + task.max_steps)

@@ -31,12 +31,16 @@ class Admission:
     """
 
     def __init__(self, *, max_running: int, memory_bytes: int) -> None:
-        self.running = 0
         self._max_running, self._memory_bytes = max_running, memory_bytes
         self._admitted: list[Footprint] = []
         self._waiting: list[tuple[int, int, Footprint, asyncio.Future[None]]] = []
         """Heap of waiting requests, ordered by queue position, then by arrival number."""
         self._numbers = itertools.count()
+
+    @property
+    def running(self) -> int:
+        """Number of admitted requests."""
+        return len(self._admitted)
 
     @property
     def waiting(self) -> int:
@@ -85,7 +89,6 @@ class Admission:
         while self._waiting and self._fits(self._waiting[0][2]):
             _, _, footprint, future = heapq.heappop(self._waiting)
             self._admitted.append(footprint)
-            self.running += 1
             future.set_result(None)
 
     def _fits(self, footprint: Footprint) -> bool:
@@ -95,5 +98,4 @@ class Admission:
 
     def _release(self, footprint: Footprint) -> None:
         self._admitted.remove(footprint)
-        self.running -= 1
         self._admit()
