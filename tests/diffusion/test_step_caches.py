@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotReadyError
+from stagemesh.services.engines.diffusion import STATE
 from stagemesh.services.engines.diffusion.caches.step_caches import CacheDitCaches
 from stagemesh.services.engines.diffusion.options import DiffusionOptions, stage_options
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
@@ -122,7 +123,7 @@ def test_cache_state_is_transferred_with_its_request(worker: DiffusionWorker, fo
         pytest.skip("its state cannot be transferred")
     other = DiffusionWorker(folder, DiffusionOptions(dtype="float32", step_cache=caches.options))
     other.load()
-    other.begin("moved", inputs("one", folder), state=worker.state("one"))
+    other.begin("moved", inputs("one", folder), state=worker.serialize("one", STATE))
     step(other, "moved", 4)
     assert np.array_equal(ended(other, "moved"), expected)
 
@@ -133,7 +134,7 @@ def test_a_state_of_another_cache_is_rejected(tmp_path: Path) -> None:
     first.begin("one", inputs("one", folder))
     step(first, "one")
     with pytest.raises(InvalidChunkError, match="the state's step_cache is FirstBlockOptions"):
-        second.begin("one", inputs("one", folder), state=first.state("one"))
+        second.begin("one", inputs("one", folder), state=first.serialize("one", STATE))
 
 
 def test_a_model_without_cache_support_is_rejected(tmp_path: Path) -> None:

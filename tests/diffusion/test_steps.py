@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from stagemesh.common.errors import NotReadyError
+from stagemesh.services.engines.diffusion import STATE
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.state import DiffusionRequestState
 from stagemesh.services.engines.diffusion.transfer.request_transfer import RequestTransfer
@@ -67,7 +68,7 @@ def test_a_request_resumes_on_another_pipeline_of_the_same_model(model: str, fol
     for _ in range(3):
         (noise,) = first.denoise_step([moved])
         first.step_scheduler(moved, noise)
-    packed = RequestTransfer(first, folder).serialize_state(moved)
+    packed = RequestTransfer(first, folder).serialize(moved, STATE)
     there = RequestTransfer(second, folder).restore_state("r", moved.inputs, packed)
     assert torch.equal(*(take_turns(pipeline, [one])[0] for pipeline, one in ((second, there), (first, whole))))
 

@@ -35,8 +35,9 @@ from stagemesh.services.engines.diffusion.scheduling.step_scheduler import Reque
 from stagemesh.services.engines.options import request_options
 
 if TYPE_CHECKING:
+    from stagemesh.services.engines.diffusion.model.facts import ModelFacts
     from stagemesh.services.engines.diffusion.state import DiffusionInputs
-    from stagemesh.services.engines.diffusion.worker import ModelFacts, PreparedRequest
+    from stagemesh.services.engines.diffusion.worker import PreparedRequest
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class DiffusionEngine:
     async def _run(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         inputs, facts = self._inputs(task), self._facts
         assert facts is not None, "`start` has not been called"
-        footprint = facts.sizes.footprint(inputs)
+        footprint = facts.footprint(inputs)
         async with self._adapters.using(task.adapter), self._admission.admitted(footprint, priority=task.priority):
             # The request id alone is not unique: a new attempt may begin before the previous attempt has ended.
             name = f"{task.request_id}/{next(self._numbers)}"
@@ -128,7 +129,7 @@ class DiffusionEngine:
                 prepared = await self._begin(name, task, inputs)
                 self._prompt_cache.statistics = prepared.prompt_cache
                 if self._options.part == "encode":
-                    yield Emission(Packet({CONDITIONING: await self._step_loop.call("conditioning", name)}))
+                    yield Emission(Packet({CONDITIONING: await self._step_loop.call("serialize", name, CONDITIONING)}))
                     yield Usage()
                     return
                 async with aclosing(self._run_steps(name, task, prepared)) as events:
@@ -207,12 +208,12 @@ class DiffusionEngine:
         return events
 
     async def _checkpoint(self, name: str, done: int) -> Checkpoint:
-        return Checkpoint(done, tensors={STATE: await self._step_loop.call("state", name)})
+        return Checkpoint(done, tensors={STATE: await self._step_loop.call("serialize", name, STATE)})
 
     async def _results(self, name: str, task: Task, done: int, *, final: bool) -> list[Emission]:
         metadata = {"step": done, "final": final}
         if self._options.part == "denoise":
-            return [Emission(Packet({LATENTS: await self._step_loop.call("latents", name)}, metadata))]
+            return [Emission(Packet({LATENTS: await self._step_loop.call("serialize", name, LATENTS)}, metadata))]
         return await self._images(await self._step_loop.call("decode", name), task, metadata)
 
     async def _decode_all(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
@@ -235,7 +236,7 @@ class DiffusionEngine:
 
         assert self._facts is not None, "`start` has not been called"
         options = request_options(task.options, self._signature.options, stage=self._stage)
-        return build_inputs(task, options, stage=self._options, facts=self._facts)
+        return build_inputs(task, options, stage=self._options, family=self._facts.family)
 
     async def _images(self, frames: Array, task: Task, metadata: Mapping[str, MetadataValue]) -> list[Emission]:
         """Returns one emission with the requested tensors, or an empty list if the task requests none of them."""

@@ -43,7 +43,7 @@ class DiffusionRunner:
         )
         self.transfer = RequestTransfer(self.pipeline, folder)
         forwards = self.pipeline.forwards
-        self._adapters = ModelAdapters(forwards.model, options.max_lora_rank) if options.enable_lora else None
+        self.adapters = ModelAdapters(forwards.model, options.max_lora_rank)
         if options.step_cache is not None and forwards.model is not None:
             forwards.caches = enable_caches(forwards.model, options.step_cache)
 
@@ -62,8 +62,7 @@ class DiffusionRunner:
         pass fails, runs each request alone, so that only the request that caused the failure fails.
         """
         try:
-            if self._adapters is not None:
-                self._adapters.select(states[0].inputs.adapter, states[0].inputs.adapter_scale)
+            self.adapters.select(states[0].inputs.adapter, states[0].inputs.adapter_scale)
             noises = self.pipeline.denoise_step(states)
         except Exception as exc:  # noqa: BLE001  # models raise any exception
             if len(states) == 1:
@@ -82,13 +81,6 @@ class DiffusionRunner:
             raise to_stagemesh_error(exc) from exc
         frames = result.reshape(-1, *result.shape[-3:])
         return frames.to("cpu", torch.float32).contiguous().numpy()
-
-    @property
-    def adapters(self) -> ModelAdapters:
-        """The LoRA adapters of the model. Raises NotReadyError if the option `enable_lora` is not set."""
-        if self._adapters is None:
-            raise NotReadyError("the stage does not support adapters; start it with the option enable_lora")
-        return self._adapters
 
     def forget(self, state: DiffusionRequestState) -> None:
         """Frees the data that the step cache stores for a request."""

@@ -13,14 +13,10 @@ from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.common.settings import library_variable
 from stagemesh.common.tensors import Array
 from stagemesh.services.engines.abilities import CacheStatistics
+from stagemesh.services.engines.diffusion import CONDITIONING, LATENTS
 from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
 from stagemesh.services.engines.diffusion.device import choose_device, freeze_loaded_objects, release_unused_memory
-from stagemesh.services.engines.diffusion.model.memory_estimates import (
-    ModelSizes,
-    free_bytes,
-    image_tokens,
-    model_sizes,
-)
+from stagemesh.services.engines.diffusion.model.facts import ModelFacts, image_tokens, model_facts
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.runner import DiffusionRunner
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
@@ -32,19 +28,6 @@ T = TypeVar("T")
 
 PROFILED_STEP = "denoising step"
 """Name of each denoising step in a profile."""
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """Properties of a loaded model that the engine needs to validate and admit requests."""
-
-    sizes: ModelSizes
-    frames_multiple: int
-    """The number of frames minus 1 must be a multiple of this number. 0 for models that generate images."""
-    min_steps: int
-    takes_image: bool
-    free_bytes: int
-    """Device memory that is available for requests after the model is loaded, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +69,7 @@ class DiffusionWorker:
         )
         if self._rank_group is not None:
             self._rank_group.distribute(runner.pipeline.forwards)
-        family = runner.pipeline.family
-        return ModelFacts(
-            model_sizes(runner.pipeline),
-            family.frames_multiple,
-            family.min_steps,
-            family.takes_image,
-            free_bytes(self._device),
-        )
+        return model_facts(runner.pipeline)
 
     @property
     def runner(self) -> DiffusionRunner:
@@ -117,12 +93,12 @@ class DiffusionWorker:
         else:
             request = DiffusionRequestState(name, inputs)
             if conditioning is not None:
-                self.runner.transfer.restore_conditioning(request, conditioning)
+                self.runner.transfer.restore_values(request, CONDITIONING, conditioning)
             self.runner.prepare(request)
         self._states[name] = request
         pipeline = self.runner.pipeline
         key = pipeline.batch_key(request) if request.total_steps else ()
-        tokens = image_tokens(inputs, size_multiple=pipeline.family.size_multiple)
+        tokens = image_tokens(inputs, pipeline.family)
         return PreparedRequest(key, tokens, request.step_index, request.total_steps, self._prompt_cache.statistics)
 
     def step(self, names: Sequence[str]) -> list[StagemeshError | None]:
@@ -145,21 +121,16 @@ class DiffusionWorker:
     def decode_latents(self, latents: Array) -> Array:
         """Decodes latents that another stage has serialized. Returns frames in the format of `decode`."""
         request = DiffusionRequestState("", DiffusionInputs(seed=0))
-        self.runner.transfer.restore_latents(request, latents)
+        self.runner.transfer.restore_values(request, LATENTS, latents)
         self.runner.prepare(request)
         return self.runner.decode(request)
 
-    def conditioning(self, name: str) -> Array:
-        """Returns the encoding results of a request, serialized as uint8[bytes]."""
-        return self.runner.transfer.serialize_conditioning(self._states[name])
+    def serialize(self, name: str, kind: str) -> Array:
+        """Returns the data of a request that `kind` selects: CONDITIONING, LATENTS or STATE.
 
-    def latents(self, name: str) -> Array:
-        """Returns the decoder's inputs for a request, serialized as uint8[bytes]."""
-        return self.runner.transfer.serialize_latents(self._states[name])
-
-    def state(self, name: str) -> Array:
-        """Returns the data that another replica needs to resume the request `name`, serialized as a uint8 array."""
-        return self.runner.transfer.serialize_state(self._states[name])
+        The data is serialized as uint8[bytes].
+        """
+        return self.runner.transfer.serialize(self._states[name], kind)
 
     def drop(self, name: str) -> None:
         """Removes a request and frees its data. Does nothing if no request has this name."""
