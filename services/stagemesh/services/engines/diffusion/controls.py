@@ -1,15 +1,22 @@
-"""Operator controls of a diffusion engine: sleep, profiling and the prompt cache. `adapters` contains the adapter
-controls."""
+"""Operator controls of a diffusion engine: LoRA adapters, sleep, the prompt cache and profiles."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.services.engines.abilities import CacheStatistics
+from stagemesh.services.engines.abilities import Adapter, CacheStatistics
+from stagemesh.services.engines.adapters.registry import (
+    AdapterRegistry,
+    Entry,
+    check_name,
+    disabled_error,
+    unknown_adapter_error,
+)
 from stagemesh.services.engines.cleanup import run_to_completion
-from stagemesh.services.engines.diffusion.adapters.manager import AdapterManager
 from stagemesh.services.engines.diffusion.executor import Executor
+from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.profiles import Profiles, private_folder
 from stagemesh.services.engines.sleep import SleepState
 
@@ -17,14 +24,86 @@ LEVELS = (1, 2)
 WEIGHTS, BUFFERS = "weights", "buffers"
 
 
-class SleepController:
-    """Puts the engine's worker to sleep, which frees memory, and wakes the worker. Implements
-    `abilities.SleepControl`."""
+class AdapterManager:
+    """Manages a stage's LoRA adapters. Implements `abilities.AdapterControl`.
 
-    def __init__(self, executor: Executor, adapters: AdapterManager, *, stage: str) -> None:
+    All loaded adapters stay on the device. Each denoising step uses at most one adapter.
+    """
+
+    def __init__(self, executor: Executor, options: DiffusionOptions, *, stage: str) -> None:
+        self._executor, self._stage = executor, stage
+        self._lock = asyncio.Lock()
+        limit = options.max_loras
+        self._registry = AdapterRegistry(stage, limit, limit, "max_loras") if options.enable_lora else None
+
+    def list_adapters(self) -> Sequence[Adapter]:
+        return self._registry.list_adapters() if self._registry else []
+
+    @asynccontextmanager
+    async def using(self, name: str | None) -> AsyncGenerator[None]:
+        """Prevents the adapter `name` from being unloaded within the context. Does nothing if `name` is None.
+
+        Raises NotFoundError if the adapter is not loaded.
+        """
+        if name is None:
+            yield
+        elif self._registry is None:
+            raise unknown_adapter_error(self._stage, name)
+        else:
+            async with self._registry.using(name):
+                yield
+
+    async def load(self, name: str, path: str) -> Adapter:
+        registry = self._enabled()
+        check_name(name)
+        async with self._lock:
+            entry = registry.find_loaded(name, path)
+            if entry is None:
+                entry = await run_to_completion(self._load(registry, name, path))
+            return entry.adapter
+
+    async def unload(self, name: str, *, drain: bool) -> None:
+        registry = self._enabled()
+        async with registry.unloading(name, drain=drain) as entry, self._lock:
+            await run_to_completion(self._unload(registry, entry))
+
+    async def pin(self, name: str) -> Adapter:
+        # Every loaded adapter already has its own slot.
+        async with self._lock, self._enabled().pinning(name) as entry:
+            entry.pinned = True
+            return entry.adapter
+
+    # -- inner workings
+
+    def _enabled(self) -> AdapterRegistry:
+        if self._registry is None:
+            raise disabled_error(self._stage)
+        return self._registry
+
+    async def _load(self, registry: AdapterRegistry, name: str, path: str) -> Entry:
+        rank: int = await self._executor.call("load_adapter", name, path)
+        entry = Entry(name, path, rank, registry.next_number())
+        registry.add(entry)
+        return entry
+
+    async def _unload(self, registry: AdapterRegistry, entry: Entry) -> None:
+        await self._executor.call("unload_adapter", entry.name)
+        registry.remove(entry)
+
+
+class WorkerControls:
+    """Controls the engine's worker. Implements `abilities.SleepControl`, `abilities.CacheControl` and
+    `profiles.Recorder`."""
+
+    def __init__(self, executor: Executor, adapters: AdapterManager, options: DiffusionOptions, *, stage: str) -> None:
         self._executor, self._adapters = executor, adapters
         self._lock = asyncio.Lock()
         self._state = SleepState(stage=stage)
+        self.prompt_cache = CacheStatistics(limit_bytes=options.prompt_cache_bytes)
+        """Statistics of the prompt cache, as last reported by the worker."""
+        base = options.profile_dir
+        self._profile_folder = Path(private_folder(base)) if base is not None else Path()
+        self.profiles = Profiles(self, stage=stage, base=base, private=self._profile_folder)
 
     def check_sleep(self, level: int) -> None:
         if level not in LEVELS:
@@ -49,6 +128,21 @@ class SleepController:
         async with self._lock:
             await run_to_completion(self._wake(self._state.select(tags)))
 
+    async def clear_caches(self, *, preempt: bool) -> None:
+        # Running requests retain the embeddings that they have read, so clearing needs no preemption.
+        del preempt
+        self.prompt_cache = await self._executor.call("clear_prompt_cache")
+
+    def cache_statistics(self) -> CacheStatistics:
+        return self.prompt_cache
+
+    async def begin(self, prefix: str, *, max_steps: int | None) -> None:
+        # Each worker process writes its own file.
+        await self._executor.call("start_profile", str(self._profile_folder / prefix), max_steps=max_steps)
+
+    async def end(self) -> None:
+        await self._executor.call("stop_profile")
+
     # -- inner workings
 
     async def _sleep(self, level: int) -> None:
@@ -61,40 +155,3 @@ class SleepController:
             for adapter in self._adapters.list_adapters():
                 await self._executor.call("load_adapter", adapter.name, adapter.path)
         self._state.tags -= tags
-
-
-class PromptCacheControl:
-    """Clears the worker's prompt cache and reports its statistics. Implements `abilities.CacheControl`."""
-
-    def __init__(self, executor: Executor, *, limit_bytes: int) -> None:
-        self.statistics = CacheStatistics(limit_bytes=limit_bytes)
-        """Statistics of the prompt cache, as last reported by the worker."""
-        self._executor = executor
-
-    async def clear_caches(self, *, preempt: bool) -> None:
-        # Running requests retain the embeddings that they have read, so clearing needs no preemption.
-        del preempt
-        self.statistics = await self._executor.call("clear_prompt_cache")
-
-    def cache_statistics(self) -> CacheStatistics:
-        return self.statistics
-
-
-class _WorkerRecorder:
-    """Profiles the workers of an executor. Each worker writes its own file. Implements `profiles.Recorder`."""
-
-    def __init__(self, executor: Executor, folder: Path) -> None:
-        self._executor, self._folder = executor, folder
-
-    async def begin(self, prefix: str, *, max_steps: int | None) -> None:
-        await self._executor.call("start_profile", str(self._folder / prefix), max_steps=max_steps)
-
-    async def end(self) -> None:
-        await self._executor.call("stop_profile")
-
-
-def make_profiles(executor: Executor, *, stage: str, profile_dir: str | None) -> Profiles:
-    """Returns the profile control of a stage. The control rejects all requests for profiles if `profile_dir` is
-    None."""
-    private = Path(private_folder(profile_dir)) if profile_dir else Path()
-    return Profiles(_WorkerRecorder(executor, private), stage=stage, base=profile_dir, private=private)

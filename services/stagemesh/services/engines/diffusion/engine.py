@@ -26,8 +26,7 @@ from stagemesh.services.engines.base import (
     Usage,
 )
 from stagemesh.services.engines.diffusion import CONDITIONING, FRAMES, IMAGE, LATENTS, STATE, signature_of
-from stagemesh.services.engines.diffusion.adapters.manager import AdapterManager
-from stagemesh.services.engines.diffusion.controls import PromptCacheControl, SleepController, make_profiles
+from stagemesh.services.engines.diffusion.controls import AdapterManager, WorkerControls
 from stagemesh.services.engines.diffusion.executor import Executor, make_executor
 from stagemesh.services.engines.diffusion.options import stage_options
 from stagemesh.services.engines.diffusion.scheduling.admission import Admission
@@ -61,9 +60,7 @@ class DiffusionEngine:
         self._scheduler = StepScheduler(max_wait_steps=options.max_wait_steps, max_batch=options.max_batch)
         self._admission = Admission(max_running=options.max_running, memory_bytes=0)
         self._adapters = AdapterManager(self._executor, options, stage=config.stage)
-        self._sleep = SleepController(self._executor, self._adapters, stage=config.stage)
-        self._profiles = make_profiles(self._executor, stage=config.stage, profile_dir=options.profile_dir)
-        self._prompt_cache = PromptCacheControl(self._executor, limit_bytes=options.prompt_cache_bytes)
+        self._controls = WorkerControls(self._executor, self._adapters, options, stage=config.stage)
         self._facts: ModelFacts | None = None
         self._step_loop = StepLoop(self._executor, self._scheduler)
         self._serving: asyncio.Task[None] | None = None
@@ -83,15 +80,15 @@ class DiffusionEngine:
             can_pause=True,
             can_resume=True,
             adapters=self._adapters,
-            sleep=self._sleep,
-            profiles=self._profiles,
-            caches=self._prompt_cache,
+            sleep=self._controls,
+            profiles=self._controls.profiles,
+            caches=self._controls,
         )
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         if self._facts is None:
             raise NotReadyError(f"stage {self._stage} is still loading its model")
-        self._sleep.check_awake()
+        self._controls.check_awake()
         run = self._decode_all if self._options.part == "decode" else self._run
         async with aclosing(run(task)) as events:
             async for event in events:
@@ -114,7 +111,7 @@ class DiffusionEngine:
             self._serving.cancel()
             await asyncio.wait([self._serving])
         await self._executor.close()
-        self._profiles.discard()
+        self._controls.profiles.discard()
 
     # -- phases of a request
 
@@ -127,7 +124,7 @@ class DiffusionEngine:
             name = f"{task.request_id}/{next(self._numbers)}"
             try:
                 prepared = await self._begin(name, task, inputs)
-                self._prompt_cache.statistics = prepared.prompt_cache
+                self._controls.prompt_cache = prepared.prompt_cache
                 if self._options.part == "encode":
                     yield Emission(Packet({CONDITIONING: await self._step_loop.call("serialize", name, CONDITIONING)}))
                     yield Usage()

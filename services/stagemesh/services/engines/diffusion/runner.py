@@ -8,10 +8,10 @@ import torch
 from stagemesh.common.descriptors import import_factory
 from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.common.tensors import Array
-from stagemesh.services.engines.diffusion.adapters.model_adapters import ModelAdapters
 from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
 from stagemesh.services.engines.diffusion.caches.step_caches import enable_caches
 from stagemesh.services.engines.diffusion.model.loading import Loader
+from stagemesh.services.engines.diffusion.model.lora_adapters import ModelAdapters
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.model_errors import to_stagemesh_error
 from stagemesh.services.engines.diffusion.options import DiffusionOptions, LoadOptions
