@@ -168,7 +168,7 @@ class DiffusionWorker:
         load = self._options.load
         is_movable = self._rank_group is None and load.offload == "none" and not load.changes_weights
         if level == 1 and is_movable and self._device.type != "cpu":
-            runner.pipeline.move(torch.device("cpu"))
+            runner.pipeline.components.to(torch.device("cpu"))
             self._sleeping_runner = runner
         else:
             runner.close()
@@ -184,7 +184,7 @@ class DiffusionWorker:
             self.load()
             freeze_loaded_objects()
             return True
-        self._sleeping_runner.pipeline.move(self._device)
+        self._sleeping_runner.pipeline.components.to(self._device)
         self._runner, self._sleeping_runner = self._sleeping_runner, None
         return False
 

@@ -74,30 +74,29 @@ class MixedLengthForward:
     @contextmanager
     def _separate_rows(self, rows: Sequence[_Row]) -> Generator[None]:
         model = self._model
-        attentions = [block.attn for block in model.transformer_blocks]
-        processors = [attention.processor for attention in attentions]
         embed = model.pos_embed
 
         def positions(img_shapes: Sequence[Any], **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
             return _positions(embed, img_shapes, rows, **kwargs)
 
         replaced: list[tuple[Any, str, Callable[..., Any]]] = [(model, "pos_embed", positions)]
+        attentions = [block.attn for block in model.transformer_blocks]
+        replaced += [(each, "processor", _AttentionByRow(rows, each.processor)) for each in attentions]
         if self._strict:
             small = [(model, "time_text_embed"), (model.norm_out, "linear")]
             small += [(block, name) for block in model.transformer_blocks for name in ("img_mod", "txt_mod")]
             replaced += [(owner, name, _by_row(getattr(owner, name))) for owner, name in small]
         # An attribute in the object's own `__dict__` takes precedence over its submodule of that name.
+        previous = [vars(owner).get(name) for owner, name, _ in replaced]
         for owner, name, function in replaced:
             vars(owner)[name] = function
         try:
-            for attention, processor in zip(attentions, processors, strict=True):
-                attention.processor = _AttentionByRow(rows, processor)
             yield
         finally:
-            for owner, name, _ in replaced:
+            for (owner, name, _), before in zip(replaced, previous, strict=True):
                 del vars(owner)[name]
-            for attention, processor in zip(attentions, processors, strict=True):
-                attention.processor = processor
+                if before is not None:
+                    vars(owner)[name] = before
 
 
 class _AttentionByRow:

@@ -6,9 +6,8 @@ recorded calls of all requests. In the second run, the stand-in returns the requ
 forward pass.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import Signature
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -26,34 +25,21 @@ class Call:
 
 
 class TransformerStandIn:
-    """Replaces the transformer in a pipeline's blocks. Passes calls to the function `forward`, and reads all other
+    """Replaces the transformer in a pipeline's blocks. Passes calls to the function `predict`, and reads all other
     attributes from the real model."""
 
-    def __init__(self, model: Any, signature: Signature, forward: Callable[[Mapping[str, Any]], Prediction]) -> None:
-        """Creates a stand-in for `model`.
-
-        `signature` is the signature of the model's `forward`. Pipeline blocks inspect the signature at each step.
-        """
-        self._model, self._signature, self._forward = model, signature, forward
+    def __init__(self, model: Any, predict: Callable[[Mapping[str, Any]], Prediction]) -> None:
+        self._model, self._predict = model, predict
+        kind: Any = type(model)
+        # The class's method, because hooks replace the object's `forward` with a function that accepts anything.
+        self.forward = kind.forward.__get__(model)
+        """The model's own `forward`. Pipeline blocks inspect its signature but never call it."""
 
     def __call__(self, **inputs: Any) -> Prediction:
-        return self._forward(inputs)
-
-    @property
-    def forward(self) -> Any:
-        """A callable with the signature of the model's `forward`. Pipeline blocks inspect it but never call it."""
-        return _SignatureOnly(self._signature)
+        return self._predict(inputs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
-
-
-class _SignatureOnly:
-    def __init__(self, signature: Signature) -> None:
-        self.__signature__ = signature
-
-    def __call__(self) -> None:
-        raise NotImplementedError
 
 
 class CallRecorder:
@@ -67,14 +53,10 @@ class CallRecorder:
         return zero_prediction(inputs)
 
 
-class CallReplay:
-    """Returns the next of the given predictions at each call. Ignores the arguments of the call."""
-
-    def __init__(self, predictions: Iterator[Prediction]) -> None:
-        self._predictions = predictions
-
-    def __call__(self, _inputs: Mapping[str, Any]) -> Prediction:
-        return next(self._predictions)
+def replay(predictions: Iterable[Prediction]) -> Callable[[Mapping[str, Any]], Prediction]:
+    """Returns a function that ignores its argument and returns the next of the given predictions at each call."""
+    remaining = iter(predictions)
+    return lambda _inputs: next(remaining)
 
 
 def zero_prediction(inputs: Mapping[str, Any]) -> Prediction:

@@ -6,12 +6,11 @@ therefore uses a shallow copy of the pipeline with its own scheduler, its own gu
 """
 
 import copy
-import inspect
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import diffusers as _diffusers
 import torch
@@ -20,13 +19,14 @@ from diffusers.modular_pipelines.modular_pipeline import (
     PipelineState,
     SequentialPipelineBlocks,
 )
+from PIL import Image, UnidentifiedImageError
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.services.engines.diffusion.batching.recorded_calls import (
     Call,
     CallRecorder,
-    CallReplay,
     TransformerStandIn,
+    replay,
 )
 from stagemesh.services.engines.diffusion.batching.shared_forwards import SharedForwards
 from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
@@ -54,13 +54,13 @@ _SUB_BLOCKS: Mapping[str, tuple[str, ...]] = {
 class PhaseBlocks:
     """The blocks of a pipeline, grouped by phase. A phase that the stage does not run has no blocks."""
 
-    encode: Sequence[Any]
-    before: Sequence[Any]
-    loop: Any
-    denoise: Sequence[Any]
-    advance: Sequence[Any]
-    after: Sequence[Any]
-    decode: Sequence[Any]
+    encode: Sequence[Any] = ()
+    before: Sequence[Any] = ()
+    loop: Any = None
+    denoise: Sequence[Any] = ()
+    advance: Sequence[Any] = ()
+    after: Sequence[Any] = ()
+    decode: Sequence[Any] = ()
 
 
 class ModularStepPipeline:
@@ -85,15 +85,15 @@ class ModularStepPipeline:
         cannot be loaded."""
         self.family = family_of(folder)
         self.device = device or torch.device("cpu")
-        self.parts = tuple(_SUB_BLOCKS) if part == "all" else (part,)
+        parts = tuple(_SUB_BLOCKS) if part == "all" else (part,)
         blocks = getattr(diffusers, self.family.blocks)()
         chosen_blocks = {
             each: {name: blocks.sub_blocks[name] for name in _SUB_BLOCKS[each] if self._has(name, blocks)}
-            for each in self.parts
+            for each in parts
         }
         chosen = {name: block for each in chosen_blocks.values() for name, block in each.items()}
         self.components: Any = _sequence(chosen, like=blocks).init_pipeline(str(folder))
-        if self.family.takes_image and "encode" in self.parts:
+        if self.family.takes_image and "encode" in parts:
             self.components.update_components(processor=load_image_processor(folder))
         loader = loader or Loader(folder, LoadOptions(), dtype=dtype, device=self.device)
         loader.load(self.components)
@@ -103,10 +103,6 @@ class ModularStepPipeline:
         if loader.compiles:
             self.forwards.disable_mixed_lengths()
         self._prompt_cache = prompt_cache or PromptCache(0)
-        model = getattr(self.components, "transformer", None)
-        kind = cast("Any", type(model))
-        # The class's signature, because hooks replace the object's `forward` with a function that accepts anything.
-        self._signature = inspect.signature(kind.forward.__get__(model)) if model else inspect.Signature()
         # diffusers recomputes these properties at every access.
         self._inputs = list(self.components.blocks.inputs)
         _freeze_properties(self.components, _execution_device=self.device)
@@ -135,7 +131,7 @@ class ModularStepPipeline:
             recorded.append(recorder.calls)
         predictions = self.forwards.forward_together(batch, recorded)
         return [
-            self._denoise(state, CallReplay(iter([predictions[call] for call in calls])))
+            self._denoise(state, replay(predictions[call] for call in calls))
             for state, calls in zip(batch, recorded, strict=True)
         ]
 
@@ -175,10 +171,6 @@ class ModularStepPipeline:
             block(self._view(state), ended.values)
         return ended
 
-    def move(self, device: torch.device) -> None:
-        """Moves the model's weights to `device`. Does not move requests. Steps need the weights on `self.device`."""
-        self.components.to(device)
-
     def adopt(self, state: DiffusionRequestState) -> None:
         """Initializes the guider and the missing pipeline inputs of a new or transferred request."""
         state.guider = self._guider(state.inputs.guidance_scale)
@@ -212,20 +204,20 @@ class ModularStepPipeline:
             ]
             for part, blocks in chosen_blocks.items()
         }
-        denoise = chosen.get("denoise", [])
-        at = next((i for i, each in enumerate(denoise) if isinstance(each, LoopSequentialPipelineBlocks)), None)
-        if at is None:
-            return PhaseBlocks(chosen.get("encode", []), [], None, [], [], [], chosen.get("decode", []))
-        steps = dict(denoise[at].sub_blocks)
-        denoiser_end = list(steps).index(_DENOISER) + 1
-        return PhaseBlocks(
-            encode=chosen.get("encode", []),
-            before=denoise[:at],
-            loop=denoise[at],
-            denoise=list(steps.values())[:denoiser_end],
-            advance=list(steps.values())[denoiser_end:],
-            after=denoise[at + 1 :],
-            decode=chosen.get("decode", []),
+        phases = PhaseBlocks(encode=chosen.get("encode", ()), decode=chosen.get("decode", ()))
+        if "denoise" not in chosen:
+            return phases
+        blocks = chosen["denoise"]
+        at = next(i for i, each in enumerate(blocks) if isinstance(each, LoopSequentialPipelineBlocks))
+        names, steps = list(blocks[at].sub_blocks), list(blocks[at].sub_blocks.values())
+        advance_at = names.index(_DENOISER) + 1
+        return replace(
+            phases,
+            before=blocks[:at],
+            loop=blocks[at],
+            denoise=steps[:advance_at],
+            advance=steps[advance_at:],
+            after=blocks[at + 1 :],
         )
 
     def _encode(self, state: DiffusionRequestState) -> None:
@@ -267,7 +259,7 @@ class ModularStepPipeline:
 
     def _denoise(self, state: DiffusionRequestState, forward: Any) -> torch.Tensor:
         view = self._view(state)
-        view.transformer = TransformerStandIn(self.components.transformer, self._signature, forward)
+        view.transformer = TransformerStandIn(self.components.transformer, forward)
         noise: torch.Tensor = self._run_step(self._phases.denoise, state, view)["noise_pred"]
         return noise
 
@@ -384,15 +376,11 @@ def _sequence(blocks: Mapping[str, Any], *, like: Any) -> Any:
 
 def _is_image(value: Any) -> bool:
     """Returns whether the value is a PIL image or a list of PIL images."""
-    from PIL.Image import Image
-
     images: Any = value
-    return isinstance(images[0] if isinstance(value, list) and value else images, Image)
+    return isinstance(images[0] if isinstance(value, list) and value else images, Image.Image)
 
 
 def _read_image(data: bytes) -> Any:
-    from PIL import Image, UnidentifiedImageError
-
     try:
         return Image.open(io.BytesIO(data)).convert("RGB")
     except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as exc:
