@@ -70,7 +70,7 @@ def options_of(spec: ImageSpec) -> dict[str, float]:
 
 
 def worker_of(engine: DiffusionEngine) -> DiffusionWorker:
-    worker: DiffusionWorker = engine._executor._worker  # type: ignore[attr-defined]
+    worker: DiffusionWorker = engine._executor._worker  # type: ignore[union-attr]
     return worker
 
 

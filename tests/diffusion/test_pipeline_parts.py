@@ -15,7 +15,7 @@ from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.diffusion import CONDITIONING, LATENTS
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
-from stagemesh.services.engines.diffusion.options import Part
+from stagemesh.services.engines.diffusion.options import DiffusionOptions, Part
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 from stagemesh.services.engines.diffusion.transfer.request_transfer import RequestTransfer
 from tests.deployment import Deployment, deployed, eventually
@@ -142,7 +142,11 @@ def parts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     model: str = request.param
     folder = WRITERS[model](tmp_path_factory.mktemp(model))
     names: tuple[Part, ...] = ("encode", "denoise", "decode")
-    return model, folder, {part: ModularStepPipeline(folder, torch.float32, part=part) for part in names}
+    return (
+        model,
+        folder,
+        {part: ModularStepPipeline(folder, DiffusionOptions(dtype="float32", part=part)) for part in names},
+    )
 
 
 def test_parts_of_every_model_generate_the_same_image_as_its_call(parts: tuple[str, Path, dict[str, Any]]) -> None:

@@ -61,7 +61,7 @@ def inputs(name: str, folder: Path) -> DiffusionInputs:
 
 
 def alone(worker: DiffusionWorker, name: str, folder: Path) -> NDArray[Any]:
-    worker.begin(name, inputs(name, folder))
+    worker.runner.begin(name, inputs(name, folder))
     step(worker, name, inputs(name, folder).num_inference_steps)
     return ended(worker, name)
 
@@ -72,7 +72,7 @@ def step(worker: DiffusionWorker, name: str, times: int = 1) -> None:
 
 
 def ended(worker: DiffusionWorker, name: str) -> NDArray[Any]:
-    made = np.array(worker.decode(name))
+    made = np.array(worker.runner.decode(name))
     worker.drop(name)
     return made
 
@@ -86,7 +86,7 @@ def contexts(worker: DiffusionWorker) -> int:
 def test_alternating_requests_get_the_same_as_alone(worker: DiffusionWorker, folder: Path) -> None:
     expected = [alone(worker, name, folder) for name in NAMES]
     for name in NAMES:
-        worker.begin(name, inputs(name, folder))
+        worker.runner.begin(name, inputs(name, folder))
     for _ in range(8):
         for name in NAMES:
             step(worker, name)
@@ -99,7 +99,7 @@ def test_a_cache_changes_the_image(worker: DiffusionWorker, folder: Path) -> Non
 
 
 def test_cache_state_is_freed_with_its_request(worker: DiffusionWorker, folder: Path) -> None:
-    worker.begin("one", inputs("one", folder))
+    worker.runner.begin("one", inputs("one", folder))
     step(worker, "one", 2)
     held = contexts(worker)
     alone(worker, "two", folder)
@@ -115,7 +115,7 @@ def test_a_finished_request_leaves_no_cache_state(worker: DiffusionWorker, folde
 
 def test_cache_state_is_transferred_with_its_request(worker: DiffusionWorker, folder: Path) -> None:
     expected = alone(worker, "one", folder)
-    worker.begin("one", inputs("one", folder))
+    worker.runner.begin("one", inputs("one", folder))
     step(worker, "one", 4)
     caches = worker.runner.pipeline.forwards.caches
     assert caches is not None
@@ -123,7 +123,7 @@ def test_cache_state_is_transferred_with_its_request(worker: DiffusionWorker, fo
         pytest.skip("its state cannot be transferred")
     other = DiffusionWorker(folder, DiffusionOptions(dtype="float32", step_cache=caches.options))
     other.load()
-    other.begin("moved", inputs("one", folder), state=worker.serialize("one", STATE))
+    other.runner.begin("moved", inputs("one", folder), state=worker.runner.serialize("one", STATE))
     step(other, "moved", 4)
     assert np.array_equal(ended(other, "moved"), expected)
 
@@ -131,10 +131,10 @@ def test_cache_state_is_transferred_with_its_request(worker: DiffusionWorker, fo
 def test_a_state_of_another_cache_is_rejected(tmp_path: Path) -> None:
     folder = WRITERS["qwen-image"](tmp_path)
     first, second = loaded(folder, CACHES["first_block"]), loaded(folder, None)
-    first.begin("one", inputs("one", folder))
+    first.runner.begin("one", inputs("one", folder))
     step(first, "one")
     with pytest.raises(InvalidChunkError, match="the state's step_cache is FirstBlockOptions"):
-        second.begin("one", inputs("one", folder), state=first.serialize("one", STATE))
+        second.runner.begin("one", inputs("one", folder), state=first.runner.serialize("one", STATE))
 
 
 def test_a_model_without_cache_support_is_rejected(tmp_path: Path) -> None:

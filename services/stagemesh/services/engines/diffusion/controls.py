@@ -81,13 +81,13 @@ class AdapterManager:
         return self._registry
 
     async def _load(self, registry: AdapterRegistry, name: str, path: str) -> Entry:
-        rank: int = await self._executor.call("load_adapter", name, path)
+        rank: int = await self._executor.call("runner.adapters.load", name, path)
         entry = Entry(name, path, rank, registry.next_number())
         registry.add(entry)
         return entry
 
     async def _unload(self, registry: AdapterRegistry, entry: Entry) -> None:
-        await self._executor.call("unload_adapter", entry.name)
+        await self._executor.call("runner.adapters.unload", entry.name)
         registry.remove(entry)
 
 
@@ -153,5 +153,5 @@ class WorkerControls:
         # Buffers need no call, because they are allocated when they are used.
         if WEIGHTS in tags and await self._executor.call("wake"):
             for adapter in self._adapters.list_adapters():
-                await self._executor.call("load_adapter", adapter.name, adapter.path)
+                await self._executor.call("runner.adapters.load", adapter.name, adapter.path)
         self._state.tags -= tags

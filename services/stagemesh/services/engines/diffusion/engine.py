@@ -35,8 +35,8 @@ from stagemesh.services.engines.options import request_options
 
 if TYPE_CHECKING:
     from stagemesh.services.engines.diffusion.model.facts import ModelFacts
+    from stagemesh.services.engines.diffusion.runner import PreparedRequest
     from stagemesh.services.engines.diffusion.state import DiffusionInputs
-    from stagemesh.services.engines.diffusion.worker import PreparedRequest
 
 _log = logging.getLogger(__name__)
 
@@ -126,7 +126,9 @@ class DiffusionEngine:
                 prepared = await self._begin(name, task, inputs)
                 self._controls.prompt_cache = prepared.prompt_cache
                 if self._options.part == "encode":
-                    yield Emission(Packet({CONDITIONING: await self._step_loop.call("serialize", name, CONDITIONING)}))
+                    yield Emission(
+                        Packet({CONDITIONING: await self._step_loop.call("runner.serialize", name, CONDITIONING)})
+                    )
                     yield Usage()
                     return
                 async with aclosing(self._run_steps(name, task, prepared)) as events:
@@ -145,12 +147,12 @@ class DiffusionEngine:
                     reason="INVALID_CHECKPOINT",
                 )
             try:
-                prepared: PreparedRequest = await self._step_loop.call("begin", name, inputs, state=state)
+                prepared: PreparedRequest = await self._step_loop.call("runner.begin", name, inputs, state=state)
             except InvalidChunkError as exc:
                 raise InvalidRequestError(exc.message, reason="INVALID_CHECKPOINT") from exc
             return prepared
         conditioning = await _receive_once(task.inlets, CONDITIONING) if self._options.part == "denoise" else None
-        return await self._step_loop.call("begin", name, inputs, conditioning=conditioning)  # type: ignore[no-any-return]
+        return await self._step_loop.call("runner.begin", name, inputs, conditioning=conditioning)  # type: ignore[no-any-return]
 
     async def _run_steps(self, name: str, task: Task, prepared: "PreparedRequest") -> AsyncGenerator[EngineEvent, None]:
         """Runs a request's remaining steps and yields its events.
@@ -205,19 +207,21 @@ class DiffusionEngine:
         return events
 
     async def _checkpoint(self, name: str, done: int) -> Checkpoint:
-        return Checkpoint(done, tensors={STATE: await self._step_loop.call("serialize", name, STATE)})
+        return Checkpoint(done, tensors={STATE: await self._step_loop.call("runner.serialize", name, STATE)})
 
     async def _results(self, name: str, task: Task, done: int, *, final: bool) -> list[Emission]:
         metadata = {"step": done, "final": final}
         if self._options.part == "denoise":
-            return [Emission(Packet({LATENTS: await self._step_loop.call("serialize", name, LATENTS)}, metadata))]
-        return await self._images(await self._step_loop.call("decode", name), task, metadata)
+            return [
+                Emission(Packet({LATENTS: await self._step_loop.call("runner.serialize", name, LATENTS)}, metadata))
+            ]
+        return await self._images(await self._step_loop.call("runner.decode", name), task, metadata)
 
     async def _decode_all(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         """Decodes each packet of latents that a decode-only stage receives, and yields a result for each packet."""
         flow, steps = _only_inlet(task.inlets), 0
         async for packet in flow:
-            frames = await self._step_loop.call("decode_latents", packet.tensors[LATENTS])
+            frames = await self._step_loop.call("runner.decode_latents", packet.tensors[LATENTS])
             steps += 1
             for event in await self._images(frames, task, packet.metadata):
                 yield event

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -31,13 +32,13 @@ class ThreadExecutor:
         self._worker = await self._run(partial(worker_class, self._folder, self._options))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the worker. Returns the method's result or raises its error.
+        """Calls a method of the worker or of its parts, such as "runner.decode".
 
-        Raises UnavailableError if the worker has ended.
+        Returns the method's result or raises its error. Raises UnavailableError if the worker has ended.
         """
         if self._worker is None:
             raise UnavailableError("the engine is closed")
-        return await self._run(partial(getattr(self._worker, method), *args, **kwargs))
+        return await self._run(lambda: attrgetter(method)(self._worker)(*args, **kwargs))
 
     async def wait_failed(self) -> str:
         """Waits until the worker fails. Returns the cause as a message."""

@@ -1,8 +1,7 @@
-"""The worker of a diffusion engine. It owns the model, the state of running requests and the device memory."""
+"""The worker of a diffusion engine. It owns the device, its memory and the runner with the loaded model."""
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,15 +10,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.common.settings import library_variable
-from stagemesh.common.tensors import Array
 from stagemesh.services.engines.abilities import CacheStatistics
-from stagemesh.services.engines.diffusion import CONDITIONING, LATENTS
 from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
 from stagemesh.services.engines.diffusion.device import choose_device, freeze_loaded_objects, release_unused_memory
-from stagemesh.services.engines.diffusion.model.facts import ModelFacts, image_tokens, model_facts
+from stagemesh.services.engines.diffusion.model.facts import ModelFacts, model_facts
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.runner import DiffusionRunner
-from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 
 if TYPE_CHECKING:
     from stagemesh.services.engines.diffusion.parallel.rank_group import RankGroup
@@ -30,23 +26,11 @@ PROFILED_STEP = "denoising step"
 """Name of each denoising step in a profile."""
 
 
-@dataclass(frozen=True)
-class PreparedRequest:
-    """Scheduling data of a request that is ready for its first step, or for its next step after a checkpoint."""
-
-    key: tuple[object, ...]
-    """Compatibility key. Only requests with equal keys can share a step."""
-    tokens: int
-    step_index: int
-    total_steps: int
-    prompt_cache: CacheStatistics
-    """Statistics of the prompt cache, taken after the request was prepared."""
-
-
 class DiffusionWorker:
-    """Loads a model on one device and runs requests, which are identified by name. Not thread-safe.
+    """Owns the device and the memory of one process, and loads the runner. Not thread-safe.
 
-    Arguments and results can be pickled, because the worker may run in another process.
+    Executors call the methods of the worker and of its runner. Arguments and results can be pickled, because the worker
+    may run in another process.
     """
 
     def __init__(self, folder: Path, options: DiffusionOptions, *, rank_group: "RankGroup | None" = None) -> None:
@@ -60,7 +44,6 @@ class DiffusionWorker:
         """The runner while the engine is asleep and retains the weights in host memory. None otherwise."""
         self._prompt_cache = PromptCache(options.prompt_cache_bytes)
         self._profile: _StepProfile | None = None
-        self._states: dict[str, DiffusionRequestState] = {}
 
     def load(self) -> ModelFacts:
         """Loads the model and returns its properties. Raises NotReadyError if the model cannot be loaded."""
@@ -78,78 +61,16 @@ class DiffusionWorker:
             raise NotReadyError("the model is not loaded")
         return self._runner
 
-    # -- requests
-
-    def begin(
-        self, name: str, inputs: DiffusionInputs, *, conditioning: Array | None = None, state: Array | None = None
-    ) -> PreparedRequest:
-        """Adds a request and prepares its next step.
-
-        `conditioning` contains encoding results of another stage, and `state` contains the state of a checkpoint. If
-        both are None, the request starts from its prompt.
-        """
-        if state is not None:
-            request = self.runner.transfer.restore_state(name, inputs, state)
-        else:
-            request = DiffusionRequestState(name, inputs)
-            if conditioning is not None:
-                self.runner.transfer.restore_values(request, CONDITIONING, conditioning)
-            self.runner.prepare(request)
-        self._states[name] = request
-        pipeline = self.runner.pipeline
-        key = pipeline.batch_key(request) if request.total_steps else ()
-        tokens = image_tokens(inputs, pipeline.family)
-        return PreparedRequest(key, tokens, request.step_index, request.total_steps, self._prompt_cache.statistics)
-
     def step(self, names: Sequence[str]) -> list[StagemeshError | None]:
-        """Advances each request by one denoising step.
-
-        Returns one item for each request: the request's error, or None if the request succeeded.
-        """
-        states = [self._states[name] for name in names]
+        """Advances each request by one denoising step. Returns the results of `DiffusionRunner.step`."""
         if self._profile is None:
-            return self.runner.step(states)
-        return self._profile.record_step(lambda: self.runner.step(states))
-
-    def decode(self, name: str) -> Array:
-        """Decodes the latents of a request. Before the last step, the returned frames are a preview.
-
-        Returns float32[images or frames, 3, height, width] with values in [0, 1].
-        """
-        return self.runner.decode(self._states[name])
-
-    def decode_latents(self, latents: Array) -> Array:
-        """Decodes latents that another stage has serialized. Returns frames in the format of `decode`."""
-        request = DiffusionRequestState("", DiffusionInputs(seed=0))
-        self.runner.transfer.restore_values(request, LATENTS, latents)
-        self.runner.prepare(request)
-        return self.runner.decode(request)
-
-    def serialize(self, name: str, kind: str) -> Array:
-        """Returns the data of a request that `kind` selects: CONDITIONING, LATENTS or STATE.
-
-        The data is serialized as uint8[bytes].
-        """
-        return self.runner.transfer.serialize(self._states[name], kind)
+            return self.runner.step(names)
+        return self._profile.record_step(lambda: self.runner.step(names))
 
     def drop(self, name: str) -> None:
-        """Removes a request and frees its data. Does nothing if no request has this name."""
-        state = self._states.pop(name, None)
-        if state is not None:
-            self.runner.forget(state)
-
-    # -- operators' controls
-
-    def load_adapter(self, name: str, path: str) -> int:
-        """Loads a LoRA adapter from the folder `path` and returns its LoRA rank.
-
-        Raises InvalidRequestError if the adapter is not valid.
-        """
-        return self.runner.adapters.load(name, path)
-
-    def unload_adapter(self, name: str) -> None:
-        """Unloads a LoRA adapter. Does nothing if the adapter is not loaded."""
-        self.runner.adapters.unload(name)
+        """Removes a request and frees its data. Does nothing if no request has this name, or if no model is loaded."""
+        if self._runner is not None:
+            self._runner.drop(name)
 
     def clear_prompt_cache(self) -> CacheStatistics:
         """Clears the prompt cache and returns its statistics. Running requests retain their embeddings."""
@@ -162,7 +83,7 @@ class DiffusionWorker:
         Level 1 retains the weights in host memory if possible. Level 2 also clears the prompt cache.
         """
         runner, self._runner = self.runner, None
-        self._states.clear()
+        runner.drop_all()
         if level > 1:
             self._prompt_cache.clear()
         load = self._options.load
@@ -171,7 +92,7 @@ class DiffusionWorker:
             runner.pipeline.components.to(torch.device("cpu"))
             self._sleeping_runner = runner
         else:
-            runner.close()
+            runner.pipeline.close()
         del runner
         release_unused_memory()
 
@@ -205,9 +126,8 @@ class DiffusionWorker:
     def shutdown(self) -> None:
         """Frees the model and all requests, and ends a profile in progress. May be called more than once."""
         self.stop_profile()
-        self._states.clear()
         if self._runner is not None:
-            self._runner.close()
+            self._runner.pipeline.close()
         self._runner = self._sleeping_runner = None
         gc.collect()
 

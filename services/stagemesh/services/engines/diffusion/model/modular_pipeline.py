@@ -32,7 +32,7 @@ from stagemesh.services.engines.diffusion.batching.shared_forwards import Shared
 from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
 from stagemesh.services.engines.diffusion.model.families import FAMILIES, Family
 from stagemesh.services.engines.diffusion.model.loading import Loader, load_image_processor
-from stagemesh.services.engines.diffusion.options import LoadOptions, Part
+from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 
 diffusers: Any = _diffusers
@@ -74,18 +74,18 @@ class ModularStepPipeline:
     def __init__(
         self,
         folder: Path,
-        dtype: torch.dtype,
+        options: DiffusionOptions,
         *,
-        part: Part = "all",
         device: torch.device | None = None,
         prompt_cache: PromptCache | None = None,
-        loader: Loader | None = None,
     ) -> None:
-        """Loads one part or all parts of the diffusers pipeline in `folder`. Raises NotReadyError if the pipeline
-        cannot be loaded."""
+        """Loads the pipeline in `folder`, or the part that the stage's options select.
+
+        Raises NotReadyError if the pipeline cannot be loaded.
+        """
         self.family = family_of(folder)
         self.device = device or torch.device("cpu")
-        parts = tuple(_SUB_BLOCKS) if part == "all" else (part,)
+        parts = tuple(_SUB_BLOCKS) if options.part == "all" else (options.part,)
         blocks = getattr(diffusers, self.family.blocks)()
         chosen_blocks = {
             each: {name: blocks.sub_blocks[name] for name in _SUB_BLOCKS[each] if self._has(name, blocks)}
@@ -95,12 +95,10 @@ class ModularStepPipeline:
         self.components: Any = _sequence(chosen, like=blocks).init_pipeline(str(folder))
         if self.family.takes_image and "encode" in parts:
             self.components.update_components(processor=load_image_processor(folder))
-        loader = loader or Loader(folder, LoadOptions(), dtype=dtype, device=self.device)
-        loader.load(self.components)
-        _check_loaded(self.components, folder, dtype)
-        loader.place(self.components)
+        self._loader = Loader(folder, options, device=self.device)
+        self._loader.load(self.components)
         self.forwards = SharedForwards(self.family, getattr(self.components, "transformer", None))
-        if loader.compiles:
+        if options.load.compile:
             self.forwards.disable_mixed_lengths()
         self._prompt_cache = prompt_cache or PromptCache(0)
         # diffusers recomputes these properties at every access.
@@ -170,6 +168,10 @@ class ModularStepPipeline:
         for block in self._phases.after:
             block(self._view(state), ended.values)
         return ended
+
+    def close(self) -> None:
+        """Deletes the offload folder, if any. May be called more than once."""
+        self._loader.close()
 
     def adopt(self, state: DiffusionRequestState) -> None:
         """Initializes the guider and the missing pipeline inputs of a new or transferred request."""
@@ -330,21 +332,6 @@ def family_of(folder: Path) -> Family:
             reason="UNSUPPORTED_MODEL",
         )
     return FAMILIES[name]
-
-
-def _check_loaded(components: Any, folder: Path, dtype: torch.dtype) -> None:
-    """Raises NotReadyError if diffusers could not load a component. diffusers itself only logs such failures."""
-    for name in components.null_component_names:
-        spec = components.get_component_spec(name)
-        if not spec.pretrained_model_name_or_path:
-            continue
-        try:
-            spec.load(dtype=dtype)
-        except Exception as exc:
-            raise NotReadyError(
-                f"the {name} of {folder} cannot be loaded: {exc}; check that its files exist and are complete",
-                reason="MODEL_NOT_LOADED",
-            ) from exc
 
 
 def _freeze_properties(owner: Any, **values: object) -> None:

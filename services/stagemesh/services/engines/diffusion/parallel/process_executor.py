@@ -54,7 +54,7 @@ class RankSetup:
 
 @dataclass(frozen=True)
 class RankCall:
-    """A message that asks a rank to call a method of the rank's `DiffusionWorker`."""
+    """A message that asks a rank to call a method of its `DiffusionWorker`, or of a part such as `runner`."""
 
     method: str
     args: tuple[Any, ...] = ()
