@@ -76,7 +76,7 @@ def worker_of(engine: DiffusionEngine) -> DiffusionWorker:
 
 def states(engine: DiffusionEngine) -> Mapping[str, Any]:
     """Returns the states of the requests that the engine's worker knows."""
-    return worker_of(engine)._states
+    return worker_of(engine).runner.states
 
 
 async def frames(engine: DiffusionEngine, one: Task) -> Array:

@@ -52,7 +52,8 @@ class DiffusionRunner:
         if options.step_cache is not None and forwards.model is not None:
             forwards.caches = enable_caches(forwards.model, options.step_cache)
         self._transfer = RequestTransfer(self.pipeline, folder)
-        self._states: dict[str, DiffusionRequestState] = {}
+        self.states: dict[str, DiffusionRequestState] = {}
+        """The running requests, by name."""
 
     def begin(
         self, name: str, inputs: DiffusionInputs, *, conditioning: Array | None = None, state: Array | None = None
@@ -70,7 +71,7 @@ class DiffusionRunner:
             if conditioning is not None:
                 self._transfer.restore_values(request, CONDITIONING, conditioning)
             self._prepare(request)
-        self._states[name] = request
+        self.states[name] = request
         key = self.pipeline.batch_key(request) if request.total_steps else ()
         tokens = image_tokens(inputs, self.pipeline.family)
         return PreparedRequest(key, tokens, request.step_index, request.total_steps, self._prompt_cache.statistics)
@@ -81,7 +82,7 @@ class DiffusionRunner:
         Returns one item for each request: the request's error, or None if the request succeeded. If a shared forward
         pass fails, runs each request alone, so that only the request that caused the failure fails.
         """
-        states = [self._states[name] for name in names]
+        states = [self.states[name] for name in names]
         try:
             self.adapters.select(states[0].inputs.adapter, states[0].inputs.adapter_scale)
             noises = self.pipeline.denoise_step(states)
@@ -96,7 +97,7 @@ class DiffusionRunner:
 
         Returns float32[images or frames, 3, height, width] with values in [0, 1].
         """
-        return self._decode(self._states[name])
+        return self._decode(self.states[name])
 
     def decode_latents(self, latents: Array) -> Array:
         """Decodes latents that another stage has serialized. Returns frames in the format of `decode`."""
@@ -110,16 +111,12 @@ class DiffusionRunner:
 
         The data is serialized as uint8[bytes].
         """
-        return self._transfer.serialize(self._states[name], kind)
+        return self._transfer.serialize(self.states[name], kind)
 
     def drop(self, name: str) -> None:
         """Removes a request and frees its data. Does nothing if no request has this name."""
-        if self._states.pop(name, None) is not None and self.pipeline.forwards.caches is not None:
+        if self.states.pop(name, None) is not None and self.pipeline.forwards.caches is not None:
             self.pipeline.forwards.caches.forget(name)
-
-    def drop_all(self) -> None:
-        """Removes all requests."""
-        self._states.clear()
 
     # -- inner workings
 

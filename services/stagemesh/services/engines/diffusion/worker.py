@@ -83,7 +83,7 @@ class DiffusionWorker:
         Level 1 retains the weights in host memory if possible. Level 2 also clears the prompt cache.
         """
         runner, self._runner = self.runner, None
-        runner.drop_all()
+        runner.states.clear()
         if level > 1:
             self._prompt_cache.clear()
         load = self._options.load

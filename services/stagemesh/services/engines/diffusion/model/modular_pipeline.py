@@ -22,13 +22,13 @@ from diffusers.modular_pipelines.modular_pipeline import (
 from PIL import Image, UnidentifiedImageError
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
-from stagemesh.services.engines.diffusion.batching.recorded_calls import (
+from stagemesh.services.engines.diffusion.batching.shared_forwards import (
     Call,
     CallRecorder,
+    SharedForwards,
     TransformerStandIn,
     replay,
 )
-from stagemesh.services.engines.diffusion.batching.shared_forwards import SharedForwards
 from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
 from stagemesh.services.engines.diffusion.model.families import FAMILIES, Family
 from stagemesh.services.engines.diffusion.model.loading import Loader, load_image_processor
@@ -119,7 +119,7 @@ class ModularStepPipeline:
     @torch.no_grad()
     def denoise_step(self, batch: Sequence[DiffusionRequestState]) -> list[torch.Tensor]:
         """Predicts the noise for each request at its current step. Returns one tensor for each request."""
-        single = len(batch) == 1 and self.forwards.branches is None and not self._guides_jointly(batch[0])
+        single = len(batch) == 1 and self.forwards.split_calls is None and not self._guides_jointly(batch[0])
         if single or self.forwards.caches is not None:
             return [self._denoise(state, self.forwards.forward_alone(state)) for state in batch]
         recorded: list[list[Call]] = []

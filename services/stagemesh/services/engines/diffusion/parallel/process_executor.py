@@ -9,7 +9,6 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -30,7 +29,6 @@ _MODULE = "stagemesh.services.engines.diffusion.parallel.rank_main"
 _AGREE_S = 10.0
 """Time limit in seconds for the replies of the other ranks after one rank has reported a failure. Without the limit,
 the other ranks could wait for the failed rank for minutes."""
-_EXIT_GRACE_S = 5.0
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -218,17 +216,9 @@ class RankProcess:
             self._process.kill()
 
     async def close(self) -> None:
-        """Shuts the connection down, which makes the rank process exit.
-
-        Kills the process if it has not exited after a grace period.
-        """
-        self._disconnect()
-        try:
-            async with asyncio.timeout(_EXIT_GRACE_S):
-                await self._process.wait()
-        except TimeoutError:
-            self.kill()
-            await self._process.wait()
+        """Kills the rank process. It has no state to save."""
+        self.kill()
+        await self._process.wait()
         self._thread.shutdown()
         self._connection.close()
 
@@ -236,11 +226,6 @@ class RankProcess:
     def pid(self) -> int:
         """Process id of the rank."""
         return self._process.pid
-
-    def _disconnect(self) -> None:
-        # Unlike `Connection.close`, this also ends a `recv` that blocks the thread.
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate, suppress(OSError):
-            duplicate.shutdown(socket.SHUT_RDWR)
 
     def _exchange(self, message: RankSetup | RankCall) -> RankReply:
         self._connection.send(message)
