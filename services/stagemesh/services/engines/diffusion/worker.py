@@ -1,9 +1,9 @@
 """The worker of a diffusion engine. It owns the device, its memory and the runner with the loaded model."""
 
-import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -19,8 +19,6 @@ from stagemesh.services.engines.diffusion.runner import DiffusionRunner
 
 if TYPE_CHECKING:
     from stagemesh.services.engines.diffusion.parallel.rank_group import RankGroup
-
-T = TypeVar("T")
 
 PROFILED_STEP = "denoising step"
 """Name of each denoising step in a profile."""
@@ -43,7 +41,9 @@ class DiffusionWorker:
         self._sleeping_runner: DiffusionRunner | None = None
         """The runner while the engine is asleep and retains the weights in host memory. None otherwise."""
         self._prompt_cache = PromptCache(options.prompt_cache_bytes)
-        self._profile: _StepProfile | None = None
+        self._profile: Any = None
+        """The profiler of torch while a profile is in progress, otherwise None."""
+        self._profile_steps_left: int | None = None
 
     def load(self) -> ModelFacts:
         """Loads the model and returns its properties. Raises NotReadyError if the model cannot be loaded."""
@@ -65,7 +65,13 @@ class DiffusionWorker:
         """Advances each request by one denoising step. Returns the results of `DiffusionRunner.step`."""
         if self._profile is None:
             return self.runner.step(names)
-        return self._profile.record_step(lambda: self.runner.step(names))
+        with record_function(PROFILED_STEP):
+            errors = self.runner.step(names)
+        if self._profile_steps_left is not None:
+            self._profile_steps_left -= 1
+            if self._profile_steps_left <= 0:
+                self.stop_profile()
+        return errors
 
     def drop(self, name: str) -> None:
         """Removes a request and frees its data. Does nothing if no request has this name, or if no model is loaded."""
@@ -91,8 +97,6 @@ class DiffusionWorker:
         if level == 1 and is_movable and self._device.type != "cpu":
             runner.pipeline.components.to(torch.device("cpu"))
             self._sleeping_runner = runner
-        else:
-            runner.pipeline.close()
         del runner
         release_unused_memory()
 
@@ -115,49 +119,22 @@ class DiffusionWorker:
         Each rank writes its profile to the file `{path}-rank{rank}.json.gz`.
         """
         rank = self._rank_group.rank if self._rank_group is not None else 0
-        self._profile = _StepProfile(Path(f"{path}-rank{rank}.json.gz"), max_steps=max_steps)
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        export = methodcaller("export_chrome_trace", f"{path}-rank{rank}.json.gz")
+        self._profile = profile(activities=activities, on_trace_ready=export)
+        self._profile_steps_left = max_steps
+        self._profile.start()
 
     def stop_profile(self) -> None:
         """Ends the profile and writes its file. Does nothing if no profile is in progress."""
         started, self._profile = self._profile, None
         if started is not None:
-            started.end()
+            started.stop()
 
     def shutdown(self) -> None:
         """Frees the model and all requests, and ends a profile in progress. May be called more than once."""
         self.stop_profile()
-        if self._runner is not None:
-            self._runner.pipeline.close()
         self._runner = self._sleeping_runner = None
-        gc.collect()
-
-
-class _StepProfile:
-    """Profiles denoising steps with torch's profiler. A profile must be started and ended on the same thread."""
-
-    def __init__(self, file: Path, *, max_steps: int | None) -> None:
-        """Starts a profile that `end` writes to `file` as a Chrome trace. `max_steps` is None if the number of steps is
-        not limited."""
-        self._file, self._steps_left = file, max_steps
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        self._profile: Any = profile(activities=activities)
-        self._profile.start()
-
-    def record_step(self, step: Callable[[], T]) -> T:
-        """Runs a step, profiles it and returns its result. Ends the profile after `max_steps` steps."""
-        with record_function(PROFILED_STEP):
-            result = step()
-        if self._steps_left is not None:
-            self._steps_left -= 1
-            if self._steps_left <= 0:
-                self.end()
-        return result
-
-    def end(self) -> None:
-        """Ends the profile and writes the file. May be called more than once."""
-        ended, self._profile = self._profile, None
-        if ended is not None:
-            ended.stop()
-            ended.export_chrome_trace(str(self._file))
+        release_unused_memory()

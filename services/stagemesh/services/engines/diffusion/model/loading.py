@@ -7,8 +7,7 @@ the machine supports them.
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,6 @@ class Loader:
         options."""
         self._folder, self._options, self._device = folder, options.load, device
         self._dtype = getattr(torch, options.dtype)
-        self._remove: Callable[[], object] | None = None
         on_gpu = device.type == "cuda"
         if options.load.offload == "model" and not on_gpu:
             raise NotReadyError("load.offload model needs a GPU; omit it, or set disk")
@@ -57,7 +55,8 @@ class Loader:
         offload folder cannot be created.
         """
         if self._options.format == "dummy":
-            with _seeded():
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(_SEED)
                 self._load_dummy(components)
         elif self._options.quantization is not None and _TRANSFORMER in components.component_names:
             self._quantize(components, self._options.quantization)
@@ -70,11 +69,6 @@ class Loader:
         if model is not None and self._options.compile:
             model.compile_repeated_blocks(dynamic=True)
         self._place(components)
-
-    def close(self) -> None:
-        """Deletes the offload folder, if any. May be called more than once."""
-        if self._remove is not None:
-            self._remove()
 
     # -- inner workings
 
@@ -94,21 +88,23 @@ class Loader:
                 ) from exc
 
     def _place(self, components: Any) -> None:
+        models = _models(components)
         match self._options.offload:
             case "none":
                 components.to(self._device)
             case "model":
                 manager = diffusers.ComponentsManager()
-                for name, model in _models(components).items():
+                for name, model in models.items():
                     manager.add(name, model)
                 manager.enable_auto_cpu_offload(self._device)
             case "group":
-                for name, model in _models(components).items():
+                for name, model in models.items():
                     self._offload(name, model, None)
             case "disk":
                 disk = self._make_disk_folder()
-                self._remove = weakref.finalize(components, shutil.rmtree, disk, ignore_errors=True)
-                for name, model in _models(components).items():
+                # Deletes the folder when the components are garbage collected, and when the process exits.
+                weakref.finalize(components, shutil.rmtree, disk, ignore_errors=True)
+                for name, model in models.items():
                     _untie(model)
                     self._offload(name, model, disk)
 
@@ -184,13 +180,6 @@ def _random_model(kind: Any, folder: Path) -> Any:
         return config.from_config(config.load_config(folder, local_files_only=True))
     transformer: Any = kind
     return transformer(transformer.config_class.from_pretrained(folder, local_files_only=True))
-
-
-@contextmanager
-def _seeded() -> Generator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_SEED)
-        yield
 
 
 def _quantization_config(options: QuantizationOptions) -> Any:

@@ -95,8 +95,7 @@ class ModularStepPipeline:
         self.components: Any = _sequence(chosen, like=blocks).init_pipeline(str(folder))
         if self.family.takes_image and "encode" in parts:
             self.components.update_components(processor=load_image_processor(folder))
-        self._loader = Loader(folder, options, device=self.device)
-        self._loader.load(self.components)
+        Loader(folder, options, device=self.device).load(self.components)
         self.forwards = SharedForwards(self.family, getattr(self.components, "transformer", None))
         if options.load.compile:
             self.forwards.disable_mixed_lengths()
@@ -168,10 +167,6 @@ class ModularStepPipeline:
         for block in self._phases.after:
             block(self._view(state), ended.values)
         return ended
-
-    def close(self) -> None:
-        """Deletes the offload folder, if any. May be called more than once."""
-        self._loader.close()
 
     def adopt(self, state: DiffusionRequestState) -> None:
         """Initializes the guider and the missing pipeline inputs of a new or transferred request."""

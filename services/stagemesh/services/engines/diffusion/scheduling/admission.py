@@ -1,7 +1,6 @@
 """Admits requests to denoising. Limits the number of admitted requests and their total memory."""
 
 import asyncio
-import heapq
 import itertools
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -34,7 +33,7 @@ class Admission:
         self._max_running, self._memory_bytes = max_running, memory_bytes
         self._admitted: list[Footprint] = []
         self._waiting: list[tuple[int, int, Footprint, asyncio.Future[None]]] = []
-        """Heap of waiting requests, ordered by queue position, then by arrival number."""
+        """Waiting requests, ordered by queue position, then by arrival number."""
         self._numbers = itertools.count()
 
     @property
@@ -56,7 +55,7 @@ class Admission:
         self._check(footprint)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         number = next(self._numbers)
-        heapq.heappush(self._waiting, (number - POSITIONS_PER_PRIORITY * priority, number, footprint, future))
+        self._waiting.append((number - POSITIONS_PER_PRIORITY * priority, number, footprint, future))
         self._admit()
         try:
             await future
@@ -84,10 +83,9 @@ class Admission:
 
     def _admit(self) -> None:
         # A cancelled request remains in the queue until its task runs. It must not block other requests.
-        self._waiting = [entry for entry in self._waiting if not entry[3].cancelled()]
-        heapq.heapify(self._waiting)
+        self._waiting = sorted(entry for entry in self._waiting if not entry[3].cancelled())
         while self._waiting and self._fits(self._waiting[0][2]):
-            _, _, footprint, future = heapq.heappop(self._waiting)
+            _, _, footprint, future = self._waiting.pop(0)
             self._admitted.append(footprint)
             future.set_result(None)
 
