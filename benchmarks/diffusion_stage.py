@@ -23,6 +23,7 @@ from benchmarks.stage_process import StageProcess
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
+from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from tests.diffusion.tiny.calls import ImageSpec, classic_image, load
 from tests.diffusion.tiny.pipelines import write_qwen_image
 
@@ -75,13 +76,13 @@ def _square(side: int, steps: int, *, seed: int = 0, prompt: str = "a red cube o
 
 
 def _in_process(classic: Any, model: Path, *, pairs: int) -> list[Figure]:
-    pipeline = ModularStepPipeline(model, torch.float32)
+    pipeline = ModularStepPipeline(model, DiffusionOptions(dtype="float32"))
     spec = _square(SIDE, STEPS)
     ours, theirs = (lambda: step(pipeline, spec)), (lambda: classic_image(MODEL, classic, spec))
     assert torch.equal(step(pipeline, spec), classic_image(MODEL, classic, spec)), "both ways generate the same image"
     wall = _ratio(ours, theirs, clock=time.perf_counter, pairs=pairs)
     processor = _ratio(ours, theirs, clock=time.thread_time, pairs=pairs)
-    cached = ModularStepPipeline(model, torch.float32, prompt_cache=PromptCache(1 << 24))
+    cached = ModularStepPipeline(model, DiffusionOptions(dtype="float32"), prompt_cache=PromptCache(1 << 24))
     hit = _ratio(lambda: begun(cached, spec), lambda: begun(pipeline, spec), clock=time.perf_counter, pairs=pairs)
     where = f"{SIDE}x{SIDE}, {STEPS} steps, one process"
     return [

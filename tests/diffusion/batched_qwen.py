@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
+from stagemesh.services.engines.diffusion.options import stage_options
 from tests.diffusion.pipeline_runs import run_alone, run_together
 from tests.diffusion.tiny.calls import ImageSpec
 
@@ -24,7 +25,7 @@ SPECS = (
 def main(folder: str, dtype: str) -> None:
     """Compares and prints."""
     torch.set_num_threads(1)
-    pipeline = ModularStepPipeline(Path(folder), getattr(torch, dtype))
+    pipeline = ModularStepPipeline(Path(folder), stage_options({"dtype": dtype}))
     expected = [run_alone("qwen-image", pipeline, spec) for spec in SPECS]
     forwards: list[int] = []
     hook = pipeline.components.transformer.register_forward_hook(lambda *_: forwards.append(1))

@@ -44,10 +44,9 @@ def run_together(model: str, pipeline: ModularStepPipeline, specs: Sequence[Imag
 
 def run_to_end(runner: DiffusionRunner, inputs: DiffusionInputs) -> Array:
     """Runs one request on a runner and returns its frames."""
-    state = DiffusionRequestState("", inputs)
-    runner.prepare(state)
-    while not state.denoised:
-        assert runner.step([state]) == [None]
-    frames = runner.decode(state)
-    runner.forget(state)
+    prepared = runner.begin("", inputs)
+    for _ in range(prepared.total_steps):
+        assert runner.step([""]) == [None]
+    frames = runner.decode("")
+    runner.drop("")
     return frames

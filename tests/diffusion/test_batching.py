@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
+from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.state import DiffusionRequestState
 from tests.diffusion.pipeline_runs import inputs_of, run_alone, run_together
 from tests.diffusion.tiny.calls import ImageSpec
@@ -29,7 +30,7 @@ WIDE, HIGH = ImageSpec(height=64, width=96, seed=1), ImageSpec(height=96, width=
 @pytest.fixture(scope="module")
 def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModularStepPipeline]:
     return {
-        model: ModularStepPipeline(write(tmp_path_factory.mktemp(model)), torch.float32)
+        model: ModularStepPipeline(write(tmp_path_factory.mktemp(model)), DiffusionOptions(dtype="float32"))
         for model, write in WRITERS.items()
     }
 

@@ -69,13 +69,13 @@ def options_of(spec: ImageSpec) -> dict[str, float]:
 
 
 def worker_of(engine: DiffusionEngine) -> DiffusionWorker:
-    worker: DiffusionWorker = engine._executor._worker  # type: ignore[attr-defined]
+    worker: DiffusionWorker = engine._executor._worker  # type: ignore[union-attr]
     return worker
 
 
 def states(engine: DiffusionEngine) -> Mapping[str, Any]:
     """Returns the states of the requests that the engine's worker knows."""
-    return worker_of(engine)._states
+    return worker_of(engine).runner.states
 
 
 async def frames(engine: DiffusionEngine, one: Task) -> Array:
@@ -304,7 +304,7 @@ async def engine(folder: Path) -> AsyncGenerator[DiffusionEngine]:
 async def test_requests_too_large_for_memory_are_rejected_and_others_wait(folder: Path) -> None:
     async with started(folder) as engine:
         assert engine._facts is not None
-        needed = engine._facts.sizes.footprint(engine._inputs(task()))
+        needed = engine._facts.footprint(engine._inputs(task()))
     memory_bytes = needed.denoise_bytes + needed.decode_bytes
     async with started(folder, memory_bytes=memory_bytes) as engine:
         with pytest.raises(InvalidRequestError, match="request fewer pixels or frames") as caught:

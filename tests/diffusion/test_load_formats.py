@@ -55,10 +55,10 @@ def test_a_dummy_does_not_change_the_global_random_state(tmp_path: Path) -> None
 def test_a_custom_pipeline_runs_the_phases(tmp_path: Path) -> None:
     folder = WRITERS["qwen-image"](tmp_path)
     own = runner(folder, format="custom_pipeline", custom_pipeline=f"{__name__}:Still")
-    state = DiffusionRequestState("r", inputs())
-    own.prepare(state)
+    own.begin("r", inputs())
+    state = own.states["r"]
     noise = state.latents.clone()
-    assert own.step([state]) == [None]
+    assert own.step(["r"]) == [None]
     assert torch.equal(state.latents, noise)
 
 

@@ -34,10 +34,10 @@ def made(folder: Path, *, frames: int = 1, **load: Any) -> NDArray[Any]:
     inputs = DiffusionInputs(
         1, "a cat", "blur", height=64, width=64, num_inference_steps=3, guidance_scale=3.0, num_frames=frames
     )
-    worker.begin("r", inputs)
+    worker.runner.begin("r", inputs)
     for _ in range(3):
         assert worker.step(["r"]) == [None]
-    image = np.array(worker.decode("r"))
+    image = np.array(worker.runner.decode("r"))
     worker.shutdown()
     return image
 

@@ -24,8 +24,8 @@ def test_processes_are_counted(options: dict[str, int], branch_ranks: int, ranks
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"parallel": {"cfg": 3}}, "it must be 1 or 2"),
-        ({"parallel": {"ulysses": 0}}, "must be at least 1"),
+        ({"parallel": {"cfg": 3}}, "parallel.cfg is 3: Input should be less than or equal to 2"),
+        ({"parallel": {"ulysses": 0}}, "parallel.ulysses is 0: Input should be greater than 0"),
         ({"parallel": {"ulysses": 4, "hsdp": 3}}, "it must divide parallel.ulysses"),
         ({"parallel": {"tensor": 2}}, "parallel.tensor"),
         ({"parallel": {"hsdp": 2}, "enable_lora": True}, "weights are complete"),

@@ -12,9 +12,10 @@ from stagemesh.client import Client, Progress, TensorOutput
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, StagemeshError
 from stagemesh.common.tensors import Array
 from stagemesh.services.engines.base import Task
+from stagemesh.services.engines.diffusion import CONDITIONING, LATENTS
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
-from stagemesh.services.engines.diffusion.options import Part
+from stagemesh.services.engines.diffusion.options import DiffusionOptions, Part
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 from stagemesh.services.engines.diffusion.transfer.request_transfer import RequestTransfer
 from tests.deployment import Deployment, deployed, eventually
@@ -141,7 +142,11 @@ def parts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     model: str = request.param
     folder = WRITERS[model](tmp_path_factory.mktemp(model))
     names: tuple[Part, ...] = ("encode", "denoise", "decode")
-    return model, folder, {part: ModularStepPipeline(folder, torch.float32, part=part) for part in names}
+    return (
+        model,
+        folder,
+        {part: ModularStepPipeline(folder, DiffusionOptions(dtype="float32", part=part)) for part in names},
+    )
 
 
 def test_parts_of_every_model_generate_the_same_image_as_its_call(parts: tuple[str, Path, dict[str, Any]]) -> None:
@@ -151,13 +156,13 @@ def test_parts_of_every_model_generate_the_same_image_as_its_call(parts: tuple[s
     encoded = DiffusionRequestState("r", inputs)
     pipelines["encode"].prepare_encode(encoded)
     state = DiffusionRequestState("r", replace(inputs, prompt="", negative_prompt=""))
-    carriers["denoise"].restore_conditioning(state, carriers["encode"].serialize_conditioning(encoded))
+    carriers["denoise"].restore_values(state, CONDITIONING, carriers["encode"].serialize(encoded, CONDITIONING))
     pipelines["denoise"].prepare_encode(state)
     while not state.denoised:
         (noise,) = pipelines["denoise"].denoise_step([state])
         pipelines["denoise"].step_scheduler(state, noise)
     made = DiffusionRequestState("r", DiffusionInputs(seed=0))
-    carriers["decode"].restore_latents(made, carriers["denoise"].serialize_latents(state))
+    carriers["decode"].restore_values(made, LATENTS, carriers["denoise"].serialize(state, LATENTS))
     pipelines["decode"].prepare_encode(made)
     assert torch.equal(pipelines["decode"].post_decode(made), classic_image(model, load(folder), SPEC))
 
@@ -175,9 +180,11 @@ def test_data_for_another_part_is_rejected(parts: tuple[str, Path, dict[str, Any
     model, folder, pipelines = parts
     state = DiffusionRequestState("r", inputs_of(model, SPEC))
     pipelines["encode"].prepare_encode(state)
-    packed = RequestTransfer(pipelines["encode"], folder).serialize_conditioning(state)
+    packed = RequestTransfer(pipelines["encode"], folder).serialize(state, CONDITIONING)
     with pytest.raises(InvalidChunkError, match="latents has the kind 'conditioning'"):
-        RequestTransfer(pipelines["decode"], folder).restore_latents(DiffusionRequestState("r", state.inputs), packed)
+        RequestTransfer(pipelines["decode"], folder).restore_values(
+            DiffusionRequestState("r", state.inputs), LATENTS, packed
+        )
 
 
 @pytest.mark.parametrize("part", ["denoise", "decode"])

@@ -80,11 +80,11 @@ def test_sleep_level_1_keeps_the_prompt_cache_and_level_2_clears_it(model: Path,
     worker = DiffusionWorker(model, DiffusionOptions(dtype="float32", device="cpu"))
     worker.load()
     inputs = DiffusionInputs(seed=0, prompt="red", height=64, width=64, num_inference_steps=2)
-    worker.begin("before", inputs)
+    worker.runner.begin("before", inputs)
     worker.sleep(level)
     assert worker._prompt_cache.statistics.entries == hits
     worker.wake()
-    worker.begin("after", inputs)
+    worker.runner.begin("after", inputs)
     assert worker._prompt_cache.statistics.hits == hits
 
 

@@ -9,7 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotReadyError
-from stagemesh.services.engines.diffusion.caches.cache_dit import CacheDitCaches
+from stagemesh.services.engines.diffusion import STATE
+from stagemesh.services.engines.diffusion.caches.step_caches import CacheDitCaches
 from stagemesh.services.engines.diffusion.options import DiffusionOptions, stage_options
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
 from stagemesh.services.engines.diffusion.worker import DiffusionWorker
@@ -60,7 +61,7 @@ def inputs(name: str, folder: Path) -> DiffusionInputs:
 
 
 def alone(worker: DiffusionWorker, name: str, folder: Path) -> NDArray[Any]:
-    worker.begin(name, inputs(name, folder))
+    worker.runner.begin(name, inputs(name, folder))
     step(worker, name, inputs(name, folder).num_inference_steps)
     return ended(worker, name)
 
@@ -71,7 +72,7 @@ def step(worker: DiffusionWorker, name: str, times: int = 1) -> None:
 
 
 def ended(worker: DiffusionWorker, name: str) -> NDArray[Any]:
-    made = np.array(worker.decode(name))
+    made = np.array(worker.runner.decode(name))
     worker.drop(name)
     return made
 
@@ -85,7 +86,7 @@ def contexts(worker: DiffusionWorker) -> int:
 def test_alternating_requests_get_the_same_as_alone(worker: DiffusionWorker, folder: Path) -> None:
     expected = [alone(worker, name, folder) for name in NAMES]
     for name in NAMES:
-        worker.begin(name, inputs(name, folder))
+        worker.runner.begin(name, inputs(name, folder))
     for _ in range(8):
         for name in NAMES:
             step(worker, name)
@@ -98,7 +99,7 @@ def test_a_cache_changes_the_image(worker: DiffusionWorker, folder: Path) -> Non
 
 
 def test_cache_state_is_freed_with_its_request(worker: DiffusionWorker, folder: Path) -> None:
-    worker.begin("one", inputs("one", folder))
+    worker.runner.begin("one", inputs("one", folder))
     step(worker, "one", 2)
     held = contexts(worker)
     alone(worker, "two", folder)
@@ -114,7 +115,7 @@ def test_a_finished_request_leaves_no_cache_state(worker: DiffusionWorker, folde
 
 def test_cache_state_is_transferred_with_its_request(worker: DiffusionWorker, folder: Path) -> None:
     expected = alone(worker, "one", folder)
-    worker.begin("one", inputs("one", folder))
+    worker.runner.begin("one", inputs("one", folder))
     step(worker, "one", 4)
     caches = worker.runner.pipeline.forwards.caches
     assert caches is not None
@@ -122,7 +123,7 @@ def test_cache_state_is_transferred_with_its_request(worker: DiffusionWorker, fo
         pytest.skip("its state cannot be transferred")
     other = DiffusionWorker(folder, DiffusionOptions(dtype="float32", step_cache=caches.options))
     other.load()
-    other.begin("moved", inputs("one", folder), state=worker.state("one"))
+    other.runner.begin("moved", inputs("one", folder), state=worker.runner.serialize("one", STATE))
     step(other, "moved", 4)
     assert np.array_equal(ended(other, "moved"), expected)
 
@@ -130,10 +131,10 @@ def test_cache_state_is_transferred_with_its_request(worker: DiffusionWorker, fo
 def test_a_state_of_another_cache_is_rejected(tmp_path: Path) -> None:
     folder = WRITERS["qwen-image"](tmp_path)
     first, second = loaded(folder, CACHES["first_block"]), loaded(folder, None)
-    first.begin("one", inputs("one", folder))
+    first.runner.begin("one", inputs("one", folder))
     step(first, "one")
     with pytest.raises(InvalidChunkError, match="the state's step_cache is FirstBlockOptions"):
-        second.begin("one", inputs("one", folder), state=first.state("one"))
+        second.runner.begin("one", inputs("one", folder), state=first.runner.serialize("one", STATE))
 
 
 def test_a_model_without_cache_support_is_rejected(tmp_path: Path) -> None:
@@ -150,8 +151,11 @@ def test_a_mag_cache_without_ratios_is_rejected(tmp_path: Path) -> None:
     ("cache", "error"),
     [
         ({"kind": "tea"}, "kind"),
-        ({"kind": "mag", "max_skip_steps": 0}, "max_skip_steps is 0; it must be at least 1"),
-        ({"kind": "first_block", "threshold": float("nan")}, "threshold is nan; it must be at least 0"),
+        ({"kind": "mag", "max_skip_steps": 0}, "max_skip_steps is 0: Input should be greater than 0"),
+        (
+            {"kind": "first_block", "threshold": float("nan")},
+            "threshold is nan: Input should be greater than or equal to 0",
+        ),
         ({"kind": "first_block", "limit": 1}, "limit"),
     ],
 )

@@ -6,15 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.services.engines.diffusion.scheduling.step_scheduler import BatchSizes, StepScheduler, Turn
+from stagemesh.services.engines.diffusion.scheduling.step_scheduler import BatchSizes, RequestProgress, StepScheduler
 
 
-def turn(name: str, steps_left: int = 4, *, key: Hashable = None, priority: int = 0, tokens: int = 16) -> Turn:
+def turn(
+    name: str, steps_left: int = 4, *, key: Hashable = None, priority: int = 0, tokens: int = 16
+) -> RequestProgress:
     """Returns a turn that shares its step with no other turn, unless a key is given."""
-    return Turn(name, name if key is None else key, tokens, steps_left, priority=priority)
+    return RequestProgress(name, name if key is None else key, tokens, steps_left, priority=priority)
 
 
-def scheduler(*turns: Turn, max_wait_steps: int = 100, max_batch: int = 8) -> StepScheduler:
+def scheduler(*turns: RequestProgress, max_wait_steps: int = 100, max_batch: int = 8) -> StepScheduler:
     made = StepScheduler(max_wait_steps=max_wait_steps, max_batch=max_batch)
     for each in turns:
         made.add(each)
@@ -25,8 +27,9 @@ def step(of: StepScheduler, *, seconds: float = 1.0, now_s: float = 0.0) -> list
     """Runs the next step and returns its requests. Removes finished requests."""
     batch = of.next_batch(now_s)
     if batch:
-        of.done(batch, seconds)
+        of.record(batch, seconds)
     for each in batch:
+        each.record(None)
         if not each.steps_left:
             of.remove(each)
     return [each.request_id for each in batch]

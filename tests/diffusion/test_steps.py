@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from stagemesh.common.errors import NotReadyError
+from stagemesh.services.engines.diffusion import STATE
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
+from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.state import DiffusionRequestState
 from stagemesh.services.engines.diffusion.transfer.request_transfer import RequestTransfer
 from tests.diffusion.pipeline_runs import inputs_of
@@ -54,20 +56,23 @@ def take_turns(pipeline: ModularStepPipeline, states: list[DiffusionRequestState
 
 
 def test_three_alternating_requests_match_the_call(model: str, folder: Path) -> None:
-    pipeline, classic = ModularStepPipeline(folder, torch.float32), load(folder)
+    pipeline, classic = ModularStepPipeline(folder, DiffusionOptions(dtype="float32")), load(folder)
     made = take_turns(pipeline, [state(model, spec) for spec in SPECS])
     for spec, one in zip(SPECS, made, strict=True):
         assert torch.equal(one, classic_image(model, classic, spec))
 
 
 def test_a_request_resumes_on_another_pipeline_of_the_same_model(model: str, folder: Path) -> None:
-    first, second = ModularStepPipeline(folder, torch.float32), ModularStepPipeline(folder, torch.float32)
+    first, second = (
+        ModularStepPipeline(folder, DiffusionOptions(dtype="float32")),
+        ModularStepPipeline(folder, DiffusionOptions(dtype="float32")),
+    )
     whole, moved = state(model, SPECS[1]), state(model, SPECS[1])
     first.prepare_encode(moved)
     for _ in range(3):
         (noise,) = first.denoise_step([moved])
         first.step_scheduler(moved, noise)
-    packed = RequestTransfer(first, folder).serialize_state(moved)
+    packed = RequestTransfer(first, folder).serialize(moved, STATE)
     there = RequestTransfer(second, folder).restore_state("r", moved.inputs, packed)
     assert torch.equal(*(take_turns(pipeline, [one])[0] for pipeline, one in ((second, there), (first, whole))))
 
@@ -77,4 +82,4 @@ def test_an_unsupported_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         NotReadyError, match="contains a DanceDiffusionPipeline; the diffusion engine supports QwenImage"
     ):
-        ModularStepPipeline(tmp_path, torch.float32)
+        ModularStepPipeline(tmp_path, DiffusionOptions(dtype="float32"))

@@ -22,42 +22,32 @@ _RESULTS: Mapping[str, Emitted] = {
 
 def signature_of(stage: DiffusionOptions) -> Signature:
     """Returns the inputs, outputs and request options of a diffusion stage with these stage options."""
-    is_complete = stage.part == "all"
+    accepts = {"denoise": {CONDITIONING: _SERIALIZED}, "decode": {LATENTS: _SERIALIZED}}
+    emits = {"encode": {CONDITIONING: Emitted(_SERIALIZED)}, "denoise": {LATENTS: Emitted(_SERIALIZED)}}
+    reads_prompt = stage.part in {"all", "encode"}
     return Signature(
-        accepts={
-            "all": {},
-            "encode": {},
-            "denoise": {CONDITIONING: _SERIALIZED},
-            "decode": {LATENTS: _SERIALIZED},
-        }[stage.part],
-        emits={
-            "all": _RESULTS,
-            "encode": {CONDITIONING: Emitted(_SERIALIZED)},
-            "denoise": {LATENTS: Emitted(_SERIALIZED)},
-            "decode": _RESULTS,
-        }[stage.part],
-        options=_denoising_options(stage) if stage.part == "denoise" or is_complete else _encoding_options(stage),
-        negative_prompt=is_complete or stage.part == "encode",
-        media=is_complete or stage.part == "encode",
+        accepts=accepts.get(stage.part, {}),
+        emits=emits.get(stage.part, _RESULTS),
+        options=_request_options(stage),
+        negative_prompt=reads_prompt,
+        media=reads_prompt,
         adapters=stage.enable_lora,
     )
 
 
-def _encoding_options(stage: DiffusionOptions) -> dict[str, OptionSpec]:
-    """Returns the request options of a stage that only encodes, or an empty dict for a stage that only decodes.
-
-    An encoder needs the guidance scale because it encodes the negative prompt only if guidance is enabled.
-    """
-    return {"guidance_scale": OptionSpec(stage.guidance_scale, 0, 100)} if stage.part == "encode" else {}
-
-
-def _denoising_options(stage: DiffusionOptions) -> dict[str, OptionSpec]:
+def _request_options(stage: DiffusionOptions) -> dict[str, OptionSpec]:
+    if stage.part == "decode":
+        return {}
+    # An encoder needs the guidance scale because it encodes the negative prompt only if guidance is enabled.
+    guidance = {"guidance_scale": OptionSpec(stage.guidance_scale, 0, 100)}
+    if stage.part == "encode":
+        return guidance
     return {
         "height": OptionSpec(stage.height, 1, stage.max_side),
         "width": OptionSpec(stage.width, 1, stage.max_side),
         "num_frames": OptionSpec(stage.num_frames, 1, stage.max_frames),
         "num_inference_steps": OptionSpec(stage.num_inference_steps, 1, stage.max_inference_steps),
-        "guidance_scale": OptionSpec(stage.guidance_scale, 0, 100),
+        **guidance,
         **({"adapter_scale": OptionSpec(1.0, -10, 10)} if stage.enable_lora else {}),
     }
 

@@ -1,5 +1,4 @@
-"""Operator controls of a diffusion engine: sleep, profiling and the prompt cache. `adapters` contains the adapter
-controls."""
+"""Operator controls of a diffusion engine: LoRA adapters, sleep, the prompt cache and profiles."""
 
 import asyncio
 from collections.abc import Sequence
@@ -7,22 +6,53 @@ from pathlib import Path
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.abilities import CacheStatistics
+from stagemesh.services.engines.adapters.manager import AdapterManager, Entry
 from stagemesh.services.engines.controls import Profiles, SleepState, private_folder, run_to_completion
-from stagemesh.services.engines.diffusion.adapters.manager import DiffusionAdapters
 from stagemesh.services.engines.diffusion.executor import Executor
+from stagemesh.services.engines.diffusion.options import DiffusionOptions
 
 LEVELS = (1, 2)
 WEIGHTS, BUFFERS = "weights", "buffers"
 
 
-class SleepController:
-    """Puts the engine's worker to sleep, which frees memory, and wakes the worker. Implements
-    `abilities.SleepControl`."""
+class DiffusionAdapters(AdapterManager):
+    """Manages a stage's LoRA adapters. All loaded adapters stay on the device, each in its own slot.
 
-    def __init__(self, executor: Executor, adapters: DiffusionAdapters, *, stage: str) -> None:
+    Each denoising step uses at most one adapter.
+    """
+
+    def __init__(self, executor: Executor, options: DiffusionOptions, *, stage: str) -> None:
+        limit = options.max_loras if options.enable_lora else 0
+        super().__init__(stage=stage, slots=limit, capacity=limit, capacity_option="max_loras", lock=asyncio.Lock())
+        self._executor = executor
+
+    async def _engine_load(self, entry: Entry) -> int:
+        rank: int = await self._executor.call("runner.adapters.load", entry.name, entry.path)
+        return rank
+
+    async def _engine_unload(self, entry: Entry) -> None:
+        await self._executor.call("runner.adapters.unload", entry.name)
+
+    async def _engine_pin(self, entry: Entry) -> None:
+        """Does nothing, because every loaded adapter has its own slot."""
+
+    def _check_awake(self) -> None:
+        """Does nothing, because the engine loads all adapters again when it wakes up."""
+
+
+class WorkerControls:
+    """Controls the engine's worker. Implements `abilities.SleepControl`, `abilities.CacheControl` and
+    `profiles.Recorder`."""
+
+    def __init__(self, executor: Executor, adapters: DiffusionAdapters, options: DiffusionOptions, *, stage: str) -> None:
         self._executor, self._adapters = executor, adapters
         self._lock = asyncio.Lock()
         self._state = SleepState(stage=stage)
+        self.prompt_cache = CacheStatistics(limit_bytes=options.prompt_cache_bytes)
+        """Statistics of the prompt cache, as last reported by the worker."""
+        base = options.profile_dir
+        self._profile_folder = Path(private_folder(base)) if base is not None else Path()
+        self.profiles = Profiles(self, stage=stage, base=base, private=self._profile_folder)
 
     def check_sleep(self, level: int) -> None:
         if level not in LEVELS:
@@ -47,6 +77,21 @@ class SleepController:
         async with self._lock:
             await run_to_completion(self._wake(self._state.select(tags)))
 
+    async def clear_caches(self, *, preempt: bool) -> None:
+        # Running requests retain the embeddings that they have read, so clearing needs no preemption.
+        del preempt
+        self.prompt_cache = await self._executor.call("clear_prompt_cache")
+
+    def cache_statistics(self) -> CacheStatistics:
+        return self.prompt_cache
+
+    async def begin(self, prefix: str, *, max_steps: int | None) -> None:
+        # Each worker process writes its own file.
+        await self._executor.call("start_profile", str(self._profile_folder / prefix), max_steps=max_steps)
+
+    async def end(self) -> None:
+        await self._executor.call("stop_profile")
+
     # -- inner workings
 
     async def _sleep(self, level: int) -> None:
@@ -57,42 +102,5 @@ class SleepController:
         # Buffers need no call, because they are allocated when they are used.
         if WEIGHTS in tags and await self._executor.call("wake"):
             for adapter in self._adapters.list_adapters():
-                await self._executor.call("load_adapter", adapter.name, adapter.path)
+                await self._executor.call("runner.adapters.load", adapter.name, adapter.path)
         self._state.tags -= tags
-
-
-class PromptCacheControl:
-    """Clears the worker's prompt cache and reports its statistics. Implements `abilities.CacheControl`."""
-
-    def __init__(self, executor: Executor, *, limit_bytes: int) -> None:
-        self.statistics = CacheStatistics(limit_bytes=limit_bytes)
-        """Statistics of the prompt cache, as last reported by the worker."""
-        self._executor = executor
-
-    async def clear_caches(self, *, preempt: bool) -> None:
-        # Running requests retain the embeddings that they have read, so clearing needs no preemption.
-        del preempt
-        self.statistics = await self._executor.call("clear_prompt_cache")
-
-    def cache_statistics(self) -> CacheStatistics:
-        return self.statistics
-
-
-class _WorkerRecorder:
-    """Profiles the workers of an executor. Each worker writes its own file. Implements `profiles.Recorder`."""
-
-    def __init__(self, executor: Executor, folder: Path) -> None:
-        self._executor, self._folder = executor, folder
-
-    async def begin(self, prefix: str, *, max_steps: int | None) -> None:
-        await self._executor.call("start_profile", str(self._folder / prefix), max_steps=max_steps)
-
-    async def end(self) -> None:
-        await self._executor.call("stop_profile")
-
-
-def make_profiles(executor: Executor, *, stage: str, profile_dir: str | None) -> Profiles:
-    """Returns the profile control of a stage. The control rejects all requests for profiles if `profile_dir` is
-    None."""
-    private = Path(private_folder(profile_dir)) if profile_dir else Path()
-    return Profiles(_WorkerRecorder(executor, private), stage=stage, base=profile_dir, private=private)

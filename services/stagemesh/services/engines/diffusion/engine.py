@@ -26,18 +26,17 @@ from stagemesh.services.engines.base import (
     Usage,
 )
 from stagemesh.services.engines.diffusion import CONDITIONING, FRAMES, IMAGE, LATENTS, STATE, signature_of
-from stagemesh.services.engines.diffusion.adapters.manager import DiffusionAdapters
-from stagemesh.services.engines.diffusion.controls import PromptCacheControl, SleepController, make_profiles
+from stagemesh.services.engines.diffusion.controls import DiffusionAdapters, WorkerControls
 from stagemesh.services.engines.diffusion.executor import Executor, make_executor
 from stagemesh.services.engines.diffusion.options import stage_options
 from stagemesh.services.engines.diffusion.scheduling.admission import Admission
-from stagemesh.services.engines.diffusion.scheduling.step_loop import RequestProgress, StepLoop
-from stagemesh.services.engines.diffusion.scheduling.step_scheduler import StepScheduler
+from stagemesh.services.engines.diffusion.scheduling.step_scheduler import RequestProgress, StepLoop, StepScheduler
 from stagemesh.services.engines.options import request_options
 
 if TYPE_CHECKING:
+    from stagemesh.services.engines.diffusion.model.facts import ModelFacts
+    from stagemesh.services.engines.diffusion.runner import PreparedRequest
     from stagemesh.services.engines.diffusion.state import DiffusionInputs
-    from stagemesh.services.engines.diffusion.worker import ModelFacts, PreparedRequest
 
 _log = logging.getLogger(__name__)
 
@@ -61,9 +60,7 @@ class DiffusionEngine:
         self._scheduler = StepScheduler(max_wait_steps=options.max_wait_steps, max_batch=options.max_batch)
         self._admission = Admission(max_running=options.max_running, memory_bytes=0)
         self._adapters = DiffusionAdapters(self._executor, options, stage=config.stage)
-        self._sleep = SleepController(self._executor, self._adapters, stage=config.stage)
-        self._profiles = make_profiles(self._executor, stage=config.stage, profile_dir=options.profile_dir)
-        self._prompt_cache = PromptCacheControl(self._executor, limit_bytes=options.prompt_cache_bytes)
+        self._controls = WorkerControls(self._executor, self._adapters, options, stage=config.stage)
         self._facts: ModelFacts | None = None
         self._step_loop = StepLoop(self._executor, self._scheduler)
         self._serving: asyncio.Task[None] | None = None
@@ -83,15 +80,15 @@ class DiffusionEngine:
             can_pause=True,
             can_resume=True,
             adapters=self._adapters,
-            sleep=self._sleep,
-            profiles=self._profiles,
-            caches=self._prompt_cache,
+            sleep=self._controls,
+            profiles=self._controls.profiles,
+            caches=self._controls,
         )
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         if self._facts is None:
             raise NotReadyError(f"stage {self._stage} is still loading its model")
-        self._sleep.check_awake()
+        self._controls.check_awake()
         run = self._decode_all if self._options.part == "decode" else self._run
         async with aclosing(run(task)) as events:
             async for event in events:
@@ -114,22 +111,24 @@ class DiffusionEngine:
             self._serving.cancel()
             await asyncio.wait([self._serving])
         await self._executor.close()
-        self._profiles.discard()
+        self._controls.profiles.discard()
 
     # -- phases of a request
 
     async def _run(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         inputs, facts = self._inputs(task), self._facts
         assert facts is not None, "`start` has not been called"
-        footprint = facts.sizes.footprint(inputs)
+        footprint = facts.footprint(inputs)
         async with self._adapters.lease(task.adapter), self._admission.admitted(footprint, priority=task.priority):
             # The request id alone is not unique: a new attempt may begin before the previous attempt has ended.
             name = f"{task.request_id}/{next(self._numbers)}"
             try:
                 prepared = await self._begin(name, task, inputs)
-                self._prompt_cache.statistics = prepared.prompt_cache
+                self._controls.prompt_cache = prepared.prompt_cache
                 if self._options.part == "encode":
-                    yield Emission(Packet({CONDITIONING: await self._step_loop.call("conditioning", name)}))
+                    yield Emission(
+                        Packet({CONDITIONING: await self._step_loop.call("runner.serialize", name, CONDITIONING)})
+                    )
                     yield Usage()
                     return
                 async with aclosing(self._run_steps(name, task, prepared)) as events:
@@ -148,19 +147,27 @@ class DiffusionEngine:
                     reason="INVALID_CHECKPOINT",
                 )
             try:
-                prepared: PreparedRequest = await self._step_loop.call("begin", name, inputs, state=state)
+                prepared: PreparedRequest = await self._step_loop.call("runner.begin", name, inputs, state=state)
             except InvalidChunkError as exc:
                 raise InvalidRequestError(exc.message, reason="INVALID_CHECKPOINT") from exc
             return prepared
         conditioning = await _receive_once(task.inlets, CONDITIONING) if self._options.part == "denoise" else None
-        return await self._step_loop.call("begin", name, inputs, conditioning=conditioning)  # type: ignore[no-any-return]
+        return await self._step_loop.call("runner.begin", name, inputs, conditioning=conditioning)  # type: ignore[no-any-return]
 
     async def _run_steps(self, name: str, task: Task, prepared: "PreparedRequest") -> AsyncGenerator[EngineEvent, None]:
         """Runs a request's remaining steps and yields its events.
 
         The last events are the result and the usage, or a checkpoint if the request is paused.
         """
-        request = RequestProgress(name, prepared, priority=task.priority, deadline_s=task.deadline_s)
+        request = RequestProgress(
+            name,
+            prepared.key,
+            prepared.tokens,
+            prepared.total_steps,
+            done=prepared.step_index,
+            priority=task.priority,
+            deadline_s=task.deadline_s,
+        )
         last = prepared.total_steps
         if task.max_steps is not None:
             last = min(last, prepared.step_index + task.max_steps)
@@ -200,19 +207,21 @@ class DiffusionEngine:
         return events
 
     async def _checkpoint(self, name: str, done: int) -> Checkpoint:
-        return Checkpoint(done, tensors={STATE: await self._step_loop.call("state", name)})
+        return Checkpoint(done, tensors={STATE: await self._step_loop.call("runner.serialize", name, STATE)})
 
     async def _results(self, name: str, task: Task, done: int, *, final: bool) -> list[Emission]:
         metadata = {"step": done, "final": final}
         if self._options.part == "denoise":
-            return [Emission(Packet({LATENTS: await self._step_loop.call("latents", name)}, metadata))]
-        return await self._images(await self._step_loop.call("decode", name), task, metadata)
+            return [
+                Emission(Packet({LATENTS: await self._step_loop.call("runner.serialize", name, LATENTS)}, metadata))
+            ]
+        return await self._images(await self._step_loop.call("runner.decode", name), task, metadata)
 
     async def _decode_all(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         """Decodes each packet of latents that a decode-only stage receives, and yields a result for each packet."""
         flow, steps = _only_inlet(task.inlets), 0
         async for packet in flow:
-            frames = await self._step_loop.call("decode_latents", packet.tensors[LATENTS])
+            frames = await self._step_loop.call("runner.decode_latents", packet.tensors[LATENTS])
             steps += 1
             for event in await self._images(frames, task, packet.metadata):
                 yield event
@@ -228,7 +237,7 @@ class DiffusionEngine:
 
         assert self._facts is not None, "`start` has not been called"
         options = request_options(task.options, self._signature.options, stage=self._stage)
-        return build_inputs(task, options, stage=self._options, facts=self._facts)
+        return build_inputs(task, options, stage=self._options, family=self._facts.family)
 
     async def _images(self, frames: Array, task: Task, metadata: Mapping[str, MetadataValue]) -> list[Emission]:
         """Returns one emission with the requested tensors, or an empty list if the task requests none of them."""

@@ -4,48 +4,21 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagemesh.common.errors import NotReadyError, UnavailableError
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
+from stagemesh.services.engines.diffusion.parallel.process_executor import ProcessExecutor
 
 if TYPE_CHECKING:
     from stagemesh.services.engines.diffusion.worker import DiffusionWorker
 
 
-class Executor(Protocol):
-    """Runs a `DiffusionWorker` outside the event loop. Executes calls one at a time, in the order in which they are
-    made."""
-
-    async def start(self, report: Callable[[str], None]) -> None:
-        """Creates the worker. Calls `report` with a description of the current startup phase."""
-
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the worker. Returns the method's result or raises its error.
-
-        Raises UnavailableError if the worker has ended.
-        """
-
-    async def wait_failed(self) -> str:
-        """Waits until the worker fails. Returns the cause as a message."""
-        ...
-
-    async def close(self) -> None:
-        """Shuts the worker down. May be called more than once."""
-
-
-def make_executor(folder: Path, options: DiffusionOptions) -> Executor:
-    """Returns a thread executor if `options.parallel` specifies one process, otherwise a process executor."""
-    if options.parallel.ranks == 1:
-        return ThreadExecutor(folder, options)
-    from stagemesh.services.engines.diffusion.parallel.process_executor import ProcessExecutor
-
-    return ProcessExecutor(folder, options)
-
-
 class ThreadExecutor:
-    """Runs one worker on a single thread of this process."""
+    """Runs one worker on a single thread of this process. Executes calls one at a time, in the order in which they are
+    made."""
 
     def __init__(self, folder: Path, options: DiffusionOptions) -> None:
         self._folder, self._options = folder, options
@@ -53,21 +26,28 @@ class ThreadExecutor:
         self._worker: Any = None
 
     async def start(self, report: Callable[[str], None]) -> None:
+        """Creates the worker. Calls `report` with a description of the current startup phase."""
         report("importing diffusers")
         worker_class = await self._run(import_worker)
         self._worker = await self._run(partial(worker_class, self._folder, self._options))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the worker or of its parts, such as "runner.decode".
+
+        Returns the method's result or raises its error. Raises UnavailableError if the worker has ended.
+        """
         if self._worker is None:
             raise UnavailableError("the engine is closed")
-        return await self._run(partial(getattr(self._worker, method), *args, **kwargs))
+        return await self._run(lambda: attrgetter(method)(self._worker)(*args, **kwargs))
 
     async def wait_failed(self) -> str:
+        """Waits until the worker fails. Returns the cause as a message."""
         # A thread ends only with its process.
         await asyncio.Event().wait()
         raise AssertionError("the event is never set")
 
     async def close(self) -> None:
+        """Shuts the worker down. May be called more than once."""
         worker, self._worker = self._worker, None
         if worker is not None:
             await self._run(worker.shutdown)
@@ -77,6 +57,15 @@ class ThreadExecutor:
 
     async def _run(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+Executor: TypeAlias = ThreadExecutor | ProcessExecutor
+"""Runs a `DiffusionWorker` outside the event loop. Both executors have the same methods."""
+
+
+def make_executor(folder: Path, options: DiffusionOptions) -> Executor:
+    """Returns a thread executor if `options.parallel` specifies one process, otherwise a process executor."""
+    return (ThreadExecutor if options.parallel.ranks == 1 else ProcessExecutor)(folder, options)
 
 
 def import_worker() -> "type[DiffusionWorker]":

@@ -1,44 +1,161 @@
 """The options of a diffusion stage. This module does not import torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import ConfigDict, JsonValue
+from pydantic import ConfigDict, Field, JsonValue, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 
-from stagemesh.services.engines.diffusion.caches.step_cache_options import StepCacheOptions
-from stagemesh.services.engines.diffusion.model.load_options import LoadOptions
 from stagemesh.services.engines.options import parse_options
 
 Part = Literal["all", "encode", "denoise", "decode"]
 """The part of a pipeline that a stage runs. A stage loads only the model components that its part needs."""
-_GUIDANCE_BRANCHES = 2
+QuantizationBackend = Literal["torchao", "bitsandbytes_4bit", "bitsandbytes_8bit", "quanto"]
+_STRICT = ConfigDict(extra="forbid")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_STRICT)
+class QuantizationOptions:
+    """Quantization of the transformer's weights by one of the libraries that diffusers supports.
+
+    The library must be installed in addition to Stagemesh.
+    """
+
+    backend: QuantizationBackend
+    parameters: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
+    """Arguments for diffusers' configuration class for the backend. For torchao, `quant_type` is the name of a class in
+    torchao.quantization, such as Int8WeightOnlyConfig."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class LoadOptions:
+    """Options for loading a pipeline's weights and for storing them while they are not in use."""
+
+    format: Literal["default", "dummy", "custom_pipeline"] = "default"
+    """How the pipeline is loaded. `default` reads the model's files. `dummy` generates reproducible random weights, for
+    speed tests. `custom_pipeline` runs the pipeline with the class that the option `custom_pipeline` names."""
+    custom_pipeline: str | None = None
+    """Class of a custom pipeline as "module:Class", or None for the built-in class. The class must be a subclass of
+    `modular_pipeline.ModularStepPipeline` with the same constructor."""
+    offload: Literal["none", "model", "group", "disk"] = "none"
+    """Where weights are stored while they are not in use. `none`: on the device. `model`: in host memory, transferred
+    to the device one model at a time (needs a GPU). `group`: in host memory, transferred to the device one group of
+    layers at a time. `disk`: in files, read one group of layers at a time."""
+    offload_by: Literal["leaf", "block"] = "leaf"
+    """Size of the transformer's offload groups: a single layer (`leaf`) or a transformer block (`block`). Blocks are
+    faster but use more device memory."""
+    offload_dir: str | None = None
+    """Folder in which each process creates its offload folder if `offload` is `disk`. None selects the system's
+    temporary folder."""
+    layerwise_casting: Literal["none", "float8_e4m3fn", "float8_e5m2"] = "none"
+    """Data type in which the transformer's weights are stored. A layer's weights are converted to the computation's
+    data type while the layer computes, which loses some precision. `none` disables the conversion."""
+    quantization: QuantizationOptions | None = None
+    compile: bool = False
+    """Whether the transformer's blocks are compiled at the first step. Compilation changes the results by rounding
+    errors."""
+
+    def __post_init__(self) -> None:
+        if (self.format == "custom_pipeline") != (self.custom_pipeline is not None):
+            raise ValueError("set load.custom_pipeline if, and only if, load.format is custom_pipeline")
+        if self.quantization is not None:
+            for name, value in (("layerwise_casting", self.layerwise_casting), ("format", self.format)):
+                if value not in {"none", "default"}:
+                    raise ValueError(f"load.quantization excludes load.{name} {value}; omit one of them")
+            if self.offload == "disk":
+                raise ValueError("load.quantization excludes load.offload disk; set group, or omit one of them")
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether the options modify the transformer's weights or keep some of them off the device."""
+        return self.offload in {"group", "disk"} or self.layerwise_casting != "none" or self.quantization is not None
+
+
+@dataclass(frozen=True, config=_STRICT)
+class FirstBlockOptions:
+    """Options of FirstBlockCache, which skips all later transformer blocks in a step if the first block's output has
+    changed little."""
+
+    kind: Literal["first_block"]
+    threshold: NonNegativeFloat = 0.05
+    """Maximum mean relative change of the first block's residual at which the other blocks are skipped. 0.05 means 5
+    %."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class MagOptions:
+    """Options of MagCache, which skips a step if the model's residuals are expected to change little."""
+
+    kind: Literal["mag"]
+    threshold: NonNegativeFloat = 0.06
+    """Maximum estimated relative error that consecutive skipped steps may accumulate. 0.06 means 6 %."""
+    max_skip_steps: PositiveInt = 3
+    """Maximum number of consecutive skipped steps."""
+    retention_ratio: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """Fraction of the steps, counted from the first step, that are always computed."""
+    mag_ratios: tuple[float, ...] = ()
+    """Ratios of the residual's magnitude between consecutive steps, as measured by diffusers' MagCache with
+    `calibrate`. The measurement may use any number of steps. If the tuple is empty, diffusers' own ratios are used,
+    which exist only for Flux."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class TaylorSeerOptions:
+    """Options of TaylorSeer, which extrapolates attention outputs between computed steps."""
+
+    kind: Literal["taylor_seer"]
+    cache_interval: PositiveInt = 5
+    """Number of steps from one computed step to the next. With n, every n-th step is computed."""
+    disable_cache_before_step: PositiveInt = 3
+    """Number of initial steps that are always computed."""
+    disable_cache_after_step: int | None = None
+    """Index of the step from which every step is computed. None if steps are skipped until the end."""
+    max_order: NonNegativeInt = 1
+    """Order of the Taylor series that extrapolates. A higher order is more accurate and uses more memory."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class CacheDitOptions:
+    """Options of DBCache from the package cache-dit. DBCache extends FirstBlockCache to several first and last
+    blocks."""
+
+    kind: Literal["cache_dit"]
+    first_blocks: PositiveInt = 1
+    """Number of first blocks, which run at every step. The other blocks are skipped if the first blocks' residual
+    changes little."""
+    last_blocks: NonNegativeInt = 0
+    """Number of last blocks, which run at every step."""
+    threshold: NonNegativeFloat = 0.08
+    """Maximum mean relative change of the first blocks' residual at which the other blocks are skipped. 0.08 means 8
+    %."""
+    warmup_steps: NonNegativeInt = 8
+    """Number of initial steps that are always computed."""
+    max_skip_steps: Annotated[int, Field(ge=-1)] = -1
+    """Maximum number of consecutive skipped steps. -1 means no limit."""
+
+
+DiffusersCacheOptions: TypeAlias = FirstBlockOptions | MagOptions | TaylorSeerOptions
+StepCacheOptions: TypeAlias = Annotated[DiffusersCacheOptions | CacheDitOptions, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True, config=_STRICT)
 class ParallelOptions:
     """Degrees of parallelism, as numbers of processes that denoise together. If all are 1, the stage uses a single
     process."""
 
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
-
-    cfg: int = 1
+    cfg: Annotated[int, Field(ge=1, le=2)] = 1
     """Number of guidance branches that are computed in parallel, each by a separate group of processes. Must be 1 or
-    2."""
-    ulysses: int = 1
+    2, because guidance has two branches."""
+    ulysses: PositiveInt = 1
     """Number of processes that split each forward pass (Ulysses sequence parallelism). Each process computes a part of
     the tokens and, in attention, a part of the heads."""
-    hsdp: int = 1
+    hsdp: PositiveInt = 1
     """Number of processes across which the transformer's weights are sharded. Each process stores one shard, and
     fetches the other shards of a block when it computes the block."""
 
     def __post_init__(self) -> None:
-        for name in ("cfg", "ulysses", "hsdp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"parallel.{name} is {getattr(self, name)}; it must be at least 1")
-        if self.cfg > _GUIDANCE_BRANCHES:
-            raise ValueError(f"parallel.cfg is {self.cfg}; guidance has two branches, so it must be 1 or 2")
         if self.ulysses > 1 and self.ulysses % self.hsdp:
             raise ValueError(
                 f"parallel.hsdp is {self.hsdp}; it must divide parallel.ulysses ({self.ulysses}), because the "
@@ -56,7 +173,7 @@ class ParallelOptions:
         return self.cfg * self.branch_ranks
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_STRICT)
 class DiffusionOptions:
     """Options of a diffusion stage, including the defaults of the request options."""
 
@@ -69,9 +186,9 @@ class DiffusionOptions:
     """Options for loading and storing the weights."""
     enable_lora: bool = False
     """Whether requests may select a LoRA adapter. Operators load and unload the adapters."""
-    max_loras: int = 8
+    max_loras: PositiveInt = 8
     """Maximum number of LoRA adapters that are loaded at the same time."""
-    max_lora_rank: int = 128
+    max_lora_rank: PositiveInt = 128
     height: int = 1024
     """Default image height in pixels. A request may override `height`, `width`, `num_frames`, `num_inference_steps` and
     `guidance_scale`."""
@@ -81,29 +198,29 @@ class DiffusionOptions:
     guidance_scale: float = 4.0
     """Default scale of classifier-free guidance, or default of the guidance input for models that have such an
     input."""
-    max_side: int = 2048
+    max_side: PositiveInt = 2048
     """Maximum height and maximum width of an image, in pixels."""
-    max_frames: int = 1
+    max_frames: PositiveInt = 1
     """Maximum number of frames in a request. Must be greater than 1 to generate videos."""
-    max_inference_steps: int = 200
-    max_prompt_characters: int = 20_000
-    max_running: int = 16
+    max_inference_steps: PositiveInt = 200
+    max_prompt_characters: PositiveInt = 20_000
+    max_running: PositiveInt = 16
     """Maximum number of requests whose denoising steps alternate. Further requests wait before they are encoded."""
-    max_batch: int = 8
+    max_batch: PositiveInt = 8
     """Maximum number of requests in one forward pass. If 1, a request's result does not depend on other requests."""
-    max_wait_steps: int = 8
+    max_wait_steps: NonNegativeInt = 8
     """Number of steps for which other requests may take precedence over a waiting request."""
     memory_bytes: int | None = None
     """Maximum memory of all requests in addition to the weights, in bytes. None means all memory that is free after the
     weights are loaded."""
-    checkpoint_steps: int = 0
+    checkpoint_steps: NonNegativeInt = 0
     """Number of steps from one checkpoint to the next. 0 disables checkpoints."""
-    preview_steps: int = 0
+    preview_steps: NonNegativeInt = 0
     """Number of steps from one preview to the next. 0 disables previews.
 
     A preview contains images or a video, or latents if the stage only denoises.
     """
-    prompt_cache_bytes: int = 256 << 20
+    prompt_cache_bytes: NonNegativeInt = 256 << 20
     """Maximum size of the cache of prompt embeddings, in bytes. 0 disables the cache."""
     step_cache: StepCacheOptions | None = None
     """Options of the step cache, which reuses results of previous steps. It makes steps faster but changes the
@@ -114,21 +231,6 @@ class DiffusionOptions:
     """Number of processes for each kind of parallelism."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_side",
-            "max_frames",
-            "max_inference_steps",
-            "max_prompt_characters",
-            "max_running",
-            "max_batch",
-            "max_loras",
-            "max_lora_rank",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("max_wait_steps", "checkpoint_steps", "preview_steps", "prompt_cache_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
         for name, limit in (
             ("height", self.max_side),
             ("width", self.max_side),

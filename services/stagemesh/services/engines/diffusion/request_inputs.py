@@ -4,15 +4,15 @@ from collections.abc import Mapping
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.services.engines.base import ChatMessage, MediaFile, Medium, Prompt, Task, media_of
+from stagemesh.services.engines.diffusion.model.families import Family
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
-from stagemesh.services.engines.diffusion.worker import ModelFacts
 
 _MAX_SEED = (1 << 63) - 1
 
 
 def build_inputs(
-    task: Task, options: Mapping[str, float], *, stage: DiffusionOptions, facts: ModelFacts
+    task: Task, options: Mapping[str, float], *, stage: DiffusionOptions, family: Family
 ) -> DiffusionInputs:
     """Returns the pipeline inputs for a task. `options` contains the request's options and the defaults of omitted
     options.
@@ -22,15 +22,15 @@ def build_inputs(
     """
     if not 0 <= task.seed <= _MAX_SEED:
         raise InvalidRequestError(f"seed is {task.seed}; it must be from 0 to {_MAX_SEED}", reason="INVALID_OPTION")
-    prompt, image = _prompt_and_image(task.prompt or "", facts) if _needs_prompt(task, stage) else ("", None)
+    prompt, image = _prompt_and_image(task.prompt or "", family) if _needs_prompt(task, stage) else ("", None)
     for label, text in (("prompt", prompt), ("negative prompt", task.negative_prompt)):
         if len(text) > stage.max_prompt_characters:
             raise InvalidRequestError(
                 f"the {label} has {len(text)} characters; this stage allows {stage.max_prompt_characters}",
                 reason="PROMPT_TOO_LONG",
             )
-    numbers = {name: parse_integer(name, options[name]) for name in _INTEGERS if name in options}
-    _check_sizes(numbers, facts)
+    numbers = {name: _parse_integer(name, options[name]) for name in _INTEGERS if name in options}
+    _check_sizes(numbers, family)
     return DiffusionInputs(
         seed=task.seed,
         prompt=prompt,
@@ -49,45 +49,37 @@ def _needs_prompt(task: Task, stage: DiffusionOptions) -> bool:
     return stage.part in {"all", "encode"} and (task.resume_from is None or task.prompt is not None)
 
 
-def parse_integer(name: str, value: float) -> int:
-    """Returns an option's value as an integer. Raises InvalidRequestError if the value has a fractional part."""
-    if value != int(value):
-        raise InvalidRequestError(f"option {name!r} is {value:g}; it must be an integer", reason="INVALID_OPTION")
-    return int(value)
-
-
 _INTEGERS = ("height", "width", "num_frames", "num_inference_steps")
 
 
-def _check_sizes(numbers: Mapping[str, int], facts: ModelFacts) -> None:
+def _parse_integer(name: str, value: float) -> int:
+    if value != int(value):
+        raise _invalid_option(name, value, "it must be an integer")
+    return int(value)
+
+
+def _check_sizes(numbers: Mapping[str, int], family: Family) -> None:
     for name in ("height", "width"):
-        value = numbers.get(name, facts.sizes.size_multiple)
-        if value % facts.sizes.size_multiple:
-            lower = value - value % facts.sizes.size_multiple
-            near = f"{lower} or {lower + facts.sizes.size_multiple}" if lower else str(facts.sizes.size_multiple)
-            raise InvalidRequestError(
-                f"option {name!r} is {value}; it must be a multiple of {facts.sizes.size_multiple}, such as {near}",
-                reason="INVALID_OPTION",
-            )
-    steps = numbers.get("num_inference_steps", facts.min_steps)
-    if steps < facts.min_steps:
-        raise InvalidRequestError(
-            f"option 'num_inference_steps' is {steps}; this model's schedule needs {facts.min_steps}",
-            reason="INVALID_OPTION",
-        )
+        value = numbers.get(name, family.size_multiple)
+        if value % family.size_multiple:
+            lower = value - value % family.size_multiple
+            near = f"{lower} or {lower + family.size_multiple}" if lower else str(family.size_multiple)
+            raise _invalid_option(name, value, f"it must be a multiple of {family.size_multiple}, such as {near}")
+    steps = numbers.get("num_inference_steps", family.min_steps)
+    if steps < family.min_steps:
+        raise _invalid_option("num_inference_steps", steps, f"this model's schedule needs {family.min_steps}")
     frames = numbers.get("num_frames", 1)
-    if facts.frames_multiple == 0 and frames != 1:
-        raise InvalidRequestError(
-            f"option 'num_frames' is {frames}; this model generates images, which have 1 frame", reason="INVALID_OPTION"
-        )
-    if facts.frames_multiple and (frames - 1) % facts.frames_multiple:
-        raise InvalidRequestError(
-            f"option num_frames is {frames}; it must be one more than a multiple of {facts.frames_multiple}",
-            reason="INVALID_OPTION",
-        )
+    if family.frames_multiple == 0 and frames != 1:
+        raise _invalid_option("num_frames", frames, "this model generates images, which have 1 frame")
+    if family.frames_multiple and (frames - 1) % family.frames_multiple:
+        raise _invalid_option("num_frames", frames, f"it must be one more than a multiple of {family.frames_multiple}")
 
 
-def _prompt_and_image(prompt: Prompt, facts: ModelFacts) -> tuple[str, bytes | None]:
+def _invalid_option(name: str, value: float, problem: str) -> InvalidRequestError:
+    return InvalidRequestError(f"option {name!r} is {value}; {problem}", reason="INVALID_OPTION")
+
+
+def _prompt_and_image(prompt: Prompt, family: Family) -> tuple[str, bytes | None]:
     if isinstance(prompt, str):
         text, media = prompt, list[Medium]()
     elif prompt and isinstance(prompt[0], int):
@@ -104,8 +96,8 @@ def _prompt_and_image(prompt: Prompt, facts: ModelFacts) -> tuple[str, bytes | N
     images = [medium for medium in media if isinstance(medium, MediaFile) and medium.kind == "image"]
     if len(images) != len(media):
         raise UnsupportedError("a diffusion stage accepts images, but not audio or video")
-    if len(images) != int(facts.takes_image):
-        wanted = "needs one image" if facts.takes_image else "accepts only text"
+    if len(images) != int(family.takes_image):
+        wanted = "needs one image" if family.takes_image else "accepts only text"
         raise InvalidRequestError(f"the prompt has {len(images)} images; this model {wanted}", reason="INVALID_MEDIA")
     if not text.strip():
         raise InvalidRequestError("the prompt is empty; describe the image", reason="EMPTY_PROMPT")

@@ -1,6 +1,7 @@
-"""Runs diffusion requests on a loaded model. Not thread-safe."""
+"""Runs diffusion requests on a loaded model."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -8,99 +9,130 @@ import torch
 from stagemesh.common.descriptors import import_factory
 from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.common.tensors import Array
-from stagemesh.services.engines.diffusion.adapters.model_adapters import ModelAdapters
+from stagemesh.services.engines.abilities import CacheStatistics
+from stagemesh.services.engines.diffusion import CONDITIONING, LATENTS
 from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
 from stagemesh.services.engines.diffusion.caches.step_caches import enable_caches
-from stagemesh.services.engines.diffusion.model.load_options import LoadOptions
-from stagemesh.services.engines.diffusion.model.loading import Loader
+from stagemesh.services.engines.diffusion.model.facts import image_tokens
+from stagemesh.services.engines.diffusion.model.lora_adapters import ModelAdapters
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.model_errors import to_stagemesh_error
-from stagemesh.services.engines.diffusion.options import DiffusionOptions
-from stagemesh.services.engines.diffusion.state import DiffusionRequestState
+from stagemesh.services.engines.diffusion.options import DiffusionOptions, LoadOptions
+from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 from stagemesh.services.engines.diffusion.transfer.request_transfer import RequestTransfer
 
 
+@dataclass(frozen=True)
+class PreparedRequest:
+    """Scheduling data of a request that is ready for its first step, or for its next step after a checkpoint."""
+
+    key: tuple[object, ...]
+    """Compatibility key. Only requests with equal keys can share a step."""
+    tokens: int
+    step_index: int
+    total_steps: int
+    prompt_cache: CacheStatistics
+    """Statistics of the prompt cache, taken after the request was prepared."""
+
+
 class DiffusionRunner:
-    """Loads a pipeline, or one part of a pipeline, on one device and runs requests on it. Not thread-safe."""
+    """Loads a pipeline, or one part of a pipeline, on one device and runs requests, which are identified by name.
+
+    Not thread-safe.
+    """
 
     def __init__(
-        self,
-        folder: Path,
-        options: DiffusionOptions,
-        device: torch.device,
-        *,
-        prompt_cache: PromptCache | None = None,
+        self, folder: Path, options: DiffusionOptions, device: torch.device, *, prompt_cache: PromptCache | None = None
     ) -> None:
         """Loads the model in `folder`. Raises NotReadyError if the model cannot be loaded or is not supported."""
-        dtype = getattr(torch, options.dtype)
-        self._loader = Loader(folder, options.load, dtype=dtype, device=device)
-        self.pipeline = _pipeline_class(options.load)(
-            folder,
-            dtype,
-            part=options.part,
-            device=device,
-            prompt_cache=prompt_cache,
-            loader=self._loader,
-        )
-        self.transfer = RequestTransfer(self.pipeline, folder)
+        self._prompt_cache = prompt_cache or PromptCache(0)
+        self.pipeline = _pipeline_class(options.load)(folder, options, device=device, prompt_cache=self._prompt_cache)
         forwards = self.pipeline.forwards
-        self._adapters = ModelAdapters(forwards.model, options.max_lora_rank) if options.enable_lora else None
+        self.adapters = ModelAdapters(forwards.model, options.max_lora_rank)
         if options.step_cache is not None and forwards.model is not None:
             forwards.caches = enable_caches(forwards.model, options.step_cache)
+        self._transfer = RequestTransfer(self.pipeline, folder)
+        self.states: dict[str, DiffusionRequestState] = {}
+        """The running requests, by name."""
 
-    def prepare(self, state: DiffusionRequestState) -> None:
-        """Prepares a request for its first step: encodes the prompt, generates the noise and sets the noise
-        schedule."""
-        try:
-            self.pipeline.prepare_encode(state)
-        except Exception as exc:
-            raise to_stagemesh_error(exc) from exc
+    def begin(
+        self, name: str, inputs: DiffusionInputs, *, conditioning: Array | None = None, state: Array | None = None
+    ) -> PreparedRequest:
+        """Adds a request and prepares its next step: encodes the prompt, generates the noise and sets the noise
+        schedule.
 
-    def step(self, states: Sequence[DiffusionRequestState]) -> list[StagemeshError | None]:
+        `conditioning` contains encoding results of another stage, and `state` contains the state of a checkpoint. If
+        both are None, the request starts from its prompt.
+        """
+        if state is not None:
+            request = self._transfer.restore_state(name, inputs, state)
+        else:
+            request = DiffusionRequestState(name, inputs)
+            if conditioning is not None:
+                self._transfer.restore_values(request, CONDITIONING, conditioning)
+            self._prepare(request)
+        self.states[name] = request
+        key = self.pipeline.batch_key(request) if request.total_steps else ()
+        tokens = image_tokens(inputs, self.pipeline.family)
+        return PreparedRequest(key, tokens, request.step_index, request.total_steps, self._prompt_cache.statistics)
+
+    def step(self, names: Sequence[str]) -> list[StagemeshError | None]:
         """Advances each request by one denoising step in as few forward passes as possible.
 
         Returns one item for each request: the request's error, or None if the request succeeded. If a shared forward
         pass fails, runs each request alone, so that only the request that caused the failure fails.
         """
+        states = [self.states[name] for name in names]
         try:
-            if self._adapters is not None:
-                self._adapters.select(states[0].inputs.adapter, states[0].inputs.adapter_scale)
+            self.adapters.select(states[0].inputs.adapter, states[0].inputs.adapter_scale)
             noises = self.pipeline.denoise_step(states)
         except Exception as exc:  # noqa: BLE001  # models raise any exception
-            if len(states) == 1:
+            if len(names) == 1:
                 return [to_stagemesh_error(exc)]
-            return [self.step([state])[0] for state in states]
+            return [self.step([name])[0] for name in names]
         return [self._advance(state, noise) for state, noise in zip(states, noises, strict=True)]
 
-    def decode(self, state: DiffusionRequestState) -> Array:
+    def decode(self, name: str) -> Array:
         """Decodes the latents of a request. Before the last step, the returned frames are a preview.
 
         Returns float32[images or frames, 3, height, width] with values in [0, 1].
         """
+        return self._decode(self.states[name])
+
+    def decode_latents(self, latents: Array) -> Array:
+        """Decodes latents that another stage has serialized. Returns frames in the format of `decode`."""
+        request = DiffusionRequestState("", DiffusionInputs(seed=0))
+        self._transfer.restore_values(request, LATENTS, latents)
+        self._prepare(request)
+        return self._decode(request)
+
+    def serialize(self, name: str, kind: str) -> Array:
+        """Returns the data of a request that `kind` selects: CONDITIONING, LATENTS or STATE.
+
+        The data is serialized as uint8[bytes].
+        """
+        return self._transfer.serialize(self.states[name], kind)
+
+    def drop(self, name: str) -> None:
+        """Removes a request and frees its data. Does nothing if no request has this name."""
+        if self.states.pop(name, None) is not None and self.pipeline.forwards.caches is not None:
+            self.pipeline.forwards.caches.forget(name)
+
+    # -- inner workings
+
+    def _prepare(self, state: DiffusionRequestState) -> None:
+        try:
+            self.pipeline.prepare_encode(state)
+        except Exception as exc:
+            raise to_stagemesh_error(exc) from exc
+
+    def _decode(self, state: DiffusionRequestState) -> Array:
         try:
             result = self.pipeline.post_decode(self.pipeline.end_loop(state))
         except Exception as exc:
             raise to_stagemesh_error(exc) from exc
         frames = result.reshape(-1, *result.shape[-3:])
         return frames.to("cpu", torch.float32).contiguous().numpy()
-
-    @property
-    def adapters(self) -> ModelAdapters:
-        """The LoRA adapters of the model. Raises NotReadyError if the option `enable_lora` is not set."""
-        if self._adapters is None:
-            raise NotReadyError("the stage does not support adapters; start it with the option enable_lora")
-        return self._adapters
-
-    def forget(self, state: DiffusionRequestState) -> None:
-        """Frees the data that the step cache stores for a request."""
-        if self.pipeline.forwards.caches is not None:
-            self.pipeline.forwards.caches.forget(state.request_id)
-
-    def close(self) -> None:
-        """Deletes the offload folder, if any. May be called more than once."""
-        self._loader.close()
-
-    # -- inner workings
 
     def _advance(self, state: DiffusionRequestState, noise: torch.Tensor) -> StagemeshError | None:
         try:

@@ -1,69 +1,34 @@
-"""The worker of a diffusion engine. It owns the model, the state of running requests and the device memory."""
+"""The worker of a diffusion engine. It owns the device, its memory and the runner with the loaded model."""
 
-import gc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.common.settings import library_variable
-from stagemesh.common.tensors import Array
 from stagemesh.services.engines.abilities import CacheStatistics
 from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
 from stagemesh.services.engines.diffusion.device import choose_device, freeze_loaded_objects, release_unused_memory
-from stagemesh.services.engines.diffusion.model.memory_estimates import (
-    ModelSizes,
-    free_bytes,
-    image_tokens,
-    model_sizes,
-)
+from stagemesh.services.engines.diffusion.model.facts import ModelFacts, model_facts
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.runner import DiffusionRunner
-from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 
 if TYPE_CHECKING:
     from stagemesh.services.engines.diffusion.parallel.rank_group import RankGroup
-
-T = TypeVar("T")
 
 PROFILED_STEP = "denoising step"
 """Name of each denoising step in a profile."""
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """Properties of a loaded model that the engine needs to validate and admit requests."""
-
-    sizes: ModelSizes
-    frames_multiple: int
-    """The number of frames minus 1 must be a multiple of this number. 0 for models that generate images."""
-    min_steps: int
-    takes_image: bool
-    free_bytes: int
-    """Device memory that is available for requests after the model is loaded, in bytes."""
-
-
-@dataclass(frozen=True)
-class PreparedRequest:
-    """Scheduling data of a request that is ready for its first step, or for its next step after a checkpoint."""
-
-    key: tuple[object, ...]
-    """Compatibility key. Only requests with equal keys can share a step."""
-    tokens: int
-    step_index: int
-    total_steps: int
-    prompt_cache: CacheStatistics
-    """Statistics of the prompt cache, taken after the request was prepared."""
-
-
 class DiffusionWorker:
-    """Loads a model on one device and runs requests, which are identified by name. Not thread-safe.
+    """Owns the device and the memory of one process, and loads the runner. Not thread-safe.
 
-    Arguments and results can be pickled, because the worker may run in another process.
+    Executors call the methods of the worker and of its runner. Arguments and results can be pickled, because the worker
+    may run in another process.
     """
 
     def __init__(self, folder: Path, options: DiffusionOptions, *, rank_group: "RankGroup | None" = None) -> None:
@@ -76,8 +41,9 @@ class DiffusionWorker:
         self._sleeping_runner: DiffusionRunner | None = None
         """The runner while the engine is asleep and retains the weights in host memory. None otherwise."""
         self._prompt_cache = PromptCache(options.prompt_cache_bytes)
-        self._profile: _StepProfile | None = None
-        self._states: dict[str, DiffusionRequestState] = {}
+        self._profile: Any = None
+        """The profiler of torch while a profile is in progress, otherwise None."""
+        self._profile_steps_left: int | None = None
 
     def load(self) -> ModelFacts:
         """Loads the model and returns its properties. Raises NotReadyError if the model cannot be loaded."""
@@ -86,14 +52,7 @@ class DiffusionWorker:
         )
         if self._rank_group is not None:
             self._rank_group.distribute(runner.pipeline.forwards)
-        family = runner.pipeline.family
-        return ModelFacts(
-            model_sizes(runner.pipeline),
-            family.frames_multiple,
-            family.min_steps,
-            family.takes_image,
-            free_bytes(self._device),
-        )
+        return model_facts(runner.pipeline)
 
     @property
     def runner(self) -> DiffusionRunner:
@@ -102,83 +61,22 @@ class DiffusionWorker:
             raise NotReadyError("the model is not loaded")
         return self._runner
 
-    # -- requests
-
-    def begin(
-        self, name: str, inputs: DiffusionInputs, *, conditioning: Array | None = None, state: Array | None = None
-    ) -> PreparedRequest:
-        """Adds a request and prepares its next step.
-
-        `conditioning` contains encoding results of another stage, and `state` contains the state of a checkpoint. If
-        both are None, the request starts from its prompt.
-        """
-        if state is not None:
-            request = self.runner.transfer.restore_state(name, inputs, state)
-        else:
-            request = DiffusionRequestState(name, inputs)
-            if conditioning is not None:
-                self.runner.transfer.restore_conditioning(request, conditioning)
-            self.runner.prepare(request)
-        self._states[name] = request
-        pipeline = self.runner.pipeline
-        key = pipeline.batch_key(request) if request.total_steps else ()
-        tokens = image_tokens(inputs, size_multiple=pipeline.family.size_multiple)
-        return PreparedRequest(key, tokens, request.step_index, request.total_steps, self._prompt_cache.statistics)
-
     def step(self, names: Sequence[str]) -> list[StagemeshError | None]:
-        """Advances each request by one denoising step.
-
-        Returns one item for each request: the request's error, or None if the request succeeded.
-        """
-        states = [self._states[name] for name in names]
+        """Advances each request by one denoising step. Returns the results of `DiffusionRunner.step`."""
         if self._profile is None:
-            return self.runner.step(states)
-        return self._profile.record_step(lambda: self.runner.step(states))
-
-    def decode(self, name: str) -> Array:
-        """Decodes the latents of a request. Before the last step, the returned frames are a preview.
-
-        Returns float32[images or frames, 3, height, width] with values in [0, 1].
-        """
-        return self.runner.decode(self._states[name])
-
-    def decode_latents(self, latents: Array) -> Array:
-        """Decodes latents that another stage has serialized. Returns frames in the format of `decode`."""
-        request = DiffusionRequestState("", DiffusionInputs(seed=0))
-        self.runner.transfer.restore_latents(request, latents)
-        self.runner.prepare(request)
-        return self.runner.decode(request)
-
-    def conditioning(self, name: str) -> Array:
-        """Returns the encoding results of a request, serialized as uint8[bytes]."""
-        return self.runner.transfer.serialize_conditioning(self._states[name])
-
-    def latents(self, name: str) -> Array:
-        """Returns the decoder's inputs for a request, serialized as uint8[bytes]."""
-        return self.runner.transfer.serialize_latents(self._states[name])
-
-    def state(self, name: str) -> Array:
-        """Returns the data that another replica needs to resume the request `name`, serialized as a uint8 array."""
-        return self.runner.transfer.serialize_state(self._states[name])
+            return self.runner.step(names)
+        with record_function(PROFILED_STEP):
+            errors = self.runner.step(names)
+        if self._profile_steps_left is not None:
+            self._profile_steps_left -= 1
+            if self._profile_steps_left <= 0:
+                self.stop_profile()
+        return errors
 
     def drop(self, name: str) -> None:
-        """Removes a request and frees its data. Does nothing if no request has this name."""
-        state = self._states.pop(name, None)
-        if state is not None:
-            self.runner.forget(state)
-
-    # -- operators' controls
-
-    def load_adapter(self, name: str, path: str) -> int:
-        """Loads a LoRA adapter from the folder `path` and returns its LoRA rank.
-
-        Raises InvalidRequestError if the adapter is not valid.
-        """
-        return self.runner.adapters.load(name, path)
-
-    def unload_adapter(self, name: str) -> None:
-        """Unloads a LoRA adapter. Does nothing if the adapter is not loaded."""
-        self.runner.adapters.unload(name)
+        """Removes a request and frees its data. Does nothing if no request has this name, or if no model is loaded."""
+        if self._runner is not None:
+            self._runner.drop(name)
 
     def clear_prompt_cache(self) -> CacheStatistics:
         """Clears the prompt cache and returns its statistics. Running requests retain their embeddings."""
@@ -191,16 +89,14 @@ class DiffusionWorker:
         Level 1 retains the weights in host memory if possible. Level 2 also clears the prompt cache.
         """
         runner, self._runner = self.runner, None
-        self._states.clear()
+        runner.states.clear()
         if level > 1:
             self._prompt_cache.clear()
         load = self._options.load
         is_movable = self._rank_group is None and load.offload == "none" and not load.changes_weights
         if level == 1 and is_movable and self._device.type != "cpu":
-            runner.pipeline.move(torch.device("cpu"))
+            runner.pipeline.components.to(torch.device("cpu"))
             self._sleeping_runner = runner
-        else:
-            runner.close()
         del runner
         release_unused_memory()
 
@@ -213,7 +109,7 @@ class DiffusionWorker:
             self.load()
             freeze_loaded_objects()
             return True
-        self._sleeping_runner.pipeline.move(self._device)
+        self._sleeping_runner.pipeline.components.to(self._device)
         self._runner, self._sleeping_runner = self._sleeping_runner, None
         return False
 
@@ -223,50 +119,22 @@ class DiffusionWorker:
         Each rank writes its profile to the file `{path}-rank{rank}.json.gz`.
         """
         rank = self._rank_group.rank if self._rank_group is not None else 0
-        self._profile = _StepProfile(Path(f"{path}-rank{rank}.json.gz"), max_steps=max_steps)
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        export = methodcaller("export_chrome_trace", f"{path}-rank{rank}.json.gz")
+        self._profile = profile(activities=activities, on_trace_ready=export)
+        self._profile_steps_left = max_steps
+        self._profile.start()
 
     def stop_profile(self) -> None:
         """Ends the profile and writes its file. Does nothing if no profile is in progress."""
         started, self._profile = self._profile, None
         if started is not None:
-            started.end()
+            started.stop()
 
     def shutdown(self) -> None:
         """Frees the model and all requests, and ends a profile in progress. May be called more than once."""
         self.stop_profile()
-        self._states.clear()
-        if self._runner is not None:
-            self._runner.close()
         self._runner = self._sleeping_runner = None
-        gc.collect()
-
-
-class _StepProfile:
-    """Profiles denoising steps with torch's profiler. A profile must be started and ended on the same thread."""
-
-    def __init__(self, file: Path, *, max_steps: int | None) -> None:
-        """Starts a profile that `end` writes to `file` as a Chrome trace. `max_steps` is None if the number of steps is
-        not limited."""
-        self._file, self._steps_left = file, max_steps
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        self._profile: Any = profile(activities=activities)
-        self._profile.start()
-
-    def record_step(self, step: Callable[[], T]) -> T:
-        """Runs a step, profiles it and returns its result. Ends the profile after `max_steps` steps."""
-        with record_function(PROFILED_STEP):
-            result = step()
-        if self._steps_left is not None:
-            self._steps_left -= 1
-            if self._steps_left <= 0:
-                self.end()
-        return result
-
-    def end(self) -> None:
-        """Ends the profile and writes the file. May be called more than once."""
-        ended, self._profile = self._profile, None
-        if ended is not None:
-            ended.stop()
-            ended.export_chrome_trace(str(self._file))
+        release_unused_memory()

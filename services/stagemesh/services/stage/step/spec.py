@@ -14,14 +14,14 @@ from stagemesh.connectors.edge import ChunkPolicy, FramesPolicy, Packet, StepPol
 from stagemesh.services.engines.base import (
     ChatMessage,
     Checkpoint,
+    MediaFile,
     Prompt,
+    Samples,
     SamplingOptions,
     Structure,
     Task,
     TokenSelection,
 )
-from stagemesh.services.engines.base import MediaFile
-from stagemesh.services.engines.base import Samples
 from stagemesh.services.engines.media import Part
 from stagemesh.v1 import request_pb2, stage_pb2
 

@@ -11,7 +11,7 @@ matrix rows for each row of the batch separately. A row's result is then bit-ide
 row alone.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,6 @@ import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
 from stagemesh.common.settings import library_variable
-from stagemesh.services.engines.diffusion.batching.recorded_calls import Call, Prediction
 
 _STRICT_ROWS = 8
 """Minimum number of matrix rows at which MKL in strict mode computes each row identically for any number of rows."""
@@ -44,18 +43,19 @@ class MixedLengthForward:
         self._model = model
         self._strict = library_variable("MKL_CBWR").upper().endswith("STRICT")
 
-    def can_join(self, call: Call) -> bool:
-        """Returns whether the call may share a forward pass. In MKL's strict mode, a call with too few tokens may
-        not."""
-        tokens = min(call.inputs[name].shape[1] for name in ("hidden_states", "encoder_hidden_states"))
+    def can_join(self, inputs: Mapping[str, Any]) -> bool:
+        """Returns whether a call with these inputs may share a forward pass.
+
+        In MKL's strict mode, a call with too few tokens may not.
+        """
+        tokens = min(inputs[name].shape[1] for name in ("hidden_states", "encoder_hidden_states"))
         return not self._strict or tokens >= _STRICT_ROWS
 
-    def forward(self, calls: Sequence[Call]) -> list[Prediction]:
+    def forward(self, inputs: Sequence[Mapping[str, Any]]) -> list[tuple[torch.Tensor]]:
         """Computes all calls in one forward pass and returns the prediction for each call.
 
-        The calls may differ only in their tensors and in `img_shapes`.
+        `inputs` contains the inputs of each call, which may differ only in their tensors and in `img_shapes`.
         """
-        inputs = [call.inputs for call in calls]
         rows = [_row(each["hidden_states"], each["encoder_hidden_states"], each) for each in inputs]
         joined = {
             **inputs[0],
@@ -74,30 +74,29 @@ class MixedLengthForward:
     @contextmanager
     def _separate_rows(self, rows: Sequence[_Row]) -> Generator[None]:
         model = self._model
-        attentions = [block.attn for block in model.transformer_blocks]
-        processors = [attention.processor for attention in attentions]
         embed = model.pos_embed
 
         def positions(img_shapes: Sequence[Any], **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
             return _positions(embed, img_shapes, rows, **kwargs)
 
         replaced: list[tuple[Any, str, Callable[..., Any]]] = [(model, "pos_embed", positions)]
+        attentions = [block.attn for block in model.transformer_blocks]
+        replaced += [(each, "processor", _AttentionByRow(rows, each.processor)) for each in attentions]
         if self._strict:
             small = [(model, "time_text_embed"), (model.norm_out, "linear")]
             small += [(block, name) for block in model.transformer_blocks for name in ("img_mod", "txt_mod")]
             replaced += [(owner, name, _by_row(getattr(owner, name))) for owner, name in small]
         # An attribute in the object's own `__dict__` takes precedence over its submodule of that name.
+        previous = [vars(owner).get(name) for owner, name, _ in replaced]
         for owner, name, function in replaced:
             vars(owner)[name] = function
         try:
-            for attention, processor in zip(attentions, processors, strict=True):
-                attention.processor = _AttentionByRow(rows, processor)
             yield
         finally:
-            for owner, name, _ in replaced:
+            for (owner, name, _), before in zip(replaced, previous, strict=True):
                 del vars(owner)[name]
-            for attention, processor in zip(attentions, processors, strict=True):
-                attention.processor = processor
+                if before is not None:
+                    vars(owner)[name] = before
 
 
 class _AttentionByRow:

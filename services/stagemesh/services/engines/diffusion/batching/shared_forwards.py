@@ -1,22 +1,86 @@
-"""Groups the transformer calls of several requests and computes each group in one forward pass."""
+"""Records the transformer calls of several requests, and computes them in shared forward passes.
+
+diffusers' pipeline blocks process one request at a time. To batch several requests, the blocks of each request run
+twice. In the first run, a stand-in for the transformer records the calls. A shared forward pass then computes the
+recorded calls of all requests. In the second run, the stand-in returns the request's predictions from the shared
+forward pass.
+"""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import torch
 
 from stagemesh.services.engines.diffusion.batching.mixed_lengths import MixedLengthForward
-from stagemesh.services.engines.diffusion.batching.recorded_calls import (
-    Call,
-    Prediction,
-    concatenate,
-    shape_key,
-    split_rows,
-)
 from stagemesh.services.engines.diffusion.caches.step_caches import Caches
 from stagemesh.services.engines.diffusion.model.families import Family
-from stagemesh.services.engines.diffusion.parallel.guidance_branches import GuidanceBranches
 from stagemesh.services.engines.diffusion.state import DiffusionRequestState
 from stagemesh.services.engines.diffusion.transfer.serialization import tensors_of
+
+Prediction: TypeAlias = Any
+"""The output of a transformer with `return_dict=False`: a tuple whose first item is a tensor or a list of tensors."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One transformer call with a batch size of 1."""
+
+    inputs: Mapping[str, Any]
+    """Arguments of the call, by parameter name of the model's `forward`."""
+
+
+RecordedCalls: TypeAlias = Sequence[Sequence[Call]]
+"""The transformer calls of one step. Each inner sequence contains the calls of one request."""
+Compute: TypeAlias = Callable[[RecordedCalls], dict[Call, Prediction]]
+"""Computes the recorded calls of all requests."""
+SplitCalls: TypeAlias = Callable[[RecordedCalls, Compute], dict[Call, Prediction]]
+"""Computes a part of the recorded calls in this process with the given function, and the other parts in other
+processes."""
+
+
+class TransformerStandIn:
+    """Replaces the transformer in a pipeline's blocks. Passes calls to the function `predict`, and reads all other
+    attributes from the real model."""
+
+    def __init__(self, model: Any, predict: Callable[[Mapping[str, Any]], Prediction]) -> None:
+        self._model, self._predict = model, predict
+        kind: Any = type(model)
+        # The class's method, because hooks replace the object's `forward` with a function that accepts anything.
+        self.forward = kind.forward.__get__(model)
+        """The model's own `forward`. Pipeline blocks inspect its signature but never call it."""
+
+    def __call__(self, **inputs: Any) -> Prediction:
+        return self._predict(inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class CallRecorder:
+    """Records each call in `calls` and returns a prediction of zeros."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def __call__(self, inputs: Mapping[str, Any]) -> Prediction:
+        self.calls.append(Call(inputs))
+        return zero_prediction(inputs)
+
+
+def replay(predictions: Iterable[Prediction]) -> Callable[[Mapping[str, Any]], Prediction]:
+    """Returns a function that ignores its argument and returns the next of the given predictions at each call."""
+    remaining = iter(predictions)
+    return lambda _inputs: next(remaining)
+
+
+def zero_prediction(inputs: Mapping[str, Any]) -> Prediction:
+    """Returns a prediction of zeros with the shape and data type of the model's prediction for these inputs."""
+    latents: torch.Tensor | list[torch.Tensor] = inputs["x"] if "x" in inputs else inputs["hidden_states"]
+    if isinstance(latents, list):
+        return ([torch.zeros_like(each) for each in latents],)
+    return (torch.zeros_like(latents),)
 
 
 class SharedForwards:
@@ -26,7 +90,7 @@ class SharedForwards:
         self.caches: Caches | None = None
         """The model's step caches, or None if the stage does not use any. With step caches, requests do not share
         forward passes."""
-        self.branches: GuidanceBranches | None = None
+        self.split_calls: SplitCalls | None = None
         """Distributes transformer calls across processes. None if this process computes all calls."""
         self._family, self.model = family, model
         has_mixed_lengths = family.mixed_lengths and model is not None and not model.zero_cond_t
@@ -47,13 +111,13 @@ class SharedForwards:
         return forward
 
     def forward_together(
-        self, states: Sequence[DiffusionRequestState], recorded: Sequence[Sequence[Call]]
+        self, states: Sequence[DiffusionRequestState], recorded: RecordedCalls
     ) -> dict[Call, Prediction]:
         """Computes the recorded calls of all requests in shared forward passes. Returns the prediction for each
         call."""
-        if self.branches is None:
+        if self.split_calls is None:
             return self._predict(states, recorded)
-        return self.branches.predict(recorded, lambda own: self._predict(states, own))
+        return self.split_calls(recorded, lambda own: self._predict(states, own))
 
     def disable_mixed_lengths(self) -> None:
         """Prevents calls with different numbers of tokens from sharing a forward pass."""
@@ -71,9 +135,7 @@ class SharedForwards:
 
     # -- inner workings
 
-    def _predict(
-        self, states: Sequence[DiffusionRequestState], recorded: Sequence[Sequence[Call]]
-    ) -> dict[Call, Prediction]:
+    def _predict(self, states: Sequence[DiffusionRequestState], recorded: RecordedCalls) -> dict[Call, Prediction]:
         groups: dict[object, list[Call]] = defaultdict(list)
         for state, calls in zip(states, recorded, strict=True):
             key = self.batch_key(state)
@@ -86,13 +148,55 @@ class SharedForwards:
 
     def _group_key(self, call: Call) -> object:
         if self._mixed_lengths is not None:
-            return None if self._mixed_lengths.can_join(call) else call
+            return None if self._mixed_lengths.can_join(call.inputs) else call
         # A pipeline that denoises both guidance branches in one forward pass accepts their inputs without grouping.
-        return None if self._family.joint_guidance is not None else shape_key(call)
+        return None if self._family.joint_guidance is not None else _shape_key(call)
 
     def _forward(self, group: Sequence[Call]) -> list[Prediction]:
         if len(group) == 1:
             return [self.model(**group[0].inputs)]
         if self._mixed_lengths is not None:
-            return self._mixed_lengths.forward(group)
-        return split_rows(self.model(**concatenate(group, shared=self._family.shared_inputs)), len(group))
+            return self._mixed_lengths.forward([call.inputs for call in group])
+        return _split_rows(self.model(**_concatenate(group, shared=self._family.shared_inputs)), len(group))
+
+
+def _shape_key(call: Call) -> tuple[object, ...]:
+    """Returns the shapes and data types of a call's tensors, and the values of its other inputs.
+
+    Calls with equal keys can share a forward pass.
+    """
+    return tuple((name, _shape_of(value)) for name, value in sorted(call.inputs.items()))
+
+
+def _concatenate(calls: Sequence[Call], *, shared: frozenset[str]) -> dict[str, Any]:
+    """Returns the inputs of a forward pass that has one row for each call.
+
+    Inputs named in `shared` have no row axis and are copied from the first call.
+    """
+    return {
+        name: value if name in shared else _concatenate_values([call.inputs[name] for call in calls])
+        for name, value in calls[0].inputs.items()
+    }
+
+
+def _split_rows(prediction: Prediction, rows: int) -> list[Prediction]:
+    """Splits a batch's prediction into one prediction for each row. `rows` is the number of rows."""
+    sample = prediction[0]
+    return [(sample[row : row + 1],) for row in range(rows)]
+
+
+def _shape_of(value: Any) -> object:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(_shape_of(each) for each in cast("Sequence[Any]", value))
+    return repr(value)
+
+
+def _concatenate_values(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(values))
+    if isinstance(first, list):
+        return [each for value in values for each in value]
+    return first

@@ -1,25 +1,30 @@
-"""diffusers' step caches, with a separate cache for each request.
+"""Step caches, which skip parts of denoising steps. Each request has a separate cache.
 
-diffusers stores results of previous steps in the hooks of a model's blocks, under a context name. This module uses
-context names of the form `<request id>/<index of the transformer call in the step>`, so that requests can alternate. A
-request's contexts are freed when the request ends, and serialized when the request is transferred.
+diffusers stores results of previous steps in the hooks of a model's blocks, under a context name. The optional package
+cache-dit stores them in contexts, which are named after the model's blocks, and expects that requests run one after the
+other. This module uses separate contexts for each transformer call in a request's step, so that requests can alternate.
+The name of such a call is `<request id>/<index of the call in the step>`. A request's contexts are freed when the
+request ends, and serialized when the request is transferred.
 """
 
+import copy
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cache, partial
+from importlib import import_module
 from typing import Any, TypeAlias, cast
 
 import diffusers as _diffusers
 import torch
 
 from stagemesh.common.errors import NotReadyError
-from stagemesh.services.engines.diffusion.caches.cache_dit import CacheDitCaches
-from stagemesh.services.engines.diffusion.caches.step_cache_options import (
+from stagemesh.services.engines.diffusion.options import (
     CacheDitOptions,
     DiffusersCacheOptions,
     FirstBlockOptions,
     MagOptions,
+    StepCacheOptions,
     TaylorSeerOptions,
 )
 from stagemesh.services.engines.diffusion.transfer.serialization import Tree
@@ -41,18 +46,12 @@ class StepCaches:
         try:
             model.enable_cache(self._configs(1))
         except (AttributeError, ValueError) as exc:
-            raise NotReadyError(
-                f"{type(model).__name__} does not support the step cache {options.kind}: {exc}; omit the option "
-                "step_cache, or choose another kind",
-                reason="UNSUPPORTED_CACHE",
-            ) from exc
+            raise _unsupported(model, options, exc) from exc
         self._hooks = _hooks(model)
-        self._managers = _managers(self._hooks)
+        # Without duplicates, in the order of the model's modules, which is the same in all processes.
+        self._managers = list({id(hook.state_manager): hook.state_manager for hook in self._hooks}.values())
         if not self._managers:
-            raise NotReadyError(
-                f"{type(model).__name__} has no layer that the step cache {options.kind} supports; choose another kind",
-                reason="UNSUPPORTED_CACHE",
-            )
+            raise _unsupported(model, options, "the model has no layer that this kind supports")
 
     @contextmanager
     def context(self, name: str, *, total_steps: int) -> Generator[None]:
@@ -103,35 +102,99 @@ class StepCaches:
         return sum(len(manager._state_cache) for manager in self._managers)  # noqa: SLF001
 
 
+class CacheDitCaches:
+    """DBCache for one transformer, with the interface of `StepCaches`. Cannot transfer cached data to
+    another replica."""
+
+    def __init__(self, model: Any, options: CacheDitOptions) -> None:
+        """Enables DBCache on `model`. Raises NotReadyError if the package cache-dit is missing or does not support the
+        model."""
+        self.options = options
+        try:
+            cache_dit: Any = import_module("cache_dit")
+        except ImportError as exc:
+            raise NotReadyError(
+                "the step cache cache_dit needs the package cache-dit; install it in addition to Stagemesh",
+                reason="MISSING_MODULE",
+            ) from exc
+        config = cache_dit.DBCacheConfig(
+            num_inference_steps=None,
+            Fn_compute_blocks=options.first_blocks,
+            Bn_compute_blocks=options.last_blocks,
+            residual_diff_threshold=options.threshold,
+            max_warmup_steps=options.warmup_steps,
+            max_continuous_cached_steps=options.max_skip_steps,
+            # Each guidance branch already has its own contexts.
+            enable_separate_cfg=False,
+        )
+        try:
+            cache_dit.enable_cache(model, cache_config=config)
+        except (AssertionError, AttributeError, ValueError) as exc:
+            raise _unsupported(model, options, exc) from exc
+        self._manager = model._context_manager  # noqa: SLF001  # cache-dit has no public access to it
+        self._fresh: Mapping[str, Any] = copy.deepcopy(self._manager._cached_context_manager)  # noqa: SLF001
+        self._contexts: dict[str, Mapping[str, Any]] = {}
+
+    @contextmanager
+    def context(self, name: str, *, total_steps: int) -> Generator[None]:
+        del total_steps
+        if name not in self._contexts:
+            self._contexts[name] = copy.deepcopy(self._fresh)
+        self._manager._cached_context_manager = self._contexts[name]  # noqa: SLF001
+        yield
+
+    def forget(self, request_id: str) -> None:
+        for name in [name for name in self._contexts if name.rpartition("/")[0] == request_id]:
+            del self._contexts[name]
+        # The last forward pass may have used contexts of this request.
+        self._manager._cached_context_manager = self._fresh  # noqa: SLF001
+        self._manager._current_context = None  # noqa: SLF001
+
+    def export(self, request_id: str) -> list[dict[str, Tree]]:
+        """Returns an empty list, because cached data cannot be serialized. A transferred request starts with an empty
+        cache."""
+        del request_id
+        return []
+
+    def restore(self, request_id: str, exported: list[dict[str, Tree]], device: torch.device) -> None:
+        """Does nothing, because `export` returns no state."""
+
+    @property
+    def contexts(self) -> int:
+        """The total number of cache contexts of all requests."""
+        return len(self._contexts)
+
+
 Caches: TypeAlias = StepCaches | CacheDitCaches
 
 
-def enable_caches(model: Any, options: DiffusersCacheOptions | CacheDitOptions) -> Caches:
+def enable_caches(model: Any, options: StepCacheOptions) -> Caches:
     """Enables the step cache that `options` selects. Raises NotReadyError if the model does not support the step
     cache."""
     return CacheDitCaches(model, options) if isinstance(options, CacheDitOptions) else StepCaches(model, options)
 
 
+def _unsupported(model: Any, options: StepCacheOptions, problem: object) -> NotReadyError:
+    return NotReadyError(
+        f"{type(model).__name__} does not support the step cache {options.kind}: {problem}; omit the option "
+        "step_cache, or choose another kind",
+        reason="UNSUPPORTED_CACHE",
+    )
+
+
 def _config(model: Any, options: DiffusersCacheOptions, steps: int) -> Any:
+    # The options have the names of diffusers' parameters.
+    parameters = asdict(options)
+    del parameters["kind"]
     match options:
         case FirstBlockOptions():
-            return diffusers.FirstBlockCacheConfig(threshold=options.threshold)
+            return diffusers.FirstBlockCacheConfig(**parameters)
         case MagOptions():
-            return diffusers.MagCacheConfig(
-                threshold=options.threshold,
-                max_skip_steps=options.max_skip_steps,
-                retention_ratio=options.retention_ratio,
-                num_inference_steps=steps,
-                mag_ratios=list(options.mag_ratios) or _known_ratios(model),
-            )
+            parameters["mag_ratios"] = list(options.mag_ratios) or _known_ratios(model)
+            return diffusers.MagCacheConfig(**parameters, num_inference_steps=steps)
         case TaylorSeerOptions():
             return diffusers.TaylorSeerCacheConfig(
-                cache_interval=options.cache_interval,
-                disable_cache_before_step=options.disable_cache_before_step,
-                disable_cache_after_step=options.disable_cache_after_step,
-                max_order=options.max_order,
-                taylor_factors_dtype=model.dtype,
-                cache_identifiers=[_ATTENTION],
+                **parameters, taylor_factors_dtype=model.dtype, cache_identifiers=[_ATTENTION]
             )
 
 
@@ -146,14 +209,6 @@ def _known_ratios(model: Any) -> Any:
 def _hooks(model: Any) -> list[Any]:
     registries = [module._diffusers_hook for module in model.modules() if hasattr(module, "_diffusers_hook")]  # noqa: SLF001
     return [hook for registry in registries for hook in registry.hooks.values() if hasattr(hook, "state_manager")]
-
-
-def _managers(hooks: list[Any]) -> list[Any]:
-    """Returns the state managers of the hooks without duplicates, in the order of the model's modules.
-
-    The order is the same in all processes.
-    """
-    return list({id(hook.state_manager): hook.state_manager for hook in hooks}.values())
 
 
 def _names(manager: Any, request_id: str) -> list[str]:

@@ -1,1 +1,1 @@
-"""Diffusion models: loading, supported model families, memory estimates and the phases of a pipeline."""
+"""Diffusion models: loading, supported model families, LoRA adapters, memory estimates and the phases of a pipeline."""

@@ -7,8 +7,7 @@ the machine supports them.
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from diffusers.hooks.group_offloading import apply_group_offloading
 from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil, Qwen2VLProcessor
 
 from stagemesh.common.errors import NotReadyError
-from stagemesh.services.engines.diffusion.model.load_options import LoadOptions, QuantizationOptions
+from stagemesh.services.engines.diffusion.options import DiffusionOptions, QuantizationOptions
 
 diffusers: Any = _diffusers
 
@@ -38,67 +37,76 @@ _SEED = 0
 class Loader:
     """Loads the components of a pipeline, and moves them to the device or offloads them."""
 
-    def __init__(self, folder: Path, options: LoadOptions, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, folder: Path, options: DiffusionOptions, *, device: torch.device) -> None:
         """Creates a loader for the pipeline in `folder`. Raises NotReadyError if this machine does not support the
         options."""
-        self._folder, self._options, self._dtype, self._device = folder, options, dtype, device
-        self._remove: Callable[[], object] | None = None
+        self._folder, self._options, self._device = folder, options.load, device
+        self._dtype = getattr(torch, options.dtype)
         on_gpu = device.type == "cuda"
-        if options.offload == "model" and not on_gpu:
+        if options.load.offload == "model" and not on_gpu:
             raise NotReadyError("load.offload model needs a GPU; omit it, or set disk")
-        if options.compile and not on_gpu and shutil.which("g++") is None:
+        if options.load.compile and not on_gpu and shutil.which("g++") is None:
             raise NotReadyError("load.compile needs the compiler g++ on a machine without a GPU; install g++")
 
-    @property
-    def compiles(self) -> bool:
-        """Whether the transformer's blocks are compiled. Replacing an attribute of a block causes another
-        compilation."""
-        return self._options.compile
-
     def load(self, components: Any) -> None:
-        """Loads the weights of all components. Raises NotReadyError if an option cannot be applied to a component."""
+        """Loads the weights of all components, and moves the components to the device or offloads them.
+
+        Raises NotReadyError if a component cannot be loaded, if an option cannot be applied to a component, or if the
+        offload folder cannot be created.
+        """
         if self._options.format == "dummy":
-            with _seeded():
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(_SEED)
                 self._load_dummy(components)
         elif self._options.quantization is not None and _TRANSFORMER in components.component_names:
             self._quantize(components, self._options.quantization)
         components.load_components(dtype=self._dtype)
+        self._check_loaded(components)
         model = getattr(components, _TRANSFORMER, None)
-        if model is None:
-            return
-        if self._options.layerwise_casting != "none":
+        if model is not None and self._options.layerwise_casting != "none":
             storage = getattr(torch, self._options.layerwise_casting)
             model.enable_layerwise_casting(storage_dtype=storage, compute_dtype=self._dtype)
-        if self._options.compile:
+        if model is not None and self._options.compile:
             model.compile_repeated_blocks(dynamic=True)
+        self._place(components)
 
-    def place(self, components: Any) -> None:
-        """Moves all components to the device, or offloads them. Raises NotReadyError if the offload folder cannot be
-        created."""
+    # -- inner workings
+
+    def _check_loaded(self, components: Any) -> None:
+        """Raises NotReadyError if diffusers could not load a component. diffusers itself only logs such failures."""
+        for name in components.null_component_names:
+            spec = components.get_component_spec(name)
+            if not spec.pretrained_model_name_or_path:
+                continue
+            try:
+                spec.load(dtype=self._dtype)
+            except Exception as exc:
+                raise NotReadyError(
+                    f"the {name} of {self._folder} cannot be loaded: {exc}; check that its files exist and are "
+                    "complete",
+                    reason="MODEL_NOT_LOADED",
+                ) from exc
+
+    def _place(self, components: Any) -> None:
+        models = _models(components)
         match self._options.offload:
             case "none":
                 components.to(self._device)
             case "model":
                 manager = diffusers.ComponentsManager()
-                for name, model in _models(components).items():
+                for name, model in models.items():
                     manager.add(name, model)
                 manager.enable_auto_cpu_offload(self._device)
             case "group":
-                for name, model in _models(components).items():
+                for name, model in models.items():
                     self._offload(name, model, None)
             case "disk":
                 disk = self._make_disk_folder()
-                self._remove = weakref.finalize(components, shutil.rmtree, disk, ignore_errors=True)
-                for name, model in _models(components).items():
+                # Deletes the folder when the components are garbage collected, and when the process exits.
+                weakref.finalize(components, shutil.rmtree, disk, ignore_errors=True)
+                for name, model in models.items():
                     _untie(model)
                     self._offload(name, model, disk)
-
-    def close(self) -> None:
-        """Deletes the offload folder, if any. May be called more than once."""
-        if self._remove is not None:
-            self._remove()
-
-    # -- inner workings
 
     def _load_dummy(self, components: Any) -> None:
         """Registers models with random weights in `components`. Does not load other components, such as tokenizers."""
@@ -172,13 +180,6 @@ def _random_model(kind: Any, folder: Path) -> Any:
         return config.from_config(config.load_config(folder, local_files_only=True))
     transformer: Any = kind
     return transformer(transformer.config_class.from_pretrained(folder, local_files_only=True))
-
-
-@contextmanager
-def _seeded() -> Generator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_SEED)
-        yield
 
 
 def _quantization_config(options: QuantizationOptions) -> Any:

@@ -6,12 +6,11 @@ therefore uses a shallow copy of the pipeline with its own scheduler, its own gu
 """
 
 import copy
-import inspect
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import diffusers as _diffusers
 import torch
@@ -20,20 +19,20 @@ from diffusers.modular_pipelines.modular_pipeline import (
     PipelineState,
     SequentialPipelineBlocks,
 )
+from PIL import Image, UnidentifiedImageError
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
-from stagemesh.services.engines.diffusion.batching.recorded_calls import (
+from stagemesh.services.engines.diffusion.batching.shared_forwards import (
     Call,
     CallRecorder,
-    CallReplay,
+    SharedForwards,
     TransformerStandIn,
+    replay,
 )
-from stagemesh.services.engines.diffusion.batching.shared_forwards import SharedForwards
 from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
 from stagemesh.services.engines.diffusion.model.families import FAMILIES, Family
-from stagemesh.services.engines.diffusion.model.load_options import LoadOptions
 from stagemesh.services.engines.diffusion.model.loading import Loader, load_image_processor
-from stagemesh.services.engines.diffusion.options import Part
+from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 
 diffusers: Any = _diffusers
@@ -55,13 +54,13 @@ _SUB_BLOCKS: Mapping[str, tuple[str, ...]] = {
 class PhaseBlocks:
     """The blocks of a pipeline, grouped by phase. A phase that the stage does not run has no blocks."""
 
-    encode: Sequence[Any]
-    before: Sequence[Any]
-    loop: Any
-    denoise: Sequence[Any]
-    advance: Sequence[Any]
-    after: Sequence[Any]
-    decode: Sequence[Any]
+    encode: Sequence[Any] = ()
+    before: Sequence[Any] = ()
+    loop: Any = None
+    denoise: Sequence[Any] = ()
+    advance: Sequence[Any] = ()
+    after: Sequence[Any] = ()
+    decode: Sequence[Any] = ()
 
 
 class ModularStepPipeline:
@@ -75,39 +74,32 @@ class ModularStepPipeline:
     def __init__(
         self,
         folder: Path,
-        dtype: torch.dtype,
+        options: DiffusionOptions,
         *,
-        part: Part = "all",
         device: torch.device | None = None,
         prompt_cache: PromptCache | None = None,
-        loader: Loader | None = None,
     ) -> None:
-        """Loads one part or all parts of the diffusers pipeline in `folder`. Raises NotReadyError if the pipeline
-        cannot be loaded."""
+        """Loads the pipeline in `folder`, or the part that the stage's options select.
+
+        Raises NotReadyError if the pipeline cannot be loaded.
+        """
         self.family = family_of(folder)
         self.device = device or torch.device("cpu")
-        self.parts = tuple(_SUB_BLOCKS) if part == "all" else (part,)
+        parts = tuple(_SUB_BLOCKS) if options.part == "all" else (options.part,)
         blocks = getattr(diffusers, self.family.blocks)()
         chosen_blocks = {
             each: {name: blocks.sub_blocks[name] for name in _SUB_BLOCKS[each] if self._has(name, blocks)}
-            for each in self.parts
+            for each in parts
         }
         chosen = {name: block for each in chosen_blocks.values() for name, block in each.items()}
         self.components: Any = _sequence(chosen, like=blocks).init_pipeline(str(folder))
-        if self.family.takes_image and "encode" in self.parts:
+        if self.family.takes_image and "encode" in parts:
             self.components.update_components(processor=load_image_processor(folder))
-        loader = loader or Loader(folder, LoadOptions(), dtype=dtype, device=self.device)
-        loader.load(self.components)
-        _check_loaded(self.components, folder, dtype)
-        loader.place(self.components)
+        Loader(folder, options, device=self.device).load(self.components)
         self.forwards = SharedForwards(self.family, getattr(self.components, "transformer", None))
-        if loader.compiles:
+        if options.load.compile:
             self.forwards.disable_mixed_lengths()
         self._prompt_cache = prompt_cache or PromptCache(0)
-        model = getattr(self.components, "transformer", None)
-        kind = cast("Any", type(model))
-        # The class's signature, because hooks replace the object's `forward` with a function that accepts anything.
-        self._signature = inspect.signature(kind.forward.__get__(model)) if model else inspect.Signature()
         # diffusers recomputes these properties at every access.
         self._inputs = list(self.components.blocks.inputs)
         _freeze_properties(self.components, _execution_device=self.device)
@@ -126,7 +118,7 @@ class ModularStepPipeline:
     @torch.no_grad()
     def denoise_step(self, batch: Sequence[DiffusionRequestState]) -> list[torch.Tensor]:
         """Predicts the noise for each request at its current step. Returns one tensor for each request."""
-        single = len(batch) == 1 and self.forwards.branches is None and not self._guides_jointly(batch[0])
+        single = len(batch) == 1 and self.forwards.split_calls is None and not self._guides_jointly(batch[0])
         if single or self.forwards.caches is not None:
             return [self._denoise(state, self.forwards.forward_alone(state)) for state in batch]
         recorded: list[list[Call]] = []
@@ -136,7 +128,7 @@ class ModularStepPipeline:
             recorded.append(recorder.calls)
         predictions = self.forwards.forward_together(batch, recorded)
         return [
-            self._denoise(state, CallReplay(iter([predictions[call] for call in calls])))
+            self._denoise(state, replay(predictions[call] for call in calls))
             for state, calls in zip(batch, recorded, strict=True)
         ]
 
@@ -176,10 +168,6 @@ class ModularStepPipeline:
             block(self._view(state), ended.values)
         return ended
 
-    def move(self, device: torch.device) -> None:
-        """Moves the model's weights to `device`. Does not move requests. Steps need the weights on `self.device`."""
-        self.components.to(device)
-
     def adopt(self, state: DiffusionRequestState) -> None:
         """Initializes the guider and the missing pipeline inputs of a new or transferred request."""
         state.guider = self._guider(state.inputs.guidance_scale)
@@ -213,20 +201,20 @@ class ModularStepPipeline:
             ]
             for part, blocks in chosen_blocks.items()
         }
-        denoise = chosen.get("denoise", [])
-        at = next((i for i, each in enumerate(denoise) if isinstance(each, LoopSequentialPipelineBlocks)), None)
-        if at is None:
-            return PhaseBlocks(chosen.get("encode", []), [], None, [], [], [], chosen.get("decode", []))
-        steps = dict(denoise[at].sub_blocks)
-        denoiser_end = list(steps).index(_DENOISER) + 1
-        return PhaseBlocks(
-            encode=chosen.get("encode", []),
-            before=denoise[:at],
-            loop=denoise[at],
-            denoise=list(steps.values())[:denoiser_end],
-            advance=list(steps.values())[denoiser_end:],
-            after=denoise[at + 1 :],
-            decode=chosen.get("decode", []),
+        phases = PhaseBlocks(encode=chosen.get("encode", ()), decode=chosen.get("decode", ()))
+        if "denoise" not in chosen:
+            return phases
+        blocks = chosen["denoise"]
+        at = next(i for i, each in enumerate(blocks) if isinstance(each, LoopSequentialPipelineBlocks))
+        names, steps = list(blocks[at].sub_blocks), list(blocks[at].sub_blocks.values())
+        advance_at = names.index(_DENOISER) + 1
+        return replace(
+            phases,
+            before=blocks[:at],
+            loop=blocks[at],
+            denoise=steps[:advance_at],
+            advance=steps[advance_at:],
+            after=blocks[at + 1 :],
         )
 
     def _encode(self, state: DiffusionRequestState) -> None:
@@ -268,7 +256,7 @@ class ModularStepPipeline:
 
     def _denoise(self, state: DiffusionRequestState, forward: Any) -> torch.Tensor:
         view = self._view(state)
-        view.transformer = TransformerStandIn(self.components.transformer, self._signature, forward)
+        view.transformer = TransformerStandIn(self.components.transformer, forward)
         noise: torch.Tensor = self._run_step(self._phases.denoise, state, view)["noise_pred"]
         return noise
 
@@ -341,21 +329,6 @@ def family_of(folder: Path) -> Family:
     return FAMILIES[name]
 
 
-def _check_loaded(components: Any, folder: Path, dtype: torch.dtype) -> None:
-    """Raises NotReadyError if diffusers could not load a component. diffusers itself only logs such failures."""
-    for name in components.null_component_names:
-        spec = components.get_component_spec(name)
-        if not spec.pretrained_model_name_or_path:
-            continue
-        try:
-            spec.load(dtype=dtype)
-        except Exception as exc:
-            raise NotReadyError(
-                f"the {name} of {folder} cannot be loaded: {exc}; check that its files exist and are complete",
-                reason="MODEL_NOT_LOADED",
-            ) from exc
-
-
 def _freeze_properties(owner: Any, **values: object) -> None:
     """Overrides properties of `owner` with the constants in `values`."""
     kind: Any = owner.__class__
@@ -385,15 +358,11 @@ def _sequence(blocks: Mapping[str, Any], *, like: Any) -> Any:
 
 def _is_image(value: Any) -> bool:
     """Returns whether the value is a PIL image or a list of PIL images."""
-    from PIL.Image import Image
-
     images: Any = value
-    return isinstance(images[0] if isinstance(value, list) and value else images, Image)
+    return isinstance(images[0] if isinstance(value, list) and value else images, Image.Image)
 
 
 def _read_image(data: bytes) -> Any:
-    from PIL import Image, UnidentifiedImageError
-
     try:
         return Image.open(io.BytesIO(data)).convert("RGB")
     except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as exc:

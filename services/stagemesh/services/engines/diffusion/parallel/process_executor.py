@@ -1,32 +1,34 @@
 """An executor that runs one worker in each of several processes. These processes are called ranks and compute
-together."""
+together.
+
+The stage process and its ranks exchange pickled messages over a `multiprocessing.connection.Connection`. Pickling is
+safe here, because both processes run this project's code and no other process can access the socket pair.
+"""
 
 import asyncio
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from stagemesh.common.errors import UnavailableError
+from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.common.settings import variables
 from stagemesh.services.engines.controls import run_to_completion
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
-from stagemesh.services.engines.diffusion.parallel.rank_messages import RankCall, RankReply, RankSetup
 
 _MODULE = "stagemesh.services.engines.diffusion.parallel.rank_main"
 _AGREE_S = 10.0
 """Time limit in seconds for the replies of the other ranks after one rank has reported a failure. Without the limit,
 the other ranks could wait for the failed rank for minutes."""
-_EXIT_GRACE_S = 5.0
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -34,6 +36,47 @@ _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
 }
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """The first message to a rank, which configures the rank's worker. The rank replies after it has created the
+    worker."""
+
+    folder: Path
+    options: DiffusionOptions
+    rank: int
+    store: Path
+    """Path of the file through which the ranks connect to each other. The file must not exist yet."""
+
+
+@dataclass(frozen=True)
+class RankCall:
+    """A message that asks a rank to call a method of its `DiffusionWorker`, or of a part such as `runner`."""
+
+    method: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True)
+class RankReply:
+    """A rank's reply to a `RankSetup` or a `RankCall`."""
+
+    value: Any = None
+    """Return value of the method on rank 0. None on other ranks."""
+    error: StagemeshError | None = None
+    failures: tuple[str | None, ...] = ()
+    """Error reasons, which show whether all ranks had the same outcome.
+
+    Contains the reason of the raised error. If the method returned a list of errors, contains the reason of each error,
+    and None for each success. Empty otherwise. If the failures of two ranks differ, the ranks have diverged.
+    """
+
+    @property
+    def has_failure(self) -> bool:
+        """Whether the call failed, or the method returned at least one error."""
+        return any(reason is not None for reason in self.failures)
 
 
 class ProcessExecutor:
@@ -118,7 +161,7 @@ class ProcessExecutor:
                 raise UnavailableError(
                     f"the ranks disagree: one has failed ({_summary(requests)}) but others are still computing"
                 )
-            if any(_has_failure(each.result()) for each in done):
+            if any(each.result().has_failure for each in done):
                 limit_s = _AGREE_S
         replies = [each.result() for each in requests]
         if len({reply.failures for reply in replies}) > 1:
@@ -173,17 +216,9 @@ class RankProcess:
             self._process.kill()
 
     async def close(self) -> None:
-        """Shuts the connection down, which makes the rank process exit.
-
-        Kills the process if it has not exited after a grace period.
-        """
-        self._disconnect()
-        try:
-            async with asyncio.timeout(_EXIT_GRACE_S):
-                await self._process.wait()
-        except TimeoutError:
-            self.kill()
-            await self._process.wait()
+        """Kills the rank process. It has no state to save."""
+        self.kill()
+        await self._process.wait()
         self._thread.shutdown()
         self._connection.close()
 
@@ -191,11 +226,6 @@ class RankProcess:
     def pid(self) -> int:
         """Process id of the rank."""
         return self._process.pid
-
-    def _disconnect(self) -> None:
-        # Unlike `Connection.close`, this also ends a `recv` that blocks the thread.
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate, suppress(OSError):
-            duplicate.shutdown(socket.SHUT_RDWR)
 
     def _exchange(self, message: RankSetup | RankCall) -> RankReply:
         self._connection.send(message)
@@ -218,10 +248,6 @@ async def start_rank(name: str) -> RankProcess:
             env=_ENVIRONMENT | variables(),
         )
     return RankProcess(name, process, connection)
-
-
-def _has_failure(reply: RankReply) -> bool:
-    return any(reason is not None for reason in reply.failures)
 
 
 def _summary(requests: Sequence["asyncio.Future[RankReply]"]) -> str:

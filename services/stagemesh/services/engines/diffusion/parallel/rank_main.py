@@ -8,13 +8,14 @@ import signal
 import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.common.logs import configure_logging
 from stagemesh.common.process_lifecycle import die_with_parent
 from stagemesh.services.engines.diffusion.executor import import_worker
-from stagemesh.services.engines.diffusion.parallel.rank_messages import RankCall, RankReply, RankSetup
+from stagemesh.services.engines.diffusion.parallel.process_executor import RankCall, RankReply, RankSetup
 
 if TYPE_CHECKING:
     from stagemesh.services.engines.diffusion.worker import DiffusionWorker
@@ -69,7 +70,7 @@ def _make_worker(setup: RankSetup) -> "DiffusionWorker":
 
 def _run_call(worker: "DiffusionWorker", call: RankCall, *, is_first: bool) -> RankReply:
     try:
-        value = getattr(worker, call.method)(*call.args, **call.kwargs)
+        value = attrgetter(call.method)(worker)(*call.args, **call.kwargs)
     except Exception as exc:  # noqa: BLE001  # models raise any exception
         return _failure_reply(exc)
     return RankReply(value if is_first else None, failures=_reasons(value))

@@ -1,7 +1,6 @@
 """Admits requests to denoising. Limits the number of admitted requests and their total memory."""
 
 import asyncio
-import heapq
 import itertools
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -31,12 +30,16 @@ class Admission:
     """
 
     def __init__(self, *, max_running: int, memory_bytes: int) -> None:
-        self.running = 0
         self._max_running, self._memory_bytes = max_running, memory_bytes
         self._admitted: list[Footprint] = []
         self._waiting: list[tuple[int, int, Footprint, asyncio.Future[None]]] = []
-        """Heap of waiting requests, ordered by queue position, then by arrival number."""
+        """Waiting requests, ordered by queue position, then by arrival number."""
         self._numbers = itertools.count()
+
+    @property
+    def running(self) -> int:
+        """Number of admitted requests."""
+        return len(self._admitted)
 
     @property
     def waiting(self) -> int:
@@ -52,7 +55,7 @@ class Admission:
         self._check(footprint)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         number = next(self._numbers)
-        heapq.heappush(self._waiting, (number - POSITIONS_PER_PRIORITY * priority, number, footprint, future))
+        self._waiting.append((number - POSITIONS_PER_PRIORITY * priority, number, footprint, future))
         self._admit()
         try:
             await future
@@ -80,12 +83,10 @@ class Admission:
 
     def _admit(self) -> None:
         # A cancelled request remains in the queue until its task runs. It must not block other requests.
-        self._waiting = [entry for entry in self._waiting if not entry[3].cancelled()]
-        heapq.heapify(self._waiting)
+        self._waiting = sorted(entry for entry in self._waiting if not entry[3].cancelled())
         while self._waiting and self._fits(self._waiting[0][2]):
-            _, _, footprint, future = heapq.heappop(self._waiting)
+            _, _, footprint, future = self._waiting.pop(0)
             self._admitted.append(footprint)
-            self.running += 1
             future.set_result(None)
 
     def _fits(self, footprint: Footprint) -> bool:
@@ -95,5 +96,4 @@ class Admission:
 
     def _release(self, footprint: Footprint) -> None:
         self._admitted.remove(footprint)
-        self.running -= 1
         self._admit()

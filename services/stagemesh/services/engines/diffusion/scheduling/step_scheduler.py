@@ -1,31 +1,69 @@
-"""Selects the requests that run their next denoising step together. Independent of models and of asyncio."""
+"""Runs the denoising steps of all requests, and selects the requests that run their next step together."""
 
+import asyncio
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import AsyncGenerator, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.services.engines.diffusion.executor import Executor
+
+_MAX_TOKENS_RATIO = 2
+"""Maximum ratio of the token counts of two requests that share a step."""
+_MAX_STEPS_RATIO = 3
+"""Maximum ratio of a request's remaining steps to the remaining steps of the first request in the batch."""
+_WORTHWHILE_RATIO = 0.97
+_MIN_MEASUREMENTS = 2
+_KEPT_MEASUREMENTS = 16
+_MAX_KEYS = 1024
 _arrivals = itertools.count()
 
 
 @dataclass(eq=False)
-class Turn:
-    """Scheduling data of a request that waits for its next step or runs a step."""
+class RequestProgress:
+    """The scheduling data and the completed steps of a request."""
 
     request_id: str
     key: Hashable
     """Compatibility key. Only requests with equal keys can share a step."""
     tokens: int
     """Number of tokens that the request adds to a forward pass."""
-    steps_left: int
+    total_steps: int
+    done: int = 0
+    """Number of completed steps."""
     priority: int = 0
     """Priority of the request. Requests with a higher number run first."""
     deadline_s: float | None = None
     """Deadline in seconds on the clock that provides `now_s` for `StepScheduler.next_batch`. None if there is no
     deadline."""
+    stop_at: int = 0
+    """Number of completed steps at which the request leaves the step loop."""
+    error: StagemeshError | None = None
+    """Error of the last step, or None if the step succeeded."""
+    recorded: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set after each step, and when the step loop ends."""
     waited: int = 0
     """Number of steps of other requests since this request's last step."""
     arrival: int = field(default_factory=lambda: next(_arrivals))
+
+    @property
+    def steps_left(self) -> int:
+        """Number of remaining steps."""
+        return self.total_steps - self.done
+
+    def stop_early(self) -> None:
+        """Makes the request leave the step loop after its current step, or after its next step if no step is
+        running."""
+        self.stop_at = min(self.stop_at, self.done + 1)
+
+    def record(self, error: StagemeshError | None) -> None:
+        """Records a completed step, or a failed step if `error` is not None."""
+        if error is None:
+            self.done += 1
+        self.error = error
+        self.recorded.set()
 
 
 class StepScheduler:
@@ -42,55 +80,55 @@ class StepScheduler:
         """Moving average of the step duration, in seconds. 0 until the first step has completed."""
         self._max_wait_steps = max_wait_steps
         self._sizes = BatchSizes(max_batch)
-        self._turns: set[Turn] = set()
+        self.requests: set[RequestProgress] = set()
+        """The requests that wait for their next step or run a step."""
 
-    def add(self, turn: Turn) -> None:
-        """Adds a request to the requests that wait for their next step."""
-        turn.waited = 0
-        self._turns.add(turn)
+    def add(self, request: RequestProgress) -> None:
+        """Adds a request that waits for its next step."""
+        request.waited = 0
+        self.requests.add(request)
 
-    def remove(self, turn: Turn) -> None:
+    def remove(self, request: RequestProgress) -> None:
         """Removes a request from the waiting requests. Does nothing if the request is not waiting."""
-        self._turns.discard(turn)
+        self.requests.discard(request)
 
-    def next_batch(self, now_s: float) -> list[Turn]:
+    def next_batch(self, now_s: float) -> list[RequestProgress]:
         """Returns the requests that run the next step together, or an empty list if no request is waiting.
 
         The returned requests remain in the scheduler. `now_s` is compared with the deadlines of requests.
         """
-        ordered = sorted(self._turns, key=lambda turn: self._rank(turn, now_s))
+        ordered = sorted(self.requests, key=lambda request: self._rank(request, now_s))
         if not ordered:
             return []
         first = ordered[0]
-        candidates = [turn for turn in ordered if _can_join(turn, first)]
+        candidates = [request for request in ordered if _can_join(request, first)]
         batch = candidates[: self._sizes.size(self._size_class(first), len(candidates))]
-        for turn in ordered:
-            turn.waited = 0 if turn in batch else turn.waited + 1
+        for request in ordered:
+            request.waited = 0 if request in batch else request.waited + 1
         return batch
 
-    def done(self, batch: Sequence[Turn], seconds: float) -> None:
-        """Records that the requests in `batch` have completed a step, which took `seconds` seconds."""
+    def record(self, batch: Sequence[RequestProgress], seconds: float) -> None:
+        """Records the duration of a step of the requests in `batch`, in seconds."""
         self._sizes.record(self._size_class(batch[0]), len(batch), seconds)
         self.step_s = seconds if not self.step_s else 0.9 * self.step_s + 0.1 * seconds
-        for turn in batch:
-            turn.steps_left -= 1
 
     def work_s(self) -> float:
         """Returns the estimated total duration of all remaining steps of the waiting requests, in seconds."""
-        return self.step_s * sum(turn.steps_left for turn in self._turns)
+        return self.step_s * sum(request.steps_left for request in self.requests)
 
     # -- inner workings
 
-    def _rank(self, turn: Turn, now_s: float) -> tuple[object, ...]:
-        late = turn.deadline_s is not None and now_s + (turn.steps_left + 1) * self.step_s >= turn.deadline_s
-        overdue = turn.waited >= self._max_wait_steps
-        return (not overdue, -turn.waited if overdue else 0, not late, -turn.priority, turn.steps_left, turn.arrival)
+    def _rank(self, request: RequestProgress, now_s: float) -> tuple[object, ...]:
+        late = request.deadline_s is not None and now_s + (request.steps_left + 1) * self.step_s >= request.deadline_s
+        overdue = request.waited >= self._max_wait_steps
+        precedence = (not overdue, -request.waited if overdue else 0, not late)
+        return (*precedence, -request.priority, request.steps_left, request.arrival)
 
     @staticmethod
-    def _size_class(turn: Turn) -> Hashable:
+    def _size_class(request: RequestProgress) -> Hashable:
         """Returns the key of a request's size class. Steps of requests in the same size class take about the same
         time."""
-        return (turn.key, turn.tokens.bit_length())
+        return (request.key, request.tokens.bit_length())
 
 
 class BatchSizes:
@@ -131,18 +169,89 @@ class BatchSizes:
         return min(times[size]) / size
 
 
-def _can_join(turn: Turn, first: Turn) -> bool:
-    is_similar = turn.key == first.key and max(turn.tokens, first.tokens) <= _MAX_TOKENS_RATIO * min(
-        turn.tokens, first.tokens
-    )
-    return is_similar and turn.steps_left <= _MAX_STEPS_RATIO * first.steps_left
+def _can_join(request: RequestProgress, first: RequestProgress) -> bool:
+    fewer, more = sorted((request.tokens, first.tokens))
+    is_similar = request.key == first.key and more <= _MAX_TOKENS_RATIO * fewer
+    return is_similar and request.steps_left <= _MAX_STEPS_RATIO * first.steps_left
 
 
-_MAX_TOKENS_RATIO = 2
-"""Maximum ratio of the token counts of two requests that share a step."""
-_MAX_STEPS_RATIO = 3
-"""Maximum ratio of a request's remaining steps to the remaining steps of the first request in the batch."""
-_WORTHWHILE_RATIO = 0.97
-_MIN_MEASUREMENTS = 2
-_KEPT_MEASUREMENTS = 16
-_MAX_KEYS = 1024
+class StepLoop:
+    """Runs the denoising steps of all requests, one batch at a time.
+
+    Other worker calls, such as the calls that begin or end a request, run before the next batch. Otherwise, each of
+    these calls would wait for a step, so that long requests would delay short requests.
+    """
+
+    def __init__(self, executor: Executor, scheduler: StepScheduler) -> None:
+        self._executor, self._scheduler = executor, scheduler
+        self._calls = 0
+        self._changed = asyncio.Event()
+        self._ended = False
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the worker and returns its result. No step starts until the call has returned."""
+        self._calls += 1
+        try:
+            return await self._executor.call(method, *args, **kwargs)
+        finally:
+            self._calls -= 1
+            self._changed.set()
+
+    async def run_steps(self, request: RequestProgress, stop_at: int) -> AsyncGenerator[int, None]:
+        """Runs a request until `stop_at` steps are completed. Yields the number of completed steps after each step.
+
+        `RequestProgress.stop_early` makes the request stop earlier. Raises the error of a failed step.
+        """
+        if self._ended:
+            raise UnavailableError("the engine has ended")
+        request.stop_at = stop_at
+        self._scheduler.add(request)
+        self._changed.set()
+        try:
+            while request.done < request.stop_at:
+                await request.recorded.wait()
+                request.recorded.clear()
+                if request.error is not None:
+                    raise request.error
+                yield request.done
+        finally:
+            self._scheduler.remove(request)
+
+    async def serve(self) -> None:
+        """Runs the steps of all requests until this coroutine is cancelled.
+
+        After the cancellation, requests that wait for a step fail with UnavailableError.
+        """
+        try:
+            await self._serve()
+        finally:
+            self._ended = True
+            for request in self._scheduler.requests:
+                request.record(UnavailableError("the engine has ended"))
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            batch = [] if self._calls else self._scheduler.next_batch(loop.time())
+            if not batch:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            began_s = loop.time()
+            errors = await self._step(batch)
+            self._scheduler.record(batch, loop.time() - began_s)
+            for request, error in zip(batch, errors, strict=True):
+                request.record(error)
+                if error is not None or request.done >= request.stop_at:
+                    self._scheduler.remove(request)
+            # Allows requests that have stopped to make their calls before the next step.
+            await asyncio.sleep(0)
+
+    async def _step(self, batch: Sequence[RequestProgress]) -> Sequence[StagemeshError | None]:
+        try:
+            errors: Sequence[StagemeshError | None] = await self._executor.call(
+                "step", [request.request_id for request in batch]
+            )
+        except StagemeshError as exc:
+            return [exc] * len(batch)
+        return errors

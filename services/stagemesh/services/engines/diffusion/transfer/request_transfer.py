@@ -12,6 +12,7 @@ from diffusers.modular_pipelines.modular_pipeline import BlockState, PipelineSta
 
 from stagemesh.common.errors import InvalidChunkError
 from stagemesh.common.tensors import Array
+from stagemesh.services.engines.diffusion import CONDITIONING, LATENTS, STATE
 from stagemesh.services.engines.diffusion.caches.step_caches import Caches
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
@@ -19,7 +20,6 @@ from stagemesh.services.engines.diffusion.transfer.serialization import Tree, de
 
 diffusers: Any = _diffusers
 
-_CONDITIONING, _LATENTS, _STATE = "conditioning", "latents", "state"
 _PROMPT_FIELDS = ("prompt", "negative_prompt", "image")
 _CONFIG = "_internal_dict"
 """Name of the attribute in which diffusers stores an object's configuration."""
@@ -34,56 +34,37 @@ class RequestTransfer:
         self._model = fingerprint(folder)
         blocks = getattr(diffusers, pipeline.family.blocks)()
         given = set(pipeline.request_input_names)
-        self._denoise_inputs = _names(blocks.sub_blocks["denoise"].inputs) - given
-        self._decode_inputs = _names(blocks.sub_blocks["decode"].inputs) - (given - {"height", "width"})
+        decoder_inputs = _names(blocks.sub_blocks["decode"].inputs) - (given - {"height", "width"})
+        needed = (_names(blocks.sub_blocks["denoise"].inputs) - given) | decoder_inputs
+        self._names = {CONDITIONING: needed, LATENTS: decoder_inputs, STATE: needed}
 
-    def serialize_conditioning(self, state: DiffusionRequestState) -> Array:
-        """Returns the encoding results that denoising and decoding need, serialized as uint8[bytes]."""
-        return self._serialize(_CONDITIONING, self._values(state, self._denoise_inputs | self._decode_inputs))
+    def serialize(self, state: DiffusionRequestState, kind: str) -> Array:
+        """Returns data of a request, serialized as uint8[bytes]. `kind` selects the data:
 
-    def restore_conditioning(self, state: DiffusionRequestState, data: Array) -> None:
-        """Sets the encoding results of `state` to the results that another stage has serialized in `data`.
+        - CONDITIONING: the encoding results that denoising and decoding need.
+        - LATENTS: the decoder's inputs. Before the last step, these inputs yield a preview.
+        - STATE: all data needed to resume the request after its last completed step.
+        """
+        tree = self._state(state) if kind == STATE else self._values(self._pipeline.end_loop(state), kind)
+        return serialize(tree, kind=kind, model=self._model)
+
+    def restore_values(self, state: DiffusionRequestState, kind: str, data: Array) -> None:
+        """Sets the values of `state` to the CONDITIONING or LATENTS that another stage has serialized in `data`.
 
         Raises InvalidChunkError if `data` is invalid.
         """
-        self._set_values(state, self._deserialize(_CONDITIONING, data), self._denoise_inputs | self._decode_inputs)
-
-    def serialize_latents(self, state: DiffusionRequestState) -> Array:
-        """Returns the decoder's inputs, serialized as uint8[bytes]. Before the last step, these inputs yield a
-        preview."""
-        return self._serialize(_LATENTS, self._values(self._pipeline.end_loop(state), self._decode_inputs))
-
-    def restore_latents(self, state: DiffusionRequestState, data: Array) -> None:
-        """Sets the decoder inputs of `state` to the inputs that another stage has serialized in `data`.
-
-        Raises InvalidChunkError if `data` is invalid.
-        """
-        self._set_values(state, self._deserialize(_LATENTS, data), self._decode_inputs)
-
-    def serialize_state(self, state: DiffusionRequestState) -> Array:
-        """Returns all data needed to resume the request after its last completed step, serialized as uint8[bytes]."""
-        needed = self._denoise_inputs | self._decode_inputs
-        return self._serialize(
-            _STATE,
-            {
-                "step_index": state.step_index,
-                "total_steps": state.total_steps,
-                "asked": self._settings(state.inputs),
-                "texts": _prompt_digest(state.inputs),
-                "values": self._values(state, needed),
-                "kinds": state.values.kwargs_mapping,
-                "loop": state.loop.as_dict() if state.loop is not None else None,
-                "scheduler": _attributes(state.scheduler),
-                "kept": self._caches.export(state.request_id) if self._caches is not None else [],
-            },
-        )
+        values = self._deserialize(kind, data)
+        if unknown := values.keys() - self._names[kind]:
+            raise InvalidChunkError(f"the model has no input {', '.join(sorted(map(str, unknown)))}")
+        for name, value in values.items():
+            state.values.set(name, value)
 
     def restore_state(self, request_id: str, inputs: DiffusionInputs, data: Array) -> DiffusionRequestState:
         """Returns a request that resumes after the last completed step in `data`.
 
         Raises InvalidChunkError if `data` is invalid or does not match `inputs`.
         """
-        tree = self._deserialize(_STATE, data)
+        tree = self._deserialize(STATE, data)
         state = DiffusionRequestState(request_id, inputs)
         try:
             self._check(inputs, settings=tree["asked"], prompt_digest=tree["texts"])
@@ -125,21 +106,25 @@ class RequestTransfer:
     def _caches(self) -> Caches | None:
         return self._pipeline.forwards.caches
 
-    def _serialize(self, kind: str, tree: dict[str, Tree]) -> Array:
-        return serialize(tree, kind=kind, model=self._model)
-
     def _deserialize(self, kind: str, data: Array) -> dict[str, Tree]:
         return deserialize(data, kind=kind, model=self._model, device=self._pipeline.device)
 
-    def _values(self, state: DiffusionRequestState, names: Iterable[str]) -> dict[str, Tree]:
-        values = {name: state.values.get(name) for name in sorted(names)}
-        return {name: value for name, value in values.items() if value is not None}
+    def _state(self, state: DiffusionRequestState) -> dict[str, Tree]:
+        return {
+            "step_index": state.step_index,
+            "total_steps": state.total_steps,
+            "asked": self._settings(state.inputs),
+            "texts": _prompt_digest(state.inputs),
+            "values": self._values(state, STATE),
+            "kinds": state.values.kwargs_mapping,
+            "loop": state.loop.as_dict() if state.loop is not None else None,
+            "scheduler": _attributes(state.scheduler),
+            "kept": self._caches.export(state.request_id) if self._caches is not None else [],
+        }
 
-    def _set_values(self, state: DiffusionRequestState, values: dict[str, Tree], names: set[str]) -> None:
-        if unknown := values.keys() - names:
-            raise InvalidChunkError(f"the model has no input {', '.join(sorted(map(str, unknown)))}")
-        for name, value in values.items():
-            state.values.set(name, value)
+    def _values(self, state: DiffusionRequestState, kind: str) -> dict[str, Tree]:
+        values = {name: state.values.get(name) for name in sorted(self._names[kind])}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def fingerprint(folder: Path) -> str:

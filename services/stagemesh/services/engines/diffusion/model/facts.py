@@ -1,5 +1,7 @@
-"""Estimates the device memory that requests need, from a model's configuration. Requests usually need less than
-estimated."""
+"""Properties of a loaded model that the engine needs to validate and admit requests.
+
+The memory that requests need is estimated from the model's configuration. Requests usually need less than estimated.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import torch
 
 from stagemesh.common.memory import available_bytes
+from stagemesh.services.engines.diffusion.model.families import Family
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.scheduling.admission import Footprint
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
@@ -20,35 +23,36 @@ _TEXT_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class ModelSizes:
-    """Estimated memory that requests to a model need per token and per pixel."""
+class ModelFacts:
+    """Properties of a loaded model, with the estimated memory that requests need per token and per pixel."""
 
-    size_multiple: int
-    """Height and width of an image must be multiples of this number of pixels."""
+    family: Family
     denoise_bytes: int
     """Memory for denoising, in bytes per token. 0 if the stage does not load the transformer."""
     decode_bytes: int
     """Memory for decoding, in bytes per pixel. 0 if the stage does not load the VAE."""
+    free_bytes: int
+    """Device memory that is available for requests after the model is loaded, in bytes."""
 
     def footprint(self, inputs: DiffusionInputs) -> Footprint:
         """Returns the estimated memory for a request with these inputs."""
-        tokens = image_tokens(inputs, size_multiple=self.size_multiple) + _TEXT_TOKENS
+        tokens = image_tokens(inputs, self.family) + _TEXT_TOKENS
         pixels = inputs.num_frames * inputs.height * inputs.width
         return Footprint(tokens * self.denoise_bytes, pixels * self.decode_bytes)
 
 
-def model_sizes(pipeline: ModularStepPipeline) -> ModelSizes:
-    """Returns the estimated memory that requests to a loaded pipeline need per token and per pixel."""
-    return ModelSizes(pipeline.family.size_multiple, _denoise_bytes(pipeline), _decode_bytes(pipeline))
+def model_facts(pipeline: ModularStepPipeline) -> ModelFacts:
+    """Returns the properties of a loaded pipeline."""
+    return ModelFacts(pipeline.family, _denoise_bytes(pipeline), _decode_bytes(pipeline), _free_bytes(pipeline.device))
 
 
-def image_tokens(inputs: DiffusionInputs, *, size_multiple: int) -> int:
+def image_tokens(inputs: DiffusionInputs, family: Family) -> int:
     """Returns the number of transformer tokens that represent the requested image or video."""
     frames = 1 + (inputs.num_frames - 1) // 4
-    return frames * (inputs.height // size_multiple) * (inputs.width // size_multiple)
+    return frames * (inputs.height // family.size_multiple) * (inputs.width // family.size_multiple)
 
 
-def free_bytes(device: torch.device) -> int:
+def _free_bytes(device: torch.device) -> int:
     """Returns the number of free bytes on a device.
 
     For the CPU, returns the number of bytes that this process can still allocate, or 0 if unknown.

@@ -1,1 +1,0 @@
-"""LoRA adapters for a diffusion transformer: reading, loading and activating them."""
