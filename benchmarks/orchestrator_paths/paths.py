@@ -7,7 +7,7 @@ from typing import Protocol, Self
 
 from benchmarks.orchestrator_paths.relay import UPSTREAM
 from stagemesh.common.connector_descriptors import number_of
-from stagemesh.orchestrator.planning.planner import policy_to_wire
+from stagemesh.orchestrator.request.step_calls import policy_to_wire
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import (

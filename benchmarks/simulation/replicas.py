@@ -11,12 +11,13 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.common.errors import NotFoundError, UnavailableError, UnsupportedError
 from stagemesh.common.notifier import Notifier
 from stagemesh.connectors.stream.wire import EdgeProbe
-from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST
+from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient
 from stagemesh.orchestrator.membership.base import Member, MembershipListener
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import stage_pb2
@@ -56,10 +57,10 @@ class World:
         for replica in self._holders.pop(request_id, ()):
             replica.forget(request_id)
 
-    def connect(self, member: Member) -> "SimulatedReplica":
+    def connect(self, member: Member) -> ReplicaClient:
         """Adds a replica for a member."""
         self.replicas.append(SimulatedReplica(member, self))
-        return self.replicas[-1]
+        return cast("ReplicaClient", self.replicas[-1])
 
     def note_lost(self, request_id: str, stage: str) -> None:
         """Records that the stage's step was lost."""

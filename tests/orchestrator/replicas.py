@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import cast
 
-from stagemesh.orchestrator.config import ReplicaAddress
 from stagemesh.orchestrator.fleet.replica import Replica, StepCost
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
+from stagemesh.orchestrator.membership.base import Member
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import stage_pb2
 
@@ -54,8 +54,7 @@ def ready_replica(
             registry.update(replica)
 
     replica = Replica(
-        stage,
-        ReplicaAddress(name, f"h:{name}"),
+        Member(stage, f"h:{name}", name),
         cast("ReplicaClient", None),
         on_change=changed,
         cost=cost,

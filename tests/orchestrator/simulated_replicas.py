@@ -7,12 +7,13 @@ import itertools
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.common.errors import NotFoundError, NotReadyError, UnavailableError, UnsupportedError
 from stagemesh.common.notifier import Notifier
 from stagemesh.connectors.stream.wire import EdgeProbe
-from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST
+from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient
 from stagemesh.orchestrator.membership.base import Member, MembershipListener
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import request_pb2, stage_pb2
@@ -42,10 +43,10 @@ class World:
         self.made: defaultdict[str, int] = defaultdict(int)
         """The total number of rows made, by stage."""
 
-    def connect(self, member: Member) -> "SimulatedReplica":
+    def connect(self, member: Member) -> ReplicaClient:
         """Starts the process of a member and returns its client."""
         replica = self.replicas[member.name] = SimulatedReplica(member, self)
-        return replica
+        return cast("ReplicaClient", replica)
 
 
 @dataclass

@@ -21,9 +21,8 @@ from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import Choice, Plan, Planner
 from stagemesh.orchestrator.request.history import History, Totals
-from stagemesh.orchestrator.request.lifecycle import RequestLifecycle
-from stagemesh.orchestrator.request.record import RequestRecord
-from stagemesh.orchestrator.request.registry import KnownRequest, RequestRegistry, fingerprint
+from stagemesh.orchestrator.request.lifecycle import RequestLifecycle, RequestRegistry, fingerprint
+from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.orchestrator.request.validation import ValidRequest, validate
 from stagemesh.orchestrator.spec import Pipeline
@@ -117,7 +116,7 @@ class Orchestrator:
         known.stop(CancelledRequestError("the request was cancelled by CancelRequest"))
         await asyncio.wait([known.ended])
 
-    def _start(self, request: ValidRequest, content: bytes, *, time_left_s: float | None) -> KnownRequest:
+    def _start(self, request: ValidRequest, content: bytes, *, time_left_s: float | None) -> RequestLifecycle:
         """Passes a new request to admission. A request that admission rejects at once is not stored."""
         if self._group is None:
             raise _not_running()
@@ -131,18 +130,18 @@ class Orchestrator:
             timeout_s=timeout_s,
         )
         record = RequestRecord(timeline)
-        lifecycle = RequestLifecycle(
+        known = RequestLifecycle(
             record,
+            fingerprint=content,
+            seed=request.seed,
             admission=self.admission,
             admission_request=admission_request,
             failover=self._failover,
             clock=self._clock,
         )
-        record.callers.stop_by(lifecycle.stop, max_unread_bytes=self.pipeline.limits.max_unread_bytes)
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        known = KnownRequest(content, request.seed, lifecycle.stop, record, ended)
+        record.callers.stop_by(known.stop, max_unread_bytes=self.pipeline.limits.max_unread_bytes)
         self.requests.add(request.request_id, known)
-        self._group.create_task(self._run(request, known, lifecycle), name=request.request_id)
+        self._group.create_task(self._run(request, known), name=request.request_id)
         return known
 
     def _plan(self, request: ValidRequest) -> Plan:
@@ -150,11 +149,11 @@ class Orchestrator:
         self.fleet.edge_connectors.check(route.edges)
         return self._planner.plan(route)
 
-    async def _run(self, request: ValidRequest, known: KnownRequest, lifecycle: RequestLifecycle) -> None:
+    async def _run(self, request: ValidRequest, known: RequestLifecycle) -> None:
         error: StagemeshError | None
         try:
             bytes_of = partial(made_bytes, pipeline=self.pipeline)
-            error = await lifecycle.run(request, partial(self._plan, request), bytes_of)
+            error = await known.run(request, partial(self._plan, request), bytes_of)
         except Exception:  # noqa: BLE001
             _log.exception("request %s failed unexpectedly", request.request_id)
             error = InternalError("the orchestrator failed; its log has the details")
@@ -163,7 +162,7 @@ class Orchestrator:
         record.timeline.end(error)
         self.totals.add(record.timeline)
         self.history.add(record.timeline)
-        if lifecycle.has_run and not record.callers.abandoned:
+        if known.has_run and not record.callers.abandoned:
             self.requests.end(request.request_id)
         else:
             self.requests.forget(request.request_id)

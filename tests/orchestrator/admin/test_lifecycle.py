@@ -16,9 +16,9 @@ from stagemesh.orchestrator.admin.inspection import Inspector
 from stagemesh.orchestrator.admin.lifecycle import Lifecycle, count_running
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
-from stagemesh.orchestrator.fleet.replica_client import GrpcReplicaClient, ReplicaClient
+from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.request.history import History
-from stagemesh.orchestrator.request.registry import RequestRegistry
+from stagemesh.orchestrator.request.lifecycle import RequestRegistry
 from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.rpc.channels import open_channel
@@ -142,7 +142,7 @@ async def test_the_number_of_concurrent_probes_is_limited(fleet: Fleet, director
 
 async def test_a_call_over_a_closed_connection_reports_an_unreachable_replica() -> None:
     channel = open_channel("127.0.0.1:1")
-    client = GrpcReplicaClient(channel, stage="b", replica="b-0", endpoint="127.0.0.1:1")
+    client = ReplicaClient(channel, stage="b", replica="b-0", endpoint="127.0.0.1:1")
     await channel.close()
     for call in (
         anext(client.watch_load()),
@@ -176,7 +176,7 @@ async def _asking() -> AsyncGenerator[tuple[grpc.aio.Channel, asyncio.Task[bytes
     endpoint = f"127.0.0.1:{await server.start()}"
     try:
         async with open_channel(endpoint) as channel:
-            client = GrpcReplicaClient(channel, stage="b", replica="b-0", endpoint=endpoint)
+            client = ReplicaClient(channel, stage="b", replica="b-0", endpoint=endpoint)
             asking = asyncio.create_task(client.control("ListSteps", b"", timeout_s=20))
             await asyncio.wait_for(controls.asked.wait(), 10)
             yield channel, asking

@@ -12,10 +12,10 @@ import pytest
 from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.notifier import Notifier
 from stagemesh.connectors.stream.wire import EdgeProbe, error_to_wire
-from stagemesh.orchestrator.config import ReplicaAddress
 from stagemesh.orchestrator.fleet.edge_connectors import PARTNERS, EdgeConnectors
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
-from stagemesh.orchestrator.fleet.replica_client import GrpcReplicaClient, ReplicaClient
+from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
+from stagemesh.orchestrator.membership.base import Member
 from stagemesh.orchestrator.spec import Edge
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
@@ -60,8 +60,8 @@ class _Answering:
 
 
 def _replica(name: str, client: _Answering | None = None) -> Replica:
-    address = ReplicaAddress(name, f"h:{name}")
-    replica = Replica(name[0], address, cast("ReplicaClient", client or _Answering()), on_change=lambda: None)
+    member = Member(name[0], f"h:{name}", name)
+    replica = Replica(member, cast("ReplicaClient", client or _Answering()), on_change=lambda: None)
     replica.observe(ReplicaState.READY, "")
     return replica
 
@@ -201,7 +201,7 @@ async def test_closing_the_client_fails_a_probe_that_runs() -> None:
     # Connections to this port are never accepted.
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
-        client = GrpcReplicaClient(open_channel(endpoint), stage="a", replica="a-0", endpoint=endpoint)
+        client = ReplicaClient(open_channel(endpoint), stage="a", replica="a-0", endpoint=endpoint)
         asking = asyncio.create_task(
             client.probe_edge("a->b", consumer="b-0", endpoint="h:1", connector="auto", timeout_s=20)
         )

@@ -12,8 +12,8 @@ import pytest
 
 from stagemesh.common.errors import InternalError, InvalidRequestError, StagemeshError, UnavailableError
 from stagemesh.orchestrator.fleet.replica import Replica
-from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, GrpcReplicaClient
-from stagemesh.orchestrator.request.event_relay import follow_step
+from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient
+from stagemesh.orchestrator.request.step_calls import follow_step
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES, open_channel
 from stagemesh.rpc.server import Server
 from stagemesh.services.stage.service import servicer
@@ -28,7 +28,7 @@ BOUND_S = 10
 class Caller:
     """A client of a scripted replica, and the events that its steps received."""
 
-    client: GrpcReplicaClient
+    client: ReplicaClient
     stage: ScriptedStage
     server: Server
     received: dict[str, list[str | None]] = field(default_factory=dict[str, list[str | None]])
@@ -52,7 +52,7 @@ async def _calling(script: Script = say_hello) -> AsyncGenerator[Caller]:
     stage = ScriptedStage("a", script=script)
     server, endpoint = await serve(stage)
     channel = open_channel(endpoint)
-    client = GrpcReplicaClient(channel, stage="a", replica="a-0", endpoint=endpoint)
+    client = ReplicaClient(channel, stage="a", replica="a-0", endpoint=endpoint)
     try:
         yield Caller(client, stage, server)
     finally:
@@ -224,7 +224,7 @@ async def test_a_service_without_the_method_does_not_count_as_lost() -> None:
     server = Server("127.0.0.1:0")
     endpoint = f"127.0.0.1:{await server.start()}"
     async with open_channel(endpoint) as channel:
-        client = GrpcReplicaClient(channel, stage="a", replica="a-0", endpoint=endpoint)
+        client = ReplicaClient(channel, stage="a", replica="a-0", endpoint=endpoint)
         with pytest.raises(StagemeshError) as caught:
             await client.execute(stage_pb2.ExecuteStepRequest(), timeout_s=BOUND_S, take=lambda _: None)
         await client.close()

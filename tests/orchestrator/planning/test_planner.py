@@ -4,10 +4,10 @@ from typing import cast
 import pytest
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
-from stagemesh.orchestrator.config import ReplicaAddress
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
+from stagemesh.orchestrator.membership.base import Member
 from stagemesh.orchestrator.planning.planner import Planner
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.v1 import stage_pb2
@@ -146,7 +146,7 @@ def test_a_replica_of_another_pipeline_is_rejected(pipeline: Pipeline, field: st
         state=stage_pb2.REPLICA_STATE_READY,
     )
     setattr(description, field, value)
-    replica = Replica("a", ReplicaAddress("a-0", "h:1"), cast("ReplicaClient", None), on_change=lambda: None)
+    replica = Replica(Member("a", "h:1", "a-0"), cast("ReplicaClient", None), on_change=lambda: None)
     replica.observe_description(description, pipeline)
     assert replica.state is ReplicaState.FAILED
     assert replica.detail.startswith(f"refused: its {field.replace('_', ' ')} is {value}, expected")

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from stagemesh.common.errors import ExistsError, StaleAttemptError
-from stagemesh.orchestrator.request.record import RequestRecord
+from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
 from tests.orchestrator.mesh import Mesh, ask, mesh, texts
 from tests.orchestrator.scripted_stage import ACCEPTED, Response, Script, ScriptedStage, hang, say_hello, text_output

@@ -12,11 +12,11 @@ import pytest
 from stagemesh.common.errors import CancelledRequestError, InternalError, StagemeshError, UnavailableError
 from stagemesh.orchestrator.admission import Admission, AdmissionRequest
 from stagemesh.orchestrator.fleet.replica import Replica
-from stagemesh.orchestrator.fleet.step_stream import TakeEvent
+from stagemesh.orchestrator.fleet.replica_client import TakeEvent
 from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import Plan, PlannedStep, Planner
 from stagemesh.orchestrator.request.lifecycle import RequestLifecycle
-from stagemesh.orchestrator.request.record import RequestRecord
+from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.run import RequestRun
 from stagemesh.orchestrator.request.validation import ValidRequest
 from stagemesh.orchestrator.spec import Limits, load_pipeline
@@ -39,7 +39,12 @@ def _life() -> RequestLifecycle:
 
 def _life_of(admission: Admission, request_id: str) -> RequestLifecycle:
     return RequestLifecycle(
-        RequestRecord(), admission=admission, admission_request=AdmissionRequest(request_id), failover=FAILOVER
+        RequestRecord(),
+        fingerprint=b"content",
+        seed=7,
+        admission=admission,
+        admission_request=AdmissionRequest(request_id),
+        failover=FAILOVER,
     )
 
 
@@ -121,7 +126,7 @@ async def test_a_failed_run_without_references_is_freed_at_once(tmp_path: Path, 
         on_end=lambda _: lambda: None,
         client=_FailingClient(),
     )
-    step = PlannedStep(stage, cast("Replica", replica), (), (), {}, lambda: None)
+    step = PlannedStep(stage, cast("Replica", replica), lambda: None)
     run = RequestRun(
         _request(), Plan((step,), Route((stage,), (), {})), RequestRecord(), failover=FAILOVER, timeout_s=10
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.errors import InternalError
-from stagemesh.orchestrator.request.record import RequestRecord
-from stagemesh.orchestrator.request.registry import RequestRegistry
+from stagemesh.orchestrator.request.lifecycle import RequestRegistry
+from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.v1 import stage_pb2
 from tests.orchestrator.mesh import mesh
 from tests.orchestrator.scripted_stage import ACCEPTED, Response, ScriptedStage

@@ -1,17 +1,29 @@
 import asyncio
+from typing import cast
 
 import pytest
 
 from stagemesh.common.errors import ExistsError
-from stagemesh.orchestrator.request.record import RequestRecord
-from stagemesh.orchestrator.request.registry import KnownRequest, RequestRegistry
+from stagemesh.orchestrator.admission import Admission, AdmissionRequest
+from stagemesh.orchestrator.planning.failover import Failover
+from stagemesh.orchestrator.planning.planner import Planner
+from stagemesh.orchestrator.request.lifecycle import RequestLifecycle, RequestRegistry
+from stagemesh.orchestrator.request.output_record import RequestRecord
+from stagemesh.orchestrator.spec import Limits
 
 
-def _known(*, size_bytes: int = 0) -> KnownRequest:
+def _known(*, size_bytes: int = 0) -> RequestLifecycle:
+    limits = Limits(max_in_flight=1, max_in_flight_bytes=1 << 30, max_queued=1, max_queued_bytes=1 << 30)
     record = RequestRecord()
     record.size_bytes = size_bytes
-    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    return KnownRequest(b"content", 7, lambda _: None, record, ended)
+    return RequestLifecycle(
+        record,
+        fingerprint=b"content",
+        seed=7,
+        admission=Admission(limits),
+        admission_request=AdmissionRequest("r"),
+        failover=Failover(cast("Planner", None)),
+    )
 
 
 async def test_an_ended_request_can_be_found_for_a_while() -> None:

@@ -3,7 +3,7 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.orchestrator.request.record import Resumption
+from stagemesh.orchestrator.request.output_record import Resumption
 from stagemesh.v1.request_pb2 import Image, Output
 
 PIECES = st.lists(st.text(max_size=6), max_size=8)

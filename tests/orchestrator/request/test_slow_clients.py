@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from stagemesh.orchestrator.request.record import RequestRecord
+from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN, ask, mesh

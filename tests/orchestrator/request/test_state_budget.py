@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from stagemesh.orchestrator.planning.planner import PlannedStep
 from stagemesh.orchestrator.planning.state_budget import StateBudget
-from stagemesh.orchestrator.request.step_state import StepState
+from stagemesh.orchestrator.request.recovery import StepState
 from stagemesh.v1 import stage_pb2
 
 

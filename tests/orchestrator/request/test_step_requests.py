@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.orchestrator.request.recovery import Graph
-from stagemesh.orchestrator.request.step_requests import StepRequests
+from stagemesh.common.notifier import Notifier
+from stagemesh.orchestrator.request.failures import Failures
+from stagemesh.orchestrator.request.output_record import RequestRecord
+from stagemesh.orchestrator.request.step_calls import StepCalls
 from stagemesh.orchestrator.request.validation import validate
 from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.orchestrator.spec.model import Route
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2, tensor_pb2
 from tests.orchestrator.mesh import CHAIN
@@ -37,7 +40,10 @@ def test_a_checkpoint_without_a_state_is_useless(tmp_path: Path) -> None:
     assert requests.can_resume_from(stage_pb2.Checkpoint(steps=3, token_ids=[5, 6, 7]))
 
 
-def _requests(folder: Path, prompt_bytes: int) -> StepRequests:
+def _requests(folder: Path, prompt_bytes: int) -> StepCalls:
     (folder / "chain.yaml").write_text(CHAIN)
     given = orchestrator_pb2.GenerateRequest(input=request_pb2.Input(text="x" * prompt_bytes))
-    return StepRequests(validate(given, load_pipeline(str(folder / "chain.yaml"))), Graph((), ()), {})
+    request, changed = validate(given, load_pipeline(str(folder / "chain.yaml"))), Notifier()
+    return StepCalls(
+        request, Route((), (), {}), {}, record=RequestRecord(), failures=Failures(changed), changed=changed
+    )

@@ -9,7 +9,7 @@ requests of the same kind, because the limits apply to sums. Each engine limits 
 """
 
 from stagemesh.orchestrator.admission.ticket import AdmissionRequest
-from stagemesh.orchestrator.request.record import RequestRecord
+from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.validation import ValidRequest
 from stagemesh.orchestrator.spec import Pipeline
 

@@ -7,9 +7,8 @@ from enum import Enum
 
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.notifier import Notifier
-from stagemesh.orchestrator.config import ReplicaAddress
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
-from stagemesh.orchestrator.membership.base import find_refusal
+from stagemesh.orchestrator.membership.base import Member, find_refusal
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import stage_pb2
 
@@ -162,8 +161,7 @@ class Replica:
 
     def __init__(
         self,
-        stage: str,
-        address: ReplicaAddress,
+        member: Member,
         client: ReplicaClient,
         *,
         on_change: Callable[[], None],
@@ -171,9 +169,8 @@ class Replica:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Creates a replica. `on_change` is called after each change of its state or of its holds."""
-        self.stage = stage
-        self.name = address.name
-        self.endpoint = address.endpoint
+        self.stage, self.endpoint = member.stage, member.endpoint
+        self.name = member.name or member.endpoint
         self.client = client
         self.load = LoadEstimate(cost or StepCost(), clock=clock)
         self.incarnation = self.generation = self.host = self.zone = ""

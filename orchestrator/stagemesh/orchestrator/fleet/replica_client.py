@@ -1,51 +1,67 @@
-"""Calls from the orchestrator to one replica of a stage."""
+"""Calls from the orchestrator to one replica of a stage. The steps of all requests share one gRPC stream."""
 
 import asyncio
+import itertools
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 from contextlib import contextmanager
+from contextvars import Context, copy_context
 from copy import copy
 from typing import Any, Protocol, TypeAlias, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stagemesh.common.connector_descriptors import ConnectorName, number_of
-from stagemesh.common.errors import StagemeshError, UnavailableError
-from stagemesh.connectors.stream.wire import EdgeProbe, probe_from_wire
-from stagemesh.orchestrator.fleet.step_stream import StepStream, TakeEvent
+from stagemesh.common.errors import Code, InternalError, InvalidRequestError, StagemeshError, UnavailableError
+from stagemesh.connectors.stream.wire import EdgeProbe, error_from_wire, probe_from_wire
+from stagemesh.orchestrator.fleet.step_stream import TakeEvent
+from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.rpc.error_mapping import from_rpc_error
+from stagemesh.rpc.message_streams import ClientStream
 from stagemesh.v1 import control_pb2, stage_pb2, stage_pb2_grpc
 
 REPLICA_LOST = "REPLICA_LOST"
 CONTROL_NAME = control_pb2.DESCRIPTOR.services_by_name["StageControlService"].full_name
+_EXECUTE_STEPS = f"/{stage_pb2.DESCRIPTOR.services_by_name['StageService'].full_name}/ExecuteSteps"
 _LOAD_INTERVAL_S = 0.5
 _IDLE_INTERVAL_S = 30.0
 _DIAL_S = 1.0
 
 # The codes that gRPC itself reports if the replica or the connection fails. Errors of a service have a reason.
-_BROKEN = frozenset(
-    {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
-)
-_BROKEN_CODES = frozenset(code.value[0] for code in _BROKEN)
+_BROKEN = frozenset({Code.UNAVAILABLE, Code.CANCELLED, Code.UNKNOWN, Code.INTERNAL})
 
+TakeEvent: TypeAlias = Callable[[stage_pb2.ExecuteStepResponse], None]
 _UnaryBytes: TypeAlias = Callable[..., Awaitable[bytes]]
 
 
-class ReplicaClient(Protocol):
-    """The calls to the replica at one address. They raise the errors of `stagemesh.common.errors`."""
+class ReplicaClient:
+    """Calls the replica at one address over a gRPC channel. The calls raise the errors of `stagemesh.common.errors`."""
+
+    def __init__(self, channel: grpc.aio.Channel, *, stage: str, replica: str, endpoint: str) -> None:
+        """Creates a client, which closes the channel in `close`."""
+        self._channel, self._endpoint = channel, endpoint
+        self._stub = stage_pb2_grpc.StageServiceStub(channel)
+        self._health = health_pb2_grpc.HealthStub(channel)
+        self._errors = _ReplicaErrors(stage=stage, replica=replica, endpoint=endpoint)
+        self._steps: _StepStream | None = None
 
     def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> Awaitable[None]:
-        """Executes a step until it ends, and calls `take` with each event.
+        """Executes a step until it ends, and calls `take` with each event. Cancelling this call cancels the step.
 
-        If `take` raises an error, ends the call and raises it.
-
-        Cancelling this call cancels the step. Raises UnavailableError (REPLICA_LOST) if the replica terminates or
-        becomes unreachable.
+        Raises the error with which the step failed, or the error that `take` raised. Raises UnavailableError
+        (REPLICA_LOST) if the replica terminates or becomes unreachable.
         """
-        ...
+        if self._steps is None or self._steps.is_closed:
+            with self._errors.mapped():
+                self._steps = _StepStream(self._channel, self._errors)
+        return self._steps.execute(request, timeout_s=timeout_s, take=take)
 
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
         """Cancels a request's steps on the replica. Returns after the engine has released them."""
+        with self._errors.mapped():
+            await self._stub.CancelStep(request, timeout=timeout_s)
 
     async def rebind(self, request: stage_pb2.RebindStepRequest, *, timeout_s: float) -> None:
         """Replaces the upstream or downstream replicas on some edges of a running step.
@@ -53,6 +69,8 @@ class ReplicaClient(Protocol):
         Raises NotFoundError (UNKNOWN_STEP) if the step is not running on the replica. Raises NotReadyError (CHUNK_GONE)
         if the replica no longer retains the first chunks of an outgoing edge.
         """
+        with self._errors.mapped():
+            await self._stub.RebindStep(request, timeout=timeout_s)
 
     async def probe_edge(
         self, edge: str, *, consumer: str, endpoint: str, connector: ConnectorName, timeout_s: float
@@ -61,101 +79,47 @@ class ReplicaClient(Protocol):
 
         Raises the reason as an error if no connector works.
         """
-        ...
+        request = stage_pb2.ProbeEdgeRequest(
+            edge=edge, consumer=consumer, endpoint=endpoint, connector=number_of(connector)
+        )
+        with self._errors.mapped():
+            return probe_from_wire(await self._stub.ProbeEdge(request, timeout=timeout_s))
 
     async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
         """Returns the replica's state, identity and location."""
-        ...
+        with self._errors.mapped():
+            return await self._stub.Describe(stage_pb2.DescribeRequest(), timeout=timeout_s)
 
-    def watch_load(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
+    async def watch_load(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
         """Yields load reports of the replica periodically, less often if the replica is idle.
 
         Iterate within `aclosing`.
         """
-        ...
+        request = stage_pb2.WatchLoadRequest(interval_s=_LOAD_INTERVAL_S, idle_interval_s=_IDLE_INTERVAL_S)
+        with self._errors.mapped():
+            call = self._stub.WatchLoad(request)
+            try:
+                async for report in call:
+                    yield report
+            finally:
+                call.cancel()
 
     async def wait_while_serving(self) -> None:
         """Waits until the replica reports that it no longer accepts steps.
 
         Raises a StagemeshError if the replica becomes unreachable.
         """
+        with self._errors.mapped():
+            call = _watch_health(self._health)
+            try:
+                async for answer in call:
+                    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+                        return
+            finally:
+                call.cancel()
 
     async def is_port_closed(self) -> bool:
         """Returns True if certainly no process listens at the address, and False otherwise."""
-        ...
-
-    async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
-        """Calls the named method of StageControlService. The request and the response are serialized messages."""
-        ...
-
-    async def close(self) -> None:
-        """Closes the connection, which ends all calls. Idempotent."""
-
-
-class GrpcReplicaClient:
-    """Calls a replica over a gRPC channel. Closes the channel in `close`."""
-
-    def __init__(self, channel: grpc.aio.Channel, *, stage: str, replica: str, endpoint: str) -> None:
-        self._channel, self._endpoint = channel, endpoint
-        self._stub = stage_pb2_grpc.StageServiceStub(channel)
-        self._health = health_pb2_grpc.HealthStub(channel)
-        self._location = {"stage": stage, "replica": replica}
-        self._peer = f"stage {stage!r} (replica {replica} at {endpoint})"
-        self._steps: StepStream | None = None
-
-    def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> Awaitable[None]:
-        if self._steps is None or self._steps.is_closed:
-            with self._mapping_errors():
-                self._steps = StepStream(
-                    self._channel, peer=self._peer, location=self._location, to_error=self._stream_error
-                )
-        return self._steps.execute(request, timeout_s=timeout_s, take=take)
-
-    async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
-        with self._mapping_errors():
-            await self._stub.CancelStep(request, timeout=timeout_s)
-
-    async def rebind(self, request: stage_pb2.RebindStepRequest, *, timeout_s: float) -> None:
-        with self._mapping_errors():
-            await self._stub.RebindStep(request, timeout=timeout_s)
-
-    async def probe_edge(
-        self, edge: str, *, consumer: str, endpoint: str, connector: ConnectorName, timeout_s: float
-    ) -> EdgeProbe:
-        request = stage_pb2.ProbeEdgeRequest(
-            edge=edge, consumer=consumer, endpoint=endpoint, connector=number_of(connector)
-        )
-        with self._mapping_errors():
-            return probe_from_wire(await self._stub.ProbeEdge(request, timeout=timeout_s))
-
-    async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
-        with self._mapping_errors():
-            return await self._stub.Describe(stage_pb2.DescribeRequest(), timeout=timeout_s)
-
-    async def watch_load(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
-        request = stage_pb2.WatchLoadRequest(interval_s=_LOAD_INTERVAL_S, idle_interval_s=_IDLE_INTERVAL_S)
-        with self._mapping_errors():
-            call = self._stub.WatchLoad(request)
-        try:
-            async for report in call:
-                yield report
-        except grpc.aio.AioRpcError as exc:
-            raise from_rpc_error(exc, peer=self._peer) from exc
-        finally:
-            call.cancel()
-
-    async def wait_while_serving(self) -> None:
-        call = _watch_health(self._health)
-        try:
-            async for answer in call:
-                if answer.status != health_pb2.HealthCheckResponse.SERVING:
-                    return
-        except grpc.aio.AioRpcError as exc:
-            raise from_rpc_error(exc, peer=self._peer) from exc
-        finally:
-            call.cancel()
-
-    async def is_port_closed(self) -> bool:
         host, _, port = self._endpoint.rpartition(":")
         try:
             async with asyncio.timeout(_DIAL_S):
@@ -168,38 +132,41 @@ class GrpcReplicaClient:
         return False
 
     async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
+        """Calls the named method of StageControlService. The request and the response are serialized messages."""
         call = cast("_UnaryBytes", cast("Any", self._channel).unary_unary(f"/{CONTROL_NAME}/{method}"))
-        with self._mapping_errors():
+        with self._errors.mapped():
             return await call(request, timeout=timeout_s)
 
     async def close(self) -> None:
+        """Closes the connection, which ends all calls. Idempotent."""
         if self._steps is not None:
             await self._steps.close()
         await self._channel.close()
 
+
+class _ReplicaErrors:
+    """Creates the errors of calls to one replica. Their messages and metadata name the replica."""
+
+    def __init__(self, *, stage: str, replica: str, endpoint: str) -> None:
+        self.location = {"stage": stage, "replica": replica}
+        self.peer = f"stage {stage!r} (replica {replica} at {endpoint})"
+
     @contextmanager
-    def _mapping_errors(self) -> Generator[None]:
+    def mapped(self) -> Generator[None]:
         """Converts errors of gRPC calls to StagemeshErrors, also if the channel is closed before or during the call."""
         try:
             yield
         except grpc.aio.AioRpcError as exc:
-            raise self._call_error(exc) from exc
+            raise self._after_call(exc) from exc
         except grpc.aio.UsageError as exc:
             raise self._lost(f"is no longer connected ({exc})") from exc
         except asyncio.CancelledError as exc:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise self._lost("is no longer connected (its channel was closed)") from exc
+            raise self.after_stream(None, running=False) from exc
 
-    def _call_error(self, exc: grpc.aio.AioRpcError) -> StagemeshError:
-        error = from_rpc_error(exc, peer=self._peer).located(**self._location)
-        # An error that gRPC reports contains the name of this client's peer. An error that the stage forwards does not.
-        if error.metadata.get("peer") != self._peer or exc.code() not in _BROKEN:
-            return error
-        return self._lost(f"cannot be reached ({exc.details()})")
-
-    def _stream_error(self, error: StagemeshError | None, *, running: bool) -> StagemeshError:
+    def after_stream(self, error: StagemeshError | None, *, running: bool) -> StagemeshError:
         """Returns the error of a step after its stream has ended with `error`.
 
         - `error` is None if the orchestrator closed the stream.
@@ -207,19 +174,172 @@ class GrpcReplicaClient:
         """
         if error is None:
             return self._lost("is no longer connected (its channel was closed)")
-        if error.code not in _BROKEN_CODES:
-            return copy(error).located(**self._location)
+        if error.code not in _BROKEN:
+            return copy(error).located(**self.location)
         return self._lost(
             f"{'became unreachable while the request ran' if running else 'cannot be reached'} ({error.message})"
         )
 
+    def too_large(self, size_bytes: int) -> InvalidRequestError:
+        """Returns the error of a step whose serialized request has `size_bytes` bytes, which exceeds the limit."""
+        return InvalidRequestError(
+            f"the request to {self.peer} is {size_bytes} bytes long; the limit is {MAX_MESSAGE_BYTES}; shorten the "
+            "input",
+            reason="REQUEST_TOO_LARGE",
+            metadata=self.location,
+        )
+
+    def _after_call(self, exc: grpc.aio.AioRpcError) -> StagemeshError:
+        error = from_rpc_error(exc, peer=self.peer).located(**self.location)
+        # An error that gRPC reports contains the name of this client's peer. An error that the stage forwards does not.
+        is_broken = error.metadata.get("peer") == self.peer and error.code in _BROKEN
+        return self._lost(f"cannot be reached ({exc.details()})") if is_broken else error
+
     def _lost(self, event: str) -> UnavailableError:
         return UnavailableError(
-            f"{self._peer} {event}; a supervised replica is restarted: try again",
+            f"{self.peer} {event}; a supervised replica is restarted: try again",
             reason=REPLICA_LOST,
-            metadata=self._location,
+            metadata=self.location,
             retry_after_s=1.0,
         )
+
+
+class _StepStream:
+    """Executes steps over one ExecuteSteps stream. If `is_closed` is True, the stream must be replaced."""
+
+    def __init__(self, channel: grpc.aio.Channel, errors: _ReplicaErrors) -> None:
+        """Opens the stream. Requires a running event loop."""
+        self.is_closed = False
+        """Whether the stream has ended, so that it can execute no further steps."""
+        self._is_closing = False
+        """Whether new calls are rejected, because the stream has ended or the replica has announced its end."""
+        self._errors = errors
+        self._calls: dict[int, _Call] = {}
+        self._numbers = itertools.count(1)
+        self._unsent: dict[int, bytes] = {}
+        """The serialized step requests that were not sent yet, by call number. Cancellations are sent before them."""
+        self._cancelled: deque[int] = deque()
+        self._stream = ClientStream(channel, self, peer=f"replica {errors.location['replica']}", method=_EXECUTE_STEPS)
+        # The context is empty, because the stream does not belong to the request that happens to be the first.
+        self._running = asyncio.create_task(self._stream.run(), name=f"steps at {errors.peer}", context=Context())
+
+    async def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> None:
+        """Executes a step until it ends, and calls `take` with each event. Cancelling this call cancels the step.
+
+        Raises the error with which the step failed, or the error that `take` raised.
+        """
+        if self._is_closing:
+            raise self._errors.after_stream(None, running=False)
+        number = next(self._numbers)
+        message = stage_pb2.ExecuteStepsRequest(call=number, step=request, timeout_s=timeout_s).SerializeToString()
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise self._errors.too_large(len(message))
+        call = self._calls[number] = _Call(take)
+        self._unsent[number] = message
+        del request, message
+        self.writable()
+        try:
+            await call.ended
+            call.raise_failure()
+        finally:
+            del self._calls[number]
+            if self._unsent.pop(number, None) is None and not call.has_ended:
+                self._cancelled.append(number)
+                self.writable()
+            # A raised error refers to this frame, which would keep the call alive.
+            del call
+
+    async def close(self) -> None:
+        """Closes the stream, which ends all of its calls. Idempotent."""
+        self._stream.close()
+        await asyncio.wait([self._running])
+
+    # -- StreamHandler
+
+    def received(self, data: bytes) -> None:
+        try:
+            response = stage_pb2.ExecuteStepsResponse.FromString(data)
+        except DecodeError as exc:
+            raise InternalError(f"{self._errors.peer} sent a message that is not an ExecuteStepsResponse") from exc
+        for message in response.messages:
+            call = self._calls.get(message.call)
+            if call is None:
+                continue
+            if message.HasField("event"):
+                call.take(message.event)
+            elif message.ended.HasField("error"):
+                call.end(error_from_wire(message.ended.error).located(**self._errors.location))
+            else:
+                call.end(None)
+        if response.closing:
+            self._is_closing = True
+            self._stream.finish()
+
+    def writable(self) -> None:
+        while not self._is_closing and self._stream.is_writable:
+            if self._cancelled:
+                self._stream.write(stage_pb2.ExecuteStepsRequest(call=self._cancelled.popleft()).SerializeToString())
+            elif self._unsent:
+                self._stream.write(self._unsent.pop(next(iter(self._unsent))))
+            else:
+                break
+
+    def closed(self, error: StagemeshError | None) -> None:
+        self.is_closed = self._is_closing = True
+        self._unsent.clear()
+        self._cancelled.clear()
+        for call in self._calls.values():
+            call.end(self._errors.after_stream(error, running=call.has_events))
+
+
+class _Call:
+    """The execution of one step on the stream."""
+
+    def __init__(self, take: TakeEvent) -> None:
+        self.has_events = self.has_ended = False
+        """Whether an event has arrived (`has_events`), and whether the replica has ended the call (`has_ended`)."""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failure: Exception | None = None
+        self._take, self._context = take, copy_context()
+
+    def take(self, event: stage_pb2.ExecuteStepResponse) -> None:
+        self.has_events = True
+        if self.ended.done():
+            return
+        try:
+            self._context.run(self._take, _detached(event))
+        except Exception as exc:  # noqa: BLE001
+            self._end(exc)
+
+    def end(self, error: StagemeshError | None) -> None:
+        self.has_ended = True
+        self._end(error)
+
+    def raise_failure(self) -> None:
+        """Raises the error with which the step failed, if any. Must be called only once."""
+        failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure
+
+    def _end(self, failure: Exception | None) -> None:
+        if not self.ended.done():
+            self._failure = failure
+            self.ended.set_result(None)
+
+
+def _detached(event: stage_pb2.ExecuteStepResponse) -> stage_pb2.ExecuteStepResponse:
+    """Returns a copy of an event that does not keep the event's whole message in memory.
+
+    Returns outputs as they are, because outputs are never retained.
+    """
+    if event.HasField("output"):
+        return event
+    own = stage_pb2.ExecuteStepResponse()
+    own.CopyFrom(event)
+    return own
 
 
 class _HealthWatch(Protocol):

@@ -1,4 +1,4 @@
-"""Plans requests: chooses a replica for each stage, and describes the work of each stage.
+"""Plans requests: chooses a replica for each stage.
 
 The planner compares a few random replicas of a stage, and selects the replica with the least remaining work. If several
 have about the same amount of work, it prefers a co-located replica.
@@ -15,13 +15,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from stagemesh.common.connector_descriptors import number_of
 from stagemesh.common.errors import UnavailableError
-from stagemesh.connectors.edge import ChunkPolicy, FramesPolicy, WholePolicy
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
 from stagemesh.orchestrator.fleet.replica_registry import RandomPool, ReadyReplicas, ReplicaRegistry
-from stagemesh.orchestrator.spec import Edge, Pipeline, Route, Stage
-from stagemesh.v1 import stage_pb2
+from stagemesh.orchestrator.spec import Pipeline, Route, Stage
 
 _CANDIDATES = 3
 # The additional work in seconds that a co-located replica may have and still be preferred. This is about the cost of
@@ -73,23 +70,12 @@ class LeastWork:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """The work of one stage for one request: the replica that runs the stage, and the bindings of the stage's edges."""
+    """One stage of one request, and the replica that runs it."""
 
     stage: Stage
     replica: Replica
-    inputs: tuple[stage_pb2.InputBinding, ...]
-    outputs: tuple[stage_pb2.OutputBinding, ...]
-    output_names: Mapping[str, str]
-    """The pipeline's names of the stage's outputs, by the stage's own tensor names."""
     release: Callable[[], None]
     """Removes the step from the load of its replica. Idempotent."""
-    absent: tuple[str, ...] = ()
-    """The tensors that the stage accepts but that no edge of this request delivers."""
-
-    @property
-    def takes_input(self) -> bool:
-        """Whether the client's input is sent to this stage, because no edge of this request leads to it."""
-        return not self.inputs
 
 
 @dataclass(frozen=True)
@@ -110,17 +96,8 @@ class Plan:
         return {step.stage.name: step.replica.name for step in self.steps}
 
     def moved(self, stage: str, replica: Replica) -> "Plan":
-        """Returns a plan in which `replica` runs the stage. The step then counts as load on that replica.
-
-        The bindings of the upstream and downstream stages refer to the new replica.
-        """
-        chosen = {step.stage.name: step.replica for step in self.steps} | {stage: replica}
-        steps = tuple(
-            _step(step.stage, self.route, chosen)
-            if step.stage.name == stage
-            else _step(step.stage, self.route, chosen, release=step.release)
-            for step in self.steps
-        )
+        """Returns a plan in which `replica` runs the stage. The step then counts as load on that replica."""
+        steps = tuple(_step(step.stage, replica) if step.stage.name == stage else step for step in self.steps)
         return replace(self, steps=steps)
 
     def release(self) -> None:
@@ -160,7 +137,7 @@ class Planner:
             replica = self._choice.choose(ready[stage.name], near=self._adjacent(stage.name, chosen))
             assert replica is not None, "the generation has a ready replica of each stage"
             chosen[stage.name] = replica
-        return Plan(tuple(_step(stage, route, chosen) for stage in route.stages), route, generation)
+        return Plan(tuple(_step(stage, chosen[stage.name]) for stage in route.stages), route, generation)
 
     def choose_again(self, stage: str, plan: Plan, *, avoid: Collection[Replica]) -> Replica:
         """Returns a replacement replica for one stage of a plan: ready, of the plan's generation, and not in `avoid`.
@@ -216,51 +193,8 @@ def _no_common_generation() -> UnavailableError:
     )
 
 
-def _step(
-    stage: Stage, route: Route, chosen: Mapping[str, Replica], *, release: Callable[[], None] | None = None
-) -> PlannedStep:
-    incoming, outgoing = route.incoming[stage.name], route.outgoing[stage.name]
-    return PlannedStep(
-        stage=stage,
-        replica=chosen[stage.name],
-        inputs=tuple(_input_binding(edge, chosen[edge.producer]) for edge in incoming),
-        outputs=tuple(_output_binding(edge, chosen[edge.consumer]) for edge in outgoing),
-        output_names={output.tensor: output.name for output in route.outputs.values() if output.stage == stage.name},
-        release=release or chosen[stage.name].load.place(),
-        absent=route.absent(stage),
-    )
-
-
-def _input_binding(edge: Edge, producer: Replica) -> stage_pb2.InputBinding:
-    return stage_pb2.InputBinding(
-        edge=edge.name, producer=producer.name, transform=edge.transform or "", apart=edge.apart
-    )
-
-
-def _output_binding(edge: Edge, consumer: Replica) -> stage_pb2.OutputBinding:
-    return stage_pb2.OutputBinding(
-        edge=edge.name,
-        consumer=consumer.name,
-        endpoint=consumer.endpoint,
-        connector=number_of(edge.connector),
-        policy=policy_to_wire(edge.policy),
-        tensors=edge.tensors,
-        tokens=stage_pb2.TokenSelection.Value(f"TOKEN_SELECTION_{edge.tokens.upper()}"),
-    )
-
-
-def policy_to_wire(policy: ChunkPolicy) -> stage_pb2.ChunkPolicy:
-    """Converts a chunk policy to its protobuf message. StepPolicy is the empty message."""
-    if isinstance(policy, WholePolicy):
-        return stage_pb2.ChunkPolicy(whole=stage_pb2.WholePolicy())
-    if isinstance(policy, FramesPolicy):
-        frames = stage_pb2.FramesPolicy(
-            frames=policy.frames,
-            initial_frames=policy.initial_frames,
-            left_context_frames=policy.left_context_frames,
-        )
-        return stage_pb2.ChunkPolicy(frames=frames)
-    return stage_pb2.ChunkPolicy()
+def _step(stage: Stage, replica: Replica) -> PlannedStep:
+    return PlannedStep(stage, replica, release=replica.load.place())
 
 
 def _may_become_ready(replica: Replica) -> bool:

@@ -16,8 +16,7 @@ from stagemesh.common.errors import Code, StagemeshError, UnavailableError
 from stagemesh.common.notifier import Notifier
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST
-from stagemesh.orchestrator.request.recovery import Phase
-from stagemesh.orchestrator.request.step_state import StepState
+from stagemesh.orchestrator.request.recovery import Phase, StepState
 
 POISON_REQUEST = "POISON_REQUEST"
 NOT_REBOUND = "NOT_REBOUND"

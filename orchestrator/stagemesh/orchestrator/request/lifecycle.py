@@ -1,20 +1,27 @@
-"""Runs one request from its arrival to its end: admission, planning and execution."""
+"""Runs each request from its arrival to its end, and finds requests by id.
+
+`RequestLifecycle` is one request: its admission, planning and execution. `RequestRegistry` contains the running
+requests, and the recently ended requests to which a caller can still attach.
+"""
 
 import asyncio
+import hashlib
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 
 from stagemesh.common.backoff import Backoff
-from stagemesh.common.errors import StagemeshError
+from stagemesh.common.errors import ExistsError, StagemeshError
 from stagemesh.orchestrator.admission import Admission, AdmissionRequest, TicketState
 from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import NotReadyYetError, Plan
-from stagemesh.orchestrator.request.record import RequestRecord
+from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.run import RequestRun
 from stagemesh.orchestrator.request.validation import ValidRequest
+from stagemesh.v1 import orchestrator_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +31,8 @@ STAGE_WAIT_S = 15.0
 Applies only if a replica of the stage may become ready soon. Otherwise the request fails at once.
 """
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.25
+KEEP_S = 30.0
+KEEP_BYTES = 64 << 20
 
 # The reasons for which a stage rejects a step because it knows another or a later attempt of the request.
 _OTHER_ATTEMPT_REASONS = ("STEP_EXISTS", "STALE_ATTEMPT")
@@ -40,27 +49,32 @@ class RequestLifecycle:
         self,
         record: RequestRecord,
         *,
+        fingerprint: bytes,
+        seed: int,
         admission: Admission,
         admission_request: AdmissionRequest,
         failover: Failover,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._record = record
+        self.record = record
+        self.fingerprint, self.seed = fingerprint, seed
+        """The digest of the request's content, computed by the function `fingerprint`, and the request's seed."""
+        self.has_run = False
+        """Whether the request was planned and its execution began.
+
+        The record of a request is dropped at its end if this is False.
+        """
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """A future that is done when every stage has released the request.
+
+        Several tasks wait for the future. They must use `asyncio.wait`, which does not cancel it.
+        """
         self._admission, self._admission_request = admission, admission_request
         self._failover, self._clock = failover, clock
         self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stopped: StagemeshError | None = None
         self._run: RequestRun | None = None
-        self._has_run = False
         self._ticket = admission.enter(admission_request, self)
-
-    @property
-    def has_run(self) -> bool:
-        """Whether the request was planned and its execution began.
-
-        The record of a request is dropped at its end if this is False.
-        """
-        return self._has_run
 
     def stop(self, error: StagemeshError) -> None:
         """Stops the request, which then fails with `error`.
@@ -93,7 +107,7 @@ class RequestLifecycle:
             raise
         try:
             error = await self._run_or_take_over(request, plan)
-            made = made_bytes(self._record) if error is None else None
+            made = made_bytes(self.record) if error is None else None
         except StagemeshError as exc:
             return copy(exc)
         else:
@@ -109,9 +123,9 @@ class RequestLifecycle:
         """
         error = await self._run_when_ready(request, plan)
         latest = _attempt_elsewhere(error)
-        journal = self._record.journal
+        journal = self.record.journal
         # If no caller follows or outputs exist, the other orchestrator has taken over from this orchestrator.
-        if latest is None or self._record.has_outputs or journal.closed or not journal.readers:
+        if latest is None or self.record.has_outputs or journal.closed or not journal.readers:
             return error
         _log.warning(
             "request %s has attempt %d of another orchestrator; this one takes over", request.request_id, latest
@@ -140,12 +154,12 @@ class RequestLifecycle:
 
     async def _run_planned(self, request: ValidRequest, plan: Plan) -> StagemeshError | None:
         try:
-            self._record.timeline.note_planned()
-            if not self._has_run:
-                self._record.add_admitted(request_id=request.request_id, seed=request.seed, replicas=plan.replicas)
-            self._has_run = True
+            self.record.timeline.note_planned()
+            if not self.has_run:
+                self.record.add_admitted(request_id=request.request_id, seed=request.seed, replicas=plan.replicas)
+            self.has_run = True
             timeout_s = self._admission_request.deadline_s - self._clock()
-            self._run = RequestRun(request, plan, self._record, failover=self._failover, timeout_s=timeout_s)
+            self._run = RequestRun(request, plan, self.record, failover=self._failover, timeout_s=timeout_s)
             return await self._run.run()
         finally:
             plan.release()
@@ -153,7 +167,7 @@ class RequestLifecycle:
     # -- called by the admission
 
     def queued(self, *, position: int, expected_wait_s: float) -> None:
-        self._record.add_queued(
+        self.record.add_queued(
             request_id=self._admission_request.request_id, position=position, expected_wait_s=expected_wait_s
         )
 
@@ -162,6 +176,91 @@ class RequestLifecycle:
 
     def refused(self, error: StagemeshError) -> None:
         self._admitted.set_exception(error)
+
+
+class RequestRegistry:
+    """Finds requests by id.
+
+    An ended request is dropped after `keep_s` seconds. The oldest ended requests are dropped earlier if the records of
+    all ended requests together exceed `keep_bytes`.
+    """
+
+    def __init__(self, *, keep_s: float = KEEP_S, keep_bytes: int = KEEP_BYTES) -> None:
+        self._keep_s = keep_s
+        self._keep_bytes = keep_bytes
+        self._running: dict[str, RequestLifecycle] = {}
+        self._ended = OrderedDict[str, RequestLifecycle]()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._sizes: dict[str, int] = {}
+        self._kept_bytes = 0
+
+    @property
+    def running(self) -> tuple[RequestLifecycle, ...]:
+        """The requests that have not ended, including queued requests."""
+        return tuple(self._running.values())
+
+    def find(self, request_id: str) -> RequestLifecycle | None:
+        """Returns the request with this id, or None if the id is unknown or its request was dropped."""
+        return self._running.get(request_id) or self._ended.get(request_id)
+
+    def find_same(self, request_id: str, fingerprint: bytes, *, seed: int | None = None) -> RequestLifecycle | None:
+        """Returns the request with this id, or None if there is none.
+
+        Raises ExistsError (REQUEST_EXISTS) if the known request has another fingerprint, or another seed than `seed`. A
+        `seed` of None matches any seed.
+        """
+        known = self.find(request_id)
+        if known is not None and (known.fingerprint != fingerprint or seed not in (None, known.seed)):
+            raise ExistsError(
+                f"request {request_id!r} already exists with different content; use another request_id",
+                reason="REQUEST_EXISTS",
+                metadata={"request_id": request_id},
+            )
+        return known
+
+    def add(self, request_id: str, known: RequestLifecycle) -> None:
+        """Adds a queued or running request. Its id must be unknown."""
+        assert self.find(request_id) is None, "request ids are unique"
+        self._running[request_id] = known
+
+    def forget(self, request_id: str) -> None:
+        """Drops a request that ended before it ran, so that a repeated call starts it again."""
+        del self._running[request_id]
+
+    def end(self, request_id: str) -> None:
+        """Moves a running request to the ended requests, which are retained for a limited time."""
+        known = self._ended[request_id] = self._running.pop(request_id)
+        self._sizes[request_id] = known.record.size_bytes
+        self._kept_bytes += known.record.size_bytes
+        self._timers[request_id] = asyncio.get_running_loop().call_later(self._keep_s, self._drop, request_id)
+        while self._kept_bytes > self._keep_bytes:
+            self._drop(next(iter(self._ended)))
+
+    def clear(self) -> None:
+        """Drops all ended requests."""
+        for request_id in list(self._ended):
+            self._drop(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        del self._ended[request_id]
+        self._kept_bytes -= self._sizes.pop(request_id)
+        self._timers.pop(request_id).cancel()
+
+
+def fingerprint(request: orchestrator_pb2.GenerateRequest) -> bytes:
+    """Returns a digest of the request's content. Calls with the same request_id must have the same digest.
+
+    The digest excludes the fields that control from where a caller reads the events. It also excludes the seed, because
+    a caller that attaches again may set the seed that was chosen for its first call.
+    """
+    content = orchestrator_pb2.GenerateRequest()
+    content.CopyFrom(request)
+    for name in ("next_seqs", "next_positions", "linger_s", "earlier_calls"):
+        content.ClearField(name)
+    content.parameters.ClearField("seed")
+    if not content.parameters.ByteSize():
+        content.ClearField("parameters")
+    return hashlib.blake2b(content.SerializeToString(deterministic=True), digest_size=16).digest()
 
 
 def _attempt_elsewhere(error: StagemeshError | None) -> int | None:

@@ -1,7 +1,7 @@
 """Decides how a request recovers after stages are lost.
 
 The functions decide which stages restart, whether each restarts from its checkpoint, and in which order the other
-stages are rebound. They are pure: their results depend only on the request's graph and on the states of its stages.
+stages are rebound. They are pure: their results depend only on the request's route and on the states of its stages.
 `run` executes the resulting actions. Each stage counts its own attempts, and only lost stages restart. The attempt of a
 flow is the higher of its producer's attempt and its consumer's attempt. Both stages must be notified of the flow's
 attempt.
@@ -12,9 +12,19 @@ its consumers continue to run, because they have received the rows before the ch
 """
 
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
+
+from stagemesh.common.output_position import Position
+from stagemesh.connectors.edge import StepPolicy, WholePolicy
+from stagemesh.orchestrator.fleet.replica import Replica
+from stagemesh.orchestrator.planning.planner import PlannedStep
+from stagemesh.orchestrator.planning.state_budget import StateBudget
+from stagemesh.orchestrator.request.timeline import StepNotes
+from stagemesh.orchestrator.spec import Edge, Route
+from stagemesh.v1 import stage_pb2
 
 
 class Phase(Enum):
@@ -25,46 +35,6 @@ class Phase(Enum):
     STARTING = "is on its way to its replica"
     RUNNING = "runs"
     FINISHED = "has finished"
-
-
-@dataclass(frozen=True)
-class Flow:
-    """The flow of tensors over one edge for one request."""
-
-    edge: str
-    producer: str
-    consumer: str
-    tensors: frozenset[str] = frozenset()
-    """The names of the producer's tensors that the edge transfers. Empty if the edge transfers all tensors."""
-    resumable: bool = True
-    """Whether the producer may omit the first rows when it restarts. Its chunks then begin at other rows than before.
-    """
-
-    def carries(self, rows: Mapping[str, int]) -> bool:
-        """Returns whether the edge transfers any of these rows. `rows` maps each tensor to a number of rows."""
-        return any(self.carried(rows).values())
-
-    def carried(self, rows: Mapping[str, int]) -> Mapping[str, int]:
-        """Returns the row counts of the tensors that the edge transfers. `rows` maps tensor names to row counts."""
-        return {name: count for name, count in rows.items() if not self.tensors or name in self.tensors}
-
-
-@dataclass(frozen=True)
-class Graph:
-    """The stages of a request, ordered so that producers precede consumers, and the flows between them."""
-
-    stages: tuple[str, ...]
-    flows: tuple[Flow, ...]
-    output_stages: frozenset[str] = frozenset()
-    """The names of the stages whose outputs the client receives."""
-    incoming: Mapping[str, tuple[Flow, ...]] = field(init=False)
-    outgoing: Mapping[str, tuple[Flow, ...]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        by_consumer = {name: tuple(flow for flow in self.flows if flow.consumer == name) for name in self.stages}
-        by_producer = {name: tuple(flow for flow in self.flows if flow.producer == name) for name in self.stages}
-        object.__setattr__(self, "incoming", by_consumer)
-        object.__setattr__(self, "outgoing", by_producer)
 
 
 @dataclass
@@ -84,9 +54,6 @@ class AttemptState:
     """
 
 
-States: TypeAlias = Mapping[str, AttemptState]
-
-
 @dataclass(frozen=True)
 class Restart:
     """The decision to start a new attempt of a stage."""
@@ -94,6 +61,105 @@ class Restart:
     attempt: int
     resumes: bool
     """Whether the attempt resumes from the checkpoint. If False, it starts from the beginning."""
+
+
+@dataclass(frozen=True)
+class ReceivedCheckpoint:
+    """A checkpoint of a stage, and the position that the stage's outputs had reached when the checkpoint arrived."""
+
+    message: stage_pb2.Checkpoint
+    position: Position
+
+
+@dataclass(frozen=True)
+class SupersededAttempt:
+    """An attempt that a newer attempt has replaced. Its replica may still be working on it."""
+
+    replica: Replica
+    attempt: int
+
+
+@dataclass(eq=False, kw_only=True)
+class StepState(AttemptState):
+    """The full state of a stage of a request: its newest attempt, and the facts that remain valid over all attempts."""
+
+    step: PlannedStep
+    budget: StateBudget
+    """The limit on the total bytes of the checkpoints that the orchestrator retains for all requests."""
+    notes: StepNotes | None = None
+    checkpoint: ReceivedCheckpoint | None = None
+    """The newest checkpoint from which the stage could resume, or None if there is none."""
+    resumed: ReceivedCheckpoint | None = None
+    """The checkpoint from which this attempt resumed, or None if the attempt started from the beginning."""
+    position: Position = field(default_factory=Position)
+    """The position that this attempt has reached in each of its outputs, for example in tokens or audio samples."""
+    next_seqs: dict[str, int] = field(default_factory=dict[str, int])
+    """The expected number of the attempt's next output fragment, by tensor name."""
+    shown_steps: int = 0
+    """The highest number of completed engine steps that the client has received for this stage."""
+    restarts: int = 0
+    dead_replicas: frozenset[Replica] = frozenset()
+    """The replicas that died while they ran the stage. A restarted process counts as another replica."""
+    alone: bool = False
+    """Whether the attempt's replica must run no other request, because the request may be what kills replicas."""
+    avoid: frozenset[Replica] = frozenset()
+    """The replicas on which the stage was lost. They are chosen again only if no other replica is ready."""
+    superseded: list[SupersededAttempt] = field(default_factory=list[SupersededAttempt])
+    arrangements: ExitStack = field(default_factory=ExitStack)
+    """Callbacks for the release of the replica: they end its reservation and stop observing its end."""
+
+    @property
+    def name(self) -> str:
+        return self.step.stage.name
+
+    @property
+    def replica(self) -> Replica:
+        """The replica of the newest attempt. Until one is chosen, the replica of the previous attempt."""
+        return self.step.replica
+
+    @property
+    def at_work(self) -> bool:
+        """Whether the step is being sent to its replica or is running there."""
+        return self.phase in (Phase.STARTING, Phase.RUNNING)
+
+    def store_checkpoint(self, checkpoint: stage_pb2.Checkpoint) -> None:
+        """Replaces the checkpoint. If the new checkpoint exceeds the budget, only discards the previous checkpoint.
+
+        Call this only if the stage's consumers receive all rows before the checkpoint.
+        """
+        if not self.budget.keep(self, checkpoint.ByteSize(), drop=self.discard_checkpoint):
+            self.discard_checkpoint()
+            return
+        self.checkpoint = ReceivedCheckpoint(checkpoint, self.position.copy())
+        self.checkpoint_rows = dict(checkpoint.rows)
+
+    def discard_checkpoint(self) -> None:
+        """Discards the checkpoint, if any. The stage can then only restart from the beginning."""
+        self.budget.release(self)
+        self.checkpoint = self.checkpoint_rows = None
+
+    def restart(self, restart: Restart) -> None:
+        """Supersedes the current attempt, and creates the next attempt, which waits for a replica."""
+        if self.at_work or self.phase is Phase.FINISHED:
+            self.superseded.append(SupersededAttempt(self.replica, self.attempt))
+        self.release_replica()
+        if not restart.resumes:
+            self.discard_checkpoint()
+        self.resumed = self.checkpoint
+        self.attempt, self.phase, self.bound = restart.attempt, Phase.UNPLACED, {}
+        self.first_rows = self.checkpoint_rows or {}
+        self.position = self.resumed.position.copy() if self.resumed is not None else Position()
+        self.next_seqs = {}
+        self.notes = None
+        self.restarts += 1
+
+    def release_replica(self) -> None:
+        """Removes the step from its replica's load, ends the replica's reservation, and stops observing its end."""
+        self.step.release()
+        self.arrangements.close()
+
+
+States: TypeAlias = Mapping[str, AttemptState]
 
 
 @dataclass(frozen=True)
@@ -108,65 +174,55 @@ class Restarts:
     """The lost stages that need not restart, because no other stage and no client needs their results."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Action: choose a replica for the stage."""
+class ActionKind(Enum):
+    """What an action does to its stage."""
 
-    stage: str
-
-
-@dataclass(frozen=True)
-class Start:
-    """Action: send the stage's newest attempt to its replica.
-
-    Possible only if every consumer that has not finished already expects the attempt.
-    """
-
-    stage: str
+    PLACE = "choose a replica"
+    START = "send the newest attempt to its replica"
+    """Possible only if every consumer that has not finished already expects the attempt."""
+    REBIND_INPUTS = "notify a running stage of the new producers on some edges"
+    REBIND_OUTPUTS = "notify a stage of the new consumers on some edges"
+    """Possible only if the consumers already expect the stage's data."""
 
 
 @dataclass(frozen=True)
-class RebindInputs:
-    """Action: notify a running stage of the new producers on these edges."""
+class Action:
+    """A step of a request's recovery that is possible now."""
 
+    kind: ActionKind
     stage: str
-    edges: tuple[str, ...]
+    edges: tuple[str, ...] = ()
+    """The edges to rebind. Empty unless `kind` is REBIND_INPUTS or REBIND_OUTPUTS."""
 
 
-@dataclass(frozen=True)
-class RebindOutputs:
-    """Action: notify a stage of the new consumers on these edges. The consumers already expect the stage's data."""
-
-    stage: str
-    edges: tuple[str, ...]
+def carried_rows(edge: Edge, rows: Mapping[str, int]) -> Mapping[str, int]:
+    """Returns the row counts of the tensors that the edge transfers. `rows` maps tensor names to row counts."""
+    return {name: count for name, count in rows.items() if not edge.tensors or name in edge.tensors}
 
 
-Action: TypeAlias = Place | Start | RebindInputs | RebindOutputs
-
-
-def attempt_of(flow: Flow, states: States) -> int:
+def attempt_of(edge: Edge, states: States) -> int:
     """Returns the attempt of a flow: the higher of its producer's attempt and its consumer's attempt."""
-    return max(states[flow.producer].attempt, states[flow.consumer].attempt)
+    return max(states[edge.producer].attempt, states[edge.consumer].attempt)
 
 
-def is_checkpoint_useful(graph: Graph, states: States, stage: str, rows: Mapping[str, int]) -> bool:
+def is_checkpoint_useful(route: Route, states: States, stage: str, rows: Mapping[str, int]) -> bool:
     """Returns whether the stage could resume from a new checkpoint that follows the first `rows` of its tensors.
 
     Requires that every consumer has received the rows before the checkpoint, or is connected to the stage's current
     attempt and will receive them.
     """
-    for flow in graph.outgoing[stage]:
-        consumer = states[flow.consumer]
+    for edge in route.outgoing[stage]:
+        consumer = states[edge.consumer]
         receives = consumer.phase is Phase.FINISHED or (
-            consumer.phase is Phase.RUNNING and consumer.bound.get(flow.edge) == states[stage].bound.get(flow.edge)
+            consumer.phase is Phase.RUNNING and consumer.bound.get(edge.name) == states[stage].bound.get(edge.name)
         )
-        if flow.carries(rows) and not (flow.resumable and receives):
+        if _carries(edge, rows) and not (_is_resumable(edge, route) and receives):
             return False
     return True
 
 
 def plan_restarts(
-    graph: Graph, states: States, *, lost: Collection[str], fresh: Collection[str] = frozenset()
+    route: Route, states: States, *, lost: Collection[str], fresh: Collection[str] = frozenset()
 ) -> Restarts:
     """Returns the stages that must restart after a loss, and the consequences for the other stages.
 
@@ -174,101 +230,125 @@ def plan_restarts(
     - `fresh` are the stages that can no longer resend their data.
     """
     fallen = {stage for stage in lost if states[stage].phase is not Phase.FINISHED}
-    unneeded = frozenset(stage for stage in fallen - set(fresh) if _is_unneeded(graph, states, stage, fresh))
-    restarting = _with_producers(graph, states, (fallen | set(fresh)) - unneeded)
+    unneeded = frozenset(stage for stage in fallen - set(fresh) if _is_unneeded(route, states, stage, fresh))
+    restarting = _with_producers(route, states, (fallen | set(fresh)) - unneeded)
     restarted = {
         stage: Restart(
-            attempt=1 + max(states[name].attempt for name in (stage, *_adjacent_stages(graph, stage))),
-            resumes=stage not in fresh and _can_resume(graph, states, stage, restarting),
+            attempt=1
+            + max((attempt_of(edge, states) for edge in _edges_of(route, stage)), default=states[stage].attempt),
+            resumes=stage not in fresh and _can_resume(route, states, stage, restarting),
         )
-        for stage in graph.stages
+        for stage in states
         if stage in restarting
     }
     void = frozenset(
-        flow.producer
-        for flow in graph.flows
-        if flow.consumer in restarting and flow.carries(states[flow.producer].checkpoint_rows or {})
+        edge.producer
+        for edge in route.edges
+        if edge.consumer in restarting and _carries(edge, states[edge.producer].checkpoint_rows or {})
     )
     return Restarts(restarted, void, unneeded)
 
 
-def next_actions(graph: Graph, states: States) -> list[Action]:
+def next_actions(route: Route, states: States) -> list[Action]:
     """Returns all actions that are possible now.
 
     Further actions may become possible after these actions have completed.
     """
-    return [action for stage in graph.stages for action in _actions_of(graph, states, stage)]
+    return [action for stage in states for action in _actions_of(route, states, stage)]
 
 
-def is_open(flow: Flow, states: States) -> bool:
+def is_open(edge: Edge, states: States) -> bool:
     """Returns whether the flow still has a consumer that can receive data, because the consumer has not finished."""
-    return states[flow.consumer].phase is not Phase.FINISHED
+    return states[edge.consumer].phase is not Phase.FINISHED
 
 
-def _actions_of(graph: Graph, states: States, stage: str) -> list[Action]:
+def _actions_of(route: Route, states: States, stage: str) -> list[Action]:
     state = states[stage]
     match state.phase:
         case Phase.UNPLACED:
-            return [Place(stage)]
+            return [Action(ActionKind.PLACE, stage)]
         case Phase.PLACED:
-            placed = all(states[flow.producer].phase is not Phase.UNPLACED for flow in graph.incoming[stage])
-            expected = all(_is_expected(flow, states) for flow in graph.outgoing[stage] if is_open(flow, states))
-            return [Start(stage)] if placed and expected else []
+            placed = all(states[edge.producer].phase is not Phase.UNPLACED for edge in route.incoming[stage])
+            expected = all(_is_expected(edge, states) for edge in route.outgoing[stage] if is_open(edge, states))
+            return [Action(ActionKind.START, stage)] if placed and expected else []
         case Phase.STARTING:
             return []
         case Phase.RUNNING | Phase.FINISHED:
+            inputs = [
+                edge.name
+                for edge in route.incoming[stage]
+                if _is_stale(edge, states, stage) and states[edge.producer].phase is not Phase.UNPLACED
+            ]
+            outputs = [
+                edge.name
+                for edge in route.outgoing[stage]
+                if _is_stale(edge, states, stage) and _is_expected(edge, states)
+            ]
             actions: list[Action] = []
-            inputs = [flow for flow in graph.incoming[stage] if _is_stale(flow, states, stage)]
-            inputs = [flow for flow in inputs if states[flow.producer].phase is not Phase.UNPLACED]
             if inputs and state.phase is Phase.RUNNING:
-                actions.append(RebindInputs(stage, tuple(flow.edge for flow in inputs)))
-            outputs = [flow for flow in graph.outgoing[stage] if _is_stale(flow, states, stage)]
-            outputs = [flow for flow in outputs if _is_expected(flow, states)]
+                actions.append(Action(ActionKind.REBIND_INPUTS, stage, tuple(inputs)))
             if outputs:
-                actions.append(RebindOutputs(stage, tuple(flow.edge for flow in outputs)))
+                actions.append(Action(ActionKind.REBIND_OUTPUTS, stage, tuple(outputs)))
             return actions
 
 
-def _is_stale(flow: Flow, states: States, end: str) -> bool:
-    return states[end].bound.get(flow.edge) != attempt_of(flow, states)
+def _carries(edge: Edge, rows: Mapping[str, int]) -> bool:
+    return any(carried_rows(edge, rows).values())
 
 
-def _is_expected(flow: Flow, states: States) -> bool:
+def _is_stale(edge: Edge, states: States, end: str) -> bool:
+    return states[end].bound.get(edge.name) != attempt_of(edge, states)
+
+
+def _is_expected(edge: Edge, states: States) -> bool:
     """Returns whether the flow's consumer is running and was notified of the flow's current attempt."""
-    return states[flow.consumer].phase is Phase.RUNNING and not _is_stale(flow, states, flow.consumer)
+    return states[edge.consumer].phase is Phase.RUNNING and not _is_stale(edge, states, edge.consumer)
 
 
-def _adjacent_stages(graph: Graph, stage: str) -> list[str]:
-    return [flow.producer for flow in graph.incoming[stage]] + [flow.consumer for flow in graph.outgoing[stage]]
+def _edges_of(route: Route, stage: str) -> tuple[Edge, ...]:
+    return (*route.incoming[stage], *route.outgoing[stage])
 
 
-def _is_unneeded(graph: Graph, states: States, stage: str, restarting: Collection[str]) -> bool:
-    consumers = [flow.consumer for flow in graph.outgoing[stage]]
+def _is_unneeded(route: Route, states: States, stage: str, restarting: Collection[str]) -> bool:
+    consumers = [edge.consumer for edge in route.outgoing[stage]]
     finished = all(states[name].phase is Phase.FINISHED and name not in restarting for name in consumers)
-    return bool(consumers) and finished and stage not in graph.output_stages
+    has_output = any(output.stage == stage for output in route.outputs.values())
+    return bool(consumers) and finished and not has_output
 
 
-def _with_producers(graph: Graph, states: States, restarting: Collection[str]) -> set[str]:
+def _with_producers(route: Route, states: States, restarting: Collection[str]) -> set[str]:
     """Returns `restarting` plus, transitively, the producers that must restart because they cannot send all rows.
 
     A producer that resumed from a checkpoint omitted the rows before it, and cannot send them to a restarted consumer.
     """
     found, pending = set(restarting), list(restarting)
     while pending:
-        for flow in graph.incoming[pending.pop()]:
-            if flow.producer not in found and flow.carries(states[flow.producer].first_rows):
-                found.add(flow.producer)
-                pending.append(flow.producer)
+        for edge in route.incoming[pending.pop()]:
+            if edge.producer not in found and _carries(edge, states[edge.producer].first_rows):
+                found.add(edge.producer)
+                pending.append(edge.producer)
     return found
 
 
-def _can_resume(graph: Graph, states: States, stage: str, restarting: Collection[str]) -> bool:
+def _can_resume(route: Route, states: States, stage: str, restarting: Collection[str]) -> bool:
     rows = states[stage].checkpoint_rows
     if rows is None:
         return False
     received = (Phase.RUNNING, Phase.FINISHED)
     return all(
-        flow.resumable and flow.consumer not in restarting and states[flow.consumer].phase in received
-        for flow in graph.outgoing[stage]
-        if flow.carries(rows)
+        _is_resumable(edge, route) and edge.consumer not in restarting and states[edge.consumer].phase in received
+        for edge in route.outgoing[stage]
+        if _carries(edge, rows)
     )
+
+
+def _is_resumable(edge: Edge, route: Route) -> bool:
+    """Returns whether the producer of an edge may omit the first rows of a flow.
+
+    This requires that no chunk contains rows of an earlier chunk, and that the edge transfers every row.
+    """
+    if edge.tokens == "last" and any(other.tokens != "last" for other in route.outgoing[edge.producer]):
+        return False
+    if isinstance(edge.policy, StepPolicy):
+        return True
+    return not isinstance(edge.policy, WholePolicy) and not edge.policy.left_context_frames

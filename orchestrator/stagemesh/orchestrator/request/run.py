@@ -5,7 +5,6 @@ import logging
 from collections.abc import Collection, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import assert_never
 
 from stagemesh.common.backoff import backoff_s
 from stagemesh.common.errors import DeadlineError, InternalError, NotReadyError, StagemeshError, UnavailableError
@@ -13,22 +12,19 @@ from stagemesh.common.logs import bind_log_context
 from stagemesh.common.notifier import Notifier
 from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import Plan
-from stagemesh.orchestrator.request.event_relay import StepEvents, follow_step
 from stagemesh.orchestrator.request.failures import NOT_REBOUND, SETTLE_S, Failures, root_cause
-from stagemesh.orchestrator.request.record import RequestRecord
+from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.recovery import (
+    Action,
+    ActionKind,
     Phase,
-    Place,
-    RebindInputs,
-    RebindOutputs,
-    Start,
+    StepState,
+    SupersededAttempt,
     next_actions,
     plan_restarts,
 )
-from stagemesh.orchestrator.request.step_requests import StepRequests
-from stagemesh.orchestrator.request.step_state import StepState, SupersededAttempt, graph_of
+from stagemesh.orchestrator.request.step_calls import StepCalls, follow_step
 from stagemesh.orchestrator.request.validation import ValidRequest
-from stagemesh.v1 import stage_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +49,7 @@ class RequestRun:
     ) -> None:
         self._request, self._plan, self._record, self._failover = request, plan, record, failover
         self._timeout_s, self._deadline_s = timeout_s, 0.0
-        self._graph = graph_of(plan)
+        self._route = plan.route
         self._states = {
             step.stage.name: StepState(step=step, attempt=request.first_attempt, budget=failover.kept_states)
             for step in plan.steps
@@ -61,14 +57,8 @@ class RequestRun:
         self._changed = Notifier()
         """The notifier that wakes the loop. An `asyncio.Event` would need a kilobyte of memory."""
         self._failures = Failures(self._changed)
-        self._requests = StepRequests(request, self._graph, self._states)
-        self._events = StepEvents(
-            self._graph,
-            self._states,
-            requests=self._requests,
-            record=record,
-            failures=self._failures,
-            changed=self._changed,
+        self._calls = StepCalls(
+            request, plan.route, self._states, record=record, failures=self._failures, changed=self._changed
         )
         self._stopped: StagemeshError | None = None
         self._tasks: dict[str, set[asyncio.Task[None]]] = {name: set() for name in self._states}
@@ -139,11 +129,11 @@ class RequestRun:
         lost, fresh = self._failures.take_losses()
         if self._failures.final or not (lost or fresh):
             return
-        restarts = plan_restarts(self._graph, self._states, lost=lost, fresh=fresh)
+        restarts = plan_restarts(self._route, self._states, lost=lost, fresh=fresh)
         for stage in restarts.void:
             self._states[stage].discard_checkpoint()
         for stage in restarts.unneeded:
-            self._events.finish(self._states[stage], stage_pb2.StepFinished())
+            self._calls.finish(self._states[stage])
         for stage, restart in restarts.restarted.items():
             state = self._states[stage]
             cause = lost.get(stage) or fresh.get(stage) or _needed_again(stage)
@@ -161,24 +151,21 @@ class RequestRun:
         """Starts a task for every action that is possible now."""
         if self._is_over:
             return
-        for action in next_actions(self._graph, self._states):
+        for action in next_actions(self._route, self._states):
             state = self._states[action.stage]
-            if isinstance(action, Start):
+            if action.kind is ActionKind.START:
                 self._start(state)
             elif action.stage not in self._busy:
                 task = self._busy[action.stage] = self._spawn(state, self._place_or_rebind(state, action))
                 task.add_done_callback(partial(self._end_busy, action.stage))
 
-    async def _place_or_rebind(self, state: StepState, action: Place | RebindInputs | RebindOutputs) -> None:
-        match action:
-            case Place():
-                await self._place(state)
-            case RebindInputs(edges=edges):
-                await self._rebind_inputs(state, edges)
-            case RebindOutputs(edges=edges):
-                await self._rebind_outputs(state, edges)
-            case _:
-                assert_never(action)
+    async def _place_or_rebind(self, state: StepState, action: Action) -> None:
+        if action.kind is ActionKind.PLACE:
+            await self._place(state)
+        elif action.kind is ActionKind.REBIND_INPUTS:
+            await self._rebind_inputs(state, action.edges)
+        else:
+            await self._rebind_outputs(state, action.edges)
 
     async def _wait_for_conclusive_cause(self) -> None:
         with suppress(TimeoutError):
@@ -219,14 +206,14 @@ class RequestRun:
         state.arrangements.callback(replica.on_end(lambda cause: self._failures.add(state, attempt, cause)))
 
     def _start(self, state: StepState) -> None:
-        state.bound = self._requests.flow_attempts(state)
+        state.bound = self._calls.flow_attempts(state)
         state.phase = Phase.STARTING
         # The tasks that followed these attempts have ended by now.
         for attempt in state.superseded:
-            self._cancelling.add(task := self._create_task(self._requests.cancel(attempt), name="cancel superseded"))
+            self._cancelling.add(task := self._create_task(self._calls.cancel(attempt), name="cancel superseded"))
             task.add_done_callback(self._cancelling.discard)
         state.superseded.clear()
-        self._spawn(state, self._follow(state, self._requests.execute(state).SerializeToString()))
+        self._spawn(state, self._follow(state, self._calls.execute(state).SerializeToString()))
 
     async def _follow(self, state: StepState, request: bytes) -> None:
         """Executes a step until it ends. If the step fails, adds the failure to `_failures`."""
@@ -235,7 +222,7 @@ class RequestRun:
         assert notes is not None, "its replica is chosen"
         notes.note_sent()
         try:
-            take = partial(self._events.take, state, attempt)
+            take = partial(self._calls.take, state, attempt)
             await follow_step(state.replica, request, stage=state.name, deadline_s=self._deadline_s, take=take)
         except StagemeshError as exc:
             notes.end(exc)
@@ -255,10 +242,10 @@ class RequestRun:
         """Notifies a running step of the producers that replaced its previous producers."""
         attempt = state.attempt
         try:
-            await self._requests.rebind_inputs(state, edges)
+            await self._calls.rebind_inputs(state, edges)
         except StagemeshError as exc:
-            flows = [flow for flow in self._graph.incoming[state.name] if flow.edge in edges]
-            resumed = [flow.producer for flow in flows if self._states[flow.producer].resumed is not None]
+            producers = [edge.producer for edge in self._route.incoming[state.name] if edge.name in edges]
+            resumed = [name for name in producers if self._states[name].resumed is not None]
             if isinstance(exc, NotReadyError) and resumed:
                 # The step has not received all rows that a resumed producer would omit.
                 for name in resumed:
@@ -273,7 +260,7 @@ class RequestRun:
         Restarts the stage if its replica no longer retains the first chunks.
         """
         try:
-            await self._requests.rebind_outputs(state, edges)
+            await self._calls.rebind_outputs(state, edges)
         except StagemeshError as exc:
             self._failures.require_fresh(state.name, _not_rebound(state, exc))
         self._changed.fire()
@@ -289,7 +276,7 @@ class RequestRun:
         running = [state for state in self._states.values() if state.at_work and state.replica.stage not in failed]
         attempts = [SupersededAttempt(state.replica, state.attempt) for state in running]
         attempts += [attempt for state in self._states.values() for attempt in state.superseded]
-        cancels = [self._create_task(self._requests.cancel(attempt, error), name="cancel") for attempt in attempts]
+        cancels = [self._create_task(self._calls.cancel(attempt, error), name="cancel") for attempt in attempts]
         cancels += self._cancelling
         if not cancels:
             return

@@ -5,7 +5,7 @@ take well under a microsecond. Values that can be computed later are not stored.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from enum import Enum
@@ -154,6 +154,16 @@ class Timeline:
     def at_work(self) -> list[StepNotes]:
         """The attempts that have not ended, ordered by the time of their last event, oldest first."""
         return sorted((step for step in self.steps if step.ended_s is None), key=lambda step: step.heard_s or 0.0)
+
+    @property
+    def started_s(self) -> float:
+        """The time at which the first stage accepted the request, or 0 if no stage has accepted it."""
+        return min((step.accepted_s for step in self.steps if step.accepted_s is not None), default=0.0)
+
+    @property
+    def finished_steps(self) -> Mapping[str, stage_pb2.StepFinished]:
+        """The final statistics of each stage's newest attempt, by stage name. Empty statistics if it has none."""
+        return {step.stage: step.finished or stage_pb2.StepFinished() for step in self.steps}
 
     def elapsed_s(self) -> float:
         """Returns the seconds since the request was received."""

@@ -44,7 +44,9 @@ class WorkerControls:
     """Controls the engine's worker. Implements `abilities.SleepControl`, `abilities.CacheControl` and
     `profiles.Recorder`."""
 
-    def __init__(self, executor: Executor, adapters: DiffusionAdapters, options: DiffusionOptions, *, stage: str) -> None:
+    def __init__(
+        self, executor: Executor, adapters: DiffusionAdapters, options: DiffusionOptions, *, stage: str
+    ) -> None:
         self._executor, self._adapters = executor, adapters
         self._lock = asyncio.Lock()
         self._state = SleepState(stage=stage)

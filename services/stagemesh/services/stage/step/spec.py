@@ -15,6 +15,7 @@ from stagemesh.services.engines.base import (
     ChatMessage,
     Checkpoint,
     MediaFile,
+    Part,
     Prompt,
     Samples,
     SamplingOptions,
@@ -22,7 +23,6 @@ from stagemesh.services.engines.base import (
     Task,
     TokenSelection,
 )
-from stagemesh.services.engines.media import Part
 from stagemesh.v1 import request_pb2, stage_pb2
 
 _REPEATED = frozenset({"stop", "stop_token_ids", "bad_words"})

@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
@@ -28,11 +27,8 @@ class RequestRecord:
         """The serialized events. A parsed message with one token's text would need over ten times as much memory."""
         self.callers = Callers(self.journal)
         self.size_bytes = 0
-        self._began_s = time.monotonic()
-        self._started_s: float | None = None
         self._first_output_s: float | None = None
         self._next_seqs = Counter[str]()
-        self._finished: dict[str, stage_pb2.StepFinished] = {}
 
     def add_admitted(self, *, request_id: str, seed: int, replicas: Mapping[str, str]) -> None:
         """Adds the event that the request was planned. `replicas` contains the name of the replica of each stage."""
@@ -52,30 +48,19 @@ class RequestRecord:
         self._append(orchestrator_pb2.GenerateResponse(progress=event))
 
     def add_output(self, name: str, output: request_pb2.Output) -> None:
-        """Adds a fragment of the pipeline output `name`, and numbers the fragment. Ignores it if `name` is empty."""
-        if not name:
-            return
+        """Adds a fragment of the pipeline output `name`, and numbers the fragment."""
         if self._first_output_s is None:
-            self._first_output_s = self._elapsed_s()
+            self._first_output_s = self.timeline.elapsed_s()
         event = orchestrator_pb2.GenerateResponse(output=output)
         piece, seq = event.output, self._next_seqs[name]
         piece.name, piece.seq = name, seq
         self._next_seqs[name] = seq + 1
         self._append(event)
 
-    def note_started(self) -> None:
-        """Notes the time at which the first stage accepted the request. Ignores later calls."""
-        if self._started_s is None:
-            self._started_s = self._elapsed_s()
-
-    def note_finished(self, stage: str, finished: stage_pb2.StepFinished) -> None:
-        """Notes that a stage has finished, for the request's last event."""
-        self._finished[stage] = finished
-
     @property
     def edges(self) -> Iterator[request_pb2.EdgeUsage]:
         """The chunks and bytes on each outgoing edge of the stages that have finished."""
-        return (edge for finished in self._finished.values() for edge in finished.edges)
+        return (edge for finished in self.timeline.finished_steps.values() for edge in finished.edges)
 
     @property
     def has_outputs(self) -> bool:
@@ -85,9 +70,11 @@ class RequestRecord:
     def finish(self) -> None:
         """Adds the event that the request succeeded, and closes the record."""
         timings = request_pb2.Timings(
-            started_s=self._started_s or 0.0, first_output_s=self._first_output_s, finished_s=self._elapsed_s()
+            started_s=self.timeline.started_s,
+            first_output_s=self._first_output_s,
+            finished_s=self.timeline.elapsed_s(),
         )
-        finished = orchestrator_pb2.RequestFinished(stages=self._finished, timings=timings)
+        finished = orchestrator_pb2.RequestFinished(stages=self.timeline.finished_steps, timings=timings)
         self._append(orchestrator_pb2.GenerateResponse(finished=finished))
         self.close(None)
 
@@ -126,9 +113,6 @@ class RequestRecord:
             self.size_bytes += len(item)
             self.journal.append(item)
             self.callers.check_read(self.size_bytes)
-
-    def _elapsed_s(self) -> float:
-        return time.monotonic() - self._began_s
 
 
 class Callers:

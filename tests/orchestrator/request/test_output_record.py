@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import aclosing
 
-from stagemesh.orchestrator.request.record import RequestRecord
+from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 

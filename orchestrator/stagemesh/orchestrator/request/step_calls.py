@@ -1,0 +1,394 @@
+"""Calls the replicas of one request's stages: executes, rebinds and cancels steps, and processes their events."""
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from copy import copy
+
+from stagemesh.common.backoff import Backoff
+from stagemesh.common.connector_descriptors import number_of
+from stagemesh.common.errors import InternalError, StagemeshError, UnavailableError
+from stagemesh.common.notifier import Notifier
+from stagemesh.common.output_position import Position
+from stagemesh.connectors.edge import ChunkPolicy, FramesPolicy, WholePolicy
+from stagemesh.orchestrator.fleet.replica import Replica
+from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, TakeEvent
+from stagemesh.orchestrator.request.failures import Failures
+from stagemesh.orchestrator.request.output_record import RequestRecord
+from stagemesh.orchestrator.request.recovery import (
+    Phase,
+    StepState,
+    SupersededAttempt,
+    attempt_of,
+    carried_rows,
+    is_checkpoint_useful,
+    is_open,
+)
+from stagemesh.orchestrator.request.validation import ValidRequest
+from stagemesh.orchestrator.spec import Edge, Route
+from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
+from stagemesh.v1 import request_pb2, stage_pb2
+
+_log = logging.getLogger(__name__)
+
+ACCEPT_S = 5.0
+"""Maximum time in seconds from sending a step to its acceptance by the replica."""
+REATTACH_S = 2.0
+"""Maximum time in seconds to reconnect to an unreachable replica before its steps are run on another replica.
+
+A replica retains the steps of a broken connection for longer than this.
+"""
+DRAINED = "DRAINED"
+"""The error reason of a step that a draining replica has paused. The step continues on another replica."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.4
+_REBIND_S = 5.0
+_CANCEL_S = 5.0
+_BINDINGS_BYTES = 256 << 10
+"""The maximum size in bytes of an ExecuteStep message without its input, parameters and checkpoint."""
+
+
+class StepCalls:
+    """Calls the replicas of a request's stages.
+
+    Builds the messages from the stages' current states. Applies received events to these states and to the request's
+    record.
+    """
+
+    def __init__(
+        self,
+        request: ValidRequest,
+        route: Route,
+        states: Mapping[str, StepState],
+        *,
+        record: RequestRecord,
+        failures: Failures,
+        changed: Notifier,
+    ) -> None:
+        self._request, self._route, self._states = request, route, states
+        self._record, self._failures, self._changed = record, failures, changed
+        self._input_bytes = request.input.ByteSize() + request.parameters.ByteSize()
+        self._output_names: dict[str, dict[str, str]] = {stage.name: {} for stage in route.stages}
+        """The pipeline's names of each stage's outputs, by the stage's own tensor names."""
+        for output in route.outputs.values():
+            self._output_names[output.stage][output.tensor] = output.name
+        self._delivered = Position()
+        """The length of each pipeline output in the record, for example in tokens or audio samples."""
+
+    def flow_attempts(self, state: StepState) -> Mapping[str, int]:
+        """Returns the attempt of each flow of a step that starts now, by edge name. Omits finished consumers."""
+        edges = (*self._route.incoming[state.name], *self._open_edges(state))
+        return {edge.name: attempt_of(edge, self._states) for edge in edges}
+
+    def execute(self, state: StepState) -> stage_pb2.ExecuteStepRequest:
+        """Returns the message that starts the stage's newest attempt. Omits edges to finished consumers."""
+        return stage_pb2.ExecuteStepRequest(
+            request_id=self._request.request_id,
+            step_id=self._step_id(state),
+            attempt=state.attempt,
+            input=self._input(state) if not self._route.incoming[state.name] else None,
+            parameters=self._parameters(state),
+            inputs=map(self._input_binding, self._route.incoming[state.name]),
+            absent=self._route.absent(state.step.stage),
+            outputs=map(self._output_binding, self._open_edges(state)),
+            streamed=list(self._output_names[state.name]),
+            priority=self._request.priority,
+            resume_from=state.resumed.message if state.resumed is not None else None,
+        )
+
+    def can_resume_from(self, checkpoint: stage_pb2.Checkpoint) -> bool:
+        """Returns whether the checkpoint contains a state and fits into one message with the request's input."""
+        has_state = bool(checkpoint.token_ids or checkpoint.tensors)
+        return has_state and self._input_bytes + checkpoint.ByteSize() + _BINDINGS_BYTES <= MAX_MESSAGE_BYTES
+
+    async def rebind_inputs(self, state: StepState, edges: Collection[str]) -> None:
+        """Notifies the stage's replica of new producers on these edges. Raises the error that the replica returns."""
+        rebindings = [
+            stage_pb2.InputRebinding(
+                binding=self._input_binding(edge),
+                first_rows=carried_rows(edge, self._states[edge.producer].first_rows),
+            )
+            for edge in self._route.incoming[state.name]
+            if edge.name in edges
+        ]
+        await self._rebind(state, inputs=rebindings)
+
+    async def rebind_outputs(self, state: StepState, edges: Collection[str]) -> None:
+        """Notifies the stage's replica of new consumers on these edges. Raises the error that the replica returns."""
+        outputs = [self._output_binding(edge) for edge in self._route.outgoing[state.name] if edge.name in edges]
+        await self._rebind(state, outputs=outputs)
+
+    async def cancel(self, attempt: SupersededAttempt, error: StagemeshError | None = None) -> None:
+        """Cancels an attempt on its replica. If the call fails, logs the error instead of raising it.
+
+        `error` is the reason for the cancellation. If it is None, the reason is that a newer attempt has replaced this
+        attempt.
+        """
+        if attempt.replica.end_cause is not None:
+            return
+        request = stage_pb2.CancelStepRequest(
+            request_id=self._request.request_id,
+            attempt=attempt.attempt,
+            reason=error.message if error is not None else "a newer attempt has replaced it",
+        )
+        try:
+            await attempt.replica.client.cancel(request, timeout_s=_CANCEL_S)
+        except StagemeshError as exc:
+            _log.warning("replica %s may still run the request: %s", attempt.replica.name, exc.message)
+
+    def take(self, state: StepState, attempt: int, event: stage_pb2.ExecuteStepResponse) -> None:
+        """Applies an event of an attempt. Ignores the event if a newer attempt has replaced the attempt.
+
+        Raises UnavailableError (DRAINED) if the replica has paused the step.
+        """
+        if state.attempt != attempt:
+            # A newer attempt has replaced this attempt, which will soon be cancelled.
+            return
+        assert state.notes is not None, "its replica is chosen"
+        match event.WhichOneof("event"):
+            case "output":
+                state.notes.note_output()
+                self._take_output(state, event)
+            case "progress":
+                state.notes.note_progress(event.progress)
+                # A restarted stage repeats earlier progress, which the client must not see again.
+                if event.progress.steps > state.shown_steps or not state.restarts:
+                    state.shown_steps = max(state.shown_steps, event.progress.steps)
+                    self._record.add_progress(state.name, event.progress)
+            case "accepted" if state.phase is Phase.STARTING:
+                state.notes.note_accepted(event.accepted)
+                state.phase = Phase.RUNNING
+                self._changed.fire()
+            case "checkpoint":
+                self._take_checkpoint(state, event.checkpoint)
+            case "finished":
+                state.notes.note_finished(event.finished)
+                self.finish(state)
+            case "paused":
+                self._take_checkpoint(state, event.paused.checkpoint)
+                raise UnavailableError(
+                    f"replica {state.replica.name} of stage {state.name!r} drains; its steps continue elsewhere",
+                    reason=DRAINED,
+                )
+            case _:
+                # A second acceptance, or an event of a newer API version, is ignored.
+                pass
+
+    def finish(self, state: StepState) -> None:
+        """Marks a stage as finished, and releases its replica.
+
+        Also called for a lost stage if no stage needs its results any longer.
+        """
+        state.phase = Phase.FINISHED
+        state.release_replica()
+        if state.notes is not None:
+            state.notes.end(None)
+        self._changed.fire()
+
+    async def _rebind(
+        self,
+        state: StepState,
+        *,
+        inputs: Collection[stage_pb2.InputRebinding] = (),
+        outputs: Collection[stage_pb2.OutputBinding] = (),
+    ) -> None:
+        if state.replica.end_cause is not None:
+            raise copy(state.replica.end_cause)
+        request = stage_pb2.RebindStepRequest(
+            request_id=self._request.request_id, step_id=self._step_id(state), inputs=inputs, outputs=outputs
+        )
+        await state.replica.client.rebind(request, timeout_s=_REBIND_S)
+        assert state.notes is not None, "its replica is chosen"
+        attempts = {each.binding.edge: each.binding.attempt for each in inputs}
+        attempts |= {each.edge: each.attempt for each in outputs}
+        state.bound = {**state.bound, **attempts}
+        state.notes.note_rebound(list(attempts))
+        _log.info("stage %s continues with other replicas on %s", state.name, ", ".join(attempts))
+
+    def _step_id(self, state: StepState) -> str:
+        return f"{self._request.request_id}/{state.name}/{state.attempt}"
+
+    def _open_edges(self, state: StepState) -> list[Edge]:
+        return [edge for edge in self._route.outgoing[state.name] if is_open(edge, self._states)]
+
+    def _input_binding(self, edge: Edge) -> stage_pb2.InputBinding:
+        return stage_pb2.InputBinding(
+            edge=edge.name,
+            producer=self._states[edge.producer].replica.name,
+            attempt=attempt_of(edge, self._states),
+            transform=edge.transform or "",
+            apart=edge.apart,
+        )
+
+    def _output_binding(self, edge: Edge) -> stage_pb2.OutputBinding:
+        consumer = self._states[edge.consumer].replica
+        return stage_pb2.OutputBinding(
+            edge=edge.name,
+            consumer=consumer.name,
+            endpoint=consumer.endpoint,
+            connector=number_of(edge.connector),
+            attempt=attempt_of(edge, self._states),
+            policy=policy_to_wire(edge.policy),
+            tensors=edge.tensors,
+            tokens=stage_pb2.TokenSelection.Value(f"TOKEN_SELECTION_{edge.tokens.upper()}"),
+        )
+
+    def _parameters(self, state: StepState) -> request_pb2.Parameters:
+        """Returns a copy of the request's parameters without any option or adapter that the stage does not support."""
+        signature = state.step.stage.signature
+        parameters = request_pb2.Parameters()
+        parameters.CopyFrom(self._request.parameters)
+        for name in set(parameters.options) - set(signature.options):
+            del parameters.options[name]
+        if not signature.adapters:
+            parameters.ClearField("adapter")
+        return parameters
+
+    def _input(self, state: StepState) -> request_pb2.Input:
+        """Returns the request's input. Omits the negative prompt if the stage does not support one."""
+        given = self._request.input
+        if state.step.stage.signature.negative_prompt or not given.negative_prompt:
+            return given
+        accepted = request_pb2.Input()
+        accepted.CopyFrom(given)
+        accepted.ClearField("negative_prompt")
+        return accepted
+
+    def _take_output(self, state: StepState, event: stage_pb2.ExecuteStepResponse) -> None:
+        output = event.output
+        tensor, seq = output.name, output.seq
+        # An attempt that resumed from a checkpoint continues the checkpoint's numbers.
+        due = state.next_seqs.get(tensor, seq if state.resumed is not None else 0)
+        if seq != due or state.phase is Phase.FINISHED:
+            detail = f"where {due} was expected" if seq != due else "after it had finished"
+            message = f"stage {state.name!r} sent fragment {seq} of output {tensor!r} {detail}; see its log"
+            self._failures.add_final(state.name, InternalError(message, reason="OUTPUT_OUT_OF_ORDER"))
+            return
+        state.next_seqs[tensor] = due + 1
+        output.name = self._output_names[state.name].get(tensor, "")
+        rest = self._delivered.remainder(output, replayed=state.position) if output.name else None
+        if rest is not None:
+            self._record.add_output(rest.name, rest)
+
+    def _take_checkpoint(self, state: StepState, checkpoint: stage_pb2.Checkpoint) -> None:
+        useful = is_checkpoint_useful(self._route, self._states, state.name, checkpoint.rows)
+        if useful and self.can_resume_from(checkpoint):
+            state.store_checkpoint(checkpoint)
+
+
+def policy_to_wire(policy: ChunkPolicy) -> stage_pb2.ChunkPolicy:
+    """Converts a chunk policy to its protobuf message. StepPolicy is the empty message."""
+    if isinstance(policy, WholePolicy):
+        return stage_pb2.ChunkPolicy(whole=stage_pb2.WholePolicy())
+    if isinstance(policy, FramesPolicy):
+        frames = stage_pb2.FramesPolicy(
+            frames=policy.frames,
+            initial_frames=policy.initial_frames,
+            left_context_frames=policy.left_context_frames,
+        )
+        return stage_pb2.ChunkPolicy(frames=frames)
+    return stage_pb2.ChunkPolicy()
+
+
+async def follow_step(replica: Replica, request: bytes, *, stage: str, deadline_s: float, take: TakeEvent) -> None:
+    """Executes a step to its end, and calls `take` exactly once for each event. The first event is the acceptance.
+
+    - `request` is a serialized ExecuteStepRequest. It is retained until the step ends, and a parsed message would need
+      several times as much memory.
+    - `deadline_s` is a time in seconds on the event loop's clock.
+
+    If the connection breaks, calls the replica again. The replica then replays the step's events.
+
+    Raises the error with which the step failed, or the error that `take` raised. Raises UnavailableError (NOT_ACCEPTED)
+    if the replica does not accept the step within ACCEPT_S, and UnavailableError (REPLICA_LOST) if the replica remains
+    unreachable for REATTACH_S.
+    """
+    loop = asyncio.get_running_loop()
+    relay, broken_s = _EventRelay(take, stage=stage), 0.0
+    backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
+    while True:
+        try:
+            async with asyncio.timeout(ACCEPT_S) as relay.accept_timeout:
+                relay.replayed = Position()
+                message = stage_pb2.ExecuteStepRequest.FromString(request)
+                running = replica.client.execute(message, timeout_s=max(0.0, deadline_s - loop.time()), take=relay.take)
+                del message
+                await running
+        except TimeoutError as exc:
+            raise _not_accepted(replica, stage=stage) from exc
+        except StagemeshError as exc:
+            if exc.reason != REPLICA_LOST:
+                raise
+            if relay.has_events:
+                broken_s = 0.0
+                backoff.reset()
+            broken_s = broken_s or loop.time()
+            if replica.end_cause is not None or loop.time() - broken_s >= REATTACH_S:
+                raise
+            await asyncio.sleep(backoff.next_s())
+            await _check_incarnation(replica, stage=stage, timeout_s=max(0.0, broken_s + REATTACH_S - loop.time()))
+        else:
+            if not relay.has_events:
+                raise _acceptance_missing(stage)
+            return
+        finally:
+            # A timeout refers to its task. If the task is cancelled, its frames would keep it alive.
+            relay.accept_timeout = None
+
+
+class _EventRelay:
+    """Passes each event of a step to `take` exactly once, although each call of the step replays all events."""
+
+    def __init__(self, take: TakeEvent, *, stage: str) -> None:
+        self._take, self._stage = take, stage
+        self._passed = Position()
+        self.replayed = Position()
+        """The events that the current call has received so far."""
+        self.accept_timeout: asyncio.Timeout | None = None
+        """The timeout for the acceptance. None after the first event of the current call."""
+
+    @property
+    def has_events(self) -> bool:
+        """Whether the current call has received an event."""
+        return bool(self.replayed.counts)
+
+    def take(self, event: stage_pb2.ExecuteStepResponse) -> None:
+        new = self._passed.remainder(event, replayed=self.replayed)
+        if self.accept_timeout is not None:
+            if event.WhichOneof("event") != "accepted":
+                raise _acceptance_missing(self._stage)
+            self.accept_timeout.reschedule(None)
+            self.accept_timeout = None
+        if new is not None:
+            self._take(new)
+
+
+def _acceptance_missing(stage: str) -> InternalError:
+    return InternalError(f"stage {stage!r} did not report that it accepted the request; see its log")
+
+
+def _not_accepted(replica: Replica, *, stage: str) -> UnavailableError:
+    return UnavailableError(
+        f"stage {stage!r} (replica {replica.name} at {replica.endpoint}) did not accept the request within "
+        f"{ACCEPT_S:.0f} s; try again, and see its log",
+        reason="NOT_ACCEPTED",
+    )
+
+
+async def _check_incarnation(replica: Replica, *, stage: str, timeout_s: float) -> None:
+    """Raises the replica's end cause if the replica has ended.
+
+    First asks the address for its incarnation. If a different process answers, the replica has ended. That process does
+    not know the step, and would start the step again.
+    """
+    with suppress(StagemeshError):
+        description = await replica.client.describe(timeout_s=timeout_s)
+        if description.incarnation != replica.incarnation:
+            restarted = UnavailableError(
+                f"replica {replica.name} of stage {stage!r} at {replica.endpoint} restarted while it ran the request",
+                reason="REPLICA_RESTARTED",
+                metadata={"stage": stage, "replica": replica.name},
+            )
+            replica.end(restarted)
+    if replica.end_cause is not None:
+        raise replica.end_cause
