@@ -1,4 +1,4 @@
-from stagemesh.orchestrator.launcher.restart_policy import RestartPolicy, RestartSchedule
+from stagemesh.orchestrator.launcher.supervisor import RestartPolicy, RestartSchedule
 
 
 def _live(schedule: RestartSchedule, *, start_s: float, end_s: float, ready_s: float | None = None) -> float | None:

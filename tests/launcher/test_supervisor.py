@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.errors import NotReadyError
-from stagemesh.orchestrator.launcher.process_states import ProcessState
+from stagemesh.orchestrator.launcher.probes import ProcessState
 from tests.launcher.processes import SLEEPER, Supervised
 
 

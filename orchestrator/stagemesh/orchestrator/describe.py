@@ -1,14 +1,28 @@
 """Describes the pipeline and its current state in messages of the public API."""
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from stagemesh.common.connector_descriptors import number_of
 from stagemesh.connectors.stream.wire import error_to_wire, probe_to_wire
 from stagemesh.orchestrator.fleet.edge_connectors import EdgeLink
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.orchestrator import Orchestrator
-from stagemesh.orchestrator.spec import Edge, PipelineOutput, Stage
+from stagemesh.orchestrator.spec import Edge, Stage
 from stagemesh.v1 import orchestrator_pb2
+
+_Message = TypeVar("_Message", bound=Message)
+
+
+def to_message(message: type[_Message], source: object, **fields: Any) -> _Message:
+    """Returns a message of the type `message` that contains the attributes of `source` which have the fields' names.
+
+    `fields` sets the other fields. A field in `fields` is not read from `source`.
+    """
+    names = message.DESCRIPTOR.fields_by_name.keys() - fields.keys()
+    return message(**{name: getattr(source, name) for name in names if hasattr(source, name)}, **fields)
 
 
 def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePipelineResponse:
@@ -19,7 +33,7 @@ def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePi
         generation=pipeline.generation,
         stages=[_stage(stage, replicas.get(stage.name, ())) for stage in pipeline.stages.values()],
         edges=[describe_edge(edge, orchestrator.fleet.edge_connectors.links_of(edge)) for edge in pipeline.edges],
-        outputs=[_output(output) for output in pipeline.outputs.values()],
+        outputs=[to_message(orchestrator_pb2.OutputDescription, output) for output in pipeline.outputs.values()],
         in_flight=orchestrator.admission.in_flight,
         max_in_flight=pipeline.limits.max_in_flight,
         queued=orchestrator.admission.queued,
@@ -34,13 +48,7 @@ def _stage(stage: Stage, replicas: tuple[Replica, ...]) -> orchestrator_pb2.Stag
 
 
 def _replica(replica: Replica) -> orchestrator_pb2.ReplicaDescription:
-    return orchestrator_pb2.ReplicaDescription(
-        name=replica.name,
-        endpoint=replica.endpoint,
-        state=replica.state.wire,
-        detail=replica.detail,
-        running=replica.running,
-    )
+    return to_message(orchestrator_pb2.ReplicaDescription, replica, state=replica.state.wire)
 
 
 def describe_edge(edge: Edge, links: Sequence[EdgeLink]) -> orchestrator_pb2.EdgeDescription:
@@ -63,9 +71,3 @@ def _link(link: EdgeLink) -> orchestrator_pb2.EdgeLink:
     if link.error is not None:
         message.error.CopyFrom(error_to_wire(link.error))
     return message
-
-
-def _output(output: PipelineOutput) -> orchestrator_pb2.OutputDescription:
-    return orchestrator_pb2.OutputDescription(
-        name=output.name, stage=output.stage, kind=output.kind, sample_rate_hz=output.sample_rate_hz
-    )

@@ -8,12 +8,11 @@ from stagemesh.common.errors import InvalidRequestError
 from stagemesh.orchestrator.admin.service import serving_admin
 from stagemesh.orchestrator.config import OrchestratorConfig
 from stagemesh.orchestrator.fleet.fleet import Fleet
+from stagemesh.orchestrator.membership.addresses import DnsSource, StaticSource
 from stagemesh.orchestrator.membership.base import MemberSource
-from stagemesh.orchestrator.membership.dns import DnsSource
 from stagemesh.orchestrator.membership.registration import RegistrationSource
 from stagemesh.orchestrator.membership.servicer import SERVICE_NAME as MEMBERSHIP_NAME
 from stagemesh.orchestrator.membership.servicer import MembershipServicer
-from stagemesh.orchestrator.membership.static import StaticSource
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.servicer import SERVICE_NAME, OrchestratorServicer, add_orchestrator_service
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline

@@ -13,11 +13,10 @@ import pytest
 from benchmarks.simulation import virtual_time
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotReadyError, StaleAttemptError
 from stagemesh.orchestrator.config import DnsName, ReplicaAddress
+from stagemesh.orchestrator.membership.addresses import DnsSource, StaticSource
 from stagemesh.orchestrator.membership.base import Member, MemberSource
-from stagemesh.orchestrator.membership.dns import DnsSource
 from stagemesh.orchestrator.membership.registration import RegistrationSource
 from stagemesh.orchestrator.membership.servicer import MembershipServicer
-from stagemesh.orchestrator.membership.static import StaticSource
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.v1 import membership_pb2
 from tests.orchestrator.mesh import CHAIN

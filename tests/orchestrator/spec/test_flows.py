@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagemesh.common.descriptors import EngineDescriptor, OptionSpec, Signature
+from stagemesh.common.errors import InvalidPipelineError
 from stagemesh.common.tensors import TensorSpec
 from stagemesh.orchestrator.spec import Catalog, Edge, Limits, Pipeline, PipelineOutput, Stage
 from stagemesh.orchestrator.spec.checks.flows import check_flows
-from stagemesh.orchestrator.spec.checks.problems import Problems
 from stagemesh.orchestrator.spec.checks.request_sets import find_facts
 from stagemesh.orchestrator.spec.conditions import Comparison, Condition, Fact, Facts, Term, holds
-from stagemesh.orchestrator.spec.source.origins import Origin, Origins
+from stagemesh.orchestrator.spec.source.problem_lines import Origin, Problems
 
 NUMBERS = TensorSpec.parse("float32[n]")
 BOUNDS = OptionSpec(default=1.0, minimum=0.0, maximum=4.0)
@@ -113,9 +113,13 @@ def _is_fed(pipeline: Pipeline, stage: Stage, incoming: tuple[Edge, ...]) -> boo
 
 
 def _is_accepted(pipeline: Pipeline) -> bool:
-    problems = Problems(Origins({(): Origin(1, "p.yaml:1", "p.yaml:1")}))
+    problems = Problems({(): Origin(1, "p.yaml:1", "p.yaml:1")})
     check_flows(CATALOG, problems, stages=pipeline.stages, edges=pipeline.edges, outputs=pipeline.outputs)
-    return not problems.found
+    try:
+        problems.raise_any()
+    except InvalidPipelineError:
+        return False
+    return True
 
 
 @settings(max_examples=300, deadline=None)

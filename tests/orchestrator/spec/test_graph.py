@@ -3,7 +3,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.orchestrator.spec.graph import Arc, ancestors, find_cycle, topological_order
+from stagemesh.orchestrator.spec.checks.edges import find_cycle, topological_order
+from stagemesh.orchestrator.spec.model import Arc, ancestors
 
 _NAMES = [f"s{i}" for i in range(9)]
 

@@ -1,12 +1,13 @@
-"""Lists requests, and reports the progress of single requests."""
+"""Lists, describes and cancels requests. Describes requests in messages of AdminService."""
 
 import asyncio
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from heapq import nsmallest
 
 from stagemesh.common.errors import NotFoundError, NotReadyError, StagemeshError
 from stagemesh.connectors.stream.wire import error_to_wire
 from stagemesh.orchestrator.admin.directory import Directory
+from stagemesh.orchestrator.describe import to_message
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.timeline import RequestState, StepNotes, Timeline
 from stagemesh.v1 import admin_pb2, control_pb2
@@ -20,16 +21,6 @@ _ENDINGS = {
 }
 
 
-@dataclass(frozen=True)
-class InspectedRequest:
-    """A request with the status of each of its steps and flows."""
-
-    timeline: Timeline
-    steps: Sequence[admin_pb2.StepStatus]
-    flows: Sequence[admin_pb2.FlowStatus]
-    """The status of each flow, as reported by its producer and by its consumer."""
-
-
 class Inspector:
     """Reads the state of requests, and cancels requests."""
 
@@ -37,8 +28,10 @@ class Inspector:
         self._orchestrator = orchestrator
         self._directory = directory
 
-    def requests(self, *, states: Collection[RequestState] = (), target: str = "") -> Iterator[tuple[int, Timeline]]:
-        """Returns pairs of a request's number and its timeline, oldest request first.
+    def requests(
+        self, *, states: Collection[RequestState] = (), target: str = ""
+    ) -> Iterator[tuple[int, admin_pb2.RequestStatus]]:
+        """Returns pairs of a request's number and its summary, oldest request first.
 
         - `states` selects requests in one of these states. If it is empty, waiting and running requests are selected.
         - `target` selects requests with a step on this replica or stage. If it is empty, all requests are selected.
@@ -49,25 +42,18 @@ class Inspector:
         wanted = states or _UNDER_WAY
         known = sorted((*self._orchestrator.history, *self._running()), key=lambda timeline: timeline.number)
         return (
-            (timeline.number, timeline)
+            (timeline.number, self._summary(timeline))
             for timeline in known
             if timeline.state in wanted and (names is None or _has_step_on(timeline, names))
         )
 
-    def slowest(self, count: int) -> list[Timeline]:
-        """Returns the `count` oldest requests that have not ended, oldest first."""
-        return sorted(self._running(), key=lambda timeline: timeline.number)[:count]
+    def slowest(self, count: int) -> list[admin_pb2.RequestStatus]:
+        """Returns the summaries of the `count` oldest requests that have not ended, oldest first."""
+        oldest = nsmallest(count, self._running(), key=lambda timeline: timeline.number)
+        return [self._summary(timeline) for timeline in oldest]
 
-    def kept_bytes(self, request_id: str) -> int:
-        """Returns the size in bytes of the events that the orchestrator retains for a request.
-
-        Returns 0 if the request is unknown or was dropped.
-        """
-        known = self._orchestrator.requests.find(request_id)
-        return known.record.size_bytes if known is not None else 0
-
-    async def inspect(self, request_id: str) -> InspectedRequest:
-        """Returns one request with the status of its steps and flows.
+    async def inspect(self, request_id: str) -> admin_pb2.GetRequestResponse:
+        """Returns the summary of one request with the status of its steps and flows.
 
         Waits at most 2 seconds for reports from replicas.
 
@@ -82,7 +68,9 @@ class Inspector:
             _step_status(notes, report, describe_wait(notes, report, unready=self._unready(timeline, notes)))
             for notes, report in pairs
         ]
-        return InspectedRequest(timeline, steps, _flow_statuses(pairs))
+        return admin_pb2.GetRequestResponse(
+            request=self._summary(timeline), planned_s=timeline.planned_s, steps=steps, flows=_flow_statuses(pairs)
+        )
 
     async def cancel(self, request_id: str) -> None:
         """Cancels a request. Returns after every stage has released it.
@@ -102,6 +90,20 @@ class Inspector:
 
     def _running(self) -> list[Timeline]:
         return [known.record.timeline for known in self._orchestrator.requests.running]
+
+    def _summary(self, timeline: Timeline) -> admin_pb2.RequestStatus:
+        """Returns the summary of a request. Omits the status of its steps and flows."""
+        known = self._orchestrator.requests.find(timeline.request_id)
+        return to_message(
+            admin_pb2.RequestStatus,
+            timeline,
+            state=f"REQUEST_STATE_{timeline.state.value}",
+            left_s=0.0 if timeline.state.is_over else max(0.0, timeline.timeout_s - timeline.age_s),
+            pieces=sum(step.outputs for step in timeline.steps),
+            size_bytes=known.record.size_bytes if known is not None else 0,
+            at_work=dict.fromkeys(step.stage for step in timeline.at_work),
+            error=error_to_wire(timeline.error) if timeline.error is not None else None,
+        )
 
     def _find(self, request_id: str) -> Timeline:
         known = self._orchestrator.requests.find(request_id)
@@ -140,26 +142,13 @@ def _has_step_on(timeline: Timeline, names: Collection[str]) -> bool:
 
 
 def _step_status(notes: StepNotes, report: control_pb2.StepReport | None, waits_for: str) -> admin_pb2.StepStatus:
-    return admin_pb2.StepStatus(
-        stage=notes.stage,
-        replica=notes.replica,
-        attempt=notes.attempt,
-        planned_s=notes.planned_s,
-        sent_s=notes.sent_s,
-        accepted_s=notes.accepted_s,
-        queue_position=notes.queue_position,
-        first_output_s=notes.first_output_s,
-        heard_s=notes.heard_s,
-        ended_s=notes.ended_s,
-        outputs=notes.outputs,
-        steps=notes.steps,
-        total_steps=notes.total_steps,
+    return to_message(
+        admin_pb2.StepStatus,
+        notes,
         waits_for=waits_for,
         report=report,
-        finished=notes.finished,
         error=error_to_wire(notes.error) if notes.error is not None else None,
-        resumed_steps=notes.resumed_steps,
-        rebindings=[admin_pb2.StepRebinding(at_s=each.at_s, edges=each.edges) for each in notes.rebindings],
+        rebindings=[to_message(admin_pb2.StepRebinding, each) for each in notes.rebindings],
     )
 
 

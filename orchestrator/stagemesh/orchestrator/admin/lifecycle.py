@@ -2,37 +2,19 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from enum import Enum
 from functools import partial
-from typing import NamedTuple
+
+from google.protobuf.message import Message
 
 from stagemesh.common.errors import DeadlineError, InvalidRequestError, NotReadyError, StagemeshError
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
-from stagemesh.v1 import control_pb2
+from stagemesh.v1 import admin_pb2, control_pb2
 
 _CALL_S = 5.0
 _POLL_S = 0.1
 _DRAIN_S = 300.0
 _DRAINED = "drained by an operator"
-
-
-class RestartPhase(Enum):
-    """The phase of a replica's restart. The value is the name of the protobuf enum value without its prefix."""
-
-    DRAINING = "DRAINING"
-    ENDING = "ENDING"
-    STARTING = "STARTING"
-    READY = "READY"
-
-
-class RestartEvent(NamedTuple):
-    """A progress report of a replica's restart."""
-
-    replica: str
-    phase: RestartPhase
-    running: int
-    """The number of requests that are running on the replica."""
 
 
 class Lifecycle:
@@ -86,7 +68,9 @@ class Lifecycle:
         )
         return replicas
 
-    async def restart(self, target: str, *, force: bool, drain_s: float) -> AsyncGenerator[RestartEvent]:
+    async def restart(
+        self, target: str, *, force: bool, drain_s: float
+    ) -> AsyncGenerator[admin_pb2.RestartReplicasResponse]:
         """Restarts a replica, or all replicas of a stage one after another. Yields each change.
 
         Iterate within `aclosing`.
@@ -110,16 +94,18 @@ class Lifecycle:
             running, limit_s = 0, drain_s or _DRAIN_S
             async for running in _running_counts(replica, ends_s=asyncio.get_running_loop().time() + limit_s):
                 if running:
-                    yield RestartEvent(name, RestartPhase.DRAINING, running)
+                    yield admin_pb2.RestartReplicasResponse(
+                        replica=name, phase=admin_pb2.RESTART_PHASE_DRAINING, running=running
+                    )
             if running and not force:
                 await _resume(replica)
                 raise _still_running(replica, running, f"after {limit_s:g} s; it is resumed")
-            await _control(replica, "Shutdown", control_pb2.ShutdownRequest().SerializeToString())
-            yield RestartEvent(name, RestartPhase.ENDING, 0)
+            await _control(replica, "Shutdown", control_pb2.ShutdownRequest())
+            yield admin_pb2.RestartReplicasResponse(replica=name, phase=admin_pb2.RESTART_PHASE_ENDING)
             await _poll(partial(self._is_replaced, name, former))
-            yield RestartEvent(name, RestartPhase.STARTING, 0)
+            yield admin_pb2.RestartReplicasResponse(replica=name, phase=admin_pb2.RESTART_PHASE_STARTING)
             await _poll(partial(self._is_ready, name))
-            yield RestartEvent(name, RestartPhase.READY, 0)
+            yield admin_pb2.RestartReplicasResponse(replica=name, phase=admin_pb2.RESTART_PHASE_READY)
 
     async def _is_replaced(self, name: str, former: str) -> bool:
         """Returns whether a new process serves the replica. `former` is the incarnation of the previous process."""
@@ -201,9 +187,8 @@ async def count_running(replica: Replica) -> int:
     """
     if replica.running:
         return replica.running
-    request = control_pb2.ListStepsRequest(page_size=1000)
     try:
-        answer = await _control(replica, "ListSteps", request.SerializeToString())
+        answer = await _control(replica, "ListSteps", control_pb2.ListStepsRequest(page_size=1000))
     except DeadlineError:
         return 1
     except StagemeshError:
@@ -216,14 +201,13 @@ async def _incarnation(replica: Replica) -> str:
 
 
 async def _drain(replica: Replica, *, move_after_s: float | None = None) -> None:
-    request = control_pb2.DrainRequest(move_after_s=move_after_s)
-    await _control(replica, "Drain", request.SerializeToString())
+    await _control(replica, "Drain", control_pb2.DrainRequest(move_after_s=move_after_s))
     if replica.state is ReplicaState.READY:
         replica.observe(ReplicaState.DRAINING, _DRAINED)
 
 
 async def _resume(replica: Replica) -> None:
-    await _control(replica, "Resume", control_pb2.ResumeRequest().SerializeToString())
+    await _control(replica, "Resume", control_pb2.ResumeRequest())
     described = await replica.client.describe(timeout_s=_CALL_S)
     # In any other state, only the fleet can determine whether the replica belongs to the pipeline and which process
     # serves it.
@@ -231,8 +215,8 @@ async def _resume(replica: Replica) -> None:
         replica.observe(ReplicaState.from_wire(described.state), described.detail)
 
 
-async def _control(replica: Replica, method: str, request: bytes) -> bytes:
-    return await replica.client.control(method, request, timeout_s=_CALL_S)
+async def _control(replica: Replica, method: str, request: Message) -> bytes:
+    return await replica.client.control(method, request.SerializeToString(), timeout_s=_CALL_S)
 
 
 def _still_running(replica: Replica, running: int, result: str) -> DeadlineError:

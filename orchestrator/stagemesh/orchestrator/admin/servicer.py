@@ -1,10 +1,13 @@
 """Implements AdminService: converts its messages, and calls the inspector, the lifecycle and the status builder."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
+from functools import wraps
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from google.protobuf.message import Message
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.orchestrator.admin.directory import Directory
@@ -23,16 +26,31 @@ if TYPE_CHECKING:
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _T = TypeVar("_T")
+_Response = TypeVar("_Response", bound=Message)
 
 _DEFAULT_INTERVAL_S, _MIN_INTERVAL_S = 1.0, 0.2
 _DEFAULT_SLOWEST = 10
 _DEFAULT_PAGE, _MAX_PAGE = 100, 1000
 _MAX_TOKEN_DIGITS = 19
 _MAX_WAIT_S = 3600.0
+# The fields of requests that are added to log records and to the metadata of errors.
+_LOGGED_FIELDS = ("request_id", "edge")
 # The error that explains a failed wait must arrive before the caller's deadline.
 _MARGIN_S = 0.5
 _REPLICA_STATES = {int(state.wire): state for state in ReplicaState}
 _REQUEST_STATES = {int(admin_pb2.RequestState.Value(f"REQUEST_STATE_{state.value}")): state for state in RequestState}
+
+
+def _answered(method: Callable[[Any, Any], Awaitable[Message]]) -> Callable[..., Awaitable[Message]]:
+    """Decorates a method that returns the response to a request, so that its errors are converted to statuses."""
+
+    @wraps(method)
+    async def answer(servicer: object, request: Message, context: _Context) -> Message:
+        where = {name: getattr(request, name) for name in _LOGGED_FIELDS if hasattr(request, name)}
+        async with answering(context, **where):
+            return await method(servicer, request)
+
+    return answer
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
@@ -44,58 +62,42 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._lifecycle = Lifecycle(directory)
         self._statuses = Statuses(orchestrator, directory, self._inspector)
 
-    async def ListPipelines(  # noqa: N802
-        self, request: admin_pb2.ListPipelinesRequest, context: _Context
-    ) -> admin_pb2.ListPipelinesResponse:
-        async with answering(context):
-            page = _page(enumerate([self._statuses.pipeline(self._statuses.totals())]), request)
-            return admin_pb2.ListPipelinesResponse(pipelines=page.items, next_page_token=page.next_token)
+    @_answered
+    async def ListPipelines(self, request: admin_pb2.ListPipelinesRequest) -> admin_pb2.ListPipelinesResponse:
+        statuses = [self._statuses.pipeline(self._statuses.totals())]
+        return _page(admin_pb2.ListPipelinesResponse, request, field="pipelines", items=enumerate(statuses))
 
-    async def ListStages(  # noqa: N802
-        self, request: admin_pb2.ListStagesRequest, context: _Context
-    ) -> admin_pb2.ListStagesResponse:
-        async with answering(context):
-            page = _page(enumerate(self._statuses.stages(self._statuses.totals())), request)
-            return admin_pb2.ListStagesResponse(stages=page.items, next_page_token=page.next_token)
+    @_answered
+    async def ListStages(self, request: admin_pb2.ListStagesRequest) -> admin_pb2.ListStagesResponse:
+        statuses = self._statuses.stages(self._statuses.totals())
+        return _page(admin_pb2.ListStagesResponse, request, field="stages", items=enumerate(statuses))
 
-    async def ListReplicas(  # noqa: N802
-        self, request: admin_pb2.ListReplicasRequest, context: _Context
-    ) -> admin_pb2.ListReplicasResponse:
-        async with answering(context):
-            replicas = self._directory.replicas_of(request.stage) if request.stage else self._directory.replicas
-            if request.state:
-                wanted = _from_wire(request.state, _REPLICA_STATES, "replica")
-                replicas = [replica for replica in replicas if replica.state is wanted]
-            page = _page(enumerate(replicas), request)
-            return admin_pb2.ListReplicasResponse(
-                replicas=map(replica_status, page.items), next_page_token=page.next_token
-            )
+    @_answered
+    async def ListReplicas(self, request: admin_pb2.ListReplicasRequest) -> admin_pb2.ListReplicasResponse:
+        replicas = self._directory.replicas_of(request.stage) if request.stage else self._directory.replicas
+        if request.state:
+            wanted = _from_wire(request.state, _REPLICA_STATES, "replica")
+            replicas = [replica for replica in replicas if replica.state is wanted]
+        statuses = map(replica_status, replicas)
+        return _page(admin_pb2.ListReplicasResponse, request, field="replicas", items=enumerate(statuses))
 
-    async def ListEdges(  # noqa: N802
-        self, request: admin_pb2.ListEdgesRequest, context: _Context
-    ) -> admin_pb2.ListEdgesResponse:
-        async with answering(context):
-            page = _page(enumerate(self._statuses.edges(self._statuses.totals())), request)
-            return admin_pb2.ListEdgesResponse(edges=page.items, next_page_token=page.next_token)
+    @_answered
+    async def ListEdges(self, request: admin_pb2.ListEdgesRequest) -> admin_pb2.ListEdgesResponse:
+        statuses = self._statuses.edges(self._statuses.totals())
+        return _page(admin_pb2.ListEdgesResponse, request, field="edges", items=enumerate(statuses))
 
-    async def ListRequests(  # noqa: N802
-        self, request: admin_pb2.ListRequestsRequest, context: _Context
-    ) -> admin_pb2.ListRequestsResponse:
-        async with answering(context):
-            states = {_from_wire(value, _REQUEST_STATES, "request") for value in request.states}
-            page = _page(self._inspector.requests(states=states, target=request.target), request)
-            return admin_pb2.ListRequestsResponse(
-                requests=map(self._statuses.request, page.items), next_page_token=page.next_token
-            )
+    @_answered
+    async def ListRequests(self, request: admin_pb2.ListRequestsRequest) -> admin_pb2.ListRequestsResponse:
+        states = {_from_wire(value, _REQUEST_STATES, "request") for value in request.states}
+        statuses = self._inspector.requests(states=states, target=request.target)
+        return _page(admin_pb2.ListRequestsResponse, request, field="requests", items=statuses)
 
-    async def GetRequest(  # noqa: N802
-        self, request: admin_pb2.GetRequestRequest, context: _Context
-    ) -> admin_pb2.GetRequestResponse:
-        async with answering(context, request_id=request.request_id):
-            return self._statuses.request_in_full(await self._inspector.inspect(request.request_id))
+    @_answered
+    async def GetRequest(self, request: admin_pb2.GetRequestRequest) -> admin_pb2.GetRequestResponse:
+        return await self._inspector.inspect(request.request_id)
 
     @streaming
-    async def WatchPipeline(  # noqa: N802
+    async def WatchPipeline(
         self, request: admin_pb2.WatchPipelineRequest, context: _Context
     ) -> AsyncIterator[admin_pb2.WatchPipelineResponse]:
         async with answering(context):
@@ -108,7 +110,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 yield self._statuses.snapshot(slowest=request.slowest or _DEFAULT_SLOWEST)
                 await asyncio.sleep(interval_s)
 
-    async def DrainReplicas(  # noqa: N802
+    async def DrainReplicas(
         self, request: admin_pb2.DrainReplicasRequest, context: _Context
     ) -> admin_pb2.DrainReplicasResponse:
         async with answering(context):
@@ -118,52 +120,44 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 await self._lifecycle.wait_idle(replicas, timeout_s=_time_to_wait_s(context))
             return admin_pb2.DrainReplicasResponse(replicas=map(replica_status, replicas))
 
-    async def ResumeReplicas(  # noqa: N802
-        self, request: admin_pb2.ResumeReplicasRequest, context: _Context
-    ) -> admin_pb2.ResumeReplicasResponse:
-        async with answering(context):
-            replicas = await self._lifecycle.resume(request.target)
-            return admin_pb2.ResumeReplicasResponse(replicas=map(replica_status, replicas))
+    @_answered
+    async def ResumeReplicas(self, request: admin_pb2.ResumeReplicasRequest) -> admin_pb2.ResumeReplicasResponse:
+        replicas = await self._lifecycle.resume(request.target)
+        return admin_pb2.ResumeReplicasResponse(replicas=map(replica_status, replicas))
 
     @streaming
-    async def RestartReplicas(  # noqa: N802
+    async def RestartReplicas(
         self, request: admin_pb2.RestartReplicasRequest, context: _Context
     ) -> AsyncIterator[admin_pb2.RestartReplicasResponse]:
         async with answering(context):
             events = self._lifecycle.restart(request.target, force=request.force, drain_s=request.drain_s)
             async with aclosing(events):
                 async for event in events:
-                    phase = admin_pb2.RestartPhase.Value(f"RESTART_PHASE_{event.phase.value}")
-                    yield admin_pb2.RestartReplicasResponse(replica=event.replica, phase=phase, running=event.running)
+                    yield event
 
-    async def CancelRequest(  # noqa: N802
-        self, request: admin_pb2.AdminServiceCancelRequestRequest, context: _Context
+    @_answered
+    async def CancelRequest(
+        self, request: admin_pb2.AdminServiceCancelRequestRequest
     ) -> admin_pb2.AdminServiceCancelRequestResponse:
-        async with answering(context, request_id=request.request_id):
-            await self._inspector.cancel(request.request_id)
-            return admin_pb2.AdminServiceCancelRequestResponse()
+        await self._inspector.cancel(request.request_id)
+        return admin_pb2.AdminServiceCancelRequestResponse()
 
-    async def ProbeEdge(  # noqa: N802
-        self, request: admin_pb2.AdminServiceProbeEdgeRequest, context: _Context
+    @_answered
+    async def ProbeEdge(
+        self, request: admin_pb2.AdminServiceProbeEdgeRequest
     ) -> admin_pb2.AdminServiceProbeEdgeResponse:
-        async with answering(context, edge=request.edge):
-            edge = self._directory.edge(request.edge)
-            links = await self._directory.probe_edge(edge, producer=request.producer, consumer=request.consumer)
-            return admin_pb2.AdminServiceProbeEdgeResponse(edge=describe_edge(edge, links))
+        edge = self._directory.edge(request.edge)
+        links = await self._directory.probe_edge(edge, producer=request.producer, consumer=request.consumer)
+        return admin_pb2.AdminServiceProbeEdgeResponse(edge=describe_edge(edge, links))
 
 
-class _Page(NamedTuple, Generic[_T]):
-    """One page of a list. `next_token` requests the next page, and is empty for the last page."""
+def _page(response: type[_Response], request: Any, *, field: str, items: Iterable[tuple[int, Message]]) -> _Response:
+    """Returns the response with the page of a list that a request asks for.
 
-    items: list[_T]
-    next_token: str
+    `field` is the field of the response for the items. `items` are the items with their numbers, in ascending order. A
+    page token is the number of the last item of the previous page.
 
-
-def _page(numbered: Iterable[tuple[int, _T]], request: Any) -> _Page[_T]:
-    """Returns the page of a list that a request asks for.
-
-    `numbered` contains the items with their numbers, in ascending order. A page token is the number of the last item of
-    the previous page. Raises InvalidRequestError (INVALID_PAGE_TOKEN) for any other token.
+    Raises InvalidRequestError (INVALID_PAGE_TOKEN) for any other token.
     """
     token = str(request.page_token)
     if token and not (token.isascii() and token.isdecimal() and len(token) <= _MAX_TOKEN_DIGITS):
@@ -173,9 +167,9 @@ def _page(numbered: Iterable[tuple[int, _T]], request: Any) -> _Page[_T]:
         )
     after = int(token or -1)
     size = min(request.page_size or _DEFAULT_PAGE, _MAX_PAGE)
-    found = list(islice((pair for pair in numbered if pair[0] > after), size + 1))
-    page = found[:size]
-    return _Page([item for _, item in page], str(page[-1][0]) if len(found) > size else "")
+    found = list(islice((pair for pair in items if pair[0] > after), size + 1))
+    next_token = str(found[size - 1][0]) if len(found) > size else ""
+    return response(next_page_token=next_token, **{field: [item for _, item in found[:size]]})
 
 
 def _from_wire(value: int, states: Mapping[int, _T], kind: str) -> _T:

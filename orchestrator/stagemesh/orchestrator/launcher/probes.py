@@ -1,6 +1,8 @@
-"""Probes the states of the launcher's processes and the connectors of the pipeline's edges."""
+"""States of the processes that the launcher runs. Probes these states, and the connectors of the pipeline's edges."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import Enum
 from itertools import chain
 from typing import NamedTuple, TypeAlias
 
@@ -9,12 +11,44 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 
 from stagemesh.common.errors import NotReadyError
-from stagemesh.orchestrator.launcher.process_states import ProcessState
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
 from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 from stagemesh.v1.stage_pb2_grpc import StageServiceStub
 
+ORCHESTRATOR = "orchestrator"
+"""The name of the orchestrator's process."""
+
 _TIMEOUT_S = 1.0
+
+
+class ProcessState(Enum):
+    """The state of a process. The value is the word that is shown to users."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+    ASLEEP = "asleep"
+    RESTARTING = "restarting"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """A snapshot of a process's state.
+
+    `name` is the name of the replica that the process serves, or "orchestrator".
+    """
+
+    name: str
+    stage: str
+    endpoint: str
+    state: ProcessState
+    detail: str = ""
+    process_id: int | None = None
+
+
 _STATES = {
     stage_pb2.REPLICA_STATE_LOADING: ProcessState.LOADING,
     stage_pb2.REPLICA_STATE_READY: ProcessState.READY,

@@ -1,24 +1,28 @@
-"""Supervises one process: starts it, observes its state, and restarts it when it ends."""
+"""Supervises one process: starts it, observes its state, restarts it when it ends, and stops it.
+
+`RestartPolicy` decides whether and when a process is restarted.
+"""
 
 import asyncio
+import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
 
+from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import NotReadyError
-from stagemesh.orchestrator.launcher.child import Child
-from stagemesh.orchestrator.launcher.probes import Observation, Probe
-from stagemesh.orchestrator.launcher.process_states import ProcessState, ProcessStatus
-from stagemesh.orchestrator.launcher.restart_policy import RestartPolicy, RestartSchedule
+from stagemesh.orchestrator.launcher.probes import Observation, Probe, ProcessState, ProcessStatus
 from stagemesh.orchestrator.launcher.run_folder import read_tail
 from stagemesh.rpc.channels import open_channel
 
 _POLL_S = 0.2
 _READY_POLL_S = 1.0
+TERMINATE_S = 15.0
 
 Listener = Callable[[ProcessStatus], None]
 """A function that is called with the new status after each change of a process's state."""
@@ -36,6 +40,117 @@ class ProcessSpec:
     probe: Probe
 
 
+@dataclass(frozen=True)
+class RestartPolicy:
+    """Limits the restarts of a process.
+
+    The pause before the first restart is `first_pause_s` seconds. It doubles with each failure, up to `max_pause_s`. It
+    is reset after the process has been ready for `healthy_s` seconds. A process that has never been ready is abandoned
+    after `quick_failures` failures. A failure that occurs `slow_s` seconds or more after the start counts twice,
+    because slow failures, such as a model that cannot be loaded, rarely disappear after a restart.
+    """
+
+    first_pause_s: float = 0.1
+    max_pause_s: float = 5.0
+    healthy_s: float = 10.0
+    quick_failures: int = 5
+    slow_s: float = 10.0
+
+
+class RestartSchedule:
+    """Applies a RestartPolicy to one process. All times are in seconds on a monotonic clock of the caller."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self._backoff = Backoff(first_s=policy.first_pause_s, longest_s=policy.max_pause_s)
+        self._cost = 0
+        self._started_s = 0.0
+        self._ready_s: float | None = None
+        self._ever_ready = False
+
+    def started(self, now_s: float) -> None:
+        """Must be called when the process is started."""
+        self._started_s = now_s
+        self._ready_s = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the process has become ready since its last start."""
+        return self._ready_s is not None
+
+    def ready(self, now_s: float) -> None:
+        """Must be called when the process becomes ready. Ignores further calls until the next start."""
+        self._ever_ready = True
+        self._ready_s = now_s if self._ready_s is None else self._ready_s
+
+    def ended(self, now_s: float) -> float | None:
+        """Must be called when the process has ended.
+
+        Returns the pause in seconds before the process must be started again, or None if the process must be abandoned.
+        """
+        policy = self._policy
+        if self._ready_s is not None and now_s - self._ready_s >= policy.healthy_s:
+            self._backoff.reset()
+        self._cost += 1 if now_s - self._started_s < policy.slow_s else 2
+        if not self._ever_ready and self._cost >= policy.quick_failures:
+            return None
+        return self._backoff.next_s()
+
+
+class Child:
+    """A running child process. Its output is appended to a log file."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, command: Sequence[str], *, log: Path) -> "Child":
+        """Starts `command` in a new session and process group. Appends its output to the file `log`."""
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return cls(process)
+
+    @property
+    def process_id(self) -> int:
+        """The id of the process and of its process group."""
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """Waits until the process has ended, then kills its process group. Returns the exit status of the process.
+
+        If a signal killed the process, the exit status is the negative signal number.
+        """
+        status = await self._process.wait()
+        self._kill_group()
+        return status
+
+    async def stop(self, *, terminate_s: float = TERMINATE_S) -> None:
+        """Sends SIGTERM to the process, waits for its end, and then kills its process group.
+
+        Kills the group after `terminate_s` seconds if the process has not ended by then. Does nothing if the process
+        has already ended.
+        """
+        if self._process.returncode is not None:
+            return
+        try:
+            with suppress(ProcessLookupError, TimeoutError):
+                self._process.terminate()
+                await asyncio.wait_for(self._process.wait(), terminate_s)
+        finally:
+            self._kill_group()
+        await self._process.wait()
+
+    def _kill_group(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
 class Supervisor:
     """Supervises one process: starts it, observes its state, and restarts it when it ends."""
 
@@ -45,8 +160,6 @@ class Supervisor:
         self._listener = listener
         self._child: Child | None = None
         self._failures = 0
-        self._was_ready = False
-        """Whether the process has become ready since its last start."""
 
     async def run(self) -> None:
         """Starts the process, and restarts it whenever it ends. Stops the process when this task is cancelled.
@@ -65,7 +178,6 @@ class Supervisor:
         child = self._child = await Child.start(self._spec.command, log=self._spec.log)
         try:
             self._schedule.started(time.monotonic())
-            self._was_ready = False
             self._report(ProcessState.STARTING)
             async with asyncio.TaskGroup() as tasks:
                 observing = tasks.create_task(self._observe(channel))
@@ -85,12 +197,11 @@ class Supervisor:
                 last = seen
             ready = seen is not None and seen.state is ProcessState.READY
             if ready:
-                self._was_ready = True
                 self._schedule.ready(time.monotonic())
             await asyncio.sleep(_READY_POLL_S if ready else _POLL_S)
 
     async def _wait_for_restart(self, status: int) -> None:
-        if status == 0 and self._was_ready:
+        if status == 0 and self._schedule.is_ready:
             # SIGTERM or an operator's restart requested the end.
             self._report(ProcessState.RESTARTING, "ended on request; restarts")
             return

@@ -24,7 +24,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
         self._source = source
 
     @streaming
-    async def Register(  # noqa: N802
+    async def Register(
         self, request_iterator: AsyncIterator[membership_pb2.RegisterRequest], context: _Context
     ) -> AsyncIterator[membership_pb2.RegisterResponse]:
         async with answering(context):

@@ -3,24 +3,15 @@
 Each error in a file is reported with its file, line and remedy.
 """
 
-from stagemesh.orchestrator.spec.checks.stages import Catalog
-from stagemesh.orchestrator.spec.load import load_pipeline
-from stagemesh.orchestrator.spec.model import (
-    Edge,
-    ExplainedValue,
-    Pipeline,
-    PipelineOutput,
-    Route,
-    Stage,
-)
+from stagemesh.orchestrator.spec.checks.stages_and_outputs import Catalog
+from stagemesh.orchestrator.spec.load import built_in_pipelines, load_pipeline
+from stagemesh.orchestrator.spec.model import Edge, Pipeline, PipelineOutput, Route, Stage
 from stagemesh.orchestrator.spec.schema import Bounds, Limits
-from stagemesh.orchestrator.spec.source.files import built_in_pipelines
 
 __all__ = [
     "Bounds",
     "Catalog",
     "Edge",
-    "ExplainedValue",
     "Limits",
     "Pipeline",
     "PipelineOutput",

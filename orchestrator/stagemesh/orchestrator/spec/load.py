@@ -1,27 +1,38 @@
-"""Loads a pipeline file, and converts it to a checked graph."""
+"""Locates a pipeline file, loads it, and converts it to a checked graph."""
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
 from typing import cast
 
 from stagemesh.common import settings
-from stagemesh.common.errors import InvalidPipelineError
+from stagemesh.common.errors import InvalidPipelineError, NotFoundError
 from stagemesh.common.versions import WIRE_VERSION
 from stagemesh.orchestrator.spec.checks.conditions import ConditionResolver, merge_options
-from stagemesh.orchestrator.spec.checks.edges import EdgeResolver
+from stagemesh.orchestrator.spec.checks.edges import EdgeResolver, topological_order
 from stagemesh.orchestrator.spec.checks.flows import check_flows
-from stagemesh.orchestrator.spec.checks.outputs import OutputResolver
-from stagemesh.orchestrator.spec.checks.problems import Problems
 from stagemesh.orchestrator.spec.checks.shape import check_shape
-from stagemesh.orchestrator.spec.checks.stages import Catalog, StageResolver
-from stagemesh.orchestrator.spec.graph import topological_order
+from stagemesh.orchestrator.spec.checks.stages_and_outputs import (
+    Catalog,
+    StageResolver,
+    check_all_used,
+    resolve_outputs,
+)
 from stagemesh.orchestrator.spec.model import ExplainedValue, Pipeline, Stage
 from stagemesh.orchestrator.spec.schema import Limits, PipelineFile
 from stagemesh.orchestrator.spec.source.document import read_document
-from stagemesh.orchestrator.spec.source.files import Source, find_source
-from stagemesh.orchestrator.spec.source.origins import KeyPath, Origins, dotted
 from stagemesh.orchestrator.spec.source.overrides import apply_overrides
+from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Origin, Problems, dotted
+
+_BUILT_IN_DIR = Path(str(files("stagemesh.orchestrator"))) / "pipelines"
+
+
+def built_in_pipelines() -> tuple[str, ...]:
+    """Returns the names of the built-in pipelines in alphabetical order."""
+    return tuple(sorted(path.stem for path in _BUILT_IN_DIR.glob("*.yaml")))
 
 
 def load_pipeline(
@@ -41,22 +52,20 @@ def load_pipeline(
     Raises NotFoundError (UNKNOWN_PIPELINE) if there is no such pipeline. Raises InvalidPipelineError if the file is
     invalid. The message has a line "file:line: error; remedy" for each error.
     """
-    source = find_source(name_or_path)
-    document = read_document(
-        _read(source), file=str(source.path), variables=settings.variables() if variables is None else variables
-    )
+    source = _find_file(name_or_path)
+    variables = settings.variables() if variables is None else variables
+    document = read_document(_read(source), file=str(source), variables=variables)
     apply_overrides(document, overrides or {})
     file = check_shape(document)
     catalog = catalog or Catalog()
     problems = document.problems
-    stages = StageResolver(catalog, problems, check_models, _fetch_hint(source)).resolve(file)
-    output_resolver = OutputResolver(problems)
-    outputs = output_resolver.resolve(file, stages)
+    stages = StageResolver(catalog, problems, check_models, _fetch_hint(name_or_path)).resolve(file)
+    outputs = resolve_outputs(file, stages, problems)
     options, ambiguous = merge_options(stages, file.options, problems)
     media = any(stage.signature.media for stage in stages.values())
     conditions = ConditionResolver(problems, options, ambiguous, file.outputs, media=media)
     edges = EdgeResolver(catalog, problems, conditions).resolve(file, stages)
-    output_resolver.check_all_used(file, edges)
+    check_all_used(file, edges, problems)
     stages = {
         name: stage.model_copy(
             update={"condition": conditions.resolve(("stages", name, "when"), file.stages[name].when or ())}
@@ -75,22 +84,36 @@ def load_pipeline(
         edges=edges,
         outputs=outputs,
         limits=file.limits,
-        source=source.path,
+        source=source,
         options=options,
-        explanation=tuple(_explain(file, Origins(document.origin_by_path))),
+        explanation=tuple(_explain(file, problems.origins)),
     )
 
 
-def _read(source: Source) -> str:
+def _find_file(name_or_path: str) -> Path:
+    if name_or_path in built_in_pipelines():
+        return _BUILT_IN_DIR / f"{name_or_path}.yaml"
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        return path
+    close = get_close_matches(name_or_path, built_in_pipelines(), n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else f"; built-in: {', '.join(built_in_pipelines())}"
+    raise NotFoundError(
+        f"unknown pipeline {name_or_path!r}: neither built-in nor a file{hint} (or give the path of a .yaml file)",
+        reason="UNKNOWN_PIPELINE",
+    )
+
+
+def _read(path: Path) -> str:
     try:
-        return source.path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
-        raise InvalidPipelineError(f"{source.path}:1: cannot be read: {exc}; give a text file in UTF-8") from exc
+        raise InvalidPipelineError(f"{path}:1: cannot be read: {exc}; give a text file in UTF-8") from exc
 
 
-def _fetch_hint(source: Source) -> str:
-    if source.built_in:
-        return f"run `stagemesh models fetch {source.path.stem}`"
+def _fetch_hint(name_or_path: str) -> str:
+    if name_or_path in built_in_pipelines():
+        return f"run `stagemesh models fetch {name_or_path}`"
     return "run `stagemesh models fetch`, or give the path of a folder or file"
 
 
@@ -110,7 +133,7 @@ def _generation(stages: Mapping[str, Stage]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
-def _explain(file: PipelineFile, origins: Origins) -> Iterator[ExplainedValue]:
+def _explain(file: PipelineFile, origins: Mapping[KeyPath, Origin]) -> Iterator[ExplainedValue]:
     """Yields every value of the file and the default of every omitted key, each with its origin."""
     for path, value in _leaves(file.model_dump(mode="json", by_alias=True), ()):
         if value is not None:
@@ -118,7 +141,7 @@ def _explain(file: PipelineFile, origins: Origins) -> Iterator[ExplainedValue]:
             yield ExplainedValue(dotted(path), text, _origin_label(path, origins))
 
 
-def _origin_label(path: KeyPath, origins: Origins) -> str:
+def _origin_label(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> str:
     # If a mapping is set as a whole (--set chunk='{frames: 9}'), its items have the origin of the mapping.
     for end in range(len(path), 0, -1):
         origin = origins.get(path[:end])

@@ -1,16 +1,26 @@
-"""A checked pipeline: the entries of a pipeline file, and the values that the checks have derived from them."""
+"""A checked pipeline, and the routes of requests through it.
 
-from collections.abc import Collection, Mapping
+The types add to the entries of a pipeline file the values that the checks have derived from them.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import SkipValidation
 
 from stagemesh.common.descriptors import OptionSpec, OutputKind, Signature
 from stagemesh.orchestrator.spec.conditions import Condition, Fact, Facts, holds
-from stagemesh.orchestrator.spec.graph import Arc, ancestors
 from stagemesh.orchestrator.spec.schema import EdgeEntry, Limits, OutputEntry, StageEntry
+
+
+class Arc(NamedTuple):
+    """A directed edge from a producer to a consumer."""
+
+    producer: str
+    consumer: str
 
 
 class Stage(StageEntry, frozen=True):
@@ -134,3 +144,15 @@ class Pipeline:
     def outgoing(self, stage: str) -> tuple[Edge, ...]:
         """Returns the edges that start at a stage."""
         return tuple(edge for edge in self.edges if edge.producer == stage)
+
+
+def ancestors(targets: Iterable[str], arcs: Collection[Arc]) -> frozenset[str]:
+    """Returns the target nodes and all nodes from which a target can be reached."""
+    upstream: Mapping[str, set[str]] = {arc.consumer: set() for arc in arcs}
+    for arc in arcs:
+        upstream[arc.consumer].add(arc.producer)
+    found, fresh = set[str](), set(targets)
+    while fresh:
+        found |= fresh
+        fresh = {producer for node in fresh for producer in upstream.get(node, ())} - found
+    return frozenset(found)

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 from stagemesh.common.descriptors import OptionSpec
 from stagemesh.orchestrator.spec import schema
-from stagemesh.orchestrator.spec.checks.problems import Problems, suggest
 from stagemesh.orchestrator.spec.checks.request_sets import find_facts
 from stagemesh.orchestrator.spec.conditions import (
     Comparison,
@@ -17,7 +16,7 @@ from stagemesh.orchestrator.spec.conditions import (
 )
 from stagemesh.orchestrator.spec.model import Stage
 from stagemesh.orchestrator.spec.schema import InputTerm, OptionTerm, OutputTerm
-from stagemesh.orchestrator.spec.source.origins import KeyPath
+from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Problems, suggest
 
 _MEDIA: Collection[InputKind] = ("image", "audio", "video")
 

@@ -1,18 +1,35 @@
 """Checks the edges of a pipeline file: their stages, names, tensor types, connectors, chunk policies and cycles."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from stagemesh.common.connector_descriptors import AUTO, descriptors
+from stagemesh.common.errors import StagemeshError
+from stagemesh.common.tensors import TensorSpec
 from stagemesh.connectors.edge import FramesPolicy
 from stagemesh.orchestrator.spec.checks.conditions import ConditionResolver
-from stagemesh.orchestrator.spec.checks.edge_types import EdgeTypes, emitted, list_specs
-from stagemesh.orchestrator.spec.checks.problems import Problems, suggest
-from stagemesh.orchestrator.spec.checks.stages import Catalog
-from stagemesh.orchestrator.spec.graph import Arc, find_cycle
-from stagemesh.orchestrator.spec.model import Edge, Stage
+from stagemesh.orchestrator.spec.checks.stages_and_outputs import Catalog
+from stagemesh.orchestrator.spec.model import Arc, Edge, Stage
 from stagemesh.orchestrator.spec.schema import EdgeEntry, PipelineFile, StageEntry
+from stagemesh.orchestrator.spec.source.problem_lines import Problems, suggest
+
+
+class Endpoint(NamedTuple):
+    """A stage or transform on an edge, with the types of the tensors that it emits or accepts."""
+
+    name: str
+    tensors: Mapping[str, TensorSpec]
+
+    def __str__(self) -> str:
+        return list_specs(self.tensors)
+
+
+class EdgeTensors(NamedTuple):
+    """The names of the tensors that an edge transfers (`carried`) and that the consumer then receives (`brought`)."""
+
+    carried: tuple[str, ...]
+    brought: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -25,7 +42,6 @@ class EdgeResolver:
 
     def resolve(self, file: PipelineFile, stages: Mapping[str, Stage]) -> tuple[Edge, ...]:
         """Checks all edges. Returns the edges whose producer and consumer exist."""
-        types = EdgeTypes(self.catalog, self.problems)
         known = [i for i, entry in enumerate(file.edges) if self._check_ends(i, entry, file)]
         self._check_names(file.edges)
         self._check_cycles(file, known)
@@ -39,7 +55,7 @@ class EdgeResolver:
             if producer is not None:
                 self._check_frames(i, entry, producer)
             if producer is not None and consumer is not None:
-                tensors = types.resolve(i, entry, producer=producer, consumer=consumer)
+                tensors = self._tensors(i, entry, producer=producer, consumer=consumer)
             if tensors is None:
                 mismatched.add(entry.consumer)
             resolved: dict[str, Any] = {
@@ -117,8 +133,91 @@ class EdgeResolver:
             text = f"no edge brings stage {stage.name!r} its {list_specs(missing)}; add one, or change a transform"
             self.problems.add(("stages", stage.name), text)
 
+    def _tensors(self, index: int, edge: EdgeEntry, *, producer: Stage, consumer: Stage) -> EdgeTensors | None:
+        """Returns the tensors on an edge, or None if their types do not match.
+
+        `index` is the edge's position in the file.
+        """
+        source = Endpoint(f"stage {producer.name!r}", emitted(producer))
+        given = source if edge.transform is None else self._transformed(index, edge.transform, source)
+        taken = Endpoint(f"stage {consumer.name!r}", consumer.signature.accepts)
+        if given is None or not self._fits(index, given, taken):
+            return None
+        brought = tuple(name for name in given.tensors if name in taken.tensors)
+        if taken.tensors and not brought:
+            self.problems.add(
+                ("edges", index),
+                f"{given.name} gives {given}, but {taken.name} accepts only {taken}; add a transform, or remove the "
+                "edge",
+            )
+            return None
+        carried = brought if edge.transform is None else tuple(self.catalog.transform(edge.transform).takes)
+        return EdgeTensors(carried, brought)
+
+    def _transformed(self, index: int, name: str, given: Endpoint) -> Endpoint | None:
+        try:
+            transform = self.catalog.transform(name)
+        except StagemeshError as exc:
+            self.problems.add(("edges", index, "transform"), exc.message)
+            return None
+        taken = Endpoint(f"transform {name!r}", transform.takes)
+        if not given.tensors.keys() >= taken.tensors.keys():
+            self.problems.add(
+                ("edges", index, "transform"),
+                f"{taken.name} takes {taken}, but {given.name} emits {given}; choose another transform",
+            )
+            return None
+        return Endpoint(taken.name, transform.gives) if self._fits(index, given, taken) else None
+
+    def _fits(self, index: int, given: Endpoint, taken: Endpoint) -> bool:
+        common = taken.tensors.keys() & given.tensors.keys()
+        wrong = sorted(name for name in common if not taken.tensors[name].accepts(given.tensors[name]))
+        for name in wrong:
+            self.problems.add(
+                ("edges", index),
+                f"type mismatch: {given.name} gives {name}: {given.tensors[name]}, {taken.name} expects "
+                f"{name}: {taken.tensors[name]}; add or change the edge's transform",
+            )
+        return not wrong
+
 
 def _is_apart(edge: EdgeEntry, consumer: StageEntry) -> bool:
     if isinstance(consumer.join, list):
         return edge.edge_name not in consumer.join and edge.producer not in consumer.join
     return consumer.join == "any"
+
+
+def emitted(stage: Stage) -> Mapping[str, TensorSpec]:
+    """Returns the types of the tensors that a stage emits, by tensor name."""
+    return {name: each.spec for name, each in stage.signature.emits.items()}
+
+
+def list_specs(specs: Mapping[str, TensorSpec]) -> str:
+    """Formats tensor types for a message. Returns "nothing" if there are none."""
+    return ", ".join(f"{name}: {spec}" for name, spec in specs.items()) or "nothing"
+
+
+def topological_order(nodes: Sequence[str], arcs: Collection[Arc]) -> tuple[str, ...]:
+    """Sorts nodes so that producers precede consumers. Otherwise preserves the given order.
+
+    Omits nodes that are on a cycle or downstream of a cycle.
+    """
+    waits_for = {node: {arc.producer for arc in arcs if arc.consumer == node} for node in nodes}
+    order: list[str] = []
+    while ready := next((node for node, producers in waits_for.items() if producers <= set(order)), None):
+        order.append(ready)
+        del waits_for[ready]
+    return tuple(order)
+
+
+def find_cycle(nodes: Sequence[str], arcs: Collection[Arc]) -> tuple[str, ...]:
+    """Returns the nodes of one cycle, or an empty tuple if there is none. The first node is repeated at the end."""
+    stuck = set(nodes) - set(topological_order(nodes, arcs))
+    producers = {arc.consumer: arc.producer for arc in arcs if {arc.producer, arc.consumer} <= stuck}
+    if not producers:
+        return ()
+    # Every stuck node has a stuck producer, so that a walk upstream reaches a node of the walk again.
+    walk = [next(node for node in nodes if node in producers)]
+    while (producer := producers[walk[-1]]) not in walk:
+        walk.append(producer)
+    return (producer, *reversed(walk[walk.index(producer) :]))

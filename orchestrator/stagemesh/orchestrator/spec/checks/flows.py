@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 from itertools import chain, combinations
 
-from stagemesh.orchestrator.spec.checks.problems import Problems
 from stagemesh.orchestrator.spec.checks.request_sets import NONE, RequestSet, RequestSets, TooManyCasesError
-from stagemesh.orchestrator.spec.checks.stages import Catalog
+from stagemesh.orchestrator.spec.checks.stages_and_outputs import Catalog
 from stagemesh.orchestrator.spec.conditions import Condition, Facts, describe_condition, describe_facts, wanted
 from stagemesh.orchestrator.spec.model import Edge, PipelineOutput, Stage
+from stagemesh.orchestrator.spec.source.problem_lines import Problems
 
 
 def check_flows(

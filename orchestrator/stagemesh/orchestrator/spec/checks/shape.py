@@ -4,27 +4,15 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from stagemesh.orchestrator.spec.checks.problems import suggest
-from stagemesh.orchestrator.spec.schema import (
-    Bounds,
-    DataPlaneEntry,
-    EdgeEntry,
-    FramesEntry,
-    InputTerm,
-    Limits,
-    OptionEntry,
-    OptionTerm,
-    OutputTerm,
-    PipelineFile,
-    StageEntry,
-)
+from stagemesh.orchestrator.spec import schema
+from stagemesh.orchestrator.spec.schema import PipelineFile
 from stagemesh.orchestrator.spec.source.document import Document
-from stagemesh.orchestrator.spec.source.origins import KeyPath, dotted
+from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, dotted, suggest
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-_TERMS = {"(option)": OptionTerm, "(input)": InputTerm, "(output)": OutputTerm}
+_TERMS = {"(option)": schema.OptionTerm, "(input)": schema.InputTerm, "(output)": schema.OutputTerm}
 _TAGS = frozenset({*_TERMS, "(frames)", "(names)", "(word)"})
 _NAME_REMEDY = "use lower-case letters, digits and '-', a letter first"
 
@@ -69,21 +57,21 @@ def _known_keys(path: KeyPath) -> set[str]:
     entry: Any = PipelineFile
     match path:
         case ("stages", _):
-            entry = StageEntry
+            entry = schema.StageEntry
         case ("stages", _, "data_plane"):
-            entry = DataPlaneEntry
+            entry = schema.DataPlaneEntry
         case ("edges", _):
-            entry = EdgeEntry
+            entry = schema.EdgeEntry
         case ("edges", _, "chunk", "(frames)"):
-            entry = FramesEntry
+            entry = schema.FramesEntry
         case ("stages" | "edges", _, "when", _, str() as tag):
             entry = _TERMS[tag]
         case ("options", _):
-            entry = OptionEntry
+            entry = schema.OptionEntry
         case ("limits",):
-            entry = Limits
+            entry = schema.Limits
         case ("limits", "per_caller"):
-            entry = Bounds
+            entry = schema.Bounds
         case _:
             pass
     fields = entry.__pydantic_fields__

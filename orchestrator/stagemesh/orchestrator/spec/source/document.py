@@ -1,27 +1,31 @@
-"""Parses a pipeline file as YAML, and records the line of every value."""
+"""Parses a pipeline file as YAML, replaces references to variables, and records the line of every value.
 
+A reference is ${NAME} or ${NAME:-default}. $${NAME} is the text "${NAME}". References are replaced by marks before the
+text is parsed, and the marks in each scalar are replaced by values afterwards. Therefore references may be used within
+{…}, no value can change the structure of the file, and references in comments have no effect.
+"""
+
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 import yaml
 from yaml.constructor import SafeConstructor
 from yaml.resolver import Resolver
 
 from stagemesh.common.errors import InvalidPipelineError
-from stagemesh.orchestrator.spec.checks.problems import Problems
-from stagemesh.orchestrator.spec.source.origins import KeyPath, Origin, Origins, dotted
-from stagemesh.orchestrator.spec.source.variables import References
+from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Origin, Problems, dotted
 
+_REFERENCE = re.compile(r"\$(?P<escape>\$?)\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}\n]*))?\}")
+# YAML allows private-use characters everywhere in plain scalars.
+_MARK = re.compile("\ue000(\\d+)\ue001")
 _SCALAR_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null"))
 
 
-@dataclass
-class Document:
-    """The content of a pipeline file, the origin of each value, and the problems found so far."""
+class Document(NamedTuple):
+    """The content of a pipeline file, and the problems found so far, which know the line of each value."""
 
     values: dict[str, object]
-    origin_by_path: dict[KeyPath, Origin]
     problems: Problems
 
 
@@ -30,18 +34,16 @@ def read_document(text: str, *, file: str, variables: Mapping[str, str]) -> Docu
 
     Raises InvalidPipelineError if the text is not a YAML mapping.
     """
-    references = References(variables)
+    reader = _Reader(file, variables)
     try:
-        root = yaml.compose(references.take_out(text), Loader=yaml.SafeLoader)
+        root = yaml.compose(reader.mark_references(text), Loader=yaml.SafeLoader)
     except yaml.YAMLError as exc:
         raise _syntax_error(exc, file=file) from exc
     if not isinstance(root, yaml.MappingNode):
         raise InvalidPipelineError(
             f"{file}:1: the file does not contain a mapping; begin with `pipeline: NAME` and `stages:`"
         )
-    reader = _Reader(file=file, references=references)
-    values = reader.read_mapping(root, ())
-    return Document(values, reader.origins, reader.problems)
+    return Document(reader.read_mapping(root, ()), reader.problems)
 
 
 def _syntax_error(exc: yaml.YAMLError, *, file: str) -> InvalidPipelineError:
@@ -62,63 +64,56 @@ def _construct(node: yaml.ScalarNode) -> object:
     return construct(node)
 
 
-@dataclass
 class _Reader:
-    file: str
-    references: References
-    origins: dict[KeyPath, Origin] = field(default_factory=dict[KeyPath, Origin])
-    open_nodes: list[yaml.Node] = field(default_factory=list[yaml.Node])
+    def __init__(self, file: str, variables: Mapping[str, str]) -> None:
+        self._file, self._variables = file, variables
+        self._references: list[re.Match[str]] = []
+        self._open_nodes: list[yaml.Node] = []
+        self._origins: dict[KeyPath, Origin] = {(): self._origin(1)}
+        self.problems = Problems(self._origins)
 
-    def __post_init__(self) -> None:
-        self.origins[()] = self._origin(1)
-        self.problems = Problems(Origins(self.origins))
+    def mark_references(self, text: str) -> str:
+        """Replaces each reference in the file's text by a mark, and returns the new text."""
+        return _REFERENCE.sub(self._mark, text)
 
     def read_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, object]:
         """Returns the values of a YAML mapping. Reports a repeated key as a problem, and uses the key's last value."""
         values: dict[str, object] = {}
         for key_node, value_node in node.value:
             key = str(key_node.value)
-            line = key_node.start_mark.line + 1
-            if key in values:
-                first = self.origins[*path, key].line
-                self.origins[*path, key] = self._origin(line)
-                self.problems.add(
-                    (*path, key), f"{dotted((*path, key))} is given twice (first on line {first}); keep one"
-                )
-            self.origins[*path, key] = self._origin(line)
-            values[key] = self._read(value_node, (*path, key))
+            here = (*path, key)
+            first = self._origins[here] if key in values else None
+            self._origins[here] = self._origin(key_node.start_mark.line + 1)
+            if first is not None:
+                self.problems.add(here, f"{dotted(here)} is given twice (first on line {first.line}); keep one")
+            values[key] = self._read(value_node, here)
         return values
+
+    def _mark(self, reference: re.Match[str]) -> str:
+        self._references.append(reference)
+        return f"\ue000{len(self._references) - 1}\ue001"
 
     def _read(self, node: yaml.Node, path: KeyPath) -> object:
         if isinstance(node, yaml.ScalarNode):
             return self._read_scalar(node, path)
-        if any(node is other for other in self.open_nodes):
+        if any(node is other for other in self._open_nodes):
             self.problems.add(path, f"{dotted(path)} contains itself; write it without the alias")
             return None
-        self.open_nodes.append(node)
+        self._open_nodes.append(node)
         try:
             return self.read_mapping(node, path) if isinstance(node, yaml.MappingNode) else self._read_list(node, path)
         finally:
-            self.open_nodes.pop()
+            self._open_nodes.pop()
 
     def _read_list(self, node: yaml.Node, path: KeyPath) -> list[object]:
         values: list[object] = []
         for index, item in enumerate(node.value):
-            self.origins[*path, index] = self._origin(item.start_mark.line + 1)
+            self._origins[*path, index] = self._origin(item.start_mark.line + 1)
             values.append(self._read(item, (*path, index)))
         return values
 
     def _read_scalar(self, node: yaml.ScalarNode, path: KeyPath) -> object:
-        filled = self.references.fill_in(node.value)
-        for name in filled.missing:
-            self.problems.add(path, f"variable {name} is not set; set it, or write ${{{name}:-default}}")
-        if filled.names:
-            label = ", ".join(f"variable {name}" for name in filled.names)
-            origin = self.origins[path]
-            self.origins[path] = Origin(origin.line, f"{origin.place} ({label})", label)
-        return self._typed(node, filled.text, path)
-
-    def _typed(self, node: yaml.ScalarNode, text: str, path: KeyPath) -> object:
+        text = self._fill_in(node.value, path)
         tag = str(node.tag)
         if text != node.value and node.style is None:
             # The value determines the type of a plain scalar; the reference to a variable does not.
@@ -131,6 +126,29 @@ class _Reader:
             self.problems.add(path, f"{dotted(path)} is not a valid {tag.rpartition(':')[2]}: {exc}; correct it")
             return text
 
+    def _fill_in(self, text: str, path: KeyPath) -> str:
+        """Replaces the marks in a scalar by the values of variables. Adds the variables to the scalar's origin."""
+        names: list[str] = []
+        filled = _MARK.sub(lambda mark: self._value(self._references[int(mark[1])], path, names=names), text)
+        if names:
+            label = ", ".join(f"variable {name}" for name in names)
+            origin = self._origins[path]
+            self._origins[path] = Origin(origin.line, f"{origin.place} ({label})", label)
+        return filled
+
+    def _value(self, reference: re.Match[str], path: KeyPath, *, names: list[str]) -> str:
+        """Returns the text that replaces a reference. Adds the name of the variable to `names` if its value is used."""
+        name, default = reference["name"], reference["default"]
+        if reference["escape"]:
+            return reference[0][1:]
+        # As in a shell, an empty variable counts as unset if the reference has a default.
+        if value := self._variables.get(name):
+            names.append(name)
+            return value
+        if default is None and name not in self._variables:
+            self.problems.add(path, f"variable {name} is not set; set it, or write ${{{name}:-default}}")
+        return default or ""
+
     def _origin(self, line: int) -> Origin:
-        place = f"{self.file}:{line}"
+        place = f"{self._file}:{line}"
         return Origin(line, place, place)

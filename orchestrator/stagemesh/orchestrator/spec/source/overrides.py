@@ -9,7 +9,7 @@ from typing import Any, cast
 import yaml
 
 from stagemesh.orchestrator.spec.source.document import Document
-from stagemesh.orchestrator.spec.source.origins import KeyPath, Origin
+from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Origin
 
 # Mappings that a file may omit.
 _OPTIONAL_MAPPINGS = frozenset({"data_plane", "options", "limits", "per_caller", "chunk"})
@@ -31,14 +31,14 @@ def apply_overrides(document: Document, overrides: Mapping[str, str]) -> None:
         for container, path in places:
             _remove_origins_below(document, path)
             container[path[-1]] = value
-            document.origin_by_path[path] = origin
+            document.problems.origins[path] = origin
         if not places:
             _reject(document, origin, "the pipeline has no such key; see `stagemesh pipeline explain` for the keys")
 
 
 def _reject(document: Document, origin: Origin, text: str) -> None:
     path: KeyPath = (origin.place,)
-    document.origin_by_path[path] = origin
+    document.problems.origins[path] = origin
     document.problems.add(path, text)
 
 
@@ -71,5 +71,5 @@ def _edge_name(item: object) -> object:
 
 
 def _remove_origins_below(document: Document, path: KeyPath) -> None:
-    for known in [known for known in document.origin_by_path if known[: len(path)] == path]:
-        del document.origin_by_path[known]
+    for known in [known for known in document.problems.origins if known[: len(path)] == path]:
+        del document.problems.origins[known]

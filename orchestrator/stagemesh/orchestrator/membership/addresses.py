@@ -1,12 +1,15 @@
-"""Finds members by a DNS name that has several addresses, such as the name of a headless Kubernetes service."""
+"""Finds members at the addresses in the orchestrator's config: fixed addresses, and DNS names.
+
+A DNS name may have several addresses, for example the name of a headless Kubernetes service.
+"""
 
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
-from stagemesh.orchestrator.config import DnsName
+from stagemesh.orchestrator.config import DnsName, ReplicaAddress
 from stagemesh.orchestrator.membership.base import Member, MembershipListener
 
 _log = logging.getLogger(__name__)
@@ -24,6 +27,21 @@ async def resolve(host: str) -> Collection[str]:
     """
     found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return [str(address) for *_, (address, *_) in found]
+
+
+class StaticSource:
+    """Reports the replicas in the orchestrator's config as members. These members never leave."""
+
+    def __init__(self, replicas: Mapping[str, Sequence[ReplicaAddress]]) -> None:
+        self._members = [
+            Member(stage, address.endpoint, address.name)
+            for stage, addresses in replicas.items()
+            for address in addresses
+        ]
+
+    async def follow(self, listener: MembershipListener) -> None:
+        for member in self._members:
+            listener.join(member)
 
 
 class DnsSource:

@@ -1,6 +1,6 @@
-"""Checks the stages of a pipeline file against the installed engines and models."""
+"""Checks the stages and outputs of a pipeline file against the installed engines and models."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,9 @@ from stagemesh.common.descriptors import (
     load_transform_descriptor,
 )
 from stagemesh.common.errors import StagemeshError
-from stagemesh.orchestrator.spec.checks.problems import Problems, suggest
-from stagemesh.orchestrator.spec.model import Stage
+from stagemesh.orchestrator.spec.model import Edge, PipelineOutput, Stage, ancestors
 from stagemesh.orchestrator.spec.schema import PipelineFile, StageEntry
-from stagemesh.orchestrator.spec.source.origins import KeyPath
+from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Problems, suggest
 
 
 @dataclass(frozen=True)
@@ -99,3 +98,55 @@ class StageResolver:
                 (*path, "model"), f"model {entry.model!r} is missing (searched {searched}); {self.fetch_hint}"
             )
         return found
+
+
+def resolve_outputs(
+    file: PipelineFile, stages: Mapping[str, Stage], problems: Problems
+) -> Mapping[str, PipelineOutput]:
+    """Returns the outputs, by name, for which both the stage and the tensor exist. Reports errors to `problems`."""
+    outputs: dict[str, PipelineOutput] = {}
+    for name, entry in file.outputs.items():
+        if entry.stage not in file.stages:
+            problems.add(
+                ("outputs", name),
+                f"output {name!r} names an unknown stage {entry.stage!r}; {suggest(entry.stage, file.stages)}",
+            )
+        elif stage := stages.get(entry.stage):
+            _add_output(outputs, name, stage, tensor=entry.tensor, problems=problems)
+    return outputs
+
+
+def check_all_used(file: PipelineFile, edges: Sequence[Edge], problems: Problems) -> None:
+    """Reports an error for each stage on which no output depends.
+
+    Does nothing if an output or an edge names an unknown stage, because that error is reported elsewhere.
+    """
+    targets = {entry.stage for entry in file.outputs.values()}
+    if len(edges) < len(file.edges) or not file.stages.keys() >= targets:
+        return
+    used = ancestors(targets, {edge.arc for edge in edges})
+    for name in file.stages:
+        if name not in used:
+            problems.add(
+                ("stages", name),
+                f"no output depends on stage {name!r}; name it in `outputs`, add an edge, or remove it",
+            )
+
+
+def _add_output(
+    outputs: dict[str, PipelineOutput], name: str, stage: Stage, *, tensor: str, problems: Problems
+) -> None:
+    emits = stage.signature.emits
+    chosen = tensor or (name if name in emits else next(iter(emits)) if len(emits) == 1 else "")
+    same = next((each for each in outputs.values() if (each.stage, each.tensor) == (stage.name, chosen)), None)
+    if not chosen:
+        text = f"stage {stage.name!r} emits {', '.join(emits) or 'nothing'}; choose one as {stage.name}.TENSOR"
+    elif chosen not in emits:
+        text = f"stage {stage.name!r} does not emit {chosen!r}; {suggest(chosen, emits)}"
+    elif same is not None:
+        text = f"{stage.name}.{chosen} is already the output {same.name!r}; keep one of them"
+    else:
+        kind, rate = emits[chosen].kind, emits[chosen].sample_rate_hz
+        outputs[name] = PipelineOutput(name=name, stage=stage.name, tensor=chosen, kind=kind, sample_rate_hz=rate)
+        return
+    problems.add(("outputs", name), text)

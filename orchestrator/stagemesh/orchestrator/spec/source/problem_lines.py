@@ -1,0 +1,77 @@
+"""The file and line of every value of a pipeline file, and the problems that are reported at these lines."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TypeAlias
+
+from stagemesh.common.errors import InvalidPipelineError
+
+KeyPath: TypeAlias = tuple[str | int, ...]
+"""The keys and list indexes that lead from the root of the file to a value."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The place where a value was set, for error messages and for `stagemesh pipeline explain`."""
+
+    line: int
+    """The line number in the file, starting at 1. 0 if the value was not set in the file."""
+    place: str
+    """The place as the prefix of an error message, such as "file:line" or "--set KEY"."""
+    label: str
+    """The place as `stagemesh pipeline explain` shows it: "file:line", "variable X" or "override"."""
+
+
+class Problems:
+    """The errors found so far in a pipeline file, each with its line."""
+
+    def __init__(self, origins: dict[KeyPath, Origin]) -> None:
+        self.origins = origins
+        """The origin of each value by path. The empty path represents the whole file. Omits default values."""
+        self._found: list[tuple[int, str]] = []
+        self._paths = set[KeyPath]()
+
+    def add(self, path: KeyPath, text: str) -> None:
+        """Adds an error in the value at `path`, unless it was already added. `text` has the form "error; remedy"."""
+        origin = self._nearest_origin(path)
+        self._paths.add(path)
+        entry = (origin.line, f"{origin.place}: {text}")
+        if entry not in self._found:
+            self._found.append(entry)
+
+    def has(self, path: KeyPath) -> bool:
+        """Returns whether an error was added for exactly this path."""
+        return path in self._paths
+
+    def raise_any(self) -> None:
+        """Raises InvalidPipelineError if any error was added.
+
+        The message has one line for each error, in the file's order.
+        """
+        if self._found:
+            raise InvalidPipelineError("\n".join(text for _, text in sorted(self._found, key=lambda entry: entry[0])))
+
+    def _nearest_origin(self, path: KeyPath) -> Origin:
+        """Returns the origin of the value at a path, or of the closest enclosing value that has an origin.
+
+        Skips path elements that are not in the file, such as tags that pydantic inserts.
+        """
+        reached: KeyPath = ()
+        for element in path:
+            if (*reached, element) in self.origins:
+                reached = (*reached, element)
+        return self.origins[reached]
+
+
+def suggest(name: str, known: Collection[str]) -> str:
+    """Returns a remedy for an unknown name: the most similar known name, or all known names if no name is similar."""
+    close = get_close_matches(name, known, n=1)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"known: {', '.join(sorted(known)) or 'none'}"
+
+
+def dotted(path: KeyPath) -> str:
+    """Formats a path as text, for example "edges.0.connector"."""
+    return ".".join(map(str, path))
