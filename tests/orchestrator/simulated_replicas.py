@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.common.errors import NotFoundError, NotReadyError, UnavailableError, UnsupportedError
-from stagemesh.common.notifier import Notifier
+from stagemesh.common.notification import Notifier
 from stagemesh.connectors.stream.negotiation import EdgeProbe
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST
 from stagemesh.orchestrator.membership.base import Member, MembershipListener

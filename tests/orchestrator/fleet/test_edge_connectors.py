@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
-from stagemesh.common.notifier import Notifier
+from stagemesh.common.notification import Notifier
 from stagemesh.connectors.stream.negotiation import EdgeProbe
 from stagemesh.connectors.stream.wire import error_to_wire
 from stagemesh.orchestrator.config import ReplicaAddress

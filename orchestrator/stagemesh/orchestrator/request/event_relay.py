@@ -5,7 +5,7 @@ from contextlib import suppress
 
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import InternalError, StagemeshError, UnavailableError
-from stagemesh.common.notifier import Notifier
+from stagemesh.common.notification import Notifier
 from stagemesh.common.output_position import Position
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST

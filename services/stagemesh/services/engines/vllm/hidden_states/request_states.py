@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import AsyncGenerator
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
-from stagemesh.common.notifier import Notifier
+from stagemesh.common.notification import Notifier
 from stagemesh.common.tensors import Tensors
 from stagemesh.connectors.edge import Packet
 
