@@ -12,13 +12,12 @@ import numpy as np
 from benchmarks.edge_ways.base import Bytes, Receiver, Sender, check_mark, mark, source
 from benchmarks.edge_ways.worker import readable, receive
 from stagemesh.common.connector_descriptors import GRPC, NIXL, SHM, ConnectorName
-from stagemesh.common.errors import StagemeshError
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import EdgeKey, Packet, StepPolicy
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.rpc.channels import SERVER_OPTIONS
-from stagemesh.rpc.error_mapping import to_grpc_code, to_trailing_metadata
+from stagemesh.rpc.handlers import answering
 
 ARENA_BYTES = 512 << 20
 WINDOW_BYTES = 128 << 20
@@ -196,11 +195,9 @@ def stage_service(plane: DataPlane) -> grpc.GenericRpcHandler:
     """Returns a handler of the RPC that producers call."""
 
     async def put(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        try:
+        async with answering(context):
             async for response in plane.serve_put(requests):
                 yield response
-        except StagemeshError as exc:
-            await context.abort(to_grpc_code(exc), exc.message, to_trailing_metadata(exc))
 
     handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(put)
     return grpc.method_handlers_generic_handler("stagemesh.v1.StageService", {"PutChunk": handler})

@@ -18,7 +18,7 @@ from stagemesh.common.tensors import TensorSpec
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import Packet
 from stagemesh.rpc.channels import open_channel
-from stagemesh.rpc.raw_methods import add_stage_service
+from stagemesh.rpc.handlers import add_stage_service
 from stagemesh.rpc.server import Server
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Emission, Engine, EngineEvent, EngineLoad, Task, Usage

@@ -16,7 +16,7 @@ from stagemesh.common.process_lifecycle import run_service
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.orchestrator.spec import Pipeline, Stage, load_pipeline
-from stagemesh.rpc.raw_methods import add_stage_service
+from stagemesh.rpc.handlers import add_stage_service
 from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import Engine
 from stagemesh.services.stage.replica.runtime import StageRuntime

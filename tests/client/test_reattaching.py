@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stagemesh.client import Admitted, AsyncClient, Client, Event, Finished, Progress, RetryPolicy, Text
-from stagemesh.client.position import ClientPosition
+from stagemesh.client.session import ClientPosition
 from stagemesh.common.errors import (
     CancelledRequestError,
     DeadlineError,

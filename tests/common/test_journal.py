@@ -6,7 +6,7 @@ from contextlib import aclosing
 import pytest
 
 from stagemesh.common.errors import UnavailableError
-from stagemesh.common.journal import Journal
+from stagemesh.common.notification import Journal
 
 
 async def test_late_reader_receives_everything() -> None:

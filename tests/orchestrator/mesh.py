@@ -15,7 +15,7 @@ from stagemesh.orchestrator.service import serving
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
-from stagemesh.rpc.raw_methods import add_stage_service
+from stagemesh.rpc.handlers import add_stage_service
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import control_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc, request_pb2
 from tests.orchestrator.scripted_stage import Probed, Script, ScriptedStage, say_hello

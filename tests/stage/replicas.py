@@ -9,7 +9,7 @@ import numpy as np
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.rpc.channels import open_channel
-from stagemesh.rpc.raw_methods import add_stage_service
+from stagemesh.rpc.handlers import add_stage_service
 from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import Engine, Task
 from stagemesh.services.engines.fake import signature

@@ -13,7 +13,7 @@ from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.flow import inlet
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
-from stagemesh.rpc.raw_methods import add_stage_service
+from stagemesh.rpc.handlers import add_stage_service
 from stagemesh.rpc.server import Server
 from stagemesh.services.stage.service.servicer import StageServicer
 from stagemesh.services.stage.step import edges

@@ -1,5 +1,7 @@
 """Exponential backoff: the pause before a retry doubles with each failure, up to a limit."""
 
+from dataclasses import dataclass
+
 
 def backoff_s(failures: int, *, first_s: float, longest_s: float) -> float:
     """Returns the pause in seconds after `failures` consecutive failures.
@@ -9,17 +11,18 @@ def backoff_s(failures: int, *, first_s: float, longest_s: float) -> float:
     return min(first_s * 2.0 ** min(failures - 1, 32), longest_s)
 
 
+@dataclass(kw_only=True)
 class Backoff:
     """Counts consecutive failures of one operation and returns the pause before each retry."""
 
-    def __init__(self, *, first_s: float, longest_s: float) -> None:
-        self._first_s, self._longest_s = first_s, longest_s
-        self._failures = 0
+    first_s: float
+    longest_s: float
+    _failures: int = 0
 
     def next_s(self) -> float:
         """Records a failure, and returns the pause in seconds before the next attempt."""
         self._failures += 1
-        return backoff_s(self._failures, first_s=self._first_s, longest_s=self._longest_s)
+        return backoff_s(self._failures, first_s=self.first_s, longest_s=self.longest_s)
 
     def reset(self) -> None:
         """Resets the number of failures to 0. Call this method after a success."""

@@ -88,12 +88,12 @@ def registered(descriptor: ConnectorDescriptor) -> Generator[None]:
     The connector replaces any connector of the same name.
     """
     _registered.append(descriptor)
-    _clear_caches()
+    descriptors.cache_clear()
     try:
         yield
     finally:
         _registered.remove(descriptor)
-        _clear_caches()
+        descriptors.cache_clear()
 
 
 def descriptor_of(name: ConnectorName) -> ConnectorDescriptor:
@@ -119,7 +119,6 @@ def number_of(name: ConnectorName) -> chunk_pb2.Connector.ValueType:
     return chunk_pb2.Connector.ValueType(number)
 
 
-@cache
 def name_of(number: int) -> ConnectorName:
     """Returns the name of the connector with this value in the protobuf enum `Connector`, or AUTO if it is unspecified.
 
@@ -156,8 +155,3 @@ def _is_installed(module: str) -> bool:
     except ModuleNotFoundError:
         # The module's parent package is not installed.
         return False
-
-
-def _clear_caches() -> None:
-    descriptors.cache_clear()
-    name_of.cache_clear()

@@ -32,16 +32,12 @@ class Code(IntEnum):
     DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
     ALREADY_EXISTS = 6
-    PERMISSION_DENIED = 7
     RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9
     ABORTED = 10
-    OUT_OF_RANGE = 11
     UNIMPLEMENTED = 12
     INTERNAL = 13
     UNAVAILABLE = 14
-    DATA_LOSS = 15
-    UNAUTHENTICATED = 16
 
 
 class StagemeshError(Exception):
@@ -53,7 +49,8 @@ class StagemeshError(Exception):
     """
 
     code: ClassVar[Code] = Code.UNKNOWN
-    default_reason: ClassVar[str] = "UNKNOWN"
+    default_reason: ClassVar[str] = ""
+    """The reason of errors that are raised without a reason. If it is empty, their reason is the name of the code."""
 
     def __init__(
         self,
@@ -65,7 +62,7 @@ class StagemeshError(Exception):
     ) -> None:
         super().__init__(message)
         self.message = message
-        self.reason = reason or self.default_reason
+        self.reason = reason or self.default_reason or self.code.name
         self.metadata = dict(metadata or {})
         self.retry_after_s = retry_after_s
 
@@ -98,14 +95,12 @@ class NotFoundError(StagemeshError):
     """Raised if the named object does not exist."""
 
     code = Code.NOT_FOUND
-    default_reason = "NOT_FOUND"
 
 
 class ExistsError(StagemeshError):
     """Raised if an object with the same id already exists."""
 
     code = Code.ALREADY_EXISTS
-    default_reason = "ALREADY_EXISTS"
 
 
 class NotReadyError(StagemeshError):
@@ -139,28 +134,24 @@ class DeadlineError(StagemeshError):
     """Raised if the deadline has passed."""
 
     code = Code.DEADLINE_EXCEEDED
-    default_reason = "DEADLINE_EXCEEDED"
 
 
 class CancelledRequestError(StagemeshError):
     """Raised if a caller cancelled the request."""
 
     code = Code.CANCELLED
-    default_reason = "CANCELLED"
 
 
 class UnavailableError(StagemeshError):
     """Raised if a peer has terminated or is unreachable."""
 
     code = Code.UNAVAILABLE
-    default_reason = "UNAVAILABLE"
 
 
 class InternalError(StagemeshError):
     """Raised if a defect in Stagemesh or in an engine caused the failure."""
 
     code = Code.INTERNAL
-    default_reason = "INTERNAL"
 
 
 _BY_CODE: Mapping[int, type[StagemeshError]] = {kind.code: kind for kind in StagemeshError.__subclasses__()}
@@ -169,18 +160,10 @@ _BY_REASON: Mapping[str, type[StagemeshError]] = {
 }
 
 
-def make_error(
-    code: int,
-    message: str,
-    *,
-    reason: str = "",
-    metadata: Mapping[str, str] | None = None,
-    retry_after_s: float | None = None,
-) -> StagemeshError:
-    """Returns the exception for an error that a peer reported.
+def error_class(code: int, reason: str = "") -> type[StagemeshError]:
+    """Returns the class of the exception for an error that a peer reported.
 
-    The class of the exception is the one that matches `reason`. If no class matches, it is the one that matches `code`,
-    or else InternalError.
+    This is the class that matches `reason`. If no class matches, it is the one that matches `code`, or else
+    InternalError.
     """
-    kind = _BY_REASON.get(reason) or _BY_CODE.get(code, InternalError)
-    return kind(message, reason=reason or None, metadata=metadata, retry_after_s=retry_after_s)
+    return _BY_REASON.get(reason) or _BY_CODE.get(code, InternalError)

@@ -1,20 +1,22 @@
-"""Tokens that identify hosts. Stages that exchange tensors are placed on replicas with equal tokens if possible.
-
-A token is only a hint: when two replicas connect, they verify that they can share memory.
-"""
+"""Facts about the host of this process: a token that identifies the host, and the memory that is still available."""
 
 import hashlib
 import os
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
+_ROOT = Path("/")
 
 
 @cache
 def host_token() -> str:
     """Returns a token that is equal for processes that can connect to each other's local sockets.
+
+    Stages that exchange tensors are placed on replicas with equal tokens if possible. A token is only a hint: when two
+    replicas connect, they verify that they can share memory.
 
     Tokens are equal if the processes run on the same booted kernel, in the same network namespace and as the same user.
     Returns "" if the system does not provide this information.
@@ -25,3 +27,72 @@ def host_token() -> str:
     except OSError:
         return ""
     return hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
+
+
+class _Files(NamedTuple):
+    """The file names and the key that one version of control groups uses.
+
+    `limit` and `usage` are names of files. `inactive_files` is the key in memory.stat of the size of inactive file
+    pages.
+    """
+
+    limit: str
+    usage: str
+    inactive_files: str
+
+
+_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Files("memory.max", "memory.current", "inactive_file")
+
+
+def available_bytes(root: Path = _ROOT) -> int | None:
+    """Returns the number of bytes of host memory that this process can still allocate, or None if it is unknown.
+
+    The result is the minimum of the host's available memory and the remaining memory of each of the process's control
+    groups and their parent groups. `root` is the folder that contains `proc` and `sys`.
+    """
+    free = [_free_on_host(root), *_left_by_groups(root)]
+    return min((size_bytes for size_bytes in free if size_bytes is not None), default=None)
+
+
+def _free_on_host(root: Path) -> int | None:
+    for line in _lines(root / "proc/meminfo"):
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) << 10
+    return None
+
+
+def _left_by_groups(root: Path) -> list[int]:
+    mount = root / "sys/fs/cgroup"
+    left: list[int] = []
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            left += _left_by_group_and_parents(mount, path, _V2)
+        elif "memory" in controllers.split(","):
+            left += _left_by_group_and_parents(mount / "memory", path, _V1)
+    return left
+
+
+def _left_by_group_and_parents(mount: Path, path: str, files: _Files) -> list[int]:
+    """Returns the number of bytes that remain below the limit of a control group and of each of its parent groups.
+
+    Omits groups that have no limit or that are not visible in this process's mounts.
+    """
+    folder = mount / path.lstrip("/")
+    left: list[int] = []
+    for group in (folder, *folder.parents[: len(folder.parents) - len(mount.parents)]):
+        limit, usage = _lines(group / files.limit), _lines(group / files.usage)
+        if limit and usage and limit[0].isdigit():
+            stat = dict(line.split() for line in _lines(group / "memory.stat"))
+            # The kernel reclaims inactive file pages before a limit is exceeded.
+            left.append(max(0, int(limit[0]) - int(usage[0]) + int(stat.get(files.inactive_files, "0"))))
+    return left
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

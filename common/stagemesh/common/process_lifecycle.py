@@ -102,21 +102,17 @@ def die_with_parent(expected_parent_pid: int) -> None:
         os._exit(EXIT_FAILED)
 
 
-class _ForkGuard:
-    """Makes a forked child process terminate with its parent. Records the parent's process id before the fork."""
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-
-    def in_child(self) -> None:
-        parent_pid, self._pid = self._pid, os.getpid()
-        die_with_parent(parent_pid)
-
-
 def bind_forks_to_this_process() -> None:
     """Makes every child process that is forked later, and in turn its own forked children, terminate with its parent.
 
     Call this function once in a process. Spawned processes are not affected, because they start a new interpreter: they
     must call `die_with_parent` themselves.
     """
-    os.register_at_fork(after_in_child=_ForkGuard().in_child)
+    parent_pid = os.getpid()
+
+    def in_child() -> None:
+        nonlocal parent_pid
+        expected, parent_pid = parent_pid, os.getpid()
+        die_with_parent(expected)
+
+    os.register_at_fork(after_in_child=in_child)

@@ -40,18 +40,12 @@ def check_input(given: request_pb2.Input) -> None:
     """
     for message in given.conversation.messages:
         if message.role not in _ROLES:
-            raise InvalidRequestError(
-                f"a message's role is {message.role!r}; use one of {', '.join(_ROLES)}", reason="INVALID_PROMPT"
-            )
+            raise _prompt_error(f"a message's role is {message.role!r}; use one of {', '.join(_ROLES)}")
         if message.content and message.parts:
-            raise InvalidRequestError(
-                "a message has both content and parts; move the content into a part", reason="INVALID_PROMPT"
-            )
+            raise _prompt_error("a message has both content and parts; move the content into a part")
         for part in message.parts:
             if part.WhichOneof("content") is None:
-                raise InvalidRequestError(
-                    "a message has a part without content; remove the part", reason="INVALID_PROMPT"
-                )
+                raise _prompt_error("a message has a part without content; remove the part")
             if part.HasField("audio"):
                 read_samples(part.audio)
     read_tensors(given.tensors)
@@ -150,6 +144,10 @@ def _check_structure(sampling: request_pb2.Sampling) -> None:
         raise _sampling_error(
             f"{other} contradicts {kind}, which determines where the output ends; remove one of the two options"
         )
+
+
+def _prompt_error(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, reason="INVALID_PROMPT")
 
 
 def _sampling_error(message: str) -> InvalidRequestError:

@@ -1,9 +1,9 @@
-"""Wrappers for RPC handlers that convert errors to statuses, bind the log context and close response generators."""
+"""RPC handlers: their errors, log context and response generators, and methods whose messages are not parsed."""
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from functools import wraps
+from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Protocol, TypeVar, cast
 
@@ -11,12 +11,14 @@ import grpc
 
 from stagemesh.common.errors import DeadlineError, InternalError, StagemeshError
 from stagemesh.common.logs import bind_log_context
-from stagemesh.rpc.error_mapping import to_grpc_code, to_trailing_metadata
+from stagemesh.rpc.error_mapping import to_status
+from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
 # HTTP/2 trailers contain a status's message twice, and gRPC may reject trailers of 8 KiB or more.
 _MAX_STATUS_MESSAGE_BYTES = 1024
+_STAGE_SERVICE = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 
 Servicer = TypeVar("Servicer")
 Request = TypeVar("Request")
@@ -59,12 +61,12 @@ class _Answering(AbstractAsyncContextManager[None]):
         if not isinstance(exc, Exception) or isinstance(exc, grpc.aio.AbortError | grpc.aio.UsageError):
             return
         error = to_error(exc, self._where)
-        status = to_grpc_code(error), error.message, to_trailing_metadata(error)
+        status = to_status(error)
         # gRPC retains the exception that `abort` raises until the next call, and that exception references `exc`.
         # The traceback of `exc` is removed, because its frames reference all objects of the request.
         exc.__traceback__ = None
         del kind, exc, traceback, error
-        await self._context.abort(*status)
+        await self._context.abort(status.code, status.details, status.trailing_metadata)
 
 
 def to_error(exc: Exception, where: Mapping[str, str]) -> StagemeshError:
@@ -117,6 +119,46 @@ def checked_time_left_s(left_s: float | None) -> float | None:
     if left_s is not None and not left_s > 0:
         raise DeadlineError("the deadline passed before the call was processed; allow more time")
     return left_s
+
+
+def add_stage_service(servicer: stage_pb2_grpc.StageServiceServicer, server: grpc.aio.Server) -> None:
+    """Adds a StageService to a server. Its methods PutChunk and ExecuteSteps receive and yield serialized messages."""
+    raw_stream = cast("Any", grpc.stream_stream_rpc_method_handler)
+    add_with_raw_methods(
+        partial(stage_pb2_grpc.add_StageServiceServicer_to_server, servicer),
+        server,
+        service=_STAGE_SERVICE,
+        raw={"PutChunk": raw_stream(servicer.PutChunk), "ExecuteSteps": raw_stream(servicer.ExecuteSteps)},
+    )
+
+
+def add_with_raw_methods(
+    add: Callable[[grpc.aio.Server], None], server: grpc.aio.Server, *, service: str, raw: Mapping[str, Any]
+) -> None:
+    """Adds a service to `server` and replaces some of its generated handlers.
+
+    Args:
+        add: The generated function that adds the service to a server.
+        server: The server to which the service is added.
+        service: The service's full name.
+        raw: The replacement handlers by method name.
+    """
+    generated = _HandlerCollector()
+    add(cast("grpc.aio.Server", generated))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {**generated.by_method, **raw}),))
+
+
+class _HandlerCollector:
+    """A substitute for a grpc.aio.Server that collects the handlers that generated code registers."""
+
+    def __init__(self) -> None:
+        self.by_method: dict[str, Any] = {}
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:  # noqa: ARG002
+        self.by_method.update(handlers)
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
+        """Does nothing, because generated code passes the same handlers to `add_registered_method_handlers`."""
 
 
 def _shortened(message: str) -> str:

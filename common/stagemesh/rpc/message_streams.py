@@ -6,7 +6,6 @@ threads nor HTTP/2.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol, TypeAlias, cast
 
@@ -121,31 +120,19 @@ class _GrpcStream:
 
     def __init__(self, handler: StreamHandler) -> None:
         self._handler = handler
-        self._outgoing: deque[bytes] = deque()
-        self._wake = asyncio.Event()
-        self._finished = False
+        self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
+        """The messages to send. None follows the last message."""
 
     @property
     def is_writable(self) -> bool:
-        return len(self._outgoing) < _AHEAD
+        return self._outgoing.qsize() < _AHEAD
 
     def write(self, data: bytes) -> None:
-        self._outgoing.append(data)
-        self._wake.set()
+        self._outgoing.put_nowait(data)
 
     def finish(self) -> None:
         """Closes the outgoing queue. Messages that are already in the queue are still sent."""
-        self._finished = True
-        self._wake.set()
-
-    async def _next(self) -> bytes | None:
-        """Waits for the next outgoing message and returns it, or returns None after the last message."""
-        while not self._outgoing:
-            if self._finished:
-                return None
-            self._wake.clear()
-            await self._wake.wait()
-        return self._outgoing.popleft()
+        self._outgoing.put_nowait(None)
 
 
 class ClientStream(_GrpcStream):
@@ -193,7 +180,7 @@ class ClientStream(_GrpcStream):
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while (data := await self._next()) is not None:
+            while (data := await self._outgoing.get()) is not None:
                 # The handler prepares the next message while gRPC sends this one.
                 loop.call_soon(self._handler.writable)
                 await self._call.write(data)
@@ -214,9 +201,10 @@ class ServerStream(_GrpcStream):
     def __init__(self, handler: StreamHandler) -> None:
         super().__init__(handler)
         self._error: StagemeshError | None = None
+        self._closed = False
 
     def close(self, error: StagemeshError | None = None) -> None:
-        self._error = self._error or error
+        self._error, self._closed = self._error or error, True
         self.finish()
 
     async def serve(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
@@ -226,7 +214,7 @@ class ServerStream(_GrpcStream):
         """
         reader = asyncio.create_task(self._read(requests))
         try:
-            while (data := await self._next()) is not None:
+            while (data := await self._outgoing.get()) is not None:
                 yield data
                 del data
                 self._handler.writable()
@@ -249,7 +237,7 @@ class ServerStream(_GrpcStream):
 
     def _take(self, data: bytes) -> None:
         try:
-            if not self._finished:
+            if not self._closed:
                 self._handler.received(data)
         except StagemeshError as exc:
             self.close(exc)

@@ -1,18 +1,26 @@
 """The gRPC server that every service uses, with health checks, reflection, limits, and clear startup errors."""
 
+import asyncio
 import errno
 import logging
 import socket
+from collections.abc import AsyncIterator
+from typing import TypeAlias
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from stagemesh.common.errors import NotReadyError
 from stagemesh.rpc.channels import SERVER_OPTIONS
-from stagemesh.rpc.health import SERVICE_NAME, Health
+from stagemesh.rpc.handlers import streaming
 
 _log = logging.getLogger(__name__)
+
+_HEALTH_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_Request: TypeAlias = health_pb2.HealthCheckRequest
+_Response: TypeAlias = health_pb2.HealthCheckResponse
+_Context: TypeAlias = "grpc.aio.ServicerContext[_Request, _Response]"
 
 
 class Server:
@@ -23,15 +31,11 @@ class Server:
 
     def __init__(self, listen: str) -> None:
         self._listen = listen
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        self._health = Health()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self._services = [SERVICE_NAME, reflection.SERVICE_NAME]
-
-    @property
-    def grpc(self) -> grpc.aio.Server:
+        self.grpc = grpc.aio.server(options=SERVER_OPTIONS)
         """The grpc.aio server on which servicers are registered."""
-        return self._server
+        self._health = _Health()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        self._services = [_HEALTH_NAME, reflection.SERVICE_NAME]
 
     def set_health(self, service: str, *, serving: bool) -> None:
         """Sets the health status of a named service. The name "" stands for the whole server."""
@@ -47,12 +51,12 @@ class Server:
         Raises NotReadyError if the port is in use (PORT_IN_USE) or cannot be bound for another reason (CANNOT_LISTEN).
         """
         host, wanted_port = _parsed(self._listen)
-        reflection.enable_server_reflection(self._services, self._server)
+        reflection.enable_server_reflection(self._services, self.grpc)
         try:
-            port = self._server.add_insecure_port(self._listen)
+            port = self.grpc.add_insecure_port(self._listen)
         except RuntimeError as exc:
             raise _cannot_listen(host, wanted_port) from exc
-        await self._server.start()
+        await self.grpc.start()
         _log.info("listening on %s:%d", host, port)
         return port
 
@@ -62,7 +66,58 @@ class Server:
         Stopping twice is harmless.
         """
         self._health.end()
-        await self._server.stop(grace_s)
+        await self.grpc.stop(grace_s)
+
+
+class _Health(health_pb2_grpc.HealthServicer):
+    """Serves the health status of each named service of a server. The name "" stands for the whole server.
+
+    The asyncio servicer of grpc_health sets statuses in coroutines, which signal handlers and other synchronous code
+    cannot await.
+    """
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, int] = {"": _Response.NOT_SERVING}
+        self._changed = asyncio.Event()
+        self._ended = False
+
+    def set(self, service: str, *, serving: bool) -> None:
+        """Sets the health status of a service, and notifies the clients that watch the service.
+
+        Does nothing after `end`.
+        """
+        if not self._ended:
+            self._statuses[service] = _Response.SERVING if serving else _Response.NOT_SERVING
+            self._wake()
+
+    def end(self) -> None:
+        """Sets the health status of all services to NOT_SERVING permanently, and ends all Watch calls."""
+        self._statuses = dict.fromkeys(self._statuses, _Response.NOT_SERVING)
+        self._ended = True
+        self._wake()
+
+    async def Check(self, request: _Request, context: _Context) -> _Response:  # noqa: N802
+        status = self._statuses.get(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"unknown health service {request.service!r}")
+        return _Response(status=status)
+
+    @streaming
+    async def Watch(self, request: _Request, context: _Context) -> AsyncIterator[_Response]:  # noqa: ARG002, N802
+        last: int | None = None
+        while True:
+            changed, ended = self._changed, self._ended
+            status = self._statuses.get(request.service, _Response.SERVICE_UNKNOWN)
+            if status != last:
+                yield _Response(status=status)
+            if ended:
+                return
+            last = status
+            await changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 def _parsed(listen: str) -> tuple[str, int]:

@@ -1,61 +1,34 @@
 """The Python client: `AsyncClient` and `Client`, with typed events and results."""
 
-from stagemesh.client.async_client import AsyncClient, AsyncGeneration
-from stagemesh.client.events import (
-    Admitted,
-    AudioChunk,
-    EdgeUsage,
-    Event,
-    Finished,
-    Image,
-    Progress,
-    Queued,
-    StageReport,
-    TensorOutput,
-    Text,
-    Timings,
-    TokenLogprobs,
-    Tokens,
-    Usage,
-)
-from stagemesh.client.media import AudioFile, AudioSamples, Content, ImageFile, Part, VideoFile, read_media
-from stagemesh.client.requests import Conversation, GenerateArguments
-from stagemesh.client.results import Audio, Result
-from stagemesh.client.retries import RetryPolicy
-from stagemesh.client.sync_client import Client, Generation
-from stagemesh.client.wav import WavWriter
-
-__all__ = [
-    "Admitted",
-    "AsyncClient",
-    "AsyncGeneration",
-    "Audio",
-    "AudioChunk",
-    "AudioFile",
-    "AudioSamples",
-    "Client",
-    "Content",
-    "Conversation",
-    "EdgeUsage",
-    "Event",
-    "Finished",
-    "GenerateArguments",
-    "Generation",
-    "Image",
-    "ImageFile",
-    "Part",
-    "Progress",
-    "Queued",
-    "Result",
-    "RetryPolicy",
-    "StageReport",
-    "TensorOutput",
-    "Text",
-    "Timings",
-    "TokenLogprobs",
-    "Tokens",
-    "Usage",
-    "VideoFile",
-    "WavWriter",
-    "read_media",
-]
+from stagemesh.client.clients import AsyncClient as AsyncClient
+from stagemesh.client.clients import AsyncGeneration as AsyncGeneration
+from stagemesh.client.clients import Client as Client
+from stagemesh.client.clients import Generation as Generation
+from stagemesh.client.events import Admitted as Admitted
+from stagemesh.client.events import AudioChunk as AudioChunk
+from stagemesh.client.events import EdgeUsage as EdgeUsage
+from stagemesh.client.events import Event as Event
+from stagemesh.client.events import Finished as Finished
+from stagemesh.client.events import Image as Image
+from stagemesh.client.events import Progress as Progress
+from stagemesh.client.events import Queued as Queued
+from stagemesh.client.events import StageReport as StageReport
+from stagemesh.client.events import TensorOutput as TensorOutput
+from stagemesh.client.events import Text as Text
+from stagemesh.client.events import Timings as Timings
+from stagemesh.client.events import TokenLogprobs as TokenLogprobs
+from stagemesh.client.events import Tokens as Tokens
+from stagemesh.client.events import Usage as Usage
+from stagemesh.client.requests import AudioFile as AudioFile
+from stagemesh.client.requests import AudioSamples as AudioSamples
+from stagemesh.client.requests import Content as Content
+from stagemesh.client.requests import Conversation as Conversation
+from stagemesh.client.requests import GenerateArguments as GenerateArguments
+from stagemesh.client.requests import ImageFile as ImageFile
+from stagemesh.client.requests import Part as Part
+from stagemesh.client.requests import VideoFile as VideoFile
+from stagemesh.client.requests import read_media as read_media
+from stagemesh.client.results import Audio as Audio
+from stagemesh.client.results import Result as Result
+from stagemesh.client.session import RetryPolicy as RetryPolicy
+from stagemesh.client.wav import WavWriter as WavWriter

@@ -180,7 +180,9 @@ def decode_event(response: orchestrator_pb2.GenerateResponse) -> Event | None:
             queued = response.queued
             return Queued(queued.request_id, queued.position, queued.expected_wait_s)
         case "progress":
-            return _progress(response.progress)
+            done = response.progress.progress
+            total_steps = done.total_steps if done.HasField("total_steps") else None
+            return Progress(response.progress.stage, done.steps, total_steps)
         case "output":
             return _output(response.output)
         case "finished":
@@ -188,11 +190,6 @@ def decode_event(response: orchestrator_pb2.GenerateResponse) -> Event | None:
             return Finished(stages, _timings(response.finished.timings))
         case None:
             return None
-
-
-def _progress(message: orchestrator_pb2.RequestProgress) -> Progress:
-    steps = message.progress
-    return Progress(message.stage, steps.steps, steps.total_steps if steps.HasField("total_steps") else None)
 
 
 def _output(message: request_pb2.Output) -> Event | None:

@@ -1,17 +1,57 @@
-"""Builds a GenerateRequest from the arguments of `generate`, and checks the arguments before anything is sent."""
+"""Builds a GenerateRequest from the arguments of `generate`, which can contain text, media, tokens and tensors.
+
+Checks the arguments before anything is sent.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, TypedDict, cast
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, TypedDict
 from uuid import uuid4
 
-from stagemesh.client.media import Content, message_to_wire
+import numpy as np
+import numpy.typing as npt
+
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.tensors import Tensors, inline_tensor
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 _STRUCTURES = ("json_schema", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True)
+class _MediaFile:
+    data: bytes
+    media_type: str
+    """The media type, for example "image/png", "audio/wav" or "video/mp4"."""
+
+
+class ImageFile(_MediaFile):
+    """An encoded image, for example the content of a PNG file."""
+
+
+class AudioFile(_MediaFile):
+    """Encoded audio, for example the content of a WAV file."""
+
+
+class VideoFile(_MediaFile):
+    """An encoded video, for example the content of an MP4 file."""
+
+
+@dataclass(frozen=True, eq=False)
+class AudioSamples:
+    """Audio that is not encoded: float32 samples in [-1, 1], with shape [samples] or [samples, channels]."""
+
+    samples: npt.NDArray[np.float32]
+    sample_rate_hz: int
+
+
+Part: TypeAlias = str | ImageFile | AudioFile | VideoFile | AudioSamples
+"""One part of a prompt or of a message: text, an image, audio or a video."""
+Content: TypeAlias = str | Sequence[Part]
+"""Text, or a sequence of text and media in the order in which the model reads them."""
 
 Conversation: TypeAlias = Sequence[tuple[str, Content]]
 """The turns of a conversation as (role, content), oldest first. Roles are "system", "user" and "assistant"."""
@@ -54,9 +94,6 @@ class SamplingArguments(TypedDict, total=False):
     grammar: str | None
 
 
-_SAMPLING_FIELDS = SamplingArguments.__annotations__.keys() - set(_STRUCTURES)
-
-
 class GenerateArguments(SamplingArguments, total=False):
     """The arguments of `generate` in addition to the prompt. The server's default applies to an omitted argument."""
 
@@ -90,6 +127,45 @@ class GenerateArguments(SamplingArguments, total=False):
     """
 
 
+_SUFFIXES: Mapping[str, tuple[type[ImageFile | AudioFile | VideoFile], str]] = {
+    ".png": (ImageFile, "image/png"),
+    ".jpg": (ImageFile, "image/jpeg"),
+    ".jpeg": (ImageFile, "image/jpeg"),
+    ".webp": (ImageFile, "image/webp"),
+    ".gif": (ImageFile, "image/gif"),
+    ".bmp": (ImageFile, "image/bmp"),
+    ".wav": (AudioFile, "audio/wav"),
+    ".mp3": (AudioFile, "audio/mpeg"),
+    ".flac": (AudioFile, "audio/flac"),
+    ".ogg": (AudioFile, "audio/ogg"),
+    ".aac": (AudioFile, "audio/aac"),
+    ".m4a": (AudioFile, "audio/mp4"),
+    ".mp4": (VideoFile, "video/mp4"),
+    ".mov": (VideoFile, "video/quicktime"),
+    ".webm": (VideoFile, "video/webm"),
+    ".mkv": (VideoFile, "video/x-matroska"),
+    ".avi": (VideoFile, "video/x-msvideo"),
+}
+
+
+def read_media(path: Path | str) -> ImageFile | AudioFile | VideoFile:
+    """Reads an image, audio or video file. The suffix of the file's name determines the kind and the media type.
+
+    Raises InvalidRequestError (INVALID_MEDIA) if the suffix is unknown or the file cannot be read.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in _SUFFIXES:
+        raise InvalidRequestError(
+            f"{path} has none of the suffixes of images, audio and video: {', '.join(_SUFFIXES)}",
+            reason="INVALID_MEDIA",
+        )
+    kind, media_type = _SUFFIXES[path.suffix.lower()]
+    try:
+        return kind(path.read_bytes(), media_type)
+    except OSError as exc:
+        raise InvalidRequestError(f"cannot read {path}: {exc.strerror}", reason="INVALID_MEDIA") from exc
+
+
 def build_request(prompt: Content | None, arguments: GenerateArguments) -> orchestrator_pb2.GenerateRequest:
     """Returns the request message for a prompt and the other arguments of `generate`.
 
@@ -101,7 +177,12 @@ def build_request(prompt: Content | None, arguments: GenerateArguments) -> orche
             request_id=arguments.get("request_id") or uuid4().hex,
             pipeline=arguments.get("pipeline", ""),
             input=_input(prompt, arguments),
-            parameters=_parameters(arguments),
+            parameters=request_pb2.Parameters(
+                seed=arguments.get("seed"),
+                sampling=_sampling(arguments),
+                options=arguments.get("options", {}),
+                adapter=arguments.get("adapter"),
+            ),
             outputs=arguments.get("outputs", ()),
             priority=arguments.get("priority", 0),
             caller=arguments.get("caller", ""),
@@ -118,29 +199,19 @@ def _input(prompt: Content | None, arguments: GenerateArguments) -> request_pb2.
         raise InvalidRequestError(f"{' and '.join(given)} are given; a request accepts only one of them")
     if not given and not arguments.get("tensors"):
         raise InvalidRequestError("the request has no input; give a prompt, messages, token_ids or tensors")
+    turns = list(arguments.get("messages", ()))
+    if prompt is not None and not isinstance(prompt, str):
+        turns.append(("user", prompt))
+    conversation = request_pb2.Conversation(messages=[_message(role, content) for role, content in turns])
     message = request_pb2.Input(
+        conversation=conversation if turns or "messages" in arguments else None,
+        token_ids=request_pb2.TokenIds(ids=arguments["token_ids"]) if "token_ids" in arguments else None,
         negative_prompt=arguments.get("negative_prompt", ""),
         tensors=[inline_tensor(name, tensor) for name, tensor in arguments.get("tensors", {}).items()],
     )
     if isinstance(prompt, str):
         message.text = prompt
-    elif prompt is not None:
-        message.conversation.messages.append(message_to_wire("user", prompt))
-    if "messages" in arguments:
-        turns = [message_to_wire(role, content) for role, content in arguments["messages"]]
-        message.conversation.CopyFrom(request_pb2.Conversation(messages=turns))
-    if "token_ids" in arguments:
-        message.token_ids.CopyFrom(request_pb2.TokenIds(ids=arguments["token_ids"]))
     return message
-
-
-def _parameters(arguments: GenerateArguments) -> request_pb2.Parameters:
-    return request_pb2.Parameters(
-        seed=arguments.get("seed"),
-        sampling=_sampling(arguments),
-        options=arguments.get("options", {}),
-        adapter=arguments.get("adapter"),
-    )
 
 
 def _check_size(request: orchestrator_pb2.GenerateRequest) -> None:
@@ -154,21 +225,34 @@ def _check_size(request: orchestrator_pb2.GenerateRequest) -> None:
 
 
 def _sampling(arguments: SamplingArguments) -> request_pb2.Sampling:
-    given = {name: value for name, value in arguments.items() if name in _SAMPLING_FIELDS and value is not None}
-    sampling = request_pb2.Sampling(**cast("Any", given))
-    _set_structure(sampling, arguments)
-    return sampling
+    names = SamplingArguments.__annotations__.keys()
+    given: dict[str, Any] = {key: value for key, value in arguments.items() if key in names and value is not None}
+    structures = [name for name in _STRUCTURES if name in given]
+    if len(structures) > 1:
+        raise InvalidRequestError(f"{' and '.join(structures)} are given; an output can have only one structure")
+    if not isinstance(given.get("json_schema", ""), str):
+        given["json_schema"] = json.dumps(given["json_schema"])
+    if "choice" in given:
+        given["choice"] = request_pb2.Choice(texts=given["choice"])
+    return request_pb2.Sampling(**given)
 
 
-def _set_structure(sampling: request_pb2.Sampling, arguments: SamplingArguments) -> None:
-    given = [name for name in _STRUCTURES if arguments.get(name) is not None]
-    if len(given) > 1:
-        raise InvalidRequestError(f"{' and '.join(given)} are given; an output can have only one structure")
-    if (schema := arguments.get("json_schema")) is not None:
-        sampling.json_schema = schema if isinstance(schema, str) else json.dumps(schema)
-    if (regex := arguments.get("regex")) is not None:
-        sampling.regex = regex
-    if (choice := arguments.get("choice")) is not None:
-        sampling.choice.CopyFrom(request_pb2.Choice(texts=choice))
-    if (grammar := arguments.get("grammar")) is not None:
-        sampling.grammar = grammar
+def _message(role: str, content: Content) -> request_pb2.Message:
+    if isinstance(content, str):
+        return request_pb2.Message(role=role, content=content)
+    return request_pb2.Message(role=role, parts=[_part(part) for part in content])
+
+
+def _part(part: Part) -> request_pb2.Part:
+    match part:
+        case str():
+            return request_pb2.Part(text=part)
+        case ImageFile():
+            return request_pb2.Part(image=request_pb2.Image(data=part.data, media_type=part.media_type))
+        case AudioFile():
+            return request_pb2.Part(audio_file=request_pb2.MediaFile(data=part.data, media_type=part.media_type))
+        case VideoFile():
+            return request_pb2.Part(video_file=request_pb2.MediaFile(data=part.data, media_type=part.media_type))
+        case AudioSamples():
+            samples = inline_tensor("samples", np.asarray(part.samples, np.float32))
+            return request_pb2.Part(audio=request_pb2.Audio(samples=samples, sample_rate_hz=part.sample_rate_hz))

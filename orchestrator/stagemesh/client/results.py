@@ -1,9 +1,12 @@
 """The result of a finished request, which contains all of its outputs."""
 
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +24,9 @@ from stagemesh.client.events import (
 )
 from stagemesh.client.wav import WavWriter
 from stagemesh.common.errors import InternalError, NotFoundError
+
+EventT = TypeVar("EventT", Admitted, Finished)
+OutputT = TypeVar("OutputT", Text, Tokens, AudioChunk, Image, TensorOutput)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,66 +102,55 @@ class ResultBuilder:
 
     def __init__(self) -> None:
         self._begun_s = time.monotonic()
-        self._admitted: Admitted | None = None
-        self._finished: Finished | None = None
-        self._texts: dict[str, list[str]] = {}
-        self._tokens: dict[str, list[int]] = {}
-        self._logprobs: dict[str, list[TokenLogprobs]] = {}
-        self._audios: dict[str, list[AudioChunk]] = {}
-        self._images: dict[str, Image] = {}
-        self._tensors: dict[str, list[TensorOutput]] = {}
-        self._first_text_s: float | None = None
-        self._first_audio_s: float | None = None
-        self._first_image_s: float | None = None
+        self._events: list[Event] = []
+        self._first_s: dict[type[Event], float] = {}
+        """The time in seconds at which the first event of each type was added."""
 
     def add(self, event: Event) -> None:
         """Adds an event. The events must be added in the order in which they arrived."""
-        match event:
-            case Admitted():
-                self._admitted = event
-            case Text():
-                self._first_text_s = self._first_text_s or self._now_s()
-                self._texts.setdefault(event.output, []).append(event.delta)
-            case AudioChunk():
-                self._first_audio_s = self._first_audio_s or self._now_s()
-                self._audios.setdefault(event.output, []).append(event)
-            case Tokens():
-                self._tokens.setdefault(event.output, []).extend(event.ids)
-                if event.logprobs:
-                    self._logprobs.setdefault(event.output, []).extend(event.logprobs)
-            case Image():
-                self._first_image_s = self._first_image_s or self._now_s()
-                self._images[event.output] = event
-            case TensorOutput():
-                self._tensors.setdefault(event.output, []).append(event)
-            case Finished():
-                self._finished = event
-            case _:
-                pass
+        self._events.append(event)
+        self._first_s.setdefault(type(event), self._now_s())
 
     def build(self) -> Result:
         """Returns the result. Raises InternalError if the `Admitted` or the `Finished` event is missing."""
-        if self._admitted is None or self._finished is None:
+        admitted, finished = self._last(Admitted), self._last(Finished)
+        if admitted is None or finished is None:
             raise InternalError("the server ended the stream without a `finished` event; report this as a defect")
+        tokens = self._by_output(Tokens)
         return Result(
-            request_id=self._admitted.request_id,
-            seed=self._admitted.seed,
-            texts={output: "".join(deltas) for output, deltas in self._texts.items()},
-            tokens={output: tuple(ids) for output, ids in self._tokens.items()},
-            logprobs={output: tuple(logprobs) for output, logprobs in self._logprobs.items()},
-            audios={output: _join(chunks) for output, chunks in self._audios.items()},
-            images=self._images,
-            tensors={output: tuple(tensors) for output, tensors in self._tensors.items()},
-            finished=self._finished,
-            first_text_s=self._first_text_s,
-            first_audio_s=self._first_audio_s,
-            first_image_s=self._first_image_s,
+            request_id=admitted.request_id,
+            seed=admitted.seed,
+            texts={output: "".join(each.delta for each in texts) for output, texts in self._by_output(Text).items()},
+            tokens={output: tuple(chain.from_iterable(each.ids for each in made)) for output, made in tokens.items()},
+            logprobs={output: logprobs for output, made in tokens.items() if (logprobs := _logprobs(made))},
+            audios={output: _join(chunks) for output, chunks in self._by_output(AudioChunk).items()},
+            images={output: images[-1] for output, images in self._by_output(Image).items()},
+            tensors={output: tuple(tensors) for output, tensors in self._by_output(TensorOutput).items()},
+            finished=finished,
+            first_text_s=self._first_s.get(Text),
+            first_audio_s=self._first_s.get(AudioChunk),
+            first_image_s=self._first_s.get(Image),
             total_s=self._now_s(),
         )
+
+    def _last(self, kind: type[EventT]) -> EventT | None:
+        return next((event for event in reversed(self._events) if isinstance(event, kind)), None)
+
+    def _by_output(self, kind: type[OutputT]) -> Mapping[str, Sequence[OutputT]]:
+        """Returns the events of this type, by output name."""
+        events = defaultdict[str, list[OutputT]](list)
+        for event in self._events:
+            if isinstance(event, kind):
+                events[event.output].append(event)
+        return events
 
     def _now_s(self) -> float:
         return time.monotonic() - self._begun_s
 
 
-def _join(chunks: list[AudioChunk]) -> Audio:
+def _logprobs(made: Sequence[Tokens]) -> tuple[TokenLogprobs, ...]:
+    return tuple(chain.from_iterable(each.logprobs for each in made))
+
+
+def _join(chunks: Sequence[AudioChunk]) -> Audio:
     return Audio(np.concatenate([chunk.samples for chunk in chunks]), chunks[0].sample_rate_hz)

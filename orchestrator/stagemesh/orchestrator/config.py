@@ -4,10 +4,12 @@ It is one JSON file, which is written by the launcher or mounted by Kubernetes.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from stagemesh.common.errors import InvalidRequestError
 
@@ -24,38 +26,24 @@ class ReplicaAddress:
 class DnsName:
     """A DNS name that resolves to the addresses of a stage's replicas, and the port that all of them use."""
 
-    host: str
-    port: int
-    poll_s: float = 5.0
+    host: Annotated[str, Field(min_length=1)]
+    port: Annotated[int, Field(ge=1, le=65535)]
+    poll_s: Annotated[float, Field(gt=0)] = 5.0
     """The interval between two lookups in seconds."""
-
-    def __post_init__(self) -> None:
-        if not self.host or not 0 < self.port < 1 << 16:
-            raise ValueError(
-                f"host and port are {self.host!r} and {self.port}; give a host name and a port from 1 to 65535"
-            )
-        if self.poll_s <= 0:
-            raise ValueError(f"poll_s is {self.poll_s}; it must be greater than 0")
 
 
 @dataclass(frozen=True)
 class Registration:
     """Enables replicas to register themselves, and sets the duration of their leases."""
 
-    lease_s: float = 30.0
+    lease_s: Annotated[float, Field(ge=1, le=3600)] = 30.0
     """The time in seconds for which a registered replica remains a member without renewing its lease."""
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.lease_s <= 3600:
-            raise ValueError(f"lease_s is {self.lease_s}; it must be from 1 to 3600")
 
-
-@dataclass(frozen=True)
+# An unknown key is a mistake.
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class OrchestratorConfig:
     """The config of one orchestrator process, which serves one pipeline."""
-
-    # An unknown key is a mistake.
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     pipeline: str
     """The path of the pipeline file, or the name of a built-in pipeline."""
@@ -79,14 +67,14 @@ class OrchestratorConfig:
     """The address of AdminService, "host:port", or None to disable AdminService. Must differ from `listen`."""
     overrides: Mapping[str, str] = field(default_factory=dict[str, str])
     """Overrides of the pipeline file, by key, for example {"edges.*.connector": "grpc"}."""
-    max_request_s: float = 3600.0
+    max_request_s: Annotated[float, Field(gt=0)] = 3600.0
     """The maximum duration of a request in seconds. A client may request a shorter limit."""
-    drain_s: float = 10.0
+    drain_s: Annotated[float, Field(ge=0)] = 10.0
     """The time in seconds for which requests may continue to run after SIGTERM.
 
     The remaining requests are then stopped.
     """
-    max_kept_state_bytes: int = 256 << 20
+    max_kept_state_bytes: Annotated[int, Field(ge=0)] = 256 << 20
     """The maximum total size in bytes of the checkpoints that the orchestrator retains.
 
     If a replica terminates, its steps resume from their checkpoints. 0 retains no checkpoints.
@@ -95,15 +83,10 @@ class OrchestratorConfig:
     """The id of a process, or None. If that process ends, this process ends too."""
 
     def __post_init__(self) -> None:
-        if self.max_request_s <= 0:
-            raise ValueError(f"max_request_s is {self.max_request_s}; it must be greater than 0")
         if self.admin_listen == self.listen and not self.listen.endswith(":0"):
             raise ValueError(
                 f"admin_listen is {self.admin_listen}, which is the address for clients; it must be another address"
             )
-        for name in ("drain_s", "max_kept_state_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         names = [address.name for addresses in self.replicas.values() for address in addresses]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

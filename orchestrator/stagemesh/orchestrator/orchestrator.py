@@ -15,8 +15,7 @@ from stagemesh.common.errors import (
     StagemeshError,
     UnavailableError,
 )
-from stagemesh.orchestrator.admission import Admission
-from stagemesh.orchestrator.admission.sizes import made_bytes, to_admission_request
+from stagemesh.orchestrator.admission import Admission, AdmissionRequest
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import Choice, Plan, Planner
@@ -121,7 +120,7 @@ class Orchestrator:
         if self._group is None:
             raise _not_running()
         timeout_s = min(self._max_request_s, time_left_s if time_left_s is not None else self._max_request_s)
-        admission_request = to_admission_request(request, deadline_s=self._clock() + timeout_s)
+        admission_request = _to_admission_request(request, deadline_s=self._clock() + timeout_s)
         timeline = Timeline(
             request.request_id,
             number=next(self._numbers),
@@ -152,7 +151,7 @@ class Orchestrator:
     async def _run(self, request: ValidRequest, known: RequestLifecycle) -> None:
         error: StagemeshError | None
         try:
-            bytes_of = partial(made_bytes, pipeline=self.pipeline)
+            bytes_of = partial(_made_bytes, pipeline=self.pipeline)
             error = await known.run(request, partial(self._plan, request), bytes_of)
         except Exception:  # noqa: BLE001
             _log.exception("request %s failed unexpectedly", request.request_id)
@@ -188,6 +187,42 @@ class Orchestrator:
         for known in self.requests.running:
             known.stop(_not_running("the orchestrator stopped before the request finished; try again"))
         await asyncio.wait(running)
+
+
+def _to_admission_request(request: ValidRequest, *, deadline_s: float) -> AdmissionRequest:
+    """Converts a client's request to an admission request.
+
+    The input size is known when the request arrives. For outputs and chunks, admission reserves the average of earlier
+    requests of the same kind, because the limits apply to sums. Each engine limits its own memory.
+
+    Requests are of the same kind if they have the same outputs and options, and if their input sizes and token limits
+    have the same number of binary digits.
+    """
+    parameters, input_bytes = request.parameters, request.input.ByteSize()
+    kind = (
+        request.outputs,
+        input_bytes.bit_length(),
+        parameters.sampling.max_tokens.bit_length(),
+        tuple(sorted(parameters.options.items())),
+    )
+    return AdmissionRequest(
+        request_id=request.request_id,
+        caller=request.caller,
+        priority=request.priority,
+        deadline_s=deadline_s,
+        input_bytes=input_bytes,
+        kind=kind,
+    )
+
+
+def _made_bytes(record: RequestRecord, pipeline: Pipeline) -> int:
+    """Returns the number of bytes that a request occupied for its outputs and for the chunks of its edges.
+
+    The orchestrator retains the outputs for callers that attach. The chunks of an edge occupy at most the credit that
+    the consumer has granted.
+    """
+    windows = {edge.name: pipeline.stages[edge.consumer].data_plane.window_bytes for edge in pipeline.edges}
+    return record.size_bytes + sum(min(edge.size_bytes, windows.get(edge.edge, 0)) for edge in record.edges)
 
 
 def _not_running(message: str = "the orchestrator is starting or stopping; try again") -> UnavailableError:

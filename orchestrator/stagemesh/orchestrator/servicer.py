@@ -9,17 +9,10 @@ import grpc
 from stagemesh.orchestrator.describe import describe_pipeline
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.validation import check_pipeline
-from stagemesh.rpc.handlers import answering, time_left_s
-from stagemesh.rpc.raw_methods import add_with_raw_methods
+from stagemesh.rpc.handlers import add_with_raw_methods, answering, time_left_s
 from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
-_GenerateContext: TypeAlias = "grpc.aio.ServicerContext[orchestrator_pb2.GenerateRequest, bytes]"
-_CancelContext: TypeAlias = (
-    "grpc.aio.ServicerContext[orchestrator_pb2.CancelRequestRequest, orchestrator_pb2.CancelRequestResponse]"
-)
-_DescribeContext: TypeAlias = (
-    "grpc.aio.ServicerContext[orchestrator_pb2.DescribePipelineRequest, orchestrator_pb2.DescribePipelineResponse]"
-)
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 SERVICE_NAME = orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService"].full_name
 
@@ -31,7 +24,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self._orchestrator = orchestrator
 
     async def Generate(  # type: ignore[override] # noqa: N802
-        self, request: orchestrator_pb2.GenerateRequest, context: _GenerateContext
+        self, request: orchestrator_pb2.GenerateRequest, context: _Context
     ) -> None:
         # Responses are written in serialized form (`add_orchestrator_service`), because there are many of them.
         location = {"request_id": request.request_id} if request.request_id else {}
@@ -42,14 +35,14 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
                     await context.write(event)
 
     async def CancelRequest(  # noqa: N802
-        self, request: orchestrator_pb2.CancelRequestRequest, context: _CancelContext
+        self, request: orchestrator_pb2.CancelRequestRequest, context: _Context
     ) -> orchestrator_pb2.CancelRequestResponse:
         async with answering(context, request_id=request.request_id):
             await self._orchestrator.cancel(request.request_id, when_left=request.when_left)
         return orchestrator_pb2.CancelRequestResponse()
 
     async def DescribePipeline(  # noqa: N802
-        self, request: orchestrator_pb2.DescribePipelineRequest, context: _DescribeContext
+        self, request: orchestrator_pb2.DescribePipelineRequest, context: _Context
     ) -> orchestrator_pb2.DescribePipelineResponse:
         async with answering(context):
             check_pipeline(request.pipeline, self._orchestrator.pipeline)

@@ -46,4 +46,4 @@ def test_expected_waits_match_actual_waits(load: float) -> None:
 def test_every_request_that_retries_is_served() -> None:
     clients = _clients(load=1.2, retrying=1.0)
     assert all(simulated.began_s is not None for simulated in clients.requests)
-    assert clients.driver.admission.snapshot().callers == ()
+    assert clients.driver.admission.callers == ()

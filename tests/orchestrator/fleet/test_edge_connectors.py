@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
-from stagemesh.common.notifier import Notifier
+from stagemesh.common.notification import Notifier
 from stagemesh.connectors.stream.wire import EdgeProbe, error_to_wire
 from stagemesh.orchestrator.fleet.edge_connectors import PARTNERS, EdgeConnectors
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState

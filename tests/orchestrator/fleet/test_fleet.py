@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.simulation import virtual_time
 from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
-from stagemesh.common.notifier import Notifier
+from stagemesh.common.notification import Notifier
 from stagemesh.connectors.stream.wire import EdgeProbe
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.fleet.replica import ReplicaState

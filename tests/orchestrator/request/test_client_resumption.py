@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagemesh.client import AudioChunk, Event, Image, RetryPolicy, TensorOutput, Text, Tokens
-from stagemesh.client.position import ClientPosition
+from stagemesh.client.session import ClientPosition
 from stagemesh.common.tensors import inline_tensor
 from stagemesh.orchestrator.request.output_record import Resumption
 from stagemesh.v1.orchestrator_pb2 import GenerateRequest, GenerateResponse

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.common.notifier import Notifier
+from stagemesh.common.notification import Notifier
 from stagemesh.orchestrator.request.failures import Failures
 from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.step_calls import StepCalls

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError
-from stagemesh.common.memory import available_bytes
+from stagemesh.common.host import available_bytes
 from stagemesh.common.tensors import Array, Tensors
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
 

@@ -10,14 +10,12 @@ import grpc
 import numpy as np
 
 from stagemesh.common.connector_descriptors import AUTO, ConnectorName
-from stagemesh.common.errors import StagemeshError
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import ChunkPolicy, EdgeKey, Packet, StepPolicy
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.rpc.channels import SERVER_OPTIONS
-from stagemesh.rpc.error_mapping import to_grpc_code, to_trailing_metadata
-from stagemesh.rpc.raw_methods import add_stage_service
+from stagemesh.rpc.handlers import add_stage_service, answering
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
 SETTLING_S = 5.0
@@ -45,22 +43,18 @@ class Host(stage_pb2_grpc.StageServiceServicer):
         self, request_iterator: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[bytes]:
         """Serves a stream of a producer's data plane."""
-        try:
+        async with answering(context):
             async for response in self.plane.serve_put(request_iterator):
                 yield response
-        except StagemeshError as exc:
-            await context.abort(to_grpc_code(exc), exc.message, to_trailing_metadata(exc))
 
     async def GetChunk(  # noqa: N802 - the API defines the names of RPCs
         self, request: stage_pb2.GetChunkRequest, context: Any
     ) -> AsyncIterator[stage_pb2.GetChunkResponse]:
         """Replays the retained chunks of a flow."""
         key = EdgeKey(request.key.request_id, request.key.edge, request.key.attempt)
-        try:
+        async with answering(context):
             async for response in self.plane.replay(key, first_seq=request.first_seq):
                 yield response
-        except StagemeshError as exc:
-            await context.abort(to_grpc_code(exc), exc.message, to_trailing_metadata(exc))
 
     async def close(self) -> None:
         """Closes the data plane and the server. Idempotent."""

@@ -8,7 +8,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from stagemesh.common.errors import InvalidChunkError
-from stagemesh.common.notifier import Notifier
+from stagemesh.common.notification import Notifier
 from stagemesh.common.tensors import Tensors
 from stagemesh.connectors.arena.arena import Arena, Region
 from stagemesh.connectors.base import ArenaRange, Connector

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError
-from stagemesh.common.notifier import Notifier
+from stagemesh.common.notification import Notifier
 from stagemesh.common.tensors import Array
 from stagemesh.connectors.edge import MetadataValue, Packet
 

@@ -7,7 +7,7 @@ from copy import copy
 
 from stagemesh.common.connector_descriptors import ConnectorName, name_of
 from stagemesh.common.errors import InternalError, InvalidChunkError, StagemeshError, UnavailableError
-from stagemesh.common.notifier import Notifier
+from stagemesh.common.notification import Notifier
 from stagemesh.connectors.edge import EdgeKey
 from stagemesh.connectors.flow.ledger import Leases
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt, Route

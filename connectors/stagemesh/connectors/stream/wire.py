@@ -9,7 +9,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from stagemesh.common.connector_descriptors import ConnectorName, name_of, number_of
-from stagemesh.common.errors import InvalidChunkError, StagemeshError, make_error
+from stagemesh.common.errors import InvalidChunkError, StagemeshError, error_class
 from stagemesh.common.tensors import Array, Tensors, checked_layout, dtype_name, dtype_to_wire, read_inline
 from stagemesh.connectors.arena.memory_file import layout_of
 from stagemesh.connectors.base import ArenaRange, Bytes
@@ -55,11 +55,10 @@ def error_to_wire(error: StagemeshError) -> chunk_pb2.Error:
 
 def error_from_wire(message: chunk_pb2.Error) -> StagemeshError:
     """Converts a protobuf message to the error that a peer reported."""
-    return make_error(
-        message.code,
+    return error_class(message.code, message.reason)(
         message.message,
         reason=message.reason,
-        metadata=dict(message.metadata),
+        metadata=message.metadata,
         retry_after_s=message.retry_after_s if message.HasField("retry_after_s") else None,
     )
 

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import numpy as np
 
 from stagemesh.common.connector_descriptors import descriptors, number_of
-from stagemesh.common.errors import InvalidRequestError, NotReadyError, StagemeshError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.common.tensors import inline_tensor
 from stagemesh.common.versions import WIRE_VERSION
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import EdgeKey, Packet
 from stagemesh.connectors.transport_probe.report import MIB
-from stagemesh.rpc.error_mapping import to_grpc_code, to_trailing_metadata
-from stagemesh.rpc.raw_methods import add_stage_service
+from stagemesh.rpc.handlers import add_stage_service, answering
 from stagemesh.v1 import request_pb2, stage_pb2, stage_pb2_grpc
 
 if TYPE_CHECKING:
@@ -99,23 +98,17 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
         self, request_iterator: AsyncIterator[bytes], context: _Context
     ) -> None:
         """Serves a stream of a producer's data plane."""
-        try:
-            async with aclosing(self._plane.serve_put(request_iterator)) as replies:
-                async for reply in replies:
-                    await context.write(reply)
-        except StagemeshError as exc:
-            await context.abort(to_grpc_code(exc), exc.message, to_trailing_metadata(exc))
+        async with answering(context), aclosing(self._plane.serve_put(request_iterator)) as replies:
+            async for reply in replies:
+                await context.write(reply)
 
     async def ExecuteStep(  # type: ignore[override] # noqa: N802
         self, request: stage_pb2.ExecuteStepRequest, context: _Context
     ) -> None:
         """Receives the flow of the request's only input to its end, and writes the measured times as outputs."""
-        try:
-            async with aclosing(self._receive(request)) as responses:
-                async for response in responses:
-                    await context.write(response)
-        except StagemeshError as exc:
-            await context.abort(to_grpc_code(exc), exc.message, to_trailing_metadata(exc))
+        async with answering(context), aclosing(self._receive(request)) as responses:
+            async for response in responses:
+                await context.write(response)
 
     async def _receive(self, request: stage_pb2.ExecuteStepRequest) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
         if len(request.inputs) != 1:

@@ -5,6 +5,7 @@ from heapq import nlargest
 
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.inspection import Inspector
+from stagemesh.orchestrator.admission.queue import Caller
 from stagemesh.orchestrator.describe import describe_edge, to_message
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
 from stagemesh.orchestrator.orchestrator import Orchestrator
@@ -38,22 +39,23 @@ class Statuses:
 
     def pipeline(self, totals: Totals) -> admin_pb2.PipelineStatus:
         """Returns the status of the pipeline as a whole, with its admission queue and the load of each caller."""
-        pipeline, admission = self._directory.pipeline, self._orchestrator.admission.snapshot()
-        return to_message(
-            admin_pb2.PipelineStatus,
-            admission,
+        pipeline, admission = self._directory.pipeline, self._orchestrator.admission
+        return admin_pb2.PipelineStatus(
             name=pipeline.name,
             generation=pipeline.generation,
             ready=self._directory.ready,
             uptime_s=time.monotonic() - self._began_s,
+            queued=admission.usage.waiting.requests,
+            in_flight=admission.usage.running.requests,
             max_in_flight=pipeline.limits.max_in_flight,
             finished=totals.requests[RequestState.FINISHED],
             failed=totals.requests[RequestState.FAILED],
             cancelled=totals.requests[RequestState.CANCELLED],
-            callers=[
-                to_message(admin_pb2.CallerStatus, caller)
-                for caller in nlargest(_MAX_CALLERS, admission.callers, key=lambda each: each.in_flight + each.queued)
-            ],
+            in_flight_bytes=admission.usage.running.size_bytes,
+            queued_bytes=admission.usage.waiting.size_bytes,
+            expected_wait_s=admission.expected_wait_s,
+            returning=admission.returning,
+            callers=map(_caller, nlargest(_MAX_CALLERS, admission.callers, key=_requests_of)),
         )
 
     def stages(self, totals: Totals) -> list[admin_pb2.StageStatus]:
@@ -114,3 +116,17 @@ def replica_status(replica: Replica) -> admin_pb2.ReplicaStatus:
 
 def _load(replica: Replica) -> stage_pb2.WatchLoadResponse | None:
     return replica.last_report if replica.state in _REPORTING_LOAD else None
+
+
+def _requests_of(caller: Caller) -> int:
+    return caller.running.requests + caller.waiting.requests
+
+
+def _caller(caller: Caller) -> admin_pb2.CallerStatus:
+    return admin_pb2.CallerStatus(
+        caller=caller.name,
+        in_flight=caller.running.requests,
+        in_flight_bytes=caller.running.size_bytes,
+        queued=caller.waiting.requests,
+        queued_bytes=caller.waiting.size_bytes,
+    )

@@ -11,13 +11,10 @@ from itertools import islice
 from sortedcontainers import SortedKeyList
 
 from stagemesh.common.errors import DeadlineError, OverloadedError, StagemeshError
-from stagemesh.orchestrator.admission.caller_queues import Caller, Load
-from stagemesh.orchestrator.admission.estimates import RequestEstimates
-from stagemesh.orchestrator.admission.queue import AdmissionQueue, QueuePosition
-from stagemesh.orchestrator.admission.retry_schedule import RetrySchedule
-from stagemesh.orchestrator.admission.snapshot import AdmissionSnapshot, CallerLoad
+from stagemesh.orchestrator.admission.estimates import RequestEstimates, RetrySchedule
+from stagemesh.orchestrator.admission.queue import AdmissionQueue, Caller, QueuePosition, Usage
 from stagemesh.orchestrator.admission.ticket import AdmissionRequest, Listener, Ticket, TicketState
-from stagemesh.orchestrator.spec import Limits
+from stagemesh.orchestrator.spec import Bounds, Limits
 
 _REPORT_INTERVAL_S = 1.0
 _REPORTS_PER_TICK = 200
@@ -42,8 +39,9 @@ class Admission:
     def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits
         self._clock = clock
-        self._running = Load()
         self._queue = AdmissionQueue(limits)
+        self.usage = self._queue.usage
+        """The current numbers and bytes of the running and the waiting requests."""
         self._waiting = SortedKeyList[Ticket](key=_latest_start_s)
         self._estimates = RequestEstimates()
         self._schedule = RetrySchedule()
@@ -53,14 +51,21 @@ class Admission:
         self._to_report: Iterator[QueuePosition] = iter(())
 
     @property
-    def in_flight(self) -> int:
-        """The number of admitted requests that have not ended."""
-        return self._running.requests
+    def callers(self) -> tuple[Caller, ...]:
+        """The callers that have running or waiting requests."""
+        return self._queue.callers
 
     @property
-    def queued(self) -> int:
-        """The number of requests in the queue."""
-        return self._queue.load.requests
+    def expected_wait_s(self) -> float:
+        """The expected wait in seconds of a new request, if it has priority 0 and its caller has no other requests."""
+        if self.usage.running.requests < self.limits.max_in_flight and self._queue.next() is None:
+            return 0.0
+        return self._queue.position(AdmissionRequest("", caller="\0")) * self._interval_s(self.usage)
+
+    @property
+    def returning(self) -> int:
+        """The number of rejected requests that have a retry time and may be sent again."""
+        return len(self._schedule)
 
     def enter(self, request: AdmissionRequest, listener: Listener) -> Ticket:
         """Admits or queues a request. Calls the listener's `admitted` or `queued` before returning.
@@ -78,7 +83,7 @@ class Admission:
             latest_start_s=request.deadline_s - _MEASURED_FRACTION * self._estimates.fastest_s(request.kind, now_s),
         )
         caller = self._queue.caller(request.caller)
-        may_run = caller.may_run(ticket, self.limits.per_caller) and self._fits(ticket)
+        may_run = caller.may_run(ticket, self.limits.per_caller) and self.usage.may_run(ticket, self.limits)
         if may_run and self._queue.next() is None:
             _check_deadline(ticket, now_s, wait_s=0.0)
             self._admit(ticket, now_s)
@@ -110,7 +115,6 @@ class Admission:
         now_s = self._clock()
         took_s = now_s - ticket.admitted_s
         ticket.state = TicketState.GONE
-        self._running.subtract(ticket.size_bytes)
         self._queue.end(ticket)
         self._estimates.duration_s.add(took_s)
         if made_bytes is not None:
@@ -131,46 +135,20 @@ class Admission:
             late = True
         if late:
             self._fill()
-        if self.queued:
+        if self.usage.waiting.requests:
             self._report_some(now_s)
         else:
             self._to_report = iter(())
 
     def close(self, error: StagemeshError) -> None:
         """Rejects all waiting requests with `error`. Running requests continue."""
-        for ticket in tuple(self._queue):
+        for ticket in tuple(self._waiting):
             # Several tasks raise the error. Each needs a copy, because an exception object contains its traceback.
             self._reject(ticket, copy(error))
-
-    def snapshot(self) -> AdmissionSnapshot:
-        """Returns the current numbers and bytes of running and waiting requests, in total and by caller."""
-        return AdmissionSnapshot(
-            in_flight=self._running.requests,
-            in_flight_bytes=self._running.size_bytes,
-            queued=self._queue.load.requests,
-            queued_bytes=self._queue.load.size_bytes,
-            expected_wait_s=self._expected_wait_s(AdmissionRequest("", caller="\0")),
-            returning=len(self._schedule),
-            callers=tuple(
-                CallerLoad(
-                    caller.name,
-                    in_flight=caller.running.requests,
-                    in_flight_bytes=caller.running.size_bytes,
-                    queued=caller.waiting.requests,
-                    queued_bytes=caller.waiting.size_bytes,
-                )
-                for caller in self._queue.callers
-            ),
-        )
-
-    def _fits(self, ticket: Ticket) -> bool:
-        limits = self.limits
-        return self._running.fits(ticket.size_bytes, most=limits.max_in_flight, most_bytes=limits.max_in_flight_bytes)
 
     def _admit(self, ticket: Ticket, now_s: float) -> None:
         self._queue.run(ticket)
         listener = self._end_waiting(ticket)
-        self._running.add(ticket.size_bytes)
         ticket.state, ticket.admitted_s = TicketState.RUNNING, now_s
         self._remove_retry_slots(ticket.request)
         assert listener is not None, "a ticket is admitted once"
@@ -182,7 +160,7 @@ class Admission:
         If the first request does not fit into the limit on bytes, no later request overtakes it.
         """
         now_s = self._clock()
-        while (ticket := self._queue.next()) is not None and self._fits(ticket):
+        while (ticket := self._queue.next()) is not None and self.usage.may_run(ticket, self.limits):
             if ticket.latest_start_s <= now_s:
                 self._reject(ticket, _deadline_error(ticket, now_s, wait_s=0.0))
             else:
@@ -190,7 +168,7 @@ class Admission:
 
     def _wait(self, ticket: Ticket, caller: Caller, now_s: float) -> None:
         position = self._queue.position(ticket.request)
-        wait_s = max(position * self._interval_s(self._running), self._caller_wait_s(caller, ticket, position=position))
+        wait_s = self._wait_s(ticket, caller, position=position, in_caller_queue=position)
         _check_deadline(ticket, now_s, wait_s=0.0 if self._estimates.duration_s.is_guess else wait_s)
         displaced = self._make_space(ticket, caller, now_s)
         self._remove_retry_slots(ticket.request)
@@ -210,25 +188,22 @@ class Admission:
         """
         request = ticket.request
         bounds, schedule = self.limits.per_caller, self._caller_schedules.get(caller.name)
-        reserved = _reserved(schedule, request, now_s, most=bounds.max_queued) if schedule is not None else 0
-        if not caller.may_wait(ticket, bounds, reserved=reserved):
+        reserved = _reserved(schedule, request, now_s, limits=bounds) if schedule is not None else 0
+        if not caller.may_wait(request, bounds, reserved=reserved):
             raise self._caller_error(request, caller, now_s)
-        most = self.limits.max_queued
-        may_wait = self._may_wait(request, most=most - _reserved(self._schedule, request, now_s, most=most))
+        reserved = _reserved(self._schedule, request, now_s, limits=self.limits)
+        may_wait = self.usage.may_wait(request, self.limits, reserved=reserved)
         displaced: list[Ticket] = []
         while not may_wait and (other := self._queue.displaced_by(request)) is not None:
             self._queue.remove(other)
             displaced.append(other)
-            may_wait = self._may_wait(request, most=most)
+            may_wait = self.usage.may_wait(request, self.limits, reserved=0)
         if not may_wait:
             # A request that is rejected must not displace other requests.
             for other in displaced:
                 self._queue.add(other)
             raise self._full_error(request, now_s)
         return displaced
-
-    def _may_wait(self, request: AdmissionRequest, *, most: int) -> bool:
-        return self._queue.load.fits(request.input_bytes, most=most, most_bytes=self.limits.max_queued_bytes)
 
     def _reject(self, ticket: Ticket, error: StagemeshError) -> None:
         self._queue.remove(ticket)
@@ -249,23 +224,19 @@ class Admission:
         if (schedule := self._caller_schedules.get(request.caller)) is not None:
             schedule.remove(request.request_id)
 
-    def _interval_s(self, running: Load) -> float:
-        """Returns the expected time in seconds between the ends of two consecutive requests of those in `running`."""
-        return self._estimates.duration_s.value / max(1, running.requests)
+    def _interval_s(self, usage: Usage) -> float:
+        """Returns the expected time in seconds between the ends of two consecutive running requests of `usage`."""
+        return self._estimates.duration_s.value / max(1, usage.running.requests)
 
-    def _expected_wait_s(self, request: AdmissionRequest) -> float:
-        if self._running.requests < self.limits.max_in_flight and self._queue.next() is None:
-            return 0.0
-        return self._queue.position(request) * self._interval_s(self._running)
+    def _wait_s(self, ticket: Ticket, caller: Caller, *, position: int, in_caller_queue: int) -> float:
+        """Returns the expected time in seconds until the limits allow the request to run.
 
-    def _caller_wait_s(self, caller: Caller, ticket: Ticket, *, position: int) -> float:
-        """Returns the expected time in seconds until the limits per caller allow the request to run.
-
-        Returns 0 if these limits allow the request to run now.
+        `position` and `in_caller_queue` are its positions in the order of admission and in the queue of its caller.
         """
+        wait_s = position * self._interval_s(self.usage)
         if caller.may_run(ticket, self.limits.per_caller):
-            return 0.0
-        return min(position, caller.waiting.requests + 1) * self._interval_s(caller.running)
+            return wait_s
+        return max(wait_s, min(in_caller_queue, caller.waiting.requests + 1) * self._interval_s(caller))
 
     def _report(self, ticket: Ticket, *, position: int, wait_s: float) -> None:
         ticket.reported_position = position
@@ -278,20 +249,19 @@ class Admission:
         for ticket, position, in_caller_queue in positions:
             if ticket.state is TicketState.WAITING and position != ticket.reported_position:
                 caller = self._queue.caller(ticket.request.caller)
-                wait_s = position * self._interval_s(self._running)
-                wait_s = max(wait_s, self._caller_wait_s(caller, ticket, position=in_caller_queue))
+                wait_s = self._wait_s(ticket, caller, position=position, in_caller_queue=in_caller_queue)
                 self._report(ticket, position=position, wait_s=wait_s)
         if len(positions) < _REPORTS_PER_TICK and now_s - self._reported_s >= _REPORT_INTERVAL_S:
             self._reported_s = now_s
             self._to_report = self._queue.positions()
 
     def _full_error(self, request: AdmissionRequest, now_s: float) -> OverloadedError:
-        limits, waiting = self.limits, self._queue.load.requests
-        retry_after_s = self._schedule.assign(request.request_id, now_s, interval_s=self._interval_s(self._running))
+        limits, usage = self.limits, self.usage
+        retry_after_s = self._schedule.assign(request.request_id, now_s, interval_s=self._interval_s(usage))
         return OverloadedError(
-            f"{self._running.requests} requests run and {waiting} wait, which reaches the pipeline's limits "
-            f"(max_in_flight {limits.max_in_flight}, max_queued {limits.max_queued}, or the limits on bytes); retry in "
-            f"{retry_after_s:.1f} s with the same request_id",
+            f"{usage.running.requests} requests run and {usage.waiting.requests} wait, which reaches the pipeline's "
+            f"limits (max_in_flight {limits.max_in_flight}, max_queued {limits.max_queued}, or the limits on bytes); "
+            f"retry in {retry_after_s:.1f} s with the same request_id",
             reason="ADMISSION_LIMIT",
             metadata={"max_in_flight": str(limits.max_in_flight), "max_queued": str(limits.max_queued)},
             retry_after_s=retry_after_s,
@@ -302,7 +272,7 @@ class Admission:
         self._caller_schedules.move_to_end(caller.name)
         if len(self._caller_schedules) > _MAX_CALLER_SCHEDULES:
             self._caller_schedules.popitem(last=False)
-        retry_after_s = schedule.assign(request.request_id, now_s, interval_s=self._interval_s(caller.running))
+        retry_after_s = schedule.assign(request.request_id, now_s, interval_s=self._interval_s(caller))
         return OverloadedError(
             f"{caller.running.requests} requests of caller {caller.name!r} run and {caller.waiting.requests} wait, "
             f"which reaches the pipeline's limits.per_caller; retry in {retry_after_s:.1f} s with the same request_id",
@@ -312,10 +282,10 @@ class Admission:
         )
 
 
-def _reserved(schedule: RetrySchedule, request: AdmissionRequest, now_s: float, *, most: int) -> int:
+def _reserved(schedule: RetrySchedule, request: AdmissionRequest, now_s: float, *, limits: Bounds) -> int:
     """Returns the number of queue slots that are reserved for other rejected requests that may be sent again."""
     returning = 0 if schedule.is_due(request.request_id, now_s) else len(schedule)
-    return min(returning, math.ceil(most * _RESERVED_FRACTION))
+    return min(returning, math.ceil(limits.max_queued * _RESERVED_FRACTION))
 
 
 def _check_deadline(ticket: Ticket, now_s: float, *, wait_s: float) -> None:

@@ -12,23 +12,81 @@ A caller's share is its dominant share (Ghodsi et al., NSDI 2011): the larger of
 requests and of the limit on bytes.
 """
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sortedcontainers import SortedKeyList
 
-from stagemesh.orchestrator.admission.caller_queues import Caller, CallerQueue, Load
-from stagemesh.orchestrator.admission.ticket import (
-    HIGHEST_PRIORITY,
-    LOWEST_PRIORITY,
-    AdmissionRequest,
-    Ticket,
-    TicketState,
-)
-from stagemesh.orchestrator.spec import Limits
+from stagemesh.orchestrator.admission.ticket import AdmissionRequest, Ticket, TicketState
+from stagemesh.orchestrator.spec import Bounds, Limits
 
 TURNS_TO_ONE_BY_AGE = 8
+_LOWEST_PRIORITY, _HIGHEST_PRIORITY = -10, 10
 _MAX_RECORDED_TURNS = 4096
+
+
+@dataclass
+class Load:
+    """A number of requests, and the sum of their sizes in bytes."""
+
+    requests: int = 0
+    size_bytes: int = 0
+
+    def add(self, size_bytes: int) -> None:
+        """Counts a request of `size_bytes`."""
+        self.requests += 1
+        self.size_bytes += size_bytes
+
+    def subtract(self, size_bytes: int) -> None:
+        """Stops counting a request of `size_bytes`."""
+        self.requests -= 1
+        self.size_bytes -= size_bytes
+
+    def fits(self, size_bytes: int, *, most: int, most_bytes: int) -> bool:
+        """Returns whether a request can be added without exceeding `most` requests or `most_bytes` bytes.
+
+        The limit on bytes is ignored if there is no other request, so that large requests can run alone.
+        """
+        return self.requests < most and (not self.requests or self.size_bytes + size_bytes <= most_bytes)
+
+    def share(self, *, most: int, most_bytes: int) -> float:
+        """Returns the larger of two fractions: the used part of `most` requests, and of `most_bytes` bytes."""
+        return max(self.requests / max(1, most), self.size_bytes / most_bytes)
+
+
+@dataclass(eq=False)
+class Usage:
+    """The running and the waiting requests of the pipeline, of one priority or of one caller."""
+
+    running: Load = field(default_factory=Load)
+    """The number and the estimated bytes of the running requests."""
+    waiting: Load = field(default_factory=Load)
+    """The number and the input bytes of the waiting requests."""
+
+    def may_run(self, ticket: Ticket, bounds: Bounds) -> bool:
+        """Returns whether this request may run in addition to the running requests."""
+        return self.running.fits(ticket.size_bytes, most=bounds.max_in_flight, most_bytes=bounds.max_in_flight_bytes)
+
+    def may_wait(self, request: AdmissionRequest, bounds: Bounds, *, reserved: int) -> bool:
+        """Returns whether this request may wait and still leave `reserved` slots of the queue free."""
+        return self.waiting.fits(
+            request.input_bytes, most=bounds.max_queued - reserved, most_bytes=bounds.max_queued_bytes
+        )
+
+
+class Caller(Usage):
+    """The running and waiting requests of one caller, over all priorities.
+
+    All requests without a caller name belong to the caller "".
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.queues: dict[int, _CallerQueue] = {}
+        """The caller's queue for each priority that has requests, by priority."""
 
 
 class QueuePosition(NamedTuple):
@@ -39,42 +97,65 @@ class QueuePosition(NamedTuple):
     in_caller_queue: int
 
 
+def _deadline_of(ticket: Ticket) -> tuple[float, int]:
+    return ticket.request.deadline_s, ticket.number
+
+
+def _number_of(ticket: Ticket) -> int:
+    return ticket.number
+
+
+class _CallerQueue(Usage):
+    """The requests of one caller with one priority."""
+
+    def __init__(self, caller: Caller, within: "_PriorityClass") -> None:
+        super().__init__()
+        self.caller, self.within = caller, within
+        self.turn = within.next_turn(caller.name)
+        """The round-robin round in which a request of this queue is admitted next."""
+        self.by_deadline = SortedKeyList[Ticket](key=_deadline_of)
+        """The waiting tickets. The earliest deadline is first."""
+        self.by_age = SortedKeyList[Ticket](key=_number_of)
+        """The waiting tickets. The ticket that has waited longest is first."""
+
+
 class _Ranking:
     """A sorted set of caller queues. Each queue has a key that can change. The smallest key is first."""
 
     def __init__(self) -> None:
-        self._keys: dict[CallerQueue, Any] = {}
-        self._queues = SortedKeyList[CallerQueue](key=self._keys.__getitem__)
+        self._keys: dict[_CallerQueue, Any] = {}
+        self._queues = SortedKeyList[_CallerQueue](key=self._keys.__getitem__)
 
     def __len__(self) -> int:
         return len(self._queues)
 
-    def put(self, queue: CallerQueue, key: object) -> None:
-        """Adds a queue with this key, or changes the key of a queue that is present."""
-        if self._keys.get(queue) != key:
-            self.discard(queue)
+    def put(self, queue: _CallerQueue, key: object | None) -> None:
+        """Adds a queue with this key, or changes its key. Removes the queue if `key` is None."""
+        old = self._keys.get(queue)
+        if old == key:
+            return
+        if old is not None:
+            self._queues.remove(queue)
+            del self._keys[queue]
+        if key is not None:
             self._keys[queue] = key
             self._queues.add(queue)
 
-    def discard(self, queue: CallerQueue) -> None:
-        if queue in self._keys:
-            self._queues.remove(queue)
-            del self._keys[queue]
-
-    def first(self) -> CallerQueue | None:
+    def first(self) -> _CallerQueue | None:
         """Returns the queue with the smallest key, or None if there are no queues."""
         return self._queues[0] if self._queues else None
 
 
-class _PriorityClass:
-    """The queues of all callers for one priority."""
+class _PriorityClass(Usage):
+    """The requests and the queues of all callers for one priority."""
 
-    def __init__(self) -> None:
+    def __init__(self, priority: int) -> None:
+        super().__init__()
+        self.priority = priority
         self.ready = _Ranking()
         """The queues whose next ticket may run under the limits per caller, in the order of admission."""
         self.by_length = _Ranking()
         """The queues that have waiting tickets, longest queue first."""
-        self.waiting = 0
         self._turn = 0
         self._turns: dict[str, int] = {}
         """The next round-robin round of each caller that has already been served in the current round.
@@ -86,7 +167,7 @@ class _PriorityClass:
         """Returns the round-robin round in which a new queue of the caller is served first."""
         return max(self._turn, self._turns.get(caller, 0))
 
-    def serve(self, queue: CallerQueue, *, by_age: bool) -> None:
+    def serve(self, queue: _CallerQueue, *, by_age: bool) -> None:
         """Moves a queue to the next round-robin round after one of its tickets was admitted.
 
         `by_age` is True if the ticket was admitted because it had waited longest.
@@ -100,18 +181,18 @@ class _PriorityClass:
 
 
 class AdmissionQueue:
-    """Contains the waiting tickets in the order of admission, and counts the running requests of each caller.
+    """Contains the waiting tickets in the order of admission, and counts the running and waiting requests.
 
     Adding or removing a ticket takes O(log n) time.
     """
 
     def __init__(self, limits: Limits) -> None:
-        self.load = Load()
-        """The number and the input bytes of all waiting requests."""
+        self.usage = Usage()
+        """The running and waiting requests of all callers."""
         self._limits = limits
         self._callers: dict[str, Caller] = {}
-        priorities = range(HIGHEST_PRIORITY, LOWEST_PRIORITY - 1, -1)
-        self._classes = {priority: _PriorityClass() for priority in priorities}
+        priorities = range(_HIGHEST_PRIORITY, _LOWEST_PRIORITY - 1, -1)
+        self._classes = {priority: _PriorityClass(priority) for priority in priorities}
         """The queues of each priority, by priority. The highest priority is first."""
         self._by_age = _Ranking()
         self._turns = 0
@@ -120,11 +201,6 @@ class AdmissionQueue:
     def callers(self) -> tuple[Caller, ...]:
         """The callers that have waiting or running requests."""
         return tuple(self._callers.values())
-
-    def __iter__(self) -> Iterator[Ticket]:
-        for caller in self.callers:
-            for queue in tuple(caller.queues.values()):
-                yield from tuple(queue)
 
     def caller(self, name: str) -> Caller:
         """Returns the caller with this name. A caller without requests is new and is not stored."""
@@ -136,15 +212,16 @@ class AdmissionQueue:
         Assumes that every other caller of the same priority has as many tickets before the request as the request's own
         caller.
         """
-        queue = self.caller(request.caller).queues.get(request.priority_class)
-        within = self._classes[request.priority_class]
+        priority = _priority_of(request)
+        queue = self.caller(request.caller).queues.get(priority)
+        within = self._classes[priority]
         queues, before = len(within.by_length), 0
         if queue is not None and queue.waiting.requests:
-            before = queue.ahead_of(request)
+            before = queue.by_deadline.bisect_key_right((request.deadline_s, math.inf))
         else:
             queues += 1
-        higher = sum(self._classes[other].waiting for other in range(request.priority_class + 1, HIGHEST_PRIORITY + 1))
-        return higher + min(within.waiting + 1, (before + 1) * queues)
+        higher = sum(self._classes[other].waiting.requests for other in range(priority + 1, _HIGHEST_PRIORITY + 1))
+        return higher + min(within.waiting.requests + 1, (before + 1) * queues)
 
     def positions(self) -> Iterator[QueuePosition]:
         """Yields the position of every waiting ticket in the order of admission. Takes O(n log n) time.
@@ -153,16 +230,18 @@ class AdmissionQueue:
         """
         unit = 1 / self._limits.max_in_flight
         position = 0
-        for priority, within in self._classes.items():
-            if not within.waiting:
+        for within in self._classes.values():
+            if not within.waiting.requests:
                 continue
             order: list[tuple[float, int, float, int, int, Ticket]] = []
             for caller in self._callers.values():
-                queue = caller.queues.get(priority)
-                share = self._running_share(queue) if queue is not None else 0.0
-                for i, ticket in enumerate(queue or ()):
-                    turn = caller.queues[priority].turn + i
-                    order.append((share + i * unit, turn, ticket.request.deadline_s, ticket.number, i + 1, ticket))
+                queue = caller.queues.get(within.priority)
+                if queue is None:
+                    continue
+                share = self._running_share(queue)
+                for i, ticket in enumerate(queue.by_deadline):
+                    key = share + i * unit, queue.turn + i, ticket.request.deadline_s, ticket.number
+                    order.append((*key, i + 1, ticket))
             order.sort()
             for *_, in_caller_queue, ticket in order:
                 position += 1
@@ -171,18 +250,18 @@ class AdmissionQueue:
     def next(self) -> Ticket | None:
         """Returns the ticket to admit next, or None if the limits per caller allow no waiting ticket to run."""
         if self._is_by_age and (queue := self._by_age.first()) is not None:
-            return queue.oldest
+            return queue.by_age[0]
         for within in self._classes.values():
             if (queue := within.ready.first()) is not None:
-                return queue.next
+                return queue.by_deadline[0]
         return None
 
     def add(self, ticket: Ticket) -> None:
         queue = self._queue_of(ticket)
-        queue.add(ticket)
-        for load in (self.load, queue.caller.waiting):
-            load.add(ticket.request.input_bytes)
-        self._classes[queue.priority].waiting += 1
+        queue.by_deadline.add(ticket)
+        queue.by_age.add(ticket)
+        for usage in self._usages(queue):
+            usage.waiting.add(ticket.request.input_bytes)
         self._rank(queue)
 
     def remove(self, ticket: Ticket) -> None:
@@ -194,10 +273,10 @@ class AdmissionQueue:
     def run(self, ticket: Ticket) -> None:
         """Counts a ticket as running, and removes it from the queue if it was waiting."""
         queue = self._queue_of(ticket)
-        for load in (queue.running, queue.caller.running):
-            load.add(ticket.size_bytes)
+        for usage in self._usages(queue):
+            usage.running.add(ticket.size_bytes)
         if ticket.state is TicketState.WAITING:
-            self._classes[queue.priority].serve(queue, by_age=self._is_by_age)
+            queue.within.serve(queue, by_age=self._is_by_age)
             self._turns += 1
             self._remove_from(queue, ticket)
         self._rank_all(queue.caller)
@@ -205,8 +284,8 @@ class AdmissionQueue:
     def end(self, ticket: Ticket) -> None:
         """Stops counting a ticket as running."""
         queue = self._queue_of(ticket)
-        for load in (queue.running, queue.caller.running):
-            load.subtract(ticket.size_bytes)
+        for usage in self._usages(queue):
+            usage.running.subtract(ticket.size_bytes)
         self._rank_all(queue.caller)
         self._drop_if_idle(queue)
 
@@ -217,35 +296,38 @@ class AdmissionQueue:
         higher priority. It displaces no ticket of its own priority if its caller's queue would become as long as the
         longest queue.
         """
-        for priority in range(LOWEST_PRIORITY, request.priority_class + 1):
+        highest = _priority_of(request)
+        for priority in range(_LOWEST_PRIORITY, highest + 1):
             longest = self._classes[priority].by_length.first()
             if longest is not None:
-                shorter = priority < request.priority_class or self._length_with(request) < self._length(
-                    longest.waiting
-                )
-                return longest.last if shorter else None
+                shorter = priority < highest or self._length_with(request) < self._length(longest.waiting)
+                return longest.by_deadline[-1] if shorter else None
         return None
 
     @property
     def _is_by_age(self) -> bool:
         return self._turns % TURNS_TO_ONE_BY_AGE == TURNS_TO_ONE_BY_AGE - 1
 
-    def _queue_of(self, ticket: Ticket) -> CallerQueue:
-        name, priority = ticket.request.caller, ticket.request.priority_class
+    def _queue_of(self, ticket: Ticket) -> _CallerQueue:
+        name, priority = ticket.request.caller, _priority_of(ticket.request)
         caller = self._callers.setdefault(name, self.caller(name))
         if priority not in caller.queues:
-            caller.queues[priority] = CallerQueue(caller, priority, turn=self._classes[priority].next_turn(name))
+            caller.queues[priority] = _CallerQueue(caller, self._classes[priority])
         return caller.queues[priority]
 
-    def _remove_from(self, queue: CallerQueue, ticket: Ticket) -> None:
-        queue.remove(ticket)
-        for load in (self.load, queue.caller.waiting):
-            load.subtract(ticket.request.input_bytes)
-        self._classes[queue.priority].waiting -= 1
+    def _usages(self, queue: _CallerQueue) -> tuple[Usage, ...]:
+        """Returns the objects that count a request of `queue`."""
+        return self.usage, queue.within, queue.caller, queue
 
-    def _drop_if_idle(self, queue: CallerQueue) -> None:
-        if queue.idle:
-            del queue.caller.queues[queue.priority]
+    def _remove_from(self, queue: _CallerQueue, ticket: Ticket) -> None:
+        queue.by_deadline.remove(ticket)
+        queue.by_age.remove(ticket)
+        for usage in self._usages(queue):
+            usage.waiting.subtract(ticket.request.input_bytes)
+
+    def _drop_if_idle(self, queue: _CallerQueue) -> None:
+        if not queue.running.requests and not queue.waiting.requests:
+            del queue.caller.queues[queue.within.priority]
             if not queue.caller.queues:
                 del self._callers[queue.caller.name]
 
@@ -253,24 +335,19 @@ class AdmissionQueue:
         for queue in caller.queues.values():
             self._rank(queue)
 
-    def _rank(self, queue: CallerQueue) -> None:
-        within = self._classes[queue.priority]
+    def _rank(self, queue: _CallerQueue) -> None:
+        within = queue.within
         if not queue.waiting.requests:
             for ranking in (within.by_length, within.ready, self._by_age):
-                ranking.discard(queue)
+                ranking.put(queue, None)
             return
+        bounds, first, oldest = self._limits.per_caller, queue.by_deadline[0], queue.by_age[0]
+        turn = self._running_share(queue), queue.turn, first.request.deadline_s, first.number
         within.by_length.put(queue, -self._length(queue.waiting))
-        bounds, first, oldest = self._limits.per_caller, queue.next, queue.oldest
-        if queue.caller.may_run(first, bounds):
-            within.ready.put(queue, (self._running_share(queue), queue.turn, first.request.deadline_s, first.number))
-        else:
-            within.ready.discard(queue)
-        if queue.caller.may_run(oldest, bounds):
-            self._by_age.put(queue, oldest.number)
-        else:
-            self._by_age.discard(queue)
+        within.ready.put(queue, turn if queue.caller.may_run(first, bounds) else None)
+        self._by_age.put(queue, oldest.number if queue.caller.may_run(oldest, bounds) else None)
 
-    def _running_share(self, queue: CallerQueue) -> float:
+    def _running_share(self, queue: _CallerQueue) -> float:
         return queue.running.share(most=self._limits.max_in_flight, most_bytes=self._limits.max_in_flight_bytes)
 
     def _length(self, waiting: Load) -> float:
@@ -278,6 +355,11 @@ class AdmissionQueue:
 
     def _length_with(self, request: AdmissionRequest) -> float:
         """Returns the length of the caller's queue if the request is added to it, as a fraction of the limits."""
-        queue = self.caller(request.caller).queues.get(request.priority_class)
+        queue = self.caller(request.caller).queues.get(_priority_of(request))
         waiting = queue.waiting if queue is not None else Load()
         return self._length(Load(waiting.requests + 1, waiting.size_bytes + request.input_bytes))
+
+
+def _priority_of(request: AdmissionRequest) -> int:
+    """Returns the request's priority, clamped to the range of the priorities that have queues."""
+    return max(_LOWEST_PRIORITY, min(_HIGHEST_PRIORITY, request.priority))

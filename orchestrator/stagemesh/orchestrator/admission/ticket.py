@@ -8,8 +8,6 @@ from typing import Protocol
 
 from stagemesh.common.errors import StagemeshError
 
-LOWEST_PRIORITY, HIGHEST_PRIORITY = -10, 10
-
 
 @dataclass(frozen=True)
 class AdmissionRequest:
@@ -18,6 +16,7 @@ class AdmissionRequest:
     request_id: str
     caller: str = ""
     priority: int = 0
+    """The priority, from -10 to 10. Values outside this range count as its nearest bound."""
     deadline_s: float = math.inf
     """The time in seconds, on the clock of `Admission`, at which the request must end.
 
@@ -26,11 +25,6 @@ class AdmissionRequest:
     input_bytes: int = 0
     kind: Hashable = None
     """A key. Requests with the same key have similar durations and output sizes."""
-
-    @property
-    def priority_class(self) -> int:
-        """The priority, clamped to the range from LOWEST_PRIORITY to HIGHEST_PRIORITY."""
-        return max(LOWEST_PRIORITY, min(HIGHEST_PRIORITY, self.priority))
 
 
 class Listener(Protocol):

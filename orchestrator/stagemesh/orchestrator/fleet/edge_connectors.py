@@ -16,7 +16,13 @@ import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from stagemesh.common.connector_descriptors import AUTO
-from stagemesh.common.errors import DeadlineError, NotReadyError, StagemeshError, UnavailableError, make_error
+from stagemesh.common.errors import (
+    DeadlineError,
+    NotReadyError,
+    StagemeshError,
+    UnavailableError,
+    error_class,
+)
 from stagemesh.connectors.stream.wire import EdgeProbe
 from stagemesh.orchestrator.fleet.replica import Hold, Replica
 from stagemesh.orchestrator.fleet.replica_registry import RandomPool
@@ -84,8 +90,7 @@ class EdgeLink:
 
     def _located(self, error: StagemeshError) -> StagemeshError:
         producer, consumer = self.producer.name, self.consumer.name
-        return make_error(
-            error.code,
+        return error_class(error.code, error.reason)(
             f"edge {self.edge.name} from {producer} to {consumer}: {error.message}",
             reason=error.reason,
             metadata={"edge": self.edge.name, "producer": producer, "consumer": consumer},

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from enum import Enum
 
 from stagemesh.common.errors import StagemeshError
-from stagemesh.common.notifier import Notifier
+from stagemesh.common.notification import Notifier
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.membership.base import Member, find_refusal
 from stagemesh.orchestrator.spec import Pipeline

@@ -16,7 +16,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from stagemesh.common.connector_descriptors import ConnectorName, number_of
 from stagemesh.common.errors import Code, InternalError, InvalidRequestError, StagemeshError, UnavailableError
 from stagemesh.connectors.stream.wire import EdgeProbe, error_from_wire, probe_from_wire
-from stagemesh.orchestrator.fleet.step_stream import TakeEvent
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.rpc.message_streams import ClientStream

@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from stagemesh.common.errors import Code, StagemeshError, UnavailableError
-from stagemesh.common.notifier import Notifier
+from stagemesh.common.notification import Notifier
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST
 from stagemesh.orchestrator.request.recovery import Phase, StepState

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 
 from stagemesh.common.errors import CancelledRequestError, OverloadedError, StagemeshError
-from stagemesh.common.journal import Journal
+from stagemesh.common.notification import Journal
 from stagemesh.common.output_position import Position
 from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2

@@ -9,7 +9,7 @@ from functools import partial
 from stagemesh.common.backoff import backoff_s
 from stagemesh.common.errors import DeadlineError, InternalError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.logs import bind_log_context
-from stagemesh.common.notifier import Notifier
+from stagemesh.common.notification import Notifier
 from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import Plan
 from stagemesh.orchestrator.request.failures import NOT_REBOUND, SETTLE_S, Failures, root_cause

@@ -9,7 +9,7 @@ from copy import copy
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.connector_descriptors import number_of
 from stagemesh.common.errors import InternalError, StagemeshError, UnavailableError
-from stagemesh.common.notifier import Notifier
+from stagemesh.common.notification import Notifier
 from stagemesh.common.output_position import Position
 from stagemesh.connectors.edge import ChunkPolicy, FramesPolicy, WholePolicy
 from stagemesh.orchestrator.fleet.replica import Replica

@@ -11,7 +11,7 @@ from stagemesh.common.logs import bind_log_context
 from stagemesh.common.process_lifecycle import bind_forks_to_this_process, end_within, ended_when_stuck
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.rpc.raw_methods import add_stage_service
+from stagemesh.rpc.handlers import add_stage_service
 from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import Engine
 from stagemesh.services.stage.replica.runtime import ReplicaState, StageRuntime

@@ -17,7 +17,7 @@ from stagemesh.common.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from stagemesh.common.memory import available_bytes
+from stagemesh.common.host import available_bytes
 from stagemesh.common.request_checks import check_request_id
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.arena.pinning import can_pin, pin

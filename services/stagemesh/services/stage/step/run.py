@@ -17,8 +17,8 @@ from stagemesh.common.errors import (
     StagemeshError,
     UnavailableError,
 )
-from stagemesh.common.journal import Journal
 from stagemesh.common.logs import bind_log_context
+from stagemesh.common.notification import Journal
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import Packet
 from stagemesh.connectors.flow.packet_queue import add_rows

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stagemesh.common.memory import available_bytes
+from stagemesh.common.host import available_bytes
 from stagemesh.services.engines.diffusion.model.families import Family
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.scheduling.admission import Footprint

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnavailableError
-from stagemesh.common.notifier import Notifier
+from stagemesh.common.notification import Notifier
 from stagemesh.common.tensors import DTYPES, Tensors
 from stagemesh.connectors.arena.worker_writer import PartitionTicket
 from stagemesh.connectors.edge import Packet

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.common.memory import available_bytes
+from stagemesh.common.host import available_bytes
 
 MIB = 1 << 20
 

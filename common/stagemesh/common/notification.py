@@ -1,4 +1,4 @@
-"""An append-only log of the items that a run produces. Any number of callers can read all items from the first one."""
+"""Objects that wake asyncio tasks: `Notifier` at a state change, and `Journal` when a run has produced an item."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -8,6 +8,37 @@ from typing import Generic, TypeVar
 from stagemesh.common.errors import StagemeshError
 
 T = TypeVar("T")
+
+
+class Notifier:
+    """Wakes the asyncio tasks that wait for a state change.
+
+    A task checks the state, calls `wait` if the state is not yet suitable, and checks the state again. The code that
+    changes the state calls `fire`.
+    """
+
+    __slots__ = ("_waiters",)
+
+    def __init__(self) -> None:
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def fire(self) -> None:
+        """Wakes all tasks that are currently waiting."""
+        if self._waiters:
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def wait(self) -> "asyncio.Future[None]":
+        """Returns a future that completes at the next call of `fire`.
+
+        The caller must not await between checking the state and calling `wait`. Otherwise the caller may miss a call of
+        `fire`.
+        """
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        return waiter
 
 
 class Journal(Generic[T]):
@@ -22,8 +53,7 @@ class Journal(Generic[T]):
         self._closed = False
         self._error: StagemeshError | None = None
         self._readers = 0
-        self._waiting: list[asyncio.Future[None]] = []
-        """The futures of the readers that wait for the next item, one for each reader."""
+        self._changed = Notifier()
 
     @property
     def readers(self) -> int:
@@ -44,7 +74,7 @@ class Journal(Generic[T]):
         """Appends an item, which all current and later readers receive. Returns the item's index."""
         assert not self._closed, "the journal is closed"
         self._items.append(item)
-        self._wake()
+        self._changed.fire()
         return len(self._items) - 1
 
     def replace(self, index: int, item: T) -> None:
@@ -61,7 +91,7 @@ class Journal(Generic[T]):
         # The owner of `on_abandoned` often references the journal, and so do the frames in an error's traceback.
         # Dropping the callback and the traceback (a copy has none) avoids reference cycles.
         self._closed, self._error, self.on_abandoned = True, copy(error), None
-        self._wake()
+        self._changed.fire()
 
     async def follow(self) -> AsyncGenerator[T]:
         """Yields all items from the first one, and waits for items that are appended later.
@@ -74,7 +104,7 @@ class Journal(Generic[T]):
             position, items = 0, self._items
             while position < len(items) or not self._closed:
                 if position == len(items):
-                    await self._more()
+                    await self._changed.wait()
                     continue
                 yield items[position]
                 position += 1
@@ -82,24 +112,6 @@ class Journal(Generic[T]):
                 # Each reader raises a copy, because tracebacks of several tasks would mix in a shared object.
                 raise copy(self._error)
         finally:
-            self._leave()
-
-    def _more(self) -> "asyncio.Future[None]":
-        """Returns a future that completes when an item is appended or the journal is closed.
-
-        One future for each reader is cheaper than one event for all readers.
-        """
-        more: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(more)
-        return more
-
-    def _wake(self) -> None:
-        for more in self._waiting:
-            if not more.done():
-                more.set_result(None)
-        self._waiting.clear()
-
-    def _leave(self) -> None:
-        self._readers -= 1
-        if not self._readers and self.on_abandoned is not None:
-            self.on_abandoned()
+            self._readers -= 1
+            if not self._readers and self.on_abandoned is not None:
+                self.on_abandoned()

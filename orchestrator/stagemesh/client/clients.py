@@ -1,0 +1,256 @@
+"""The clients of orchestrators: `AsyncClient` for asyncio programs, and `Client` for programs without asyncio."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Self, TypeVar, Unpack
+
+import grpc
+import grpc.aio
+
+from stagemesh.client.events import Event
+from stagemesh.client.requests import Content, GenerateArguments, build_request
+from stagemesh.client.results import Result, ResultBuilder
+from stagemesh.client.session import BaseClient, BaseGeneration, RetryPolicy, main_error
+from stagemesh.common.errors import StagemeshError
+from stagemesh.rpc import channels
+from stagemesh.v1 import orchestrator_pb2
+from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
+
+if TYPE_CHECKING:
+    from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceAsyncStub
+
+# The ping timeout is longer than between services, because client machines may be loaded and client links slow.
+_CHANNEL_OPTIONS = tuple({**dict(channels.CHANNEL_OPTIONS), "grpc.http2.ping_timeout_ms": 2000}.items())
+_CONTROL_TIMEOUT_S = 10.0
+_LEAVE_TIMEOUT_S = 1.0
+
+Answer = TypeVar("Answer")
+
+
+class AsyncGeneration(BaseGeneration["AsyncClient"]):
+    """A request and its events. The request is sent when the iteration over the events starts.
+
+    The events can be iterated over once. A second iteration raises RuntimeError. Leaving the loop early cancels the
+    request on every stage.
+    """
+
+    # Each loop gets an async generator of its own: `break` drops the generator, whose end cancels the call.
+    async def __aiter__(self) -> AsyncGenerator[Event]:
+        with self._open_session() as session:
+            while True:
+                timeout_s = session.begin_call()
+                call = self._client.stubs[session.endpoint].Generate(session.request(), timeout=timeout_s)
+                try:
+                    async for response in call:
+                        event = session.take(response)
+                        if event is not None:
+                            yield event
+                except grpc.aio.AioRpcError as exc:
+                    pause_s = session.pause_s(exc)
+                else:
+                    return
+                finally:
+                    call.cancel()
+                await asyncio.sleep(pause_s)
+
+    async def result(self) -> Result:
+        """Sends the request, waits until it finishes, and returns all of its outputs."""
+        builder = ResultBuilder()
+        async for event in self:
+            builder.add(event)
+        return builder.build()
+
+
+class AsyncClient(BaseClient):
+    """A client for the orchestrators of one pipeline, whose addresses are given as "host:port".
+
+    Runs any number of requests concurrently. A call that fails raises a StagemeshError, whose message states what
+    happened and what to do.
+    """
+
+    def __init__(self, *endpoints: str, retry_policy: RetryPolicy | None = None) -> None:
+        super().__init__(*endpoints, retry_policy=retry_policy)
+        self._channels = [grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS) for endpoint in endpoints]
+        self.stubs = [OrchestratorServiceStub(channel) for channel in self._channels]
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    def generate(
+        self, prompt: Content | None = None, *, timeout_s: float | None = None, **arguments: Unpack[GenerateArguments]
+    ) -> AsyncGeneration:
+        """Returns a request for `prompt`, which is text, or text with media.
+
+        Receive the request's events with `async for`, or all of its outputs with `await request.result()`.
+
+        The client sends the request again, with the same request_id, while the server is unreachable or asks for a
+        retry. If the connection or the orchestrator fails after the request has started, the client resumes after the
+        outputs that it has already received. It uses the next endpoint if there are several. The caller receives every
+        event exactly once.
+
+        Raises InvalidRequestError if an argument cannot be sent.
+        """
+        return AsyncGeneration(self, request=build_request(prompt, arguments), timeout_s=timeout_s)
+
+    async def cancel(self, request_id: str) -> None:
+        """Stops a request. Returns after every stage has released the request.
+
+        Raises NotFoundError if the request is not running.
+        """
+        request = orchestrator_pb2.CancelRequestRequest(request_id=request_id)
+        await self._call(lambda stub: stub.CancelRequest(request, timeout=_CONTROL_TIMEOUT_S), anywhere=True)
+
+    async def describe(self, pipeline: str = "") -> orchestrator_pb2.DescribePipelineResponse:
+        """Returns the pipeline's current stages, replicas, edges and outputs.
+
+        An empty `pipeline` selects the only pipeline of the server.
+        """
+        request = orchestrator_pb2.DescribePipelineRequest(pipeline=pipeline)
+        return await self._call(lambda stub: stub.DescribePipeline(request, timeout=_CONTROL_TIMEOUT_S))
+
+    async def _call(
+        self, method: "Callable[[OrchestratorServiceAsyncStub], Awaitable[Answer]]", *, anywhere: bool = False
+    ) -> Answer:
+        """Calls the endpoints in turn, and returns the answer of the first reachable endpoint.
+
+        If `anywhere` is True, also skips endpoints that answer NOT_FOUND.
+        """
+        errors: list[StagemeshError] = []
+        for endpoint in self.endpoints_in_turn():
+            try:
+                return await method(self.stubs[endpoint])
+            except grpc.aio.AioRpcError as exc:
+                errors.append(self.error_of(exc, endpoint=endpoint, anywhere=anywhere))
+        raise main_error(errors)
+
+    async def close(self) -> None:
+        """Cancels the running requests and closes the connections. Closing twice is harmless."""
+        self._leave_all()
+        if self._leaving:
+            await asyncio.wait(self._leaving)
+        for channel in self._channels:
+            await channel.close()
+
+    def _send_leave(self, endpoint: int, request: orchestrator_pb2.CancelRequestRequest) -> None:
+        async def send() -> None:
+            with suppress(grpc.aio.AioRpcError):
+                await self.stubs[endpoint].CancelRequest(request, timeout=_LEAVE_TIMEOUT_S)
+
+        task = asyncio.create_task(send())
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class Generation(BaseGeneration["Client"]):
+    """A request and its events. The request is sent when the iteration over the events starts.
+
+    The events can be iterated over once. A second iteration raises RuntimeError. Leaving the loop early cancels the
+    request on every stage.
+    """
+
+    # Each loop gets a generator of its own: `break` drops the generator, whose end cancels the call.
+    def __iter__(self) -> Generator[Event]:
+        with self._open_session() as session:
+            while True:
+                timeout_s = session.begin_call()
+                call = self._client.stubs[session.endpoint].Generate(session.request(), timeout=timeout_s)
+                try:
+                    for response in call:
+                        event = session.take(response)
+                        if event is not None:
+                            yield event
+                except grpc.RpcError as exc:
+                    pause_s = session.pause_s(exc)
+                else:
+                    return
+                finally:
+                    call.cancel()
+                time.sleep(pause_s)
+
+    def result(self) -> Result:
+        """Sends the request, waits until it finishes, and returns all of its outputs."""
+        builder = ResultBuilder()
+        for event in self:
+            builder.add(event)
+        return builder.build()
+
+
+class Client(BaseClient):
+    """A client without asyncio for the orchestrators of one pipeline, whose addresses are given as "host:port".
+
+    Threads can share it. Runs any number of requests concurrently. A call that fails raises a StagemeshError, whose
+    message states what happened and what to do.
+    """
+
+    def __init__(self, *endpoints: str, retry_policy: RetryPolicy | None = None) -> None:
+        super().__init__(*endpoints, retry_policy=retry_policy)
+        self._channels = [grpc.insecure_channel(endpoint, options=_CHANNEL_OPTIONS) for endpoint in endpoints]
+        self.stubs = [OrchestratorServiceStub(channel) for channel in self._channels]
+        self._leaving: set[grpc.Future[orchestrator_pb2.CancelRequestResponse]] = set()
+
+    def generate(
+        self, prompt: Content | None = None, *, timeout_s: float | None = None, **arguments: Unpack[GenerateArguments]
+    ) -> Generation:
+        """Returns a request for `prompt`, which is text, or text with media.
+
+        Receive the request's events with `for`, or all of its outputs with `result()`. The client retries and resumes
+        the request in the same way as `AsyncClient`.
+
+        Raises InvalidRequestError if an argument cannot be sent.
+        """
+        return Generation(self, request=build_request(prompt, arguments), timeout_s=timeout_s)
+
+    def cancel(self, request_id: str) -> None:
+        """Stops a request. Returns after every stage has released the request.
+
+        Raises NotFoundError if the request is not running.
+        """
+        request = orchestrator_pb2.CancelRequestRequest(request_id=request_id)
+        self._call(lambda stub: stub.CancelRequest(request, timeout=_CONTROL_TIMEOUT_S), anywhere=True)
+
+    def describe(self, pipeline: str = "") -> orchestrator_pb2.DescribePipelineResponse:
+        """Returns the pipeline's current stages, replicas, edges and outputs.
+
+        An empty `pipeline` selects the only pipeline of the server.
+        """
+        request = orchestrator_pb2.DescribePipelineRequest(pipeline=pipeline)
+        return self._call(lambda stub: stub.DescribePipeline(request, timeout=_CONTROL_TIMEOUT_S))
+
+    def _call(self, method: Callable[[OrchestratorServiceStub], Answer], *, anywhere: bool = False) -> Answer:
+        """Calls the endpoints in turn, and returns the answer of the first reachable endpoint.
+
+        If `anywhere` is True, also skips endpoints that answer NOT_FOUND.
+        """
+        errors: list[StagemeshError] = []
+        for endpoint in self.endpoints_in_turn():
+            try:
+                return method(self.stubs[endpoint])
+            except grpc.RpcError as exc:
+                errors.append(self.error_of(exc, endpoint=endpoint, anywhere=anywhere))
+        raise main_error(errors)
+
+    def close(self) -> None:
+        """Cancels the running requests and closes the connections. Closing twice is harmless."""
+        self._leave_all()
+        for future in list(self._leaving):
+            with suppress(grpc.FutureCancelledError):
+                future.exception()
+        for channel in self._channels:
+            channel.close()
+
+    def _send_leave(self, endpoint: int, request: orchestrator_pb2.CancelRequestRequest) -> None:
+        future = self.stubs[endpoint].CancelRequest.future(request, timeout=_LEAVE_TIMEOUT_S)
+        self._leaving.add(future)
+        future.add_done_callback(self._leaving.discard)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
