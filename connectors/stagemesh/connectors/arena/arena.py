@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -37,32 +37,28 @@ from stagemesh.connectors.arena.page_allocator import PAGE_BYTES, PageAllocator
 from stagemesh.connectors.arena.worker_writer import WRITER_SHIFT, Handle, PartitionTicket, read_handle
 from stagemesh.connectors.base import ArenaRange, Bytes, MemoryAccount
 
-__all__ = ["Arena", "ArenaStats", "Layout", "MemoryAccount", "Region", "Written", "layout_of", "when_gone"]
+__all__ = ["Arena", "Layout", "MemoryAccount", "Region", "Written", "layout_of", "when_gone"]
 
 COPY_IN_THREAD_BYTES = 4 << 20
-"""The minimum size in bytes of a copy that runs in a thread.
+"""The minimum size in bytes of a copy that runs in a thread if its allocation had to wait.
 
 A smaller copy blocks the event loop for less than 0.2 ms, which is the cost of using a thread.
 """
 
 
+@dataclass(eq=False, slots=True)
 class Region:
     """A reference-counted run of whole pages of an arena. It is freed when its last reference is released.
 
     Use it only on the event loop.
     """
 
-    __slots__ = ("_arena", "_holders", "account", "generation", "offset", "size_bytes")
-
-    def __init__(
-        self, arena: "Arena", *, offset: int, size_bytes: int, generation: int, account: MemoryAccount
-    ) -> None:
-        self.offset = offset
-        self.size_bytes = size_bytes
-        self.generation = generation
-        self.account = account
-        self._arena = arena
-        self._holders = 1
+    _arena: "Arena"
+    offset: int
+    size_bytes: int
+    generation: int
+    account: MemoryAccount
+    _holders: int = 1
 
     def retain(self) -> None:
         """Adds a reference to the region, which must not have been freed."""
@@ -124,31 +120,11 @@ class TensorLocation(NamedTuple):
     """The offset in bytes from the start of the memory file."""
 
 
-class ArenaStats(NamedTuple):
-    """A snapshot of an arena's usage."""
-
-    size_bytes: int
-    used_bytes: int
-    largest_free_bytes: int
-    waiting: int
-    """The number of allocations that wait for space."""
-    regions: int
-    copied_bytes: int
-    """The number of bytes copied into the arena since its creation."""
-
-    @property
-    def fragmentation(self) -> float:
-        """The fraction of the free memory that is outside the largest free run, from 0 to 1."""
-        free_bytes = self.size_bytes - self.used_bytes
-        return 1 - self.largest_free_bytes / free_bytes if free_bytes else 0.0
-
-
-@dataclass
-class _Partition:
-    """A part of the arena that is reserved for one worker process."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Partition(MemoryAccount):
+    """A part of the arena that is reserved for one worker process, and the account of the adopted regions in it."""
 
     slab: Region
-    adopted: set[Region] = field(default_factory=set)
     closed: bool = False
 
 
@@ -194,6 +170,7 @@ class Arena:
         self._to_release: deque[Region] = deque()
         self._release_due = False
         self.copied_bytes = 0
+        """The number of bytes copied into the arena since its creation."""
         self._counting = threading.Lock()
         self.on_pressure: Callable[[], bool] = lambda: False
         """A callback that frees some memory that is retained only for recovery. Called when an allocation lacks space.
@@ -204,7 +181,7 @@ class Arena:
     @property
     def used_bytes(self) -> int:
         """The number of bytes in allocated regions. In workers' partitions, only adopted regions count."""
-        adopted_bytes = sum(region.size_bytes for each in self._partitions.values() for region in each.adopted)
+        adopted_bytes = sum(partition.held_bytes for partition in self._partitions.values())
         return self._allocator.used_bytes - self._partition_bytes + adopted_bytes
 
     @property
@@ -212,16 +189,15 @@ class Arena:
         """The maximum size of a region: half of the memory outside partitions, so that two such regions fit."""
         return (self.size_bytes - self._partition_bytes) // 2
 
-    def stats(self) -> ArenaStats:
-        """Returns a snapshot of the arena's usage."""
-        return ArenaStats(
-            size_bytes=self.size_bytes,
-            used_bytes=self.used_bytes,
-            largest_free_bytes=self._allocator.largest_free_bytes,
-            waiting=len(self._waiting),
-            regions=len(self._regions),
-            copied_bytes=self.copied_bytes,
-        )
+    @property
+    def largest_free_bytes(self) -> int:
+        """The size in bytes of the largest free run."""
+        return self._allocator.largest_free_bytes
+
+    @property
+    def waiting(self) -> int:
+        """The number of allocations that wait for space."""
+        return len(self._waiting)
 
     # -- allocation
 
@@ -283,27 +259,17 @@ class Arena:
     def free(self, region: Region) -> None:
         """Frees the pages of a region. Called when the last reference to the region is released."""
         del self._regions[region.generation]
+        region.account.held_bytes -= region.size_bytes
         writer = region.generation >> WRITER_SHIFT
         if writer:
             free_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes)
-            self._partitions[writer].adopted.discard(region)
             self._remove_if_unused(writer)
             return
         mark_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes, generation=0)
         self._allocator.release(region.offset - self.data_offset)
-        region.account.held_bytes -= region.size_bytes
         self.wake()
 
     # -- tensors
-
-    def try_write(self, tensors: Tensors, account: MemoryAccount, layout: Layout | None = None) -> Written | None:
-        """Copies tensors into a new region. Returns None without copying if there is not enough space now.
-
-        `layout` is the tensors' layout, or None to compute it. Raises InvalidChunkError if the tensors can never fit.
-        """
-        layout = layout or layout_of(tensors)
-        region = self.try_allocate(layout.size_bytes, account)
-        return None if region is None else self._copy_now(region, layout, tensors)
 
     async def write(self, tensors: Tensors, account: MemoryAccount, layout: Layout | None = None) -> Written:
         """Copies tensors into a new region. Waits in order of arrival if there is not enough space.
@@ -312,8 +278,10 @@ class Arena:
         and UnavailableError if the arena is closed.
         """
         layout = layout or layout_of(tensors)
-        region = await self.allocate(layout.size_bytes, account)
-        if layout.size_bytes < COPY_IN_THREAD_BYTES:
+        region = self.try_allocate(layout.size_bytes, account)
+        has_waited = region is None
+        region = region or await self.allocate(layout.size_bytes, account)
+        if not has_waited or layout.size_bytes < COPY_IN_THREAD_BYTES:
             return self._copy_now(region, layout, tensors)
         copying = asyncio.get_running_loop().run_in_executor(None, self.copy_in, region, layout, tensors)
         try:
@@ -362,7 +330,7 @@ class Arena:
             )
         mark_pages(self.memory, offset=slab.offset, size_bytes=slab.size_bytes, generation=0)
         self._writers += 1
-        self._partitions[self._writers] = _Partition(slab)
+        self._partitions[self._writers] = _Partition(slab=slab)
         self._partition_bytes += slab.size_bytes
         return PartitionTicket(
             process_id=os.getpid(),
@@ -384,15 +352,7 @@ class Arena:
             raise InvalidChunkError("a worker's handle belongs to no open partition, or was adopted before")
         slab = partition.slab
         views = read_handle(handle, self.memory, slab_offset=slab.offset, slab_bytes=slab.size_bytes)
-        region = Region(
-            self,
-            offset=handle.offset,
-            size_bytes=handle.size_bytes,
-            generation=handle.generation,
-            account=slab.account,
-        )
-        self._regions[handle.generation] = region
-        partition.adopted.add(region)
+        region = self._region(handle.offset, handle.size_bytes, handle.generation, partition)
         return _written(region, views, [placed.offset for placed in handle.tensors])
 
     def partition_of(self, region: Region) -> tuple[int, int]:
@@ -457,9 +417,11 @@ class Arena:
         self._generation = generation = self._generation + 1
         offset += self.data_offset
         mark_pages(self.memory, offset=offset, size_bytes=size_bytes, generation=generation)
+        return self._region(offset, size_bytes, generation, account)
+
+    def _region(self, offset: int, size_bytes: int, generation: int, account: MemoryAccount) -> Region:
         account.held_bytes += size_bytes
-        region = Region(self, offset=offset, size_bytes=size_bytes, generation=generation, account=account)
-        self._regions[generation] = region
+        region = self._regions[generation] = Region(self, offset, size_bytes, generation, account)
         return region
 
     def _exceeds_fair_share(self, allocation: _Allocation) -> bool:
@@ -514,7 +476,7 @@ class Arena:
 
     def _remove_if_unused(self, writer: int) -> None:
         partition = self._partitions[writer]
-        if partition.closed and not partition.adopted:
+        if partition.closed and not partition.held_bytes:
             del self._partitions[writer]
             self._partition_bytes -= partition.slab.size_bytes
             partition.slab.release()
