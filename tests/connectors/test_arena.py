@@ -18,9 +18,8 @@ from stagemesh.common.errors import InvalidChunkError, NotReadyError, Unavailabl
 from stagemesh.common.tensors import Array
 from stagemesh.connectors.arena import memory_file
 from stagemesh.connectors.arena.arena import COPY_IN_THREAD_BYTES, Arena, MemoryAccount, Region, layout_of
-from stagemesh.connectors.arena.memory_file import pages_are_of
+from stagemesh.connectors.arena.memory_file import pages_are_of, pin_if_cuda
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
-from stagemesh.connectors.arena.pinning import pin
 
 MIB = 1 << 20
 PAGES = 64
@@ -471,7 +470,7 @@ async def test_pinned_arena_is_copied_to_a_device_without_waiting(arena: Arena) 
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    pin(arena)
+    pin_if_cuda(arena.address, arena.file_bytes)
     tensor = torch.from_numpy((await arena.write({"x": np.arange(1000.0)}, MemoryAccount())).tensors["x"])
     assert tensor.is_pinned()
     assert tensor.to("cuda", non_blocking=True).sum().item() == 499_500

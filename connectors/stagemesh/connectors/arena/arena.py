@@ -7,11 +7,9 @@ waits. Source: A. Choudhury and E. Hahne, "Dynamic queue length thresholds for s
 
 import asyncio
 import ctypes
-import itertools
 import os
 import secrets
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,12 +30,13 @@ from stagemesh.connectors.arena.memory_file import (
     layout_of,
     mark_pages,
     page_bytes_for,
+    when_gone,
 )
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES, PageAllocator
 from stagemesh.connectors.arena.worker_writer import WRITER_SHIFT, Handle, PartitionTicket, read_handle
 from stagemesh.connectors.base import ArenaRange, Bytes, MemoryAccount
 
-__all__ = ["Arena", "Layout", "MemoryAccount", "Region", "Written", "layout_of", "when_gone"]
+__all__ = ["Arena", "Layout", "MemoryAccount", "Region", "Written", "layout_of"]
 
 COPY_IN_THREAD_BYTES = 4 << 20
 """The minimum size in bytes of a copy that runs in a thread if its allocation had to wait.
@@ -480,34 +479,6 @@ class Arena:
             del self._partitions[writer]
             self._partition_bytes -= partition.slab.size_bytes
             partition.slab.release()
-
-
-def when_gone(arrays: Sequence[Array], call: Callable[[], None]) -> None:
-    """Calls `call` once, when all `arrays` and all views of them are deleted. `arrays` must not be empty.
-
-    `call` runs in the thread that deletes the last view, and can interrupt any code of that thread.
-    """
-    assert arrays, "the deletion of nothing is never noticed"
-    total, gone_arrays = len(arrays), itertools.count(1)
-
-    def gone(reference: "weakref.ref[Array]") -> None:
-        del _watched[id(reference)]
-        # `next` is atomic between threads, so exactly one call is the last one.
-        if next(gone_arrays) == total:
-            call()
-
-    for array in arrays:
-        # The base of a view is the array over the memory, not the view from which it was created.
-        owner = array.base if isinstance(array.base, np.ndarray) else array
-        reference = weakref.ref(owner, gone)
-        _watched[id(reference)] = reference
-
-
-_watched: dict[int, "weakref.ref[Array]"] = {}
-"""The weak references that `when_gone` has created, by their ids. Each must live as long as its array.
-
-`weakref.finalize` would have the same effect at twice the cost.
-"""
 
 
 def _written(region: Region, tensors: dict[str, Array], offsets: Sequence[int]) -> Written:

@@ -1,4 +1,4 @@
-"""The memory of an arena: its creation, its layout, and the layout of tensors in it.
+"""The memory of an arena: its creation, its layout, the layout of tensors in it, and the lifetime of views of it.
 
 The first page begins with a random token and the layout's name. The next pages contain a table with the generation of
 every page. The data pages follow. A page's generation is the number of the region to which it belongs, or 0 if the page
@@ -8,11 +8,14 @@ process has it open or mapped.
 """
 
 import fcntl
+import itertools
 import mmap
 import os
 import sys
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -113,6 +116,34 @@ def copy_tensors(memory: memoryview, *, start: int, layout: Layout, tensors: Ten
     return views
 
 
+def when_gone(arrays: Sequence[Array], call: Callable[[], None]) -> None:
+    """Calls `call` once, when all `arrays` and all views of them are deleted. `arrays` must not be empty.
+
+    `call` runs in the thread that deletes the last view, and can interrupt any code of that thread.
+    """
+    assert arrays, "the deletion of nothing is never noticed"
+    total, gone_arrays = len(arrays), itertools.count(1)
+
+    def gone(reference: "weakref.ref[Array]") -> None:
+        del _watched[id(reference)]
+        # `next` is atomic between threads, so exactly one call is the last one.
+        if next(gone_arrays) == total:
+            call()
+
+    for array in arrays:
+        # The base of a view is the array over the memory, not the view from which it was created.
+        owner = array.base if isinstance(array.base, np.ndarray) else array
+        reference = weakref.ref(owner, gone)
+        _watched[id(reference)] = reference
+
+
+_watched: dict[int, "weakref.ref[Array]"] = {}
+"""The weak references that `when_gone` has created, by their ids. Each must live as long as its array.
+
+`weakref.finalize` would have the same effect at twice the cost.
+"""
+
+
 def page_bytes_for(size_bytes: int) -> int:
     """Returns `size_bytes` rounded up to whole pages, and at least the size of one page."""
     return (size_bytes + PAGE_BYTES - 1 & -PAGE_BYTES) or PAGE_BYTES
@@ -158,6 +189,24 @@ def create_private_memory(data_bytes: int, token: bytes) -> tuple[int, mmap.mmap
     np.frombuffer(mapping, np.uint8)[::PAGE_BYTES] = 0
     mapping[: TOKEN_BYTES + len(LAYOUT_NAME)] = token + LAYOUT_NAME
     return -1, mapping
+
+
+def pin_if_cuda(address: int, size_bytes: int) -> None:
+    """Page-locks memory for the lifetime of the process, so that copies to and from a CUDA device are asynchronous.
+
+    Does nothing unless torch is already imported in this process and has a CUDA device. Raises NotReadyError
+    (CANNOT_PIN) if CUDA cannot page-lock the memory.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return
+    code = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
+    if code:
+        raise NotReadyError(
+            f"CUDA cannot pin the arena of {size_bytes} bytes (error {code}); raise the limit on locked memory, "
+            "or lower data_plane.arena_bytes",
+            reason="CANNOT_PIN",
+        )
 
 
 def _checked_size(data_bytes: int) -> int:

@@ -115,7 +115,7 @@ class Inlet:
     def check_rebindable(self, first_rows: Mapping[str, int]) -> None:
         """Raises NotReadyError (ROWS_MISSING) if rows would be missing when another producer begins at `first_rows`."""
         if not self._packets.has_ended:
-            self._packets.rows.check(first_rows)
+            self._packets.check_rows(first_rows)
 
     def rebind(self, attempt: "InletAttempt", *, first_rows: Mapping[str, int]) -> None:
         """Continues with another producer.
@@ -128,7 +128,7 @@ class Inlet:
             # All packets have arrived, but the new producer must still be able to finish its flow.
             attempt.discard()
         else:
-            self._packets.rows.begin(first_rows)
+            self._packets.begin(first_rows)
         self._packets.changed.fire()
 
     async def _wait_for_successor(self, attempt: "InletAttempt", error: StagemeshError) -> None:

@@ -78,7 +78,9 @@ class OutletAttempt:
         """The highest credit limit that was demanded on this stream. 0 if none was demanded."""
         self._fragments: Iterator[wire.Fragment] | None = None
         self._openings = self._resyncs = 0
-        self._silence = _Silence()
+        self._now_s = asyncio.get_running_loop().time
+        self._heard_s, self._patience_s = self._now_s(), _REOPEN_S
+        """The time of the consumer's last answer, and the silence in seconds after which the attempt is reopened."""
 
     # -- for the outlet
 
@@ -86,7 +88,7 @@ class OutletAttempt:
         """Makes a new chunk pending if the attempt is open. Otherwise, opening the attempt makes the chunk pending."""
         ledger = self.ledger
         if len(ledger.unacked) == 1:
-            self._silence.end()
+            self._note_answer()
         if self.phase is Phase.OPEN:
             ledger.pending.append(sent)
             self.mark_ready()
@@ -143,7 +145,7 @@ class OutletAttempt:
         self.phase, self._queue = Phase.OPENING, queue
         self._openings += 1
         self.connector, self._reader, self.inline_limit_bytes = connector, reader, inline_limit_bytes
-        self._silence.restart()
+        self._heard_s = self._now_s()
         opening = stage_pb2.OpenEdge(key=self.wire_key, connector=number_of(connector), opening=self._openings)
         return stage_pb2.PutItem(open=opening)
 
@@ -185,7 +187,7 @@ class OutletAttempt:
         """Raises the credit limit to `limit_bytes`. Does nothing if the current limit is at least as high."""
         if limit_bytes > self.limit_bytes:
             self.limit_bytes = limit_bytes
-            self._silence.end()
+            self._note_answer()
             self.mark_ready()
             self.ledger.changed.fire()
 
@@ -196,7 +198,7 @@ class OutletAttempt:
         """
         if self.ledger.acknowledge(next_seq):
             self._resyncs = 0
-            self._silence.end()
+            self._note_answer()
             if self.ledger.is_delivered:
                 if self.ledger.is_aborted:
                     self.commit()
@@ -225,8 +227,12 @@ class OutletAttempt:
 
         `now_s` is the current time of the event loop in seconds.
         """
-        waits = self.ledger.unacked or self.ledger.wanted_bytes or self.phase is not Phase.OPEN or self.ledger.ended
-        if self._silence.is_too_long(now_s, waits=bool(waits)):
+        ledger = self.ledger
+        if not (ledger.unacked or ledger.wanted_bytes or self.phase is not Phase.OPEN or ledger.ended):
+            # No answer is expected, so silence does not count.
+            self._heard_s = now_s
+        elif now_s - self._heard_s > self._patience_s:
+            self._heard_s, self._patience_s = now_s, min(2 * self._patience_s, _MAX_REOPEN_S)
             self.reopen()
 
     # -- for the stream
@@ -279,6 +285,9 @@ class OutletAttempt:
         return wire.encode_fragment(fragment, rest=rest.SerializeToString())
 
     # -- inner workings
+
+    def _note_answer(self) -> None:
+        self._heard_s, self._patience_s = self._now_s(), _REOPEN_S
 
     @property
     def _has_chunk(self) -> bool:
@@ -337,34 +346,3 @@ class OutletAttempt:
         self.disconnect()
         self.phase = phase
         self._attend(self)
-
-
-class _Silence:
-    """Compares the duration of a consumer's silence with a time limit, which doubles each time it is exceeded."""
-
-    def __init__(self) -> None:
-        self._now_s = asyncio.get_running_loop().time
-        self._since_s, self._limit_s = self._now_s(), _REOPEN_S
-
-    def end(self) -> None:
-        """Restarts the measurement with the initial limit.
-
-        Called when the consumer has answered, or when the first unacknowledged chunk is added.
-        """
-        self._since_s, self._limit_s = self._now_s(), _REOPEN_S
-
-    def restart(self) -> None:
-        """Restarts the measurement with the same limit."""
-        self._since_s = self._now_s()
-
-    def is_too_long(self, now_s: float, *, waits: bool) -> bool:
-        """Returns whether the limit is exceeded at time `now_s`. If so, doubles the limit and restarts the measurement.
-
-        `waits` is whether an answer is expected. If not, silence does not count.
-        """
-        is_reached = waits and now_s - self._since_s > self._limit_s
-        if is_reached:
-            self._limit_s = min(2 * self._limit_s, _MAX_REOPEN_S)
-        if is_reached or not waits:
-            self._since_s = now_s
-        return is_reached

@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 from stagemesh.common.connector_descriptors import ConnectorName
-from stagemesh.connectors.arena.arena import when_gone
+from stagemesh.connectors.arena.memory_file import when_gone
 from stagemesh.connectors.base import Bytes, Producer, Reader
 from stagemesh.connectors.edge import ReadyQueue
 from stagemesh.connectors.flow.inlet import InletAttempt
