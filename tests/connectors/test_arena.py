@@ -17,9 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from stagemesh.common.errors import InvalidChunkError, NotReadyError, UnavailableError
 from stagemesh.common.tensors import Array
 from stagemesh.connectors.arena import memory_file
-from stagemesh.connectors.arena.arena import COPY_IN_THREAD_BYTES, Arena, MemoryAccount, Region, layout_of
-from stagemesh.connectors.arena.memory_file import pages_are_of, pin_if_cuda
+from stagemesh.connectors.arena.arena import Arena, Region
+from stagemesh.connectors.arena.memory_file import layout_of, pages_are_of, pin_if_cuda
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
+from stagemesh.connectors.base import MemoryAccount
 
 MIB = 1 << 20
 PAGES = 64
@@ -196,17 +197,6 @@ async def test_every_kind_of_tensor_is_written_once_and_unchanged(arena: Arena, 
     assert arena.copied_bytes == 3 + tensor.nbytes
 
 
-async def test_large_tensors_that_waited_are_written_unchanged_in_a_thread() -> None:
-    arena = Arena(4 * COPY_IN_THREAD_BYTES)
-    held = [_region(arena, arena.max_region_bytes) for _ in range(2)]
-    tensor = np.random.default_rng(0).integers(0, 255, COPY_IN_THREAD_BYTES, np.uint8)
-    writing = asyncio.create_task(arena.write({"x": tensor}, MemoryAccount()))
-    await asyncio.sleep(0)
-    held[0].release()
-    written = await writing
-    np.testing.assert_array_equal(written.tensors["x"], tensor)
-
-
 async def test_objects_are_never_written(arena: Arena) -> None:
     with pytest.raises(InvalidChunkError, match="objects"):
         await arena.write({"x": np.array([object()])}, MemoryAccount())
@@ -328,32 +318,6 @@ async def test_cancelled_allocation_passes_its_turn_on(arena: Arena) -> None:
     assert arena.used_bytes == MIB
 
 
-async def test_cancelled_copy_keeps_its_region_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = Arena(4 * COPY_IN_THREAD_BYTES)
-    copy_in, started, gate = arena.copy_in, threading.Event(), threading.Event()
-
-    def slow(*args: object) -> object:
-        started.set()
-        gate.wait(10)
-        return copy_in(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(arena, "copy_in", slow)
-    held = [_region(arena, arena.max_region_bytes) for _ in range(2)]
-    writing = asyncio.create_task(arena.write({"x": np.zeros(COPY_IN_THREAD_BYTES, np.uint8)}, MemoryAccount()))
-    await asyncio.sleep(0)
-    for region in held:
-        region.release()
-    while not started.is_set():
-        await asyncio.sleep(0.001)
-    writing.cancel()
-    await asyncio.wait([writing])
-    assert arena.used_bytes > 0
-    gate.set()
-    async with asyncio.timeout(5):
-        while arena.used_bytes:
-            await asyncio.sleep(0.001)
-
-
 async def test_array_holds_its_region_as_long_as_a_view_of_it_lives(arena: Arena) -> None:
     array = _region(arena, 3 * PAGE_BYTES).as_array()
     view = array[PAGE_BYTES:].view(np.float32).reshape(2, -1)[1]
@@ -407,7 +371,7 @@ async def test_generations_neither_wrap_nor_collide(arena: Arena, count: int) ->
     regions = [_region(arena, PAGE_BYTES) for _ in range(4)]
     assert [region.generation for region in regions] == [count + 1, count + 2, count + 3, count + 4]
     for region in regions:
-        assert arena.find(region.bytes(0, 8)) == (region, region.offset)
+        assert arena.find(region.as_array()[:8]) == (region, region.offset)
 
 
 async def test_closing_fails_waiting_allocations_and_leaves_views_valid() -> None:

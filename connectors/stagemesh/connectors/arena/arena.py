@@ -19,30 +19,10 @@ import numpy as np
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError, UnavailableError
 from stagemesh.common.tensors import Array, Tensors
-from stagemesh.connectors.arena.memory_file import (
-    TOKEN_BYTES,
-    Layout,
-    copy_tensors,
-    create_memory_file,
-    create_private_memory,
-    data_offset,
-    free_pages,
-    layout_of,
-    mark_pages,
-    page_bytes_for,
-    when_gone,
-)
+from stagemesh.connectors.arena import memory_file
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES, PageAllocator
 from stagemesh.connectors.arena.worker_writer import WRITER_SHIFT, Handle, PartitionTicket, read_handle
 from stagemesh.connectors.base import ArenaRange, Bytes, MemoryAccount
-
-__all__ = ["Arena", "Layout", "MemoryAccount", "Region", "Written", "layout_of"]
-
-COPY_IN_THREAD_BYTES = 4 << 20
-"""The minimum size in bytes of a copy that runs in a thread if its allocation had to wait.
-
-A smaller copy blocks the event loop for less than 0.2 ms, which is the cost of using a thread.
-"""
 
 
 @dataclass(eq=False, slots=True)
@@ -71,23 +51,18 @@ class Region:
         if self._holders == 0:
             self._arena.free(self)
 
-    def bytes(self, offset: int, size_bytes: int) -> Bytes:
-        """Returns a view that does not retain the region. `offset` is in bytes from the start of the region."""
-        assert 0 <= offset <= offset + size_bytes <= self.size_bytes, "the range is outside the region"
-        return np.ndarray(size_bytes, np.uint8, self._arena.memory, self.offset + offset)
-
     def as_array(self) -> Bytes:
         """Returns a view of all bytes, which takes over the caller's reference to the region.
 
         The reference is released when this view and all views of it are deleted.
         """
-        array = self.bytes(0, self.size_bytes)
+        array: Bytes = np.ndarray(self.size_bytes, np.uint8, self._arena.memory, self.offset)
         self.release_after((array,))
         return array
 
     def release_after(self, views: Sequence[Array]) -> None:
         """Releases one reference when all `views`, and all views of them, are deleted."""
-        when_gone(views, self._arena.releaser(self))
+        memory_file.when_gone(views, self._arena.releaser(self))
 
 
 class Written(NamedTuple):
@@ -137,20 +112,19 @@ class _Allocation(NamedTuple):
 class Arena:
     """Preallocated memory for the tensors of one replica.
 
-    Only `copy_in` may be called outside the replica's event loop. A shared arena is a memory file that other processes
-    can map. An arena that is not shared is private memory, for which the kernel uses huge pages if possible.
+    Use it only on the replica's event loop. A shared arena is a memory file that other processes can map. An arena that
+    is not shared is private memory, for which the kernel uses huge pages if possible.
     """
 
     def __init__(self, data_bytes: int, *, shared: bool = True) -> None:
         """Creates the memory. Raises NotReadyError (NO_MEMORY) if not enough memory is available."""
         self._allocator = PageAllocator(data_bytes)
-        self.token = secrets.token_bytes(TOKEN_BYTES)
-        self.data_offset = data_offset(data_bytes)
+        self.token = secrets.token_bytes(memory_file.TOKEN_BYTES)
+        self.data_offset = memory_file.data_offset(data_bytes)
         self.file_bytes = self.data_offset + data_bytes
-        create = create_memory_file if shared else create_private_memory
         self.size_bytes = data_bytes
         """The number of bytes that are available for tensors, whether free or in use."""
-        self.fd, mapping = create(data_bytes, self.token)
+        self.fd, mapping = memory_file.create_memory(data_bytes, self.token, shared=shared)
         self._is_closed = False
         self.memory = memoryview(mapping)
         """The whole memory. It remains mapped while the arena or a view of the memory is referenced."""
@@ -170,7 +144,6 @@ class Arena:
         self._release_due = False
         self.copied_bytes = 0
         """The number of bytes copied into the arena since its creation."""
-        self._counting = threading.Lock()
         self.on_pressure: Callable[[], bool] = lambda: False
         """A callback that frees some memory that is retained only for recovery. Called when an allocation lacks space.
 
@@ -218,7 +191,7 @@ class Arena:
                 self._admit()
             if self._blocked or account.waiting:
                 return None
-        return self._take(page_bytes_for(size_bytes), account)
+        return self._take(memory_file.page_bytes_for(size_bytes), account)
 
     async def allocate(self, size_bytes: int, account: MemoryAccount) -> Region:
         """Returns a region of at least `size_bytes`. Waits in order of arrival if there is not enough space.
@@ -231,7 +204,7 @@ class Arena:
             return region
         if self._is_closed:
             raise _closed()
-        allocation = _Allocation(page_bytes_for(size_bytes), account)
+        allocation = _Allocation(memory_file.page_bytes_for(size_bytes), account)
         turn: asyncio.Future[Region] = asyncio.get_running_loop().create_future()
         if not account.waiting and not self._exceeds_fair_share(allocation):
             self._blocked = True
@@ -261,42 +234,32 @@ class Arena:
         region.account.held_bytes -= region.size_bytes
         writer = region.generation >> WRITER_SHIFT
         if writer:
-            free_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes)
+            memory_file.free_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes)
             self._remove_if_unused(writer)
             return
-        mark_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes, generation=0)
+        memory_file.mark_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes, generation=0)
         self._allocator.release(region.offset - self.data_offset)
         self.wake()
 
     # -- tensors
 
-    async def write(self, tensors: Tensors, account: MemoryAccount, layout: Layout | None = None) -> Written:
+    async def write(
+        self, tensors: Tensors, account: MemoryAccount, layout: memory_file.Layout | None = None
+    ) -> Written:
         """Copies tensors into a new region. Waits in order of arrival if there is not enough space.
 
         `layout` is the tensors' layout, or None to compute it. Raises InvalidChunkError if the tensors can never fit,
         and UnavailableError if the arena is closed.
         """
-        layout = layout or layout_of(tensors)
-        region = self.try_allocate(layout.size_bytes, account)
-        has_waited = region is None
-        region = region or await self.allocate(layout.size_bytes, account)
-        if not has_waited or layout.size_bytes < COPY_IN_THREAD_BYTES:
-            return self._copy_now(region, layout, tensors)
-        copying = asyncio.get_running_loop().run_in_executor(None, self.copy_in, region, layout, tensors)
+        layout = layout or memory_file.layout_of(tensors)
+        region = self.try_allocate(layout.size_bytes, account) or await self.allocate(layout.size_bytes, account)
         try:
-            return _written(region, await asyncio.shield(copying), layout.offsets)
+            views = memory_file.copy_tensors(self.memory, start=region.offset, layout=layout, tensors=tensors)
         except BaseException:
-            # The thread cannot be stopped, so the region is released when the thread has finished writing.
-            copying.add_done_callback(lambda _: region.release())
+            region.release()
             raise
-
-    def copy_in(self, region: Region, layout: Layout, tensors: Tensors) -> dict[str, Array]:
-        """Copies tensors into a region and returns views of the copies by name. May be called in any thread."""
-        assert layout.size_bytes <= region.size_bytes, "the tensors do not fit the region"
-        views = copy_tensors(self.memory, start=region.offset, layout=layout, tensors=tensors)
-        with self._counting:
-            self.copied_bytes += layout.tensor_bytes
-        return views
+        self.copied_bytes += layout.tensor_bytes
+        return _written(region, views, layout.offsets)
 
     def find(self, tensor: Array) -> TensorLocation | None:
         """Returns a tensor's location, or None if it is outside the arena, has no bytes or is not C-contiguous."""
@@ -327,7 +290,7 @@ class Arena:
                 f"the arena has no space for a worker's slab of {size_bytes} bytes; raise data_plane.arena_bytes",
                 reason="NO_MEMORY",
             )
-        mark_pages(self.memory, offset=slab.offset, size_bytes=slab.size_bytes, generation=0)
+        memory_file.mark_pages(self.memory, offset=slab.offset, size_bytes=slab.size_bytes, generation=0)
         self._writers += 1
         self._partitions[self._writers] = _Partition(slab=slab)
         self._partition_bytes += slab.size_bytes
@@ -415,7 +378,7 @@ class Arena:
                 return None
         self._generation = generation = self._generation + 1
         offset += self.data_offset
-        mark_pages(self.memory, offset=offset, size_bytes=size_bytes, generation=generation)
+        memory_file.mark_pages(self.memory, offset=offset, size_bytes=size_bytes, generation=generation)
         return self._region(offset, size_bytes, generation, account)
 
     def _region(self, offset: int, size_bytes: int, generation: int, account: MemoryAccount) -> Region:
@@ -465,13 +428,6 @@ class Arena:
         self._release_due = False
         while self._to_release:
             self._to_release.popleft().release()
-
-    def _copy_now(self, region: Region, layout: Layout, tensors: Tensors) -> Written:
-        try:
-            return _written(region, self.copy_in(region, layout, tensors), layout.offsets)
-        except BaseException:
-            region.release()
-            raise
 
     def _remove_if_unused(self, writer: int) -> None:
         partition = self._partitions[writer]

@@ -4,7 +4,6 @@ An inlet has one attempt at a time. If a producer is lost, a new attempt receive
 """
 
 import asyncio
-import hmac
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from copy import copy
@@ -13,7 +12,7 @@ from typing import NamedTuple
 
 from stagemesh.common.connector_descriptors import AUTO, GRPC, ConnectorName, number_of
 from stagemesh.common.errors import CancelledRequestError, InvalidChunkError, StagemeshError, UnavailableError
-from stagemesh.connectors.arena.arena import MemoryAccount
+from stagemesh.connectors.base import MemoryAccount
 from stagemesh.connectors.edge import NOT_READ, PEER_LOST, EdgeKey, FlowStatus, Packet, ReadyQueue, is_recoverable
 from stagemesh.connectors.flow.packet_queue import Credit, PacketQueue
 from stagemesh.connectors.stream import wire
@@ -432,7 +431,7 @@ class InletAttempt:
 
     def _accept_end(self, end: chunk_pb2.ChunkEnd) -> None:
         expected = self._digest.end()
-        if end.count != expected.count or not hmac.compare_digest(end.digest, expected.digest):
+        if end != expected:
             raise InvalidChunkError(
                 f"edge {self.key.edge} ended after {end.count} chunks, but {expected.count} arrived, or they differ",
                 reason="DIGEST_MISMATCH",

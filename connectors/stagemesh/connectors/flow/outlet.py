@@ -1,27 +1,23 @@
-"""The producer side of a flow: chunking by policy, sending, and fan-out, which writes a packet once for several flows.
+"""The producer side of a flow, and fan-out, which writes a packet once and sends it over several flows.
 
 An outlet has one attempt at a time. If a consumer is lost, a new attempt sends all chunks to another consumer.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from copy import copy
 from typing import TypeAlias
 
-import numpy as np
-
 from stagemesh.common.connector_descriptors import GRPC, ConnectorName
-from stagemesh.common.errors import CancelledRequestError, InvalidChunkError, NotReadyError, StagemeshError
-from stagemesh.common.tensors import Array
-from stagemesh.connectors.arena.arena import Arena, MemoryAccount, Region
-from stagemesh.connectors.base import ArenaRange
+from stagemesh.common.errors import CancelledRequestError, NotReadyError, StagemeshError
+from stagemesh.connectors.arena.arena import Arena, Region
+from stagemesh.connectors.base import ArenaRange, MemoryAccount
 from stagemesh.connectors.edge import (
+    Chunker,
     ChunkPolicy,
     EdgeKey,
     FlowStatus,
     FlowUsage,
-    FramesPolicy,
-    MetadataValue,
     Packet,
     StepPolicy,
     is_recoverable,
@@ -155,7 +151,8 @@ class Outlet:
 
     def rebind(self, key: EdgeKey, connector: ConnectorName) -> None:
         """Moves the flow to another consumer and sends all chunks again. Call `check_rebindable` first."""
-        self._cancel_timer()
+        if self._rebind_timer is not None:
+            self._rebind_timer.cancel()
         # Ends the previous attempt first, because the next attempt may use the same key on the same link.
         self.attempt.supersede()
         self.ledger.restart()
@@ -183,16 +180,12 @@ class Outlet:
         self._end()
 
     def _end(self) -> None:
-        self._cancel_timer()
+        if self._rebind_timer is not None:
+            self._rebind_timer.cancel()
         self.ledger.changed.fire()
         if not self.is_over:
             self.is_over = True
             self._on_over()
-
-    def _cancel_timer(self) -> None:
-        if self._rebind_timer is not None:
-            self._rebind_timer.cancel()
-            self._rebind_timer = None
 
     def _check_error(self) -> None:
         if self._error is not None:
@@ -315,66 +308,6 @@ class FanOut:
         return Packet(written.held(), packet.metadata)
 
 
-class Chunker:
-    """Applies a chunk policy to the packets of one flow. Retains rows until they fill a chunk."""
-
-    def __init__(self, policy: ChunkPolicy) -> None:
-        self._policy = policy
-        self._waiting: list[Packet] = []
-        self._waiting_frames = 0
-        self._context: dict[str, Array] = {}
-        self._first = True
-
-    def push(self, packet: Packet) -> list[Packet]:
-        """Adds a packet and returns the chunks that it completes.
-
-        Raises InvalidChunkError if the policy cuts or joins packets and the packet's tensors have unequal lengths or do
-        not match the tensors of earlier packets.
-        """
-        if isinstance(self._policy, StepPolicy):
-            return [packet]
-        frames = _frames(packet)
-        self._waiting.append(packet)
-        self._waiting_frames += frames
-        if not isinstance(self._policy, FramesPolicy):
-            return []
-        return self._cut(self._policy)
-
-    def finish(self) -> list[Packet]:
-        """Returns the last chunk, which contains the remaining rows, or an empty list if no rows remain."""
-        if not self._waiting_frames:
-            return []
-        joined = _join(self._waiting)
-        self._waiting, self._waiting_frames = [], 0
-        return [self._with_context(self._policy, joined) if isinstance(self._policy, FramesPolicy) else joined]
-
-    def _cut(self, policy: FramesPolicy) -> list[Packet]:
-        chunks: list[Packet] = []
-        wanted = policy.initial_frames if self._first and policy.initial_frames else policy.frames
-        if self._waiting_frames < wanted:
-            return chunks
-        joined, start, total = _join(self._waiting), 0, self._waiting_frames
-        while total - start >= wanted:
-            chunks.append(self._with_context(policy, _slice(joined, start, start + wanted)))
-            start += wanted
-            wanted = policy.frames
-        self._first = False
-        self._waiting, self._waiting_frames = [_slice(joined, start, total)] if total > start else [], total - start
-        return chunks
-
-    def _with_context(self, policy: FramesPolicy, chunk: Packet) -> Packet:
-        if not policy.left_context_frames:
-            return chunk
-        context = len(next(iter(self._context.values()))) if self._context else 0
-        tensors = {
-            name: np.concatenate([self._context[name], tensor]) if context else tensor
-            for name, tensor in chunk.tensors.items()
-        }
-        self._context = {name: tensor[-policy.left_context_frames :] for name, tensor in tensors.items()}
-        metadata: Mapping[str, MetadataValue] = {**chunk.metadata, "context_frames": context}
-        return Packet(tensors, metadata)
-
-
 def _only(packet: Packet, names: Collection[str]) -> Packet:
     return Packet({name: tensor for name, tensor in packet.tensors.items() if name in names}, packet.metadata)
 
@@ -394,26 +327,3 @@ async def _run_together(sends: Sequence[Coroutine[object, object, None]]) -> Non
                 group.create_task(send)
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
-
-
-def _frames(packet: Packet) -> int:
-    lengths = {tensor.shape[0] if tensor.ndim else -1 for tensor in packet.tensors.values()}
-    if len(lengths) != 1 or -1 in lengths:
-        shapes = {name: list(tensor.shape) for name, tensor in packet.tensors.items()}
-        raise InvalidChunkError(f"tensors that are cut along their first axis must have equal lengths, not {shapes}")
-    return lengths.pop()
-
-
-def _join(packets: list[Packet]) -> Packet:
-    if len(packets) == 1:
-        return packets[0]
-    names = packets[0].tensors.keys()
-    if any(packet.tensors.keys() != names for packet in packets):
-        raise InvalidChunkError("packets that are joined into one chunk must have the same tensors")
-    tensors = {name: np.concatenate([packet.tensors[name] for packet in packets]) for name in names}
-    metadata = {key: value for packet in packets for key, value in packet.metadata.items()}
-    return Packet(tensors, metadata)
-
-
-def _slice(packet: Packet, start: int, end: int) -> Packet:
-    return Packet({name: tensor[start:end] for name, tensor in packet.tensors.items()}, packet.metadata)

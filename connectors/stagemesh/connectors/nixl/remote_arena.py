@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Sequence
 
 from stagemesh.common.errors import UnavailableError
-from stagemesh.connectors.arena.arena import Arena, MemoryAccount, Region
+from stagemesh.connectors.arena.arena import Arena, Region
 from stagemesh.connectors.arena.memory_file import LAYOUT_NAME, data_offset_in
-from stagemesh.connectors.base import ArenaRange, Bytes
+from stagemesh.connectors.base import ArenaRange, Bytes, MemoryAccount
 from stagemesh.connectors.nixl.environment import unavailable
 from stagemesh.connectors.nixl.offer import NixlOffer
 from stagemesh.connectors.nixl.read_thread import ReadThread
