@@ -20,8 +20,7 @@ import numpy.typing as npt
 
 from stagemesh.common.descriptors import import_factory, load_engine_descriptor, load_transform_descriptor
 from stagemesh.common.stage_config import StageConfig
-from stagemesh.connectors.edge import Packet
-from stagemesh.connectors.flow.chunking import Chunker
+from stagemesh.connectors.edge import Chunker, Packet, StepPolicy
 from stagemesh.orchestrator.spec import Edge, Pipeline, load_pipeline
 from stagemesh.services.engines.base import Emission, Engine, SamplingOptions, Task, Transform
 
@@ -41,7 +40,7 @@ class Queue:
     """An edge: passes packets from one task to another through the edge's chunk policy and transform."""
 
     def __init__(self, edge: Edge) -> None:
-        self._chunker = Chunker(edge.policy)
+        self._chunker = None if isinstance(edge.policy, StepPolicy) else Chunker(edge.policy)
         self._transform: Transform | None = None
         if edge.transform:
             self._transform = import_factory(load_transform_descriptor(edge.transform).factory)()
@@ -49,7 +48,10 @@ class Queue:
 
     async def put(self, packet: Packet | None) -> None:
         """Sends a packet. None ends the edge."""
-        for chunk in self._chunker.push(packet) if packet else self._chunker.finish():
+        chunks = [packet] if packet else []
+        if self._chunker is not None:
+            chunks = self._chunker.push(packet) if packet else self._chunker.finish()
+        for chunk in chunks:
             await self._packets.put(chunk)
         if packet is None:
             await self._packets.put(None)

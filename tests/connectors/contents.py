@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagemesh.common.tensors import Tensors
+from stagemesh.connectors.arena.worker_writer import ArenaWriter, Handle
 from stagemesh.connectors.edge import Packet
 
 _SHIFTS = 1 << 16
@@ -36,3 +37,11 @@ def _same(one: npt.NDArray[np.generic], other: npt.NDArray[np.generic]) -> bool:
 @cache
 def _pool(size_bytes: int) -> npt.NDArray[np.uint8]:
     return np.random.default_rng(size_bytes).integers(0, 256, size_bytes + _SHIFTS, np.uint8)
+
+
+def write_tensors(writer: ArenaWriter, tensors: Tensors, timeout_s: float) -> Handle:
+    """Writes tensors into a worker's partition as a worker does. Waits up to `timeout_s` seconds for space."""
+    reserved = writer.reserve(tensors, timeout_s=timeout_s)
+    for name, tensor in tensors.items():
+        reserved.tensors[name][...] = tensor
+    return reserved.handle

@@ -17,8 +17,8 @@ import numpy as np
 import psutil
 
 from stagemesh.common.errors import StagemeshError
-from stagemesh.connectors.arena.arena import Arena, MemoryAccount, Written
-from stagemesh.connectors.base import ArenaRange, Bytes, FetchingReader, Producer
+from stagemesh.connectors.arena.arena import Arena, Written
+from stagemesh.connectors.base import ArenaRange, Bytes, FetchingReader, MemoryAccount, Producer
 from stagemesh.connectors.nixl import NixlConnector
 from tests.repository.commands import ROOT
 
@@ -55,7 +55,7 @@ class Replica:
         written = await self._arena.write(tensors, MemoryAccount())
         region = written.region
         self._written[region.generation] = written
-        start = region.bytes(0, 0).ctypes.data - region.offset
+        start = self._arena.address
         return {"places": [[x.ctypes.data - start, x.nbytes, region.generation] for x in written.tensors.values()]}
 
     async def free(self, generation: int) -> dict[str, Any]:

@@ -14,9 +14,11 @@ import pytest
 
 from stagemesh.common.errors import DeadlineError, InvalidChunkError, NotReadyError, UnavailableError
 from stagemesh.common.tensors import Array
-from stagemesh.connectors.arena.arena import Arena, MemoryAccount
+from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
 from stagemesh.connectors.arena.worker_writer import WRITER_SHIFT, ArenaWriter, Handle, PartitionTicket, PlacedTensor
+from stagemesh.connectors.base import MemoryAccount
+from tests.connectors.contents import write_tensors
 
 MIB = 1 << 20
 SPAWN = multiprocessing.get_context("spawn")
@@ -64,7 +66,7 @@ def _content(number: int) -> dict[str, Array]:
 def _write_packets(ticket: PartitionTicket, connection: Connection) -> None:
     writer = ArenaWriter(ticket)
     for number in range(1000):
-        connection.send(writer.write(_content(number), 30))
+        connection.send(write_tensors(writer, _content(number), 30))
 
 
 def test_a_thousand_packets_of_a_worker_arrive_complete_and_in_order(arena: Arena) -> None:
@@ -90,11 +92,11 @@ def _fill(ticket: PartitionTicket, connection: Connection) -> None:
     writer = ArenaWriter(ticket)
     try:
         while True:
-            connection.send(writer.write({"x": np.zeros(100_000, np.uint8)}, 0.2))
+            connection.send(write_tensors(writer, {"x": np.zeros(100_000, np.uint8)}, 0.2))
     except DeadlineError as exc:
         connection.send(str(exc))
     connection.recv()
-    connection.send(writer.write({"x": np.ones(100_000, np.uint8)}, 30))
+    connection.send(write_tensors(writer, {"x": np.ones(100_000, np.uint8)}, 30))
 
 
 def test_worker_waits_while_its_partition_is_full(arena: Arena) -> None:
@@ -114,7 +116,7 @@ def test_worker_waits_while_its_partition_is_full(arena: Arena) -> None:
 def _write_until_killed(ticket: PartitionTicket, connection: Connection) -> None:
     writer = ArenaWriter(ticket)
     while True:
-        connection.send(writer.write({"x": np.full(50_000, 7, np.uint8)}, 30))
+        connection.send(write_tensors(writer, {"x": np.full(50_000, 7, np.uint8)}, 30))
 
 
 def test_partition_of_a_killed_worker_is_freed_with_its_last_view(arena: Arena) -> None:
@@ -133,16 +135,17 @@ def test_partition_of_a_killed_worker_is_freed_with_its_last_view(arena: Arena) 
     found = arena.find(held.tensors["x"])
     assert found is not None
     held.region.release()
-    assert (arena.used_bytes, arena.stats().regions) == (0, 0)
+    assert (arena.used_bytes, arena._regions) == (0, {})
     assert arena.max_region_bytes == arena.size_bytes // 2
     assert not any(arena._generations)
 
 
 def _outlive_replica(ticket: PartitionTicket, connection: Connection) -> None:
     writer = ArenaWriter(ticket)
+    connection.send("open")
     while True:
         try:
-            writer.write({"x": np.zeros(100_000, np.uint8)}, 30)
+            write_tensors(writer, {"x": np.zeros(100_000, np.uint8)}, 30)
         except UnavailableError as exc:
             connection.send(str(exc))
             return
@@ -158,6 +161,7 @@ def test_worker_is_notified_when_its_replica_dies(arena: Arena) -> None:
     with _worker(_be_replica, arena.open_partition(PAGE_BYTES)) as (to_replica, replica_id):
         ticket: PartitionTicket = to_replica.recv()
         with _worker(_outlive_replica, ticket) as (to_worker, _):
+            assert to_worker.recv() == "open"
             assert not to_worker.poll(1.0)
             os.kill(replica_id, 9)
             assert "has terminated" in to_worker.recv()
@@ -165,25 +169,27 @@ def test_worker_is_notified_when_its_replica_dies(arena: Arena) -> None:
 
 def test_adopted_region_is_shared_and_found_like_any_other(arena: Arena) -> None:
     with _writer(arena.open_partition(MIB)) as writer:
-        handle = writer.write({"n": np.ones(3), "x": np.arange(5000.0)}, 1)
+        handle = write_tensors(writer, {"n": np.ones(3), "x": np.arange(5000.0)}, 1)
         written = arena.adopt(handle)
         found = arena.find(written.tensors["x"][100:])
         assert found == (written.region, handle.offset + 64 + 800)
         found.region.retain()
         written.region.release()
         with pytest.raises(DeadlineError):
-            writer.write({"x": np.zeros(MIB, np.uint8)}, 0)
+            write_tensors(writer, {"x": np.zeros(MIB, np.uint8)}, 0)
         found.region.release()
-        writer.write({"x": np.zeros(MIB, np.uint8)}, 0)
+        write_tensors(writer, {"x": np.zeros(MIB, np.uint8)}, 0)
 
 
 def test_space_between_held_regions_is_used(arena: Arena) -> None:
     with _writer(arena.open_partition(8 * PAGE_BYTES)) as writer:
         page: dict[str, Array] = {"x": np.zeros(PAGE_BYTES, np.uint8)}
-        held = [arena.adopt(writer.write(page, 0)) for _ in range(8)]
+        held = [arena.adopt(write_tensors(writer, page, 0)) for _ in range(8)]
         for free in (2, 3, 6):
             held[free].region.release()
-        offsets = [writer.write({"x": np.zeros(size, np.uint8)}, 0).offset for size in (2 * PAGE_BYTES, PAGE_BYTES)]
+        offsets = [
+            write_tensors(writer, {"x": np.zeros(size, np.uint8)}, 0).offset for size in (2 * PAGE_BYTES, PAGE_BYTES)
+        ]
         assert offsets == [held[2].region.offset, held[6].region.offset]
 
 
@@ -211,7 +217,7 @@ def test_space_between_held_regions_is_used(arena: Arena) -> None:
 def test_forged_handle_is_rejected(arena: Arena, forge: Callable[[Handle], Handle]) -> None:
     arena.open_partition(MIB)
     with _writer(arena.open_partition(MIB)) as writer:
-        handle = writer.write({"x": np.arange(1000.0)}, 1)
+        handle = write_tensors(writer, {"x": np.arange(1000.0)}, 1)
         with pytest.raises(InvalidChunkError):
             arena.adopt(forge(handle))
         written = arena.adopt(handle)
@@ -224,7 +230,7 @@ def test_forged_handle_is_rejected(arena: Arena, forge: Callable[[Handle], Handl
 
 def test_packet_larger_than_the_partition_is_rejected(arena: Arena) -> None:
     with _writer(arena.open_partition(MIB)) as writer, pytest.raises(InvalidChunkError, match="slab") as caught:
-        writer.write({"x": np.zeros(MIB + 1, np.uint8)}, 1)
+        write_tensors(writer, {"x": np.zeros(MIB + 1, np.uint8)}, 1)
     assert caught.value.reason == "CHUNK_TOO_LARGE"
 
 
@@ -246,7 +252,9 @@ def test_generations_of_different_writers_never_coincide(arena: Arena, count: in
     for _ in range(2):
         with _writer(arena.open_partition(MIB)) as writer:
             writer._count = count
-            generations |= {arena.adopt(writer.write({"x": np.zeros(9)}, 1)).region.generation for _ in range(3)}
+            generations |= {
+                arena.adopt(write_tensors(writer, {"x": np.zeros(9)}, 1)).region.generation for _ in range(3)
+            }
     assert len(generations) == 9
 
 
@@ -267,7 +275,7 @@ def test_release_during_a_write_is_safe(arena: Arena) -> None:
 
         def write() -> None:
             for number in range(2000):
-                written.append(writer.write({"x": np.full(number % 20_000 + 1, number % 251, np.uint8)}, 30))
+                written.append(write_tensors(writer, {"x": np.full(number % 20_000 + 1, number % 251, np.uint8)}, 30))
 
         thread = threading.Thread(target=write)
         thread.start()

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError
-from stagemesh.connectors.arena.arena import Arena, MemoryAccount, Written
-from stagemesh.connectors.base import ArenaRange, Producer
+from stagemesh.connectors.arena.arena import Arena, Written
+from stagemesh.connectors.base import ArenaRange, MemoryAccount, Producer
 from stagemesh.connectors.nixl import NixlConnector, NixlReader, describe
 from stagemesh.connectors.nixl.remote_arena import NixlOffer
 from stagemesh.connectors.nixl.remote_reads import READ_TIMEOUT_S

@@ -9,8 +9,7 @@ import pytest
 
 from stagemesh.common.connector_descriptors import NIXL, ConnectorName
 from stagemesh.common.errors import UnavailableError
-from stagemesh.connectors.arena.arena import MemoryAccount
-from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, Producer
+from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, MemoryAccount, Producer
 from stagemesh.connectors.edge import EdgeKey
 from stagemesh.connectors.stream.wire import key_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError
-from stagemesh.connectors.arena.arena import Arena, MemoryAccount, Written, when_gone
-from stagemesh.connectors.arena.memory_file import SEALS, data_offset
+from stagemesh.connectors.arena.arena import Arena, Written
+from stagemesh.connectors.arena.memory_file import SEALS, data_offset, when_gone
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
-from stagemesh.connectors.base import ArenaRange, Producer
+from stagemesh.connectors.base import ArenaRange, MemoryAccount, Producer
 from stagemesh.connectors.shm import ShmConnector, ShmReader
 from stagemesh.v1 import stage_pb2
 

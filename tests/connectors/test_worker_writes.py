@@ -14,6 +14,7 @@ from stagemesh.connectors.conformance import assert_same, receive_all
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import Packet
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
+from tests.connectors.contents import write_tensors
 from tests.connectors.hosts import open_flow, packet, two_hosts
 
 MIB = 1 << 20
@@ -27,7 +28,7 @@ ALL = pytest.mark.parametrize("connector", [SHM, NIXL, GRPC])
 def _write_packets(ticket: PartitionTicket, connection: Connection) -> None:
     writer = ArenaWriter(ticket)
     for seq in range(COUNT):
-        connection.send(writer.write(packet(seq, 50_000).tensors, timeout_s=30))
+        connection.send(write_tensors(writer, packet(seq, 50_000).tensors, 30))
 
 
 @contextmanager

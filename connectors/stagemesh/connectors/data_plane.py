@@ -7,11 +7,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 
 from stagemesh.common.connector_descriptors import AUTO, ConnectorName, descriptor_of
 from stagemesh.common.errors import NotFoundError, UnavailableError
-from stagemesh.connectors.arena.arena import Arena, ArenaStats
+from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.edge import ChunkPolicy, EdgeKey
 from stagemesh.connectors.flow.inlet import Inlet
-from stagemesh.connectors.flow.ledger import Retention
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
+from stagemesh.connectors.flow.sent_chunks import Retention
 from stagemesh.connectors.replica_connectors import ReplicaConnectors
 from stagemesh.connectors.stream import replay
 from stagemesh.connectors.stream.connection import Peer
@@ -74,10 +74,9 @@ class DataPlane:
         return self._identity.incarnation
 
     @property
-    def landing_stats(self) -> ArenaStats | None:
-        """The usage of the memory into which chunks are fetched, or None if that memory has not been created."""
-        landing = self._landing.present
-        return landing.stats() if landing is not None else None
+    def landing(self) -> Arena | None:
+        """The memory into which chunks are fetched, or None if that memory has not been created."""
+        return self._landing.present
 
     # -- producing
 
@@ -107,7 +106,8 @@ class DataPlane:
         """
         link = self._link(consumer, endpoint, connector)
         outlet = Outlet(
-            link.route(key, connector),
+            key,
+            connector,
             policy=policy,
             arena=self.arena,
             retention=self._retention,
@@ -122,7 +122,7 @@ class DataPlane:
     ) -> None:
         """Moves a flow to another consumer and sends all chunks again. Call `Outlet.check_rebindable` first."""
         link = self._link(consumer, endpoint, connector)
-        outlet.rebind(link.route(key, connector))
+        outlet.rebind(key, connector)
         link.add(outlet.attempt)
 
     def fan_out(self) -> FanOut:

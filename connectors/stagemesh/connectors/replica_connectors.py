@@ -1,9 +1,9 @@
 """The connectors of one replica. Each connector is created when it is first needed."""
 
 from collections.abc import Awaitable, Callable
-from importlib import import_module
 
 from stagemesh.common.connector_descriptors import ConnectorDescriptor, ConnectorName, descriptor_of
+from stagemesh.common.descriptors import import_factory
 from stagemesh.common.errors import NotReadyError
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.base import Connector
@@ -42,12 +42,10 @@ class ReplicaConnectors:
 
 
 def _load_factory(descriptor: ConnectorDescriptor) -> Callable[..., Connector]:
-    module, _, attribute = descriptor.factory.partition(":")
     try:
-        factory: Callable[..., Connector] = getattr(import_module(module), attribute)
+        return import_factory(descriptor.factory)
     except (ImportError, AttributeError) as exc:
         remedy = descriptor.remedy or f"repair the installation of {descriptor.factory}"
         raise NotReadyError(
             f"connector {descriptor.name} cannot be loaded: {exc}; {remedy}", reason="CONNECTOR_UNAVAILABLE"
         ) from exc
-    return factory

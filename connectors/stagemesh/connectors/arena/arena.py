@@ -7,62 +7,37 @@ waits. Source: A. Choudhury and E. Hahne, "Dynamic queue length thresholds for s
 
 import asyncio
 import ctypes
-import itertools
 import os
 import secrets
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError, UnavailableError
 from stagemesh.common.tensors import Array, Tensors
-from stagemesh.connectors.arena.memory_file import (
-    TOKEN_BYTES,
-    Layout,
-    copy_tensors,
-    create_memory_file,
-    create_private_memory,
-    data_offset,
-    free_pages,
-    layout_of,
-    mark_pages,
-    page_bytes_for,
-)
+from stagemesh.connectors.arena import memory_file
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES, PageAllocator
 from stagemesh.connectors.arena.worker_writer import WRITER_SHIFT, Handle, PartitionTicket, read_handle
 from stagemesh.connectors.base import ArenaRange, Bytes, MemoryAccount
 
-__all__ = ["Arena", "ArenaStats", "Layout", "MemoryAccount", "Region", "Written", "layout_of", "when_gone"]
 
-COPY_IN_THREAD_BYTES = 4 << 20
-"""The minimum size in bytes of a copy that runs in a thread.
-
-A smaller copy blocks the event loop for less than 0.2 ms, which is the cost of using a thread.
-"""
-
-
+@dataclass(eq=False, slots=True)
 class Region:
     """A reference-counted run of whole pages of an arena. It is freed when its last reference is released.
 
     Use it only on the event loop.
     """
 
-    __slots__ = ("_arena", "_holders", "account", "generation", "offset", "size_bytes")
-
-    def __init__(
-        self, arena: "Arena", *, offset: int, size_bytes: int, generation: int, account: MemoryAccount
-    ) -> None:
-        self.offset = offset
-        self.size_bytes = size_bytes
-        self.generation = generation
-        self.account = account
-        self._arena = arena
-        self._holders = 1
+    _arena: "Arena"
+    offset: int
+    size_bytes: int
+    generation: int
+    account: MemoryAccount
+    _holders: int = 1
 
     def retain(self) -> None:
         """Adds a reference to the region, which must not have been freed."""
@@ -76,23 +51,18 @@ class Region:
         if self._holders == 0:
             self._arena.free(self)
 
-    def bytes(self, offset: int, size_bytes: int) -> Bytes:
-        """Returns a view that does not retain the region. `offset` is in bytes from the start of the region."""
-        assert 0 <= offset <= offset + size_bytes <= self.size_bytes, "the range is outside the region"
-        return np.ndarray(size_bytes, np.uint8, self._arena.memory, self.offset + offset)
-
     def as_array(self) -> Bytes:
         """Returns a view of all bytes, which takes over the caller's reference to the region.
 
         The reference is released when this view and all views of it are deleted.
         """
-        array = self.bytes(0, self.size_bytes)
+        array: Bytes = np.ndarray(self.size_bytes, np.uint8, self._arena.memory, self.offset)
         self.release_after((array,))
         return array
 
     def release_after(self, views: Sequence[Array]) -> None:
         """Releases one reference when all `views`, and all views of them, are deleted."""
-        when_gone(views, self._arena.releaser(self))
+        memory_file.when_gone(views, self._arena.releaser(self))
 
 
 class Written(NamedTuple):
@@ -124,31 +94,11 @@ class TensorLocation(NamedTuple):
     """The offset in bytes from the start of the memory file."""
 
 
-class ArenaStats(NamedTuple):
-    """A snapshot of an arena's usage."""
-
-    size_bytes: int
-    used_bytes: int
-    largest_free_bytes: int
-    waiting: int
-    """The number of allocations that wait for space."""
-    regions: int
-    copied_bytes: int
-    """The number of bytes copied into the arena since its creation."""
-
-    @property
-    def fragmentation(self) -> float:
-        """The fraction of the free memory that is outside the largest free run, from 0 to 1."""
-        free_bytes = self.size_bytes - self.used_bytes
-        return 1 - self.largest_free_bytes / free_bytes if free_bytes else 0.0
-
-
-@dataclass
-class _Partition:
-    """A part of the arena that is reserved for one worker process."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Partition(MemoryAccount):
+    """A part of the arena that is reserved for one worker process, and the account of the adopted regions in it."""
 
     slab: Region
-    adopted: set[Region] = field(default_factory=set)
     closed: bool = False
 
 
@@ -162,20 +112,19 @@ class _Allocation(NamedTuple):
 class Arena:
     """Preallocated memory for the tensors of one replica.
 
-    Only `copy_in` may be called outside the replica's event loop. A shared arena is a memory file that other processes
-    can map. An arena that is not shared is private memory, for which the kernel uses huge pages if possible.
+    Use it only on the replica's event loop. A shared arena is a memory file that other processes can map. An arena that
+    is not shared is private memory, for which the kernel uses huge pages if possible.
     """
 
     def __init__(self, data_bytes: int, *, shared: bool = True) -> None:
         """Creates the memory. Raises NotReadyError (NO_MEMORY) if not enough memory is available."""
         self._allocator = PageAllocator(data_bytes)
-        self.token = secrets.token_bytes(TOKEN_BYTES)
-        self.data_offset = data_offset(data_bytes)
+        self.token = secrets.token_bytes(memory_file.TOKEN_BYTES)
+        self.data_offset = memory_file.data_offset(data_bytes)
         self.file_bytes = self.data_offset + data_bytes
-        create = create_memory_file if shared else create_private_memory
         self.size_bytes = data_bytes
         """The number of bytes that are available for tensors, whether free or in use."""
-        self.fd, mapping = create(data_bytes, self.token)
+        self.fd, mapping = memory_file.create_memory(data_bytes, self.token, shared=shared)
         self._is_closed = False
         self.memory = memoryview(mapping)
         """The whole memory. It remains mapped while the arena or a view of the memory is referenced."""
@@ -194,7 +143,7 @@ class Arena:
         self._to_release: deque[Region] = deque()
         self._release_due = False
         self.copied_bytes = 0
-        self._counting = threading.Lock()
+        """The number of bytes copied into the arena since its creation."""
         self.on_pressure: Callable[[], bool] = lambda: False
         """A callback that frees some memory that is retained only for recovery. Called when an allocation lacks space.
 
@@ -204,7 +153,7 @@ class Arena:
     @property
     def used_bytes(self) -> int:
         """The number of bytes in allocated regions. In workers' partitions, only adopted regions count."""
-        adopted_bytes = sum(region.size_bytes for each in self._partitions.values() for region in each.adopted)
+        adopted_bytes = sum(partition.held_bytes for partition in self._partitions.values())
         return self._allocator.used_bytes - self._partition_bytes + adopted_bytes
 
     @property
@@ -212,16 +161,15 @@ class Arena:
         """The maximum size of a region: half of the memory outside partitions, so that two such regions fit."""
         return (self.size_bytes - self._partition_bytes) // 2
 
-    def stats(self) -> ArenaStats:
-        """Returns a snapshot of the arena's usage."""
-        return ArenaStats(
-            size_bytes=self.size_bytes,
-            used_bytes=self.used_bytes,
-            largest_free_bytes=self._allocator.largest_free_bytes,
-            waiting=len(self._waiting),
-            regions=len(self._regions),
-            copied_bytes=self.copied_bytes,
-        )
+    @property
+    def largest_free_bytes(self) -> int:
+        """The size in bytes of the largest free run."""
+        return self._allocator.largest_free_bytes
+
+    @property
+    def waiting(self) -> int:
+        """The number of allocations that wait for space."""
+        return len(self._waiting)
 
     # -- allocation
 
@@ -243,7 +191,7 @@ class Arena:
                 self._admit()
             if self._blocked or account.waiting:
                 return None
-        return self._take(page_bytes_for(size_bytes), account)
+        return self._take(memory_file.page_bytes_for(size_bytes), account)
 
     async def allocate(self, size_bytes: int, account: MemoryAccount) -> Region:
         """Returns a region of at least `size_bytes`. Waits in order of arrival if there is not enough space.
@@ -256,7 +204,7 @@ class Arena:
             return region
         if self._is_closed:
             raise _closed()
-        allocation = _Allocation(page_bytes_for(size_bytes), account)
+        allocation = _Allocation(memory_file.page_bytes_for(size_bytes), account)
         turn: asyncio.Future[Region] = asyncio.get_running_loop().create_future()
         if not account.waiting and not self._exceeds_fair_share(allocation):
             self._blocked = True
@@ -283,53 +231,35 @@ class Arena:
     def free(self, region: Region) -> None:
         """Frees the pages of a region. Called when the last reference to the region is released."""
         del self._regions[region.generation]
+        region.account.held_bytes -= region.size_bytes
         writer = region.generation >> WRITER_SHIFT
         if writer:
-            free_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes)
-            self._partitions[writer].adopted.discard(region)
+            memory_file.free_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes)
             self._remove_if_unused(writer)
             return
-        mark_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes, generation=0)
+        memory_file.mark_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes, generation=0)
         self._allocator.release(region.offset - self.data_offset)
-        region.account.held_bytes -= region.size_bytes
         self.wake()
 
     # -- tensors
 
-    def try_write(self, tensors: Tensors, account: MemoryAccount, layout: Layout | None = None) -> Written | None:
-        """Copies tensors into a new region. Returns None without copying if there is not enough space now.
-
-        `layout` is the tensors' layout, or None to compute it. Raises InvalidChunkError if the tensors can never fit.
-        """
-        layout = layout or layout_of(tensors)
-        region = self.try_allocate(layout.size_bytes, account)
-        return None if region is None else self._copy_now(region, layout, tensors)
-
-    async def write(self, tensors: Tensors, account: MemoryAccount, layout: Layout | None = None) -> Written:
+    async def write(
+        self, tensors: Tensors, account: MemoryAccount, layout: memory_file.Layout | None = None
+    ) -> Written:
         """Copies tensors into a new region. Waits in order of arrival if there is not enough space.
 
         `layout` is the tensors' layout, or None to compute it. Raises InvalidChunkError if the tensors can never fit,
         and UnavailableError if the arena is closed.
         """
-        layout = layout or layout_of(tensors)
-        region = await self.allocate(layout.size_bytes, account)
-        if layout.size_bytes < COPY_IN_THREAD_BYTES:
-            return self._copy_now(region, layout, tensors)
-        copying = asyncio.get_running_loop().run_in_executor(None, self.copy_in, region, layout, tensors)
+        layout = layout or memory_file.layout_of(tensors)
+        region = self.try_allocate(layout.size_bytes, account) or await self.allocate(layout.size_bytes, account)
         try:
-            return _written(region, await asyncio.shield(copying), layout.offsets)
+            views = memory_file.copy_tensors(self.memory, start=region.offset, layout=layout, tensors=tensors)
         except BaseException:
-            # The thread cannot be stopped, so the region is released when the thread has finished writing.
-            copying.add_done_callback(lambda _: region.release())
+            region.release()
             raise
-
-    def copy_in(self, region: Region, layout: Layout, tensors: Tensors) -> dict[str, Array]:
-        """Copies tensors into a region and returns views of the copies by name. May be called in any thread."""
-        assert layout.size_bytes <= region.size_bytes, "the tensors do not fit the region"
-        views = copy_tensors(self.memory, start=region.offset, layout=layout, tensors=tensors)
-        with self._counting:
-            self.copied_bytes += layout.tensor_bytes
-        return views
+        self.copied_bytes += layout.tensor_bytes
+        return _written(region, views, layout.offsets)
 
     def find(self, tensor: Array) -> TensorLocation | None:
         """Returns a tensor's location, or None if it is outside the arena, has no bytes or is not C-contiguous."""
@@ -360,9 +290,9 @@ class Arena:
                 f"the arena has no space for a worker's slab of {size_bytes} bytes; raise data_plane.arena_bytes",
                 reason="NO_MEMORY",
             )
-        mark_pages(self.memory, offset=slab.offset, size_bytes=slab.size_bytes, generation=0)
+        memory_file.mark_pages(self.memory, offset=slab.offset, size_bytes=slab.size_bytes, generation=0)
         self._writers += 1
-        self._partitions[self._writers] = _Partition(slab)
+        self._partitions[self._writers] = _Partition(slab=slab)
         self._partition_bytes += slab.size_bytes
         return PartitionTicket(
             process_id=os.getpid(),
@@ -384,15 +314,7 @@ class Arena:
             raise InvalidChunkError("a worker's handle belongs to no open partition, or was adopted before")
         slab = partition.slab
         views = read_handle(handle, self.memory, slab_offset=slab.offset, slab_bytes=slab.size_bytes)
-        region = Region(
-            self,
-            offset=handle.offset,
-            size_bytes=handle.size_bytes,
-            generation=handle.generation,
-            account=slab.account,
-        )
-        self._regions[handle.generation] = region
-        partition.adopted.add(region)
+        region = self._region(handle.offset, handle.size_bytes, handle.generation, partition)
         return _written(region, views, [placed.offset for placed in handle.tensors])
 
     def partition_of(self, region: Region) -> tuple[int, int]:
@@ -456,10 +378,12 @@ class Arena:
                 return None
         self._generation = generation = self._generation + 1
         offset += self.data_offset
-        mark_pages(self.memory, offset=offset, size_bytes=size_bytes, generation=generation)
+        memory_file.mark_pages(self.memory, offset=offset, size_bytes=size_bytes, generation=generation)
+        return self._region(offset, size_bytes, generation, account)
+
+    def _region(self, offset: int, size_bytes: int, generation: int, account: MemoryAccount) -> Region:
         account.held_bytes += size_bytes
-        region = Region(self, offset=offset, size_bytes=size_bytes, generation=generation, account=account)
-        self._regions[generation] = region
+        region = self._regions[generation] = Region(self, offset, size_bytes, generation, account)
         return region
 
     def _exceeds_fair_share(self, allocation: _Allocation) -> bool:
@@ -505,47 +429,12 @@ class Arena:
         while self._to_release:
             self._to_release.popleft().release()
 
-    def _copy_now(self, region: Region, layout: Layout, tensors: Tensors) -> Written:
-        try:
-            return _written(region, self.copy_in(region, layout, tensors), layout.offsets)
-        except BaseException:
-            region.release()
-            raise
-
     def _remove_if_unused(self, writer: int) -> None:
         partition = self._partitions[writer]
-        if partition.closed and not partition.adopted:
+        if partition.closed and not partition.held_bytes:
             del self._partitions[writer]
             self._partition_bytes -= partition.slab.size_bytes
             partition.slab.release()
-
-
-def when_gone(arrays: Sequence[Array], call: Callable[[], None]) -> None:
-    """Calls `call` once, when all `arrays` and all views of them are deleted. `arrays` must not be empty.
-
-    `call` runs in the thread that deletes the last view, and can interrupt any code of that thread.
-    """
-    assert arrays, "the deletion of nothing is never noticed"
-    total, gone_arrays = len(arrays), itertools.count(1)
-
-    def gone(reference: "weakref.ref[Array]") -> None:
-        del _watched[id(reference)]
-        # `next` is atomic between threads, so exactly one call is the last one.
-        if next(gone_arrays) == total:
-            call()
-
-    for array in arrays:
-        # The base of a view is the array over the memory, not the view from which it was created.
-        owner = array.base if isinstance(array.base, np.ndarray) else array
-        reference = weakref.ref(owner, gone)
-        _watched[id(reference)] = reference
-
-
-_watched: dict[int, "weakref.ref[Array]"] = {}
-"""The weak references that `when_gone` has created, by their ids. Each must live as long as its array.
-
-`weakref.finalize` would have the same effect at twice the cost.
-"""
 
 
 def _written(region: Region, tensors: dict[str, Array], offsets: Sequence[int]) -> Written:

@@ -1,4 +1,4 @@
-"""The memory of an arena: its creation, its layout, and the layout of tensors in it.
+"""The memory of an arena: its creation, its layout, the layout of tensors in it, and the lifetime of views of it.
 
 The first page begins with a random token and the layout's name. The next pages contain a table with the generation of
 every page. The data pages follow. A page's generation is the number of the region to which it belongs, or 0 if the page
@@ -8,11 +8,14 @@ process has it open or mapped.
 """
 
 import fcntl
+import itertools
 import mmap
 import os
 import sys
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -113,61 +116,98 @@ def copy_tensors(memory: memoryview, *, start: int, layout: Layout, tensors: Ten
     return views
 
 
+def when_gone(arrays: Sequence[Array], call: Callable[[], None]) -> None:
+    """Calls `call` once, when all `arrays` and all views of them are deleted. `arrays` must not be empty.
+
+    `call` runs in the thread that deletes the last view, and can interrupt any code of that thread.
+    """
+    assert arrays, "the deletion of nothing is never noticed"
+    total, gone_arrays = len(arrays), itertools.count(1)
+
+    def gone(reference: "weakref.ref[Array]") -> None:
+        del _watched[id(reference)]
+        # `next` is atomic between threads, so exactly one call is the last one.
+        if next(gone_arrays) == total:
+            call()
+
+    for array in arrays:
+        # The base of a view is the array over the memory, not the view from which it was created.
+        owner = array.base if isinstance(array.base, np.ndarray) else array
+        reference = weakref.ref(owner, gone)
+        _watched[id(reference)] = reference
+
+
+_watched: dict[int, "weakref.ref[Array]"] = {}
+"""The weak references that `when_gone` has created, by their ids. Each must live as long as its array.
+
+`weakref.finalize` would have the same effect at twice the cost.
+"""
+
+
 def page_bytes_for(size_bytes: int) -> int:
     """Returns `size_bytes` rounded up to whole pages, and at least the size of one page."""
     return (size_bytes + PAGE_BYTES - 1 & -PAGE_BYTES) or PAGE_BYTES
 
 
-def create_memory_file(data_bytes: int, token: bytes) -> tuple[int, mmap.mmap]:
-    """Creates a sealed memory file and allocates all of its memory.
+def create_memory(data_bytes: int, token: bytes, *, shared: bool) -> tuple[int, mmap.mmap]:
+    """Creates the memory of an arena and allocates all of it.
 
-    Returns a read-only file descriptor for readers, and the writable mapping. Raises NotReadyError (NO_MEMORY) if not
-    enough memory is available.
+    Returns the writable mapping, and a read-only file descriptor for readers, which is -1 if the memory is not shared.
+    Raises NotReadyError (NO_MEMORY) if not enough memory is available.
     """
-    size_bytes = _checked_size(data_bytes)
+    size_bytes = data_offset(data_bytes) + data_bytes
+    available = available_bytes()
+    if available is not None and size_bytes > available:
+        # If the memory were allocated regardless, the kernel would kill this process or another process.
+        raise _no_memory(size_bytes, f"{available >> 20} MiB are free")
+    try:
+        fd, mapping = _memory_file(size_bytes) if shared else (-1, _private_memory(size_bytes))
+    except OSError as exc:
+        raise _no_memory(size_bytes, exc.strerror or str(exc)) from exc
+    mapping[: TOKEN_BYTES + len(LAYOUT_NAME)] = token + LAYOUT_NAME
+    return fd, mapping
+
+
+def _memory_file(size_bytes: int) -> tuple[int, mmap.mmap]:
+    """Creates a sealed memory file. Returns a file descriptor that cannot be mapped for writing, and the mapping."""
     fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(fd, 0o600)
         os.posix_fallocate(fd, 0, size_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         mapping = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        mapping[: TOKEN_BYTES + len(LAYOUT_NAME)] = token + LAYOUT_NAME
-        # Readers receive a descriptor that cannot be mapped for writing.
         return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC), mapping
-    except OSError as exc:
-        raise _no_memory(size_bytes, exc.strerror or str(exc)) from exc
     finally:
         os.close(fd)
 
 
-def create_private_memory(data_bytes: int, token: bytes) -> tuple[int, mmap.mmap]:
-    """Creates private memory with the layout of a memory file. Uses huge pages if the kernel supports them.
-
-    Returns -1 in place of a file descriptor, and the writable mapping. Raises NotReadyError (NO_MEMORY) if not enough
-    memory is available.
-    """
-    size_bytes = _checked_size(data_bytes)
-    try:
-        mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Without this advice, a fork could make this process copy a page while an RDMA device writes to the old page.
-        mapping.madvise(mmap.MADV_DONTFORK)
-    except OSError as exc:
-        raise _no_memory(size_bytes, exc.strerror or str(exc)) from exc
+def _private_memory(size_bytes: int) -> mmap.mmap:
+    """Creates private memory. Uses huge pages if the kernel supports them."""
+    mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Without this advice, a fork could make this process copy a page while an RDMA device writes to the old page.
+    mapping.madvise(mmap.MADV_DONTFORK)
     with suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     np.frombuffer(mapping, np.uint8)[::PAGE_BYTES] = 0
-    mapping[: TOKEN_BYTES + len(LAYOUT_NAME)] = token + LAYOUT_NAME
-    return -1, mapping
+    return mapping
 
 
-def _checked_size(data_bytes: int) -> int:
-    """Returns the size of the whole memory in bytes. Raises NotReadyError (NO_MEMORY) if it exceeds the free memory."""
-    size_bytes = data_offset(data_bytes) + data_bytes
-    available = available_bytes()
-    if available is not None and size_bytes > available:
-        # If the memory were allocated regardless, the kernel would kill this process or another process.
-        raise _no_memory(size_bytes, f"{available >> 20} MiB are free")
-    return size_bytes
+def pin_if_cuda(address: int, size_bytes: int) -> None:
+    """Page-locks memory for the lifetime of the process, so that copies to and from a CUDA device are asynchronous.
+
+    Does nothing unless torch is already imported in this process and has a CUDA device. Raises NotReadyError
+    (CANNOT_PIN) if CUDA cannot page-lock the memory.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return
+    code = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
+    if code:
+        raise NotReadyError(
+            f"CUDA cannot pin the arena of {size_bytes} bytes (error {code}); raise the limit on locked memory, "
+            "or lower data_plane.arena_bytes",
+            reason="CANNOT_PIN",
+        )
 
 
 def _no_memory(size_bytes: int, cause: str) -> NotReadyError:

@@ -21,16 +21,7 @@ import numpy.typing as npt
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import DeadlineError, InvalidChunkError, NotReadyError, UnavailableError
 from stagemesh.common.tensors import DTYPES, Array, Tensors, dtype_name
-from stagemesh.connectors.arena.memory_file import (
-    ALIGNMENT_BYTES,
-    GENERATION_BYTES,
-    MEMFD_NAME,
-    TOKEN_BYTES,
-    layout_of,
-    mark_pages,
-    page_bytes_for,
-    pages_are_of,
-)
+from stagemesh.connectors.arena import memory_file
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
 
 WRITER_SHIFT = 48
@@ -101,40 +92,40 @@ class ArenaWriter:
             self._memory,
             np.uint64,
             count=ticket.size_bytes // PAGE_BYTES,
-            offset=PAGE_BYTES + ticket.offset // PAGE_BYTES * GENERATION_BYTES,
+            offset=PAGE_BYTES + ticket.offset // PAGE_BYTES * memory_file.GENERATION_BYTES,
         )
         self._replica = os.pidfd_open(ticket.process_id)
         self._next_page = 0
         self._count = 0
 
-    def write(self, tensors: Tensors, timeout_s: float) -> Handle:
-        """Copies tensors into the partition and returns their handle. Waits up to `timeout_s` seconds for space.
+    def reserve(self, tensors: Tensors, *, timeout_s: float = math.inf) -> "Reserved":
+        """Reserves space for tensors with the dtypes and shapes of `tensors`, which the caller fills.
 
-        Raises InvalidChunkError if the tensors can never fit, DeadlineError if there is no space in time, and
-        UnavailableError if the replica has terminated.
+        Waits up to `timeout_s` seconds for space. Raises InvalidChunkError if the tensors can never fit, DeadlineError
+        if there is no space in time, and UnavailableError if the replica has terminated.
         """
-        reserved = self._reserve(tensors, timeout_s)
-        for name, tensor in tensors.items():
-            reserved.tensors[name][...] = tensor
-        return reserved.handle
+        dtypes = [dtype_name(tensor) for tensor in tensors.values()]
+        layout = memory_file.layout_of(tensors)
+        size_bytes = memory_file.page_bytes_for(layout.size_bytes)
+        page = self._wait_for_space(size_bytes // PAGE_BYTES, timeout_s)
+        offset = self._ticket.offset + page * PAGE_BYTES
+        self._count += 1
+        generation = (self._ticket.writer << WRITER_SHIFT) + self._count
+        memory_file.mark_pages(self._memory, offset=offset, size_bytes=size_bytes, generation=generation)
+        self._next_page = page + size_bytes // PAGE_BYTES
+        placed = tuple(
+            PlacedTensor(name, dtype, tensor.shape, at)
+            for (name, tensor), dtype, at in zip(tensors.items(), dtypes, layout.offsets, strict=True)
+        )
+        handle = Handle(generation, offset, size_bytes, placed)
+        return Reserved(handle, {one.name: _view(one, handle, self._memory) for one in placed})
 
-    def try_reserve(self, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> "Reserved | None":
-        """Reserves space for tensors that the caller fills. Returns None if there is no space now.
-
-        `shapes` maps the tensors' names to their shapes. `dtype` is the name of their dtype in `DTYPES`. Raises
-        InvalidChunkError if the tensors can never fit.
-        """
+    def try_reserve(self, tensors: Tensors) -> "Reserved | None":
+        """Reserves space like `reserve`, but returns None if there is no space now."""
         try:
-            return self._reserve(_empty(shapes, dtype), 0.0)
+            return self.reserve(tensors, timeout_s=0.0)
         except DeadlineError:
             return None
-
-    def reserve(self, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> "Reserved":
-        """Reserves space like `try_reserve`, but waits without a time limit until there is space.
-
-        Raises InvalidChunkError if the tensors can never fit, and UnavailableError if the replica has terminated.
-        """
-        return self._reserve(_empty(shapes, dtype), math.inf)
 
     @property
     def room(self) -> memoryview:
@@ -146,23 +137,6 @@ class ArenaWriter:
         if self._replica >= 0:
             os.close(self._replica)
             self._replica = -1
-
-    def _reserve(self, tensors: Tensors, timeout_s: float) -> "Reserved":
-        dtypes = [dtype_name(tensor) for tensor in tensors.values()]
-        layout = layout_of(tensors)
-        size_bytes = page_bytes_for(layout.size_bytes)
-        page = self._wait_for_space(size_bytes // PAGE_BYTES, timeout_s)
-        offset = self._ticket.offset + page * PAGE_BYTES
-        self._count += 1
-        generation = (self._ticket.writer << WRITER_SHIFT) + self._count
-        mark_pages(self._memory, offset=offset, size_bytes=size_bytes, generation=generation)
-        self._next_page = page + size_bytes // PAGE_BYTES
-        placed = tuple(
-            PlacedTensor(name, dtype, tensor.shape, at)
-            for (name, tensor), dtype, at in zip(tensors.items(), dtypes, layout.offsets, strict=True)
-        )
-        handle = Handle(generation, offset, size_bytes, placed)
-        return Reserved(handle, {one.name: _view(one, handle, self._memory) for one in placed})
 
     def _wait_for_space(self, pages: int, timeout_s: float) -> int:
         if pages > len(self._generations):
@@ -215,13 +189,17 @@ def read_handle(handle: Handle, memory: memoryview, *, slab_offset: int, slab_by
     inside = slab_offset <= handle.offset < handle.offset + handle.size_bytes <= slab_offset + slab_bytes
     if not inside or handle.offset % PAGE_BYTES or handle.size_bytes % PAGE_BYTES:
         raise InvalidChunkError("a worker's handle is outside its slab")
-    if not pages_are_of(memory, offset=handle.offset, size_bytes=handle.size_bytes, generation=handle.generation):
+    if not memory_file.pages_are_of(
+        memory, offset=handle.offset, size_bytes=handle.size_bytes, generation=handle.generation
+    ):
         raise InvalidChunkError("a worker's handle names pages that are not its own", reason="STALE_REGION")
     return {tensor.name: _view(tensor, handle, memory) for tensor in handle.tensors}
 
 
-def _empty(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, Array]:
-    """Returns tensors of these shapes that use almost no memory, because all elements of a tensor share one element."""
+def without_content(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, Array]:
+    """Returns tensors of these shapes, whose dtype is named in `DTYPES`. They use almost no memory, because all
+    elements of a tensor share one element.
+    """
     return {name: np.broadcast_to(np.zeros((), DTYPES[dtype]), shape) for name, shape in shapes.items()}
 
 
@@ -229,7 +207,10 @@ def _view(tensor: PlacedTensor, handle: Handle, memory: memoryview) -> Array:
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None or tensor.offset < 0 or any(dim < 0 for dim in tensor.shape):
         raise InvalidChunkError(f"tensor {tensor.name!r} of a worker's handle is not valid")
-    if tensor.offset % ALIGNMENT_BYTES or tensor.offset + math.prod(tensor.shape) * dtype.itemsize > handle.size_bytes:
+    if (
+        tensor.offset % memory_file.ALIGNMENT_BYTES
+        or tensor.offset + math.prod(tensor.shape) * dtype.itemsize > handle.size_bytes
+    ):
         raise InvalidChunkError(f"tensor {tensor.name!r} is outside its worker's handle")
     return np.ndarray(tensor.shape, dtype, memory, handle.offset + tensor.offset)
 
@@ -237,7 +218,7 @@ def _view(tensor: PlacedTensor, handle: Handle, memory: memoryview) -> Array:
 def _map(ticket: PartitionTicket) -> mmap.mmap:
     path = Path(f"/proc/{ticket.process_id}/fd/{ticket.file_descriptor}")
     try:
-        if not str(path.readlink()).startswith(f"/memfd:{MEMFD_NAME}"):
+        if not str(path.readlink()).startswith(f"/memfd:{memory_file.MEMFD_NAME}"):
             raise _not_shared("its replica has closed it")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -246,7 +227,7 @@ def _map(ticket: PartitionTicket) -> mmap.mmap:
             os.close(fd)
     except OSError as exc:
         raise _not_shared(exc.strerror or str(exc)) from exc
-    if mapping[:TOKEN_BYTES] != ticket.token:
+    if mapping[: memory_file.TOKEN_BYTES] != ticket.token:
         raise _not_shared("it belongs to another replica")
     return mapping
 

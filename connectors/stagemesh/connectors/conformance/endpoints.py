@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from stagemesh.common.connector_descriptors import ConnectorName
-from stagemesh.connectors.arena.arena import Arena, MemoryAccount, Written
+from stagemesh.connectors.arena.arena import Arena, Written
 from stagemesh.connectors.base import (
     ArenaRange,
     Bytes,
     Connector,
     FetchingReader,
     InPlaceReader,
+    MemoryAccount,
     Producer,
     Reader,
 )

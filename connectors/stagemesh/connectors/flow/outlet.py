@@ -8,14 +8,22 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from copy import copy
 from typing import TypeAlias
 
-from stagemesh.common.connector_descriptors import GRPC
+from stagemesh.common.connector_descriptors import GRPC, ConnectorName
 from stagemesh.common.errors import CancelledRequestError, NotReadyError, StagemeshError
-from stagemesh.connectors.arena.arena import Arena, MemoryAccount, Region, Written
-from stagemesh.connectors.base import ArenaRange
-from stagemesh.connectors.edge import ChunkPolicy, FlowStatus, FlowUsage, Packet, StepPolicy, is_recoverable
-from stagemesh.connectors.flow.chunking import Chunker
-from stagemesh.connectors.flow.ledger import Ledger, Retention, SentChunk
-from stagemesh.connectors.flow.outlet_attempt import OutletAttempt, Phase, Route
+from stagemesh.connectors.arena.arena import Arena, Region
+from stagemesh.connectors.base import ArenaRange, MemoryAccount
+from stagemesh.connectors.edge import (
+    Chunker,
+    ChunkPolicy,
+    EdgeKey,
+    FlowStatus,
+    FlowUsage,
+    Packet,
+    StepPolicy,
+    is_recoverable,
+)
+from stagemesh.connectors.flow.outlet_attempt import OutletAttempt, Phase
+from stagemesh.connectors.flow.sent_chunks import Retention, SentChunk, SentChunks
 from stagemesh.connectors.stream import wire
 from stagemesh.v1 import chunk_pb2
 
@@ -37,7 +45,8 @@ class Outlet:
 
     def __init__(
         self,
-        route: Route,
+        key: EdgeKey,
+        connector: ConnectorName,
         *,
         policy: ChunkPolicy,
         arena: Arena,
@@ -45,11 +54,11 @@ class Outlet:
         rebind_s: float = 0.0,
         on_over: Callable[[], None] = lambda: None,
     ) -> None:
-        """Creates the first attempt.
+        """Creates the first attempt, which requests `connector`.
 
         `on_over` is called when the flow is committed or aborted, or when it has failed and cannot continue.
         """
-        self.ledger = Ledger(retention)
+        self.ledger = SentChunks(retention)
         self.is_over = False
         """Whether the flow can no longer send data to any consumer."""
         self._chunker = None if isinstance(policy, StepPolicy) else Chunker(policy)
@@ -59,13 +68,13 @@ class Outlet:
         self._shape: wire.PacketShape | None = None
         self._error: StagemeshError | None = None
         self._rebind_timer: asyncio.TimerHandle | None = None
-        self.attempt = OutletAttempt(route, self.ledger, on_over=self._attempt_over)
+        self.attempt = OutletAttempt(key, connector, self.ledger, on_over=self._attempt_over)
 
     @property
     def usage(self) -> FlowUsage:
         """The number of chunks and bytes that the flow has sent."""
-        ledger = self.ledger
-        return FlowUsage(self.attempt.key.edge, self.attempt.connector, ledger.sent_chunks, ledger.sent_bytes)
+        attempt, ledger = self.attempt, self.ledger
+        return FlowUsage(attempt.key.edge, attempt.connector, ledger.next_seq - ledger.ended, ledger.sent_bytes)
 
     @property
     def status(self) -> FlowStatus:
@@ -90,7 +99,7 @@ class Outlet:
 
     def has_credit(self, size_bytes: int) -> bool:
         """Returns whether the consumer has granted credit for `size_bytes` more payload bytes."""
-        return self.attempt.has_credit(self.ledger.sent_bytes + size_bytes)
+        return self.ledger.sent_bytes + size_bytes <= self.attempt.limit_bytes
 
     async def send(self, packet: Packet) -> None:
         """Sends a packet. Returns after waiting for credit and arena space, but does not wait for the delivery.
@@ -132,7 +141,7 @@ class Outlet:
 
     def check_rebindable(self) -> None:
         """Raises NotReadyError (CHUNK_GONE) if some chunks are no longer available for another consumer."""
-        if self.is_over or not self.ledger.is_complete:
+        if self.is_over or self.ledger.retained_from(0) is None:
             edge = self.attempt.key.edge
             raise NotReadyError(
                 f"the first chunks of edge {edge} are no longer retained; run its producer again",
@@ -140,13 +149,14 @@ class Outlet:
                 metadata={"edge": edge},
             )
 
-    def rebind(self, route: Route) -> None:
+    def rebind(self, key: EdgeKey, connector: ConnectorName) -> None:
         """Moves the flow to another consumer and sends all chunks again. Call `check_rebindable` first."""
-        self._cancel_timer()
+        if self._rebind_timer is not None:
+            self._rebind_timer.cancel()
         # Ends the previous attempt first, because the next attempt may use the same key on the same link.
         self.attempt.supersede()
         self.ledger.restart()
-        self.attempt = OutletAttempt(route, self.ledger, on_over=self._attempt_over)
+        self.attempt = OutletAttempt(key, connector, self.ledger, on_over=self._attempt_over)
         self.ledger.changed.fire()
 
     # -- inner workings
@@ -170,16 +180,12 @@ class Outlet:
         self._end()
 
     def _end(self) -> None:
-        self._cancel_timer()
+        if self._rebind_timer is not None:
+            self._rebind_timer.cancel()
         self.ledger.changed.fire()
         if not self.is_over:
             self.is_over = True
             self._on_over()
-
-    def _cancel_timer(self) -> None:
-        if self._rebind_timer is not None:
-            self._rebind_timer.cancel()
-            self._rebind_timer = None
 
     def _check_error(self) -> None:
         if self._error is not None:
@@ -198,7 +204,7 @@ class Outlet:
             copies = {name: tensor.copy() for name, tensor in packet.tensors.items()}
             sent = SentChunk(self.ledger.next_seq, shape, copies, packet.metadata)
         else:
-            sent = self._placed(packet, shape) or await self._written(packet, shape)
+            sent = self._found(packet, shape) or await self._written(packet, shape)
         self._digest.add(shape)
         self._append(sent)
 
@@ -221,17 +227,6 @@ class Outlet:
                 self.attempt.reopen()
         self.ledger.changed.fire()
 
-    def _placed(self, packet: Packet, shape: wire.PacketShape) -> SentChunk | None:
-        """Returns the chunk of a packet. Copies the packet's tensors into the arena unless they are already there.
-
-        Returns None if the tensors must be copied but there is not enough space now.
-        """
-        chunk = self._found(packet, shape)
-        if chunk is not None:
-            return chunk
-        written = self._arena.try_write(packet.tensors, self._account, shape.layout)
-        return None if written is None else self._chunk_of(written, packet, shape)
-
     def _found(self, packet: Packet, shape: wire.PacketShape) -> SentChunk | None:
         """Returns the chunk of a packet whose tensors are already in the arena, or None if any tensor is not."""
         regions: dict[Region, None] = {}
@@ -250,14 +245,11 @@ class Outlet:
         return SentChunk(self.ledger.next_seq, shape, packet.tensors, packet.metadata, tuple(regions), places)
 
     async def _written(self, packet: Packet, shape: wire.PacketShape) -> SentChunk:
-        written = await self._arena.write(packet.tensors, self._account, shape.layout)
+        """Returns the chunk of a packet whose tensors were copied into the arena."""
+        region, tensors, places = await self._arena.write(packet.tensors, self._account, shape.layout)
         if self._error is not None:
-            written.region.release()
-        self._check_error()
-        return self._chunk_of(written, packet, shape)
-
-    def _chunk_of(self, written: Written, packet: Packet, shape: wire.PacketShape) -> SentChunk:
-        region, tensors, places = written
+            region.release()
+            self._check_error()
         return SentChunk(self.ledger.next_seq, shape, tensors, packet.metadata, (region,), places)
 
 
@@ -277,11 +269,6 @@ class FanOut:
     def usages(self) -> tuple[FlowUsage, ...]:
         """The number of chunks and bytes that each outlet has sent."""
         return tuple(outlet.usage for outlet in self._outlets)
-
-    @property
-    def statuses(self) -> tuple[FlowStatus, ...]:
-        """A snapshot of the state of each outlet."""
-        return tuple(outlet.status for outlet in self._outlets)
 
     async def send(self, packet: Packet) -> None:
         """Sends a packet over every outlet. Raises the error of the first outlet that fails."""
@@ -305,11 +292,6 @@ class FanOut:
         """
         await _run_together([outlet.finish() for outlet in self._outlets])
 
-    def abort(self, error: StagemeshError) -> None:
-        """Aborts every outlet with `error`. Never raises."""
-        for outlet in self._outlets:
-            outlet.abort(error)
-
     def _selected(self, packet: Packet) -> list[tuple[Outlet, Packet]]:
         """Returns the outlets that send a part of a packet, each with its part."""
         selected = [(outlet, select(packet) if select else packet) for outlet, select in self._outlets.items()]
@@ -322,9 +304,7 @@ class FanOut:
         """
         if all(self._arena.find(tensor) for tensor in packet.tensors.values() if tensor.nbytes):
             return packet
-        written = self._arena.try_write(packet.tensors, self._account)
-        if written is None:
-            written = await self._arena.write(packet.tensors, self._account)
+        written = await self._arena.write(packet.tensors, self._account)
         return Packet(written.held(), packet.metadata)
 
 

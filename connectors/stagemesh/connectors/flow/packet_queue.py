@@ -1,44 +1,92 @@
-"""The queue of an edge's received packets, the position in the edge's rows, and the producer's credit."""
+"""The queue of an edge's received packets, which drops rows that have already arrived, and the producer's credit."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError
 from stagemesh.common.notification import Notifier
-from stagemesh.common.tensors import Array
 from stagemesh.connectors.edge import MetadataValue, Packet
 
 CONTEXT, TOKEN_START = "context_frames", "token_start"
 """Metadata keys for the number of repeated rows at the front of a packet, and for the token at which its rows start."""
 
 
-def rows_of(tensor: Array) -> int:
-    """Returns a tensor's length along its first axis, or 1 if it has no axes."""
-    return tensor.shape[0] if tensor.ndim else 1
-
-
 def add_rows(rows: dict[str, int], packet: Packet) -> None:
-    """Adds the number of rows of each tensor of a packet to the tensor's entry in `rows`."""
+    """Adds the number of rows of each tensor of a packet to the tensor's entry in `rows`.
+
+    The rows of a tensor are its length along the first axis, or 1 if it has no axes.
+    """
     for name, tensor in packet.tensors.items():
         rows[name] = rows.get(name, 0) + (tensor.shape[0] if tensor.ndim else 1)
 
 
-class RowPosition:
-    """Counts the rows received on an edge, by tensor. Drops rows that a new producer sends again."""
+class PacketQueue:
+    """The packets of an edge that have arrived but have not been read. All attempts of an inlet share the queue.
+
+    Counts the received rows by tensor, and drops rows that a new producer sends again.
+    """
 
     def __init__(self, *, edge: str) -> None:
+        self.has_ended = False
+        """Whether all packets of the edge have arrived."""
+        self.changed = Notifier()
+        """Fired when a packet has arrived, or when the current attempt has ended, failed or been replaced."""
         self._edge = edge
+        self._packets: deque[tuple[Packet, int, Callable[[int], None]]] = deque()
         self._counted: dict[str, int] = {}
         self._replayed: dict[str, int] | None = None
         """The row position of a producer that may repeat rows, by tensor. None if all further rows are new."""
         self._has_context = False
 
-    @property
-    def repeats(self) -> bool:
-        """Whether the current producer may still send rows that an earlier producer has already sent."""
-        return self._replayed is not None
+    # -- the packets
 
-    def check(self, first_rows: Mapping[str, int]) -> None:
+    @property
+    def waiting(self) -> int:
+        """The number of unread packets."""
+        return len(self._packets)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """The number of payload bytes in the unread packets."""
+        return sum(packet.size_bytes for packet, _, _ in self._packets)
+
+    def accept(self, packet: Packet, consume: Callable[[int], None]) -> None:
+        """Queues the new rows of a packet. Raises InvalidChunkError if the packet contradicts a previous attempt.
+
+        Args:
+            packet: The packet as it arrived.
+            consume: Called with the packet's size in bytes when the packet is read, or now if it has no new rows.
+        """
+        new = self.new_part(packet)
+        if new is None:
+            consume(packet.size_bytes)
+        else:
+            self._packets.append((new, packet.size_bytes, consume))
+
+    def accept_end(self) -> None:
+        """Marks the end of the edge after the queued packets.
+
+        Raises InvalidChunkError (ATTEMPTS_DIFFER) if the producer has sent fewer rows than the previous producer.
+        """
+        if self._replayed is not None:
+            raise self._attempts_differ(
+                "sent fewer rows than the previous attempt; a stage must reproduce its output from the same seed"
+            )
+        self.has_ended = True
+
+    def pop(self) -> Packet:
+        """Removes and returns the oldest packet, and calls its `consume` callback."""
+        packet, size_bytes, consume = self._packets.popleft()
+        consume(size_bytes)
+        return packet
+
+    def clear(self) -> None:
+        """Drops all unread packets."""
+        self._packets.clear()
+
+    # -- the rows
+
+    def check_rows(self, first_rows: Mapping[str, int]) -> None:
         """Raises NotReadyError (ROWS_MISSING) if rows would be missing when another producer begins at `first_rows`."""
         for name, first in first_rows.items():
             counted = 0 if self._has_context else self._counted.get(name, 0)
@@ -58,41 +106,31 @@ class RowPosition:
         self._replayed = {name: first_rows.get(name, 0) for name in self._counted}
         self._end_replay()
 
-    def take(self, packet: Packet) -> Packet | None:
+    def new_part(self, packet: Packet) -> Packet | None:
         """Counts the rows of a packet.
 
         Returns the packet without rows that have already arrived, or None if no row is new. Raises InvalidChunkError
         (ATTEMPTS_DIFFER) if a packet with left context has both old and new rows.
         """
         self._has_context = self._has_context or CONTEXT in packet.metadata
-        if self._replayed is not None:
-            return self._new_part(packet, self._replayed)
-        add_rows(self._counted, packet)
-        return packet
-
-    def check_end(self) -> None:
-        """Raises InvalidChunkError (ATTEMPTS_DIFFER) if the producer has sent fewer rows than the previous producer."""
-        if self._replayed is not None:
-            raise InvalidChunkError(
-                f"edge {self._edge}: the new attempt of its producer sent fewer rows than the previous attempt; "
-                "a stage must reproduce its output from the same seed",
-                reason="ATTEMPTS_DIFFER",
-                metadata={"edge": self._edge},
-            )
-
-    def _new_part(self, packet: Packet, replayed: dict[str, int]) -> Packet | None:
+        if self._replayed is None:
+            add_rows(self._counted, packet)
+            return packet
+        already = {name: self._counted.get(name, 0) - self._replayed.get(name, 0) for name in packet.tensors}
+        add_rows(self._replayed, packet)
         skips: dict[str, int] = {}
-        rows = 0
+        has_new = False
         for name, tensor in packet.tensors.items():
-            count, reached = rows_of(tensor), replayed.get(name, 0)
-            skips[name] = skip = min(count, max(0, self._counted.get(name, 0) - reached))
-            replayed[name] = reached + count
-            self._counted[name] = max(self._counted.get(name, 0), replayed[name])
-            rows += count - skip
+            rows = tensor.shape[0] if tensor.ndim else 1
+            skips[name] = skip = min(rows, max(0, already[name]))
+            has_new = has_new or rows > skip
+            self._counted[name] = max(self._counted.get(name, 0), self._replayed[name])
         self._end_replay()
-        if not rows:
+        if not has_new:
             return None
-        return _without(packet, skips, edge=self._edge) if any(skips.values()) else packet
+        return self._without(packet, skips) if any(skips.values()) else packet
+
+    # -- inner workings
 
     def _end_replay(self) -> None:
         """Stops dropping rows if the producer has reached the row counts of all tensors."""
@@ -100,69 +138,35 @@ class RowPosition:
         if replayed is not None and all(replayed.get(name, 0) >= rows for name, rows in self._counted.items()):
             self._replayed = None
 
+    def _without(self, packet: Packet, skips: Mapping[str, int]) -> Packet:
+        """Returns the packet without the first `skips` rows of each tensor."""
+        if packet.metadata.get(CONTEXT):
+            raise self._attempts_differ("cut chunks with left context at different rows")
+        tensors = {
+            name: tensor[skips[name] :] if tensor.ndim else tensor
+            for name, tensor in packet.tensors.items()
+            if tensor.ndim or not skips[name]
+        }
+        metadata: Mapping[str, MetadataValue] = packet.metadata
+        start = metadata.get(TOKEN_START)
+        if isinstance(start, int) and len(set(skips.values())) == 1:
+            metadata = {**metadata, TOKEN_START: start + next(iter(skips.values()))}
+        return Packet(tensors, metadata)
 
-class PacketQueue:
-    """The packets of an edge that have arrived but have not been read. All attempts of an inlet share the queue."""
-
-    def __init__(self, *, edge: str) -> None:
-        self.rows = RowPosition(edge=edge)
-        self.has_ended = False
-        """Whether all packets of the edge have arrived."""
-        self.changed = Notifier()
-        """Fired when a packet has arrived, or when the current attempt has ended, failed or been replaced."""
-        self._packets: deque[tuple[Packet, int, Callable[[int], None]]] = deque()
-
-    @property
-    def waiting(self) -> int:
-        """The number of unread packets."""
-        return len(self._packets)
-
-    @property
-    def waiting_bytes(self) -> int:
-        """The number of payload bytes in the unread packets."""
-        return sum(packet.size_bytes for packet, _, _ in self._packets)
-
-    def accept(self, packet: Packet, consume: Callable[[int], None]) -> None:
-        """Queues the new rows of a packet. Raises InvalidChunkError if the packet contradicts a previous attempt.
-
-        Args:
-            packet: The packet as it arrived.
-            consume: Called with the packet's size in bytes when the packet is read, or now if it has no new rows.
-        """
-        new = self.rows.take(packet)
-        if new is None:
-            consume(packet.size_bytes)
-        else:
-            self._packets.append((new, packet.size_bytes, consume))
-
-    def accept_end(self) -> None:
-        """Marks the end of the edge after the queued packets.
-
-        Raises InvalidChunkError if the producer has sent fewer rows than an earlier attempt.
-        """
-        self.rows.check_end()
-        self.has_ended = True
-
-    def pop(self) -> Packet:
-        """Removes and returns the oldest packet, and calls its `consume` callback."""
-        packet, size_bytes, consume = self._packets.popleft()
-        consume(size_bytes)
-        return packet
-
-    def clear(self) -> None:
-        """Drops all unread packets."""
-        self._packets.clear()
+    def _attempts_differ(self, difference: str) -> InvalidChunkError:
+        return InvalidChunkError(
+            f"edge {self._edge}: the new attempt of its producer {difference}",
+            reason="ATTEMPTS_DIFFER",
+            metadata={"edge": self._edge},
+        )
 
 
 class Credit:
     """The credit of one producer: the number of payload bytes that it may send, counted from the flow's first chunk."""
 
     def __init__(self, window_bytes: int) -> None:
-        self.limit_bytes = window_bytes
-        self.received_bytes = 0
-        self._window_bytes = window_bytes
-        self._reported_bytes = window_bytes
-        self._consumed_bytes = self._demanded_bytes = 0
+        self.limit_bytes = self._window_bytes = self._reported_bytes = window_bytes
+        self.received_bytes = self._consumed_bytes = self._demanded_bytes = 0
 
     @property
     def available_bytes(self) -> int:
@@ -172,14 +176,17 @@ class Credit:
     def consume(self, size_bytes: int) -> bool:
         """Counts bytes as read. Returns whether the limit has risen.
 
-        It rises in steps of at least a quarter of the window.
+        It rises in steps of at least a quarter of the window, or to the demanded size.
         """
         self._consumed_bytes += size_bytes
-        limit_bytes = self._consumed_bytes + self._window_bytes
-        is_raised = limit_bytes - self.limit_bytes >= max(1, self._window_bytes // 4)
+        limit_bytes, step_bytes = self._consumed_bytes + self._window_bytes, max(1, self._window_bytes // 4)
+        if self._demanded_bytes and self._consumed_bytes == self.received_bytes:
+            limit_bytes, step_bytes = max(limit_bytes, self.received_bytes + self._demanded_bytes), 1
+            self._demanded_bytes = 0
+        is_raised = limit_bytes - self.limit_bytes >= step_bytes
         if is_raised:
             self.limit_bytes = limit_bytes
-        return self._meet_demand() or is_raised
+        return is_raised
 
     def demand(self, size_bytes: int) -> bool:
         """Requests credit for a chunk of `size_bytes`, which is granted when all received bytes have been read.
@@ -187,7 +194,7 @@ class Credit:
         Returns True if the limit has risen immediately.
         """
         self._demanded_bytes = size_bytes
-        return self._meet_demand()
+        return self.consume(0)
 
     def report(self) -> int:
         """Returns the credit limit in bytes if it has risen since the last call, or else 0."""
@@ -195,31 +202,3 @@ class Credit:
             return 0
         self._reported_bytes = self.limit_bytes
         return self.limit_bytes
-
-    def _meet_demand(self) -> bool:
-        if not self._demanded_bytes or self._consumed_bytes != self.received_bytes:
-            return False
-        limit_bytes, self._demanded_bytes = self.received_bytes + self._demanded_bytes, 0
-        is_raised = limit_bytes > self.limit_bytes
-        self.limit_bytes = max(self.limit_bytes, limit_bytes)
-        return is_raised
-
-
-def _without(packet: Packet, skips: Mapping[str, int], *, edge: str) -> Packet:
-    """Returns the packet without the first `skips` rows of each tensor."""
-    if packet.metadata.get(CONTEXT):
-        raise InvalidChunkError(
-            f"edge {edge}: the new attempt of its producer cut chunks with left context at different rows",
-            reason="ATTEMPTS_DIFFER",
-            metadata={"edge": edge},
-        )
-    tensors = {
-        name: tensor[skips[name] :] if tensor.ndim else tensor
-        for name, tensor in packet.tensors.items()
-        if tensor.ndim or not skips[name]
-    }
-    metadata: Mapping[str, MetadataValue] = packet.metadata
-    start = metadata.get(TOKEN_START)
-    if isinstance(start, int) and len(set(skips.values())) == 1:
-        metadata = {**metadata, TOKEN_START: start + next(iter(skips.values()))}
-    return Packet(tensors, metadata)

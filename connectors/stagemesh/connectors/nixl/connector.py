@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from stagemesh.common.connector_descriptors import NIXL, ConnectorName
 from stagemesh.common.errors import StagemeshError, UnavailableError
-from stagemesh.connectors.arena.arena import Arena, MemoryAccount
-from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, Producer
+from stagemesh.connectors.arena.arena import Arena
+from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, MemoryAccount, Producer
 from stagemesh.connectors.nixl.environment import quiet, shared_settings, unavailable
 from stagemesh.connectors.nixl.read_thread import ReadThread
 from stagemesh.connectors.nixl.remote_arena import NixlOffer, RemoteArena

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import msgspec
 
 from stagemesh.common.errors import UnavailableError
-from stagemesh.connectors.arena.arena import Arena, MemoryAccount, Region
+from stagemesh.connectors.arena.arena import Arena, Region
 from stagemesh.connectors.arena.memory_file import LAYOUT_NAME, TOKEN_BYTES, data_offset_in
-from stagemesh.connectors.base import ArenaRange, Bytes
+from stagemesh.connectors.base import ArenaRange, Bytes, MemoryAccount
 from stagemesh.connectors.nixl.environment import unavailable
 from stagemesh.connectors.nixl.read_thread import ReadThread
 from stagemesh.connectors.nixl.remote_reads import Read, RemoteReads

@@ -10,7 +10,8 @@ from typing import TypeAlias
 
 from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.common.errors import ExistsError, NotFoundError, NotReadyError, StagemeshError, StaleAttemptError
-from stagemesh.connectors.arena.arena import Arena, when_gone
+from stagemesh.connectors.arena.arena import Arena
+from stagemesh.connectors.arena.memory_file import when_gone
 from stagemesh.connectors.base import Bytes, Producer, Reader
 from stagemesh.connectors.edge import EdgeKey, ReadyQueue
 from stagemesh.connectors.flow.inlet import Inlet, InletAttempt

@@ -9,8 +9,8 @@ from stagemesh.common.connector_descriptors import ConnectorName, name_of
 from stagemesh.common.errors import InternalError, InvalidChunkError, StagemeshError, UnavailableError
 from stagemesh.common.notification import Notifier
 from stagemesh.connectors.edge import EdgeKey
-from stagemesh.connectors.flow.ledger import Leases
-from stagemesh.connectors.flow.outlet_attempt import OutletAttempt, Route
+from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
+from stagemesh.connectors.flow.sent_chunks import Leases
 from stagemesh.connectors.replica_connectors import ReplicaConnectors
 from stagemesh.connectors.stream import local_socket, wire
 from stagemesh.connectors.stream.connection import Connection, Peer
@@ -62,16 +62,12 @@ class ConsumerLink:
 
     # -- flows
 
-    def route(self, key: EdgeKey, wanted: ConnectorName) -> Route:
-        """Returns the route of a flow over this link. `wanted` is the requested connector or AUTO."""
-        return Route(key, wanted, self._leases, self._attend)
-
     def add(self, flow: OutletAttempt) -> None:
         """Adds a flow to the link. The link opens the flow as soon as the link has a stream."""
         if not self._flows:
             self._seen_s = self._loop.time()
         self._flows[flow.key] = flow
-        self._attend(flow)
+        flow.join(self._leases, self._attend)
         self._changed.fire()
 
     def find(self, key: EdgeKey) -> OutletAttempt | None:

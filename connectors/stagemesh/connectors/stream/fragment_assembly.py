@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from stagemesh.common.errors import InvalidChunkError
-from stagemesh.connectors.arena.arena import Arena, MemoryAccount
-from stagemesh.connectors.base import Bytes
+from stagemesh.connectors.arena.arena import Arena
+from stagemesh.connectors.base import Bytes, MemoryAccount
 from stagemesh.connectors.edge import EdgeKey
 from stagemesh.connectors.stream.wire import Fragment
 from stagemesh.v1 import chunk_pb2, tensor_pb2

@@ -20,7 +20,7 @@ from stagemesh.common.errors import (
 from stagemesh.common.host import available_bytes
 from stagemesh.common.request_checks import check_request_id
 from stagemesh.common.stage_config import StageConfig
-from stagemesh.connectors.arena.pinning import can_pin, pin
+from stagemesh.connectors.arena.memory_file import pin_if_cuda
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.services.engines.abilities import SleepControl
 from stagemesh.services.engines.base import Engine, EngineLoad
@@ -245,7 +245,7 @@ class StageRuntime:
         """Returns the current load of the engine and of the data plane."""
         engine = EngineLoad(0, 0) if self.state is ReplicaState.LOADING else self._engine.load()
         plane = self.data_plane
-        arena, landing = plane.arena.stats(), plane.landing_stats
+        arena, landing = plane.arena, plane.landing
         return stage_pb2.WatchLoadResponse(
             running=engine.running,
             queued=engine.queued,
@@ -352,11 +352,11 @@ class StageRuntime:
 
     def _pin_arena(self) -> None:
         """Page-locks the arena if there is a GPU, so that tensors can be copied directly into it."""
-        if can_pin():
-            try:
-                pin(self.data_plane.arena)
-            except NotReadyError as exc:
-                _log.warning("the arena is not page-locked: %s", exc.message)
+        arena = self.data_plane.arena
+        try:
+            pin_if_cuda(arena.address, arena.file_bytes)
+        except NotReadyError as exc:
+            _log.warning("the arena is not page-locked: %s", exc.message)
 
     def _admit(self, spec: StepSpec, *, deadline_s: float | None) -> StepRun:
         check_spec(

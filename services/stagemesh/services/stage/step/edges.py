@@ -88,7 +88,7 @@ class StepEdges:
 
     def outlet_reports(self) -> list[control_pb2.FlowReport]:
         """Returns the status of each outgoing flow."""
-        return [_report(self._outputs[status.edge].consumer, status) for status in self.outlets.statuses]
+        return [_report(self._outputs[edge].consumer, outlet.status) for edge, outlet in self._by_edge.items()]
 
     def rebind(self, rebinding: Rebinding) -> None:
         """Binds all named edges to other replicas, or no edge if an error is raised.
@@ -127,13 +127,18 @@ class StepEdges:
         `left_state` says whether the run paused and left a state from which another replica can resume the request.
         """
         if error is not None:
-            self.outlets.abort(error)
+            self.release(error)
         if self.state_outlet is not None and (error is not None or not left_state):
             ended = InvalidRequestError("the request ran to its end and left no state", reason="NOT_PAUSED")
             self.state_outlet.abort(error or ended)
         lost = error is not None and is_recoverable(error)
         await asyncio.gather(*(inlet.aclose(lost=lost) for inlet in self._all_inlets().values()))
         self._inlets, self.state_inlet, self.state_outlet = {}, None, None
+
+    def release(self, error: StagemeshError) -> None:
+        """Aborts the outlets that are still open. Their consumers receive `error`."""
+        for outlet in self._by_edge.values():
+            outlet.abort(error)
 
     # -- internal
 

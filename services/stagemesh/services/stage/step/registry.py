@@ -125,7 +125,7 @@ class RunRegistry:
 
     def _release(self, left: Iterable[StepEdges]) -> None:
         for edges in left:
-            edges.outlets.abort(_RELEASED)
+            edges.release(_RELEASED)
         self._drop_edges_over()
 
     def _drop_edges_over(self) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from stagemesh.connectors.arena.memory_file import ALIGNMENT_BYTES
-from stagemesh.connectors.arena.worker_writer import ArenaWriter, Handle, PartitionTicket, Reserved
+from stagemesh.connectors.arena.worker_writer import ArenaWriter, Handle, PartitionTicket, Reserved, without_content
 
 CONFIG_KEY = "stagemesh_layers"
 """The key of vLLM's `additional_config` under which the numbers of the emitted inner layers are listed."""
@@ -204,11 +204,12 @@ class RowWriter:
     def _copy(self, states: Mapping[str, torch.Tensor], slices: Sequence[Slice]) -> Written:
         total = sum(part.rows for part in slices)
         shapes = {name: (total, rows.shape[1]) for name, rows in states.items()}
-        reserved = self._writer.try_reserve(shapes, self._dtype_name)
+        contents = without_content(shapes, self._dtype_name)
+        reserved = self._writer.try_reserve(contents)
         overflow = reserved is None
         if overflow and not self._staged_bytes:
             # While rows are staged, only the thread uses the overflow memory.
-            reserved = self._overflow.try_reserve(shapes, self._dtype_name)
+            reserved = self._overflow.try_reserve(contents)
         targets = self._targets(reserved) if reserved else self._stage(shapes)
         pieces = {name: [rows[run] for run in _runs(slices)] for name, rows in states.items()}
         copied = _copy(pieces, targets, stream=self._stream)
@@ -243,7 +244,7 @@ class RowWriter:
         handle = written.handle
         if handle is None:
             shapes = {name: tuple(rows.shape) for name, rows in written.staged.items()}
-            reserved = self._overflow.reserve(shapes, self._dtype_name)
+            reserved = self._overflow.reserve(without_content(shapes, self._dtype_name))
             for name, target in self._targets(reserved).items():
                 target.copy_(written.staged[name])
             handle = reserved.handle

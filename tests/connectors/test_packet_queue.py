@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError
 from stagemesh.connectors.edge import MetadataValue, Packet
-from stagemesh.connectors.flow.packet_queue import RowPosition, add_rows
+from stagemesh.connectors.flow.packet_queue import PacketQueue, add_rows
 
 _NAMES: tuple[str, ...] = ("x", "y")
 
@@ -37,24 +37,24 @@ lengths = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8)
 
 @given(data=st.data(), total=st.tuples(st.integers(0, 20), st.integers(0, 20)))
 def test_each_row_is_delivered_once_and_in_order(data: st.DataObject, total: tuple[int, int]) -> None:
-    rows, count = dict(zip(_NAMES, total, strict=True)), RowPosition(edge="e")
+    rows, count = dict(zip(_NAMES, total, strict=True)), PacketQueue(edge="e")
     taken: list[Packet] = []
     begin = dict.fromkeys(_NAMES, 0)
     for _ in range(data.draw(st.integers(0, 3))):
         coming = packets(begin, cut({name: rows[name] - begin[name] for name in _NAMES}, data.draw(lengths)))
         for one in coming[: data.draw(st.integers(0, len(coming)))]:
-            new = count.take(one)
+            new = count.new_part(one)
             taken += [new] if new is not None else []
         here = dict.fromkeys(_NAMES, 0)
         for one in taken:
             add_rows(here, one)
         begin = {name: data.draw(st.integers(0, here[name])) for name in _NAMES}
-        count.check(begin)
+        count.check_rows(begin)
         count.begin(begin)
     for one in packets(begin, cut({name: rows[name] - begin[name] for name in _NAMES}, data.draw(lengths))):
-        new = count.take(one)
+        new = count.new_part(one)
         taken += [new] if new is not None else []
-    count.check_end()
+    count.accept_end()
     for name in _NAMES:
         parts = [one.tensors[name] for one in taken]
         joined = np.concatenate(parts) if parts else np.arange(0)
@@ -62,61 +62,61 @@ def test_each_row_is_delivered_once_and_in_order(data: st.DataObject, total: tup
 
 
 def test_packet_without_new_rows_is_dropped() -> None:
-    count = RowPosition(edge="e")
+    count = PacketQueue(edge="e")
     one = Packet({"x": np.arange(3), "n": np.array(7)})
-    assert count.take(one) is one
+    assert count.new_part(one) is one
     count.begin({})
-    assert count.take(one) is None
-    assert not count.repeats
-    assert count.take(one) is one
+    assert count.new_part(one) is None
+    count.accept_end()
+    assert count.new_part(one) is one
 
 
 def test_missing_rows_are_reported() -> None:
-    count = RowPosition(edge="e")
-    count.take(Packet({"x": np.arange(3)}))
-    count.check({"x": 3})
+    count = PacketQueue(edge="e")
+    count.new_part(Packet({"x": np.arange(3)}))
+    count.check_rows({"x": 3})
     with pytest.raises(NotReadyError, match="begins at row 4 of tensor 'x', but only 3 of its rows") as caught:
-        count.check({"x": 4})
+        count.check_rows({"x": 4})
     assert caught.value.reason == "ROWS_MISSING"
     assert caught.value.metadata == {"edge": "e", "tensor": "x", "rows": "3"}
 
 
 def test_repeated_context_is_counted_from_the_beginning_alone() -> None:
-    count = RowPosition(edge="e")
+    count = PacketQueue(edge="e")
     chunks = [_with(Packet({"x": np.arange(start, start + 4)}), context_frames=bool(start)) for start in (0, 3)]
-    assert [count.take(one) for one in chunks] == chunks
+    assert [count.new_part(one) for one in chunks] == chunks
     with pytest.raises(NotReadyError):
-        count.check({"x": 4})
+        count.check_rows({"x": 4})
     count.begin({})
-    assert [count.take(one) for one in chunks] == [None, None]
-    assert not count.repeats
+    assert [count.new_part(one) for one in chunks] == [None, None]
+    count.accept_end()
 
 
 def test_context_cut_at_other_rows_is_rejected() -> None:
-    count = RowPosition(edge="e")
-    count.take(_with(Packet({"x": np.arange(4)}), context_frames=0))
+    count = PacketQueue(edge="e")
+    count.new_part(_with(Packet({"x": np.arange(4)}), context_frames=0))
     count.begin({})
     with pytest.raises(InvalidChunkError) as caught:
-        count.take(_with(Packet({"x": np.arange(6)}), context_frames=2))
+        count.new_part(_with(Packet({"x": np.arange(6)}), context_frames=2))
     assert caught.value.reason == "ATTEMPTS_DIFFER"
 
 
 def test_token_at_which_a_packet_starts_moves_with_its_rows() -> None:
-    count = RowPosition(edge="e")
-    count.take(_with(Packet({"x": np.arange(5)}), token_start=0))
+    count = PacketQueue(edge="e")
+    count.new_part(_with(Packet({"x": np.arange(5)}), token_start=0))
     count.begin({"x": 3})
-    new = count.take(_with(Packet({"x": np.arange(3, 8)}), token_start=3))
+    new = count.new_part(_with(Packet({"x": np.arange(3, 8)}), token_start=3))
     assert new is not None
     assert (new.tensors["x"].tolist(), new.metadata["token_start"]) == ([5, 6, 7], 5)
 
 
 def test_producer_with_fewer_rows_than_before_is_rejected() -> None:
-    count = RowPosition(edge="e")
-    count.take(Packet({"x": np.arange(5)}))
+    count = PacketQueue(edge="e")
+    count.new_part(Packet({"x": np.arange(5)}))
     count.begin({})
-    count.take(Packet({"x": np.arange(4)}))
+    count.new_part(Packet({"x": np.arange(4)}))
     with pytest.raises(InvalidChunkError, match="fewer rows") as caught:
-        count.check_end()
+        count.accept_end()
     assert caught.value.reason == "ATTEMPTS_DIFFER"
 
 
