@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 
-from stagemesh.common.connector_descriptors import AUTO, GRPC, ConnectorName, name_of
+from stagemesh.common.connector_descriptors import AUTO, GRPC, name_of
 from stagemesh.common.errors import (
     InvalidChunkError,
     InvalidRequestError,
@@ -21,7 +21,7 @@ from stagemesh.connectors.flow.inlet import InletAttempt
 from stagemesh.connectors.stream import wire
 from stagemesh.connectors.stream.consumer import Consumer, ProducerState
 from stagemesh.connectors.stream.fragment_assembly import FragmentAssembler
-from stagemesh.connectors.stream.local_socket import DeathWatch
+from stagemesh.connectors.stream.local_socket import LocalProducer
 from stagemesh.rpc.message_streams import MessageStream
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
@@ -37,19 +37,11 @@ class ConsumerSession:
         self,
         consumer: Consumer,
         *,
-        arena_fd: int | None = None,
+        local: LocalProducer | None = None,
         on_closed: Callable[["ConsumerSession"], None],
     ) -> None:
-        """Takes ownership of `arena_fd`, the file descriptor of a local producer's arena.
-
-        `arena_fd` is None if the producer is on another host.
-        """
-        self.watch: DeathWatch | None = None
-        """The watch on the producer's process, or None if there is no watch.
-
-        After Hello, the ProducerState owns the watch.
-        """
-        self._consumer, self._arena_fd, self._on_closed = consumer, arena_fd, on_closed
+        """Takes ownership of `local`, which is None if the producer is on another host."""
+        self._consumer, self._local, self._on_closed = consumer, local, on_closed
         self._loop = asyncio.get_running_loop()
         self._stream: MessageStream | None = None
         self._producer_state: ProducerState | None = None
@@ -58,8 +50,6 @@ class ConsumerSession:
         """The keys of flows that have moved to another stream of the same producer."""
         self._transfers = FragmentAssembler(consumer.landing.request)
         self._negotiations: set[asyncio.Task[None]] = set()
-        self._negotiated: set[ConnectorName] = set()
-        """The connectors that were negotiated over this stream. Their readers may have failed since."""
         self._replies: list[stage_pb2.PutReply] = []
         self._ready = ReadyQueue[InletAttempt](self._flush)
         self._over: asyncio.Future[None] = self._loop.create_future()
@@ -68,15 +58,10 @@ class ConsumerSession:
         """Starts the session on `stream`. The session must be the handler of this stream."""
         self._stream = stream
 
-    @property
-    def producer(self) -> ProducerState | None:
-        """The state of the producer, or None until the producer has sent Hello."""
-        return self._producer_state
-
-    async def close(self, error: StagemeshError | None = None) -> None:
-        """Ends the stream, with `error` if given, and cancels all negotiations. Idempotent."""
+    async def close(self) -> None:
+        """Ends the stream and cancels all negotiations. Idempotent."""
         if self._stream is not None:
-            self._stream.close(error)
+            self._stream.close()
             await asyncio.wait((self._over,), timeout=_CLOSING_S)
         negotiations = list(self._negotiations)
         for negotiation in negotiations:
@@ -114,11 +99,9 @@ class ConsumerSession:
         self._flows.clear()
         self._transfers.clear()
         self._stream = None
-        if self._arena_fd is not None:
-            os.close(self._arena_fd)
-            self._arena_fd = None
-        if self.watch is not None:
-            self.watch.close()
+        if self._local is not None:
+            os.close(self._local.arena_fd)
+            self._local = None
         if not self._over.done():
             self._over.set_result(None)
         self._on_closed(self)
@@ -177,9 +160,8 @@ class ConsumerSession:
         assert self._stream is not None, "call `begin` before the session receives messages"
         self._stream.write(stage_pb2.PutChunkResponse(welcome=self._consumer.welcome(producer)).SerializeToString())
         producer.attach(self._ready)
-        if self.watch is not None:
-            producer.own_watch(self.watch)
-            self.watch = None
+        if self._local is not None:
+            producer.watch(self._local.connection, died=lambda: self._consumer.lose(producer))
 
     def _process(self, item: stage_pb2.PutItem) -> None:
         match item.WhichOneof("item"):
@@ -246,8 +228,7 @@ class ConsumerSession:
         flow = self._consumer.expected(key, self._producer)
         connector = name_of(message.connector)
         connector = GRPC if connector == AUTO else connector
-        has_reader = connector == GRPC or self._producer.reader(connector) is not None
-        if not has_reader and connector not in self._negotiated:
+        if connector != GRPC and not self._producer.has_negotiated(connector):
             raise NotReadyError(
                 f"edge {key.edge} was opened by connector {connector}, which {self._producer.replica} and this "
                 "replica have not negotiated",
@@ -256,7 +237,7 @@ class ConsumerSession:
         self._flows[key] = flow
         self._transfers.drop(key)
         flow.attach(self._ready, incarnation=self._producer.incarnation, connector=connector)
-        if has_reader:
+        if connector == GRPC or self._producer.reader(connector) is not None:
             flow.confirm(message.opening)
         else:
             self._resync_failed(flow)
@@ -279,9 +260,8 @@ class ConsumerSession:
     async def _answer(self, offer: stage_pb2.Offer) -> None:
         answer = stage_pb2.Meeting(connector=offer.connector)
         try:
-            name = name_of(offer.connector)
-            await self._producer.accept_offer(name, offer.offer, arena_fd=self._arena_fd)
-            self._negotiated.add(name)
+            arena_fd = self._local.arena_fd if self._local is not None else None
+            await self._producer.accept_offer(name_of(offer.connector), offer.offer, arena_fd=arena_fd)
         except StagemeshError as exc:
             answer.error.CopyFrom(wire.error_to_wire(exc))
         self._reply(stage_pb2.PutReply(meeting=answer))
@@ -349,11 +329,11 @@ class ConsumerSession:
                 flow.deliver(wire.packet_of(data, contents, location="streamed"))
             return False
         reader = self._producer.reader(flow.connector)
-        if reader is None and flow.connector in self._negotiated:
+        if reader is None:
+            if not self._producer.has_negotiated(flow.connector):
+                raise InvalidChunkError("a chunk arrived by a connector that was not negotiated")
             self._resync_failed(flow)
             return False
-        if reader is None:
-            raise InvalidChunkError("a chunk arrived by a connector that was not negotiated")
         places = wire.arena_ranges(data)
         if isinstance(reader, InPlaceReader):
             if not places:
