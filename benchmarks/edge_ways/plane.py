@@ -69,7 +69,7 @@ class PlaneSender(Sender):
 
     async def copied_bytes(self) -> int:
         """Returns the bytes that this replica has copied into its arena."""
-        return self._plane.arena_stats.copied_bytes
+        return self._plane.arena.copied_bytes
 
     async def send_many(self, *, size_bytes: int, count: int) -> None:
         """Sends tensors as fast as possible and returns when all have arrived."""
@@ -149,8 +149,8 @@ class PlaneReceiver(Receiver):
 
     async def copied_bytes(self) -> int:
         """Returns the bytes that this replica has copied into its arenas, without fetched or streamed bytes."""
-        landing = self._plane.landing_stats
-        return self._plane.arena_stats.copied_bytes + (landing.copied_bytes if landing else 0)
+        landing = self._plane.landing
+        return self._plane.arena.copied_bytes + (landing.copied_bytes if landing else 0)
 
     async def receive(self, size_bytes: int) -> Bytes:  # noqa: ARG002 - the message tells
         return await self._next(_MAIN)

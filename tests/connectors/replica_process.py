@@ -19,8 +19,7 @@ from typing import Any, Self
 import uvloop
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
-from stagemesh.connectors.arena.account import MemoryAccount
-from stagemesh.connectors.base import ArenaRange, Bytes, FetchingReader
+from stagemesh.connectors.base import ArenaRange, Bytes, FetchingReader, MemoryAccount
 from stagemesh.connectors.edge import EdgeKey, Packet, StepPolicy
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
@@ -146,8 +145,8 @@ class Program:
             "shared_bytes": memory["RssShmem"],
             "descriptors": _open_descriptors(),
             "tasks": len(asyncio.all_tasks()),
-            "arena_used_bytes": self._host.plane.arena_used_bytes,
-            "credit_bytes": self._host.plane.credit_bytes,
+            "arena_used_bytes": self._host.plane.arena.used_bytes,
+            "credit_bytes": self._host.plane.consumer.credit_bytes,
         }
 
     async def _take(self, reading: _Reading, *, request: str, size_bytes: int) -> bool:

@@ -16,11 +16,10 @@ import numpy as np
 
 from stagemesh.common.connector_descriptors import ConnectorDescriptor, ConnectorName
 from stagemesh.common.errors import InvalidChunkError, NotReadyError, UnavailableError
-from stagemesh.connectors.arena.account import MemoryAccount
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.arena.memory_file import TOKEN_BYTES, data_offset_in
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
-from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, Producer
+from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, MemoryAccount, Producer
 from stagemesh.connectors.conformance import ConnectorSuite
 
 _OFFER = struct.Struct(f"<II{TOKEN_BYTES}s")

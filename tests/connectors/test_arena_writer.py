@@ -133,7 +133,7 @@ def test_partition_of_a_killed_worker_is_freed_with_its_last_view(arena: Arena) 
     found = arena.find(held.tensors["x"])
     assert found is not None
     held.region.release()
-    assert (arena.used_bytes, arena.stats().regions) == (0, 0)
+    assert (arena.used_bytes, arena._regions) == (0, {})
     assert arena.max_region_bytes == arena.size_bytes // 2
     assert not any(arena._generations)
 

@@ -35,7 +35,7 @@ async def _carry(a: Host, outlet: Any, inlet: Any) -> None:
 
     await asyncio.gather(send(), receive())
     async with asyncio.timeout(5):
-        while a.plane.arena_used_bytes:
+        while a.plane.arena.used_bytes:
             await asyncio.sleep(0.01)
 
 

@@ -19,7 +19,7 @@ async def test_small_tensors_arrive_inline(size: int) -> None:
         outlet, inlet = open_flow(a, b)
         _, received = await asyncio.gather(send_all(outlet, sent), receive_all(inlet))
         assert_same(received, sent)
-        assert a.plane.arena_used_bytes == 0
+        assert a.plane.arena.used_bytes == 0
 
 
 async def test_request_id_can_be_used_again() -> None:

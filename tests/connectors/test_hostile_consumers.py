@@ -132,7 +132,7 @@ class Scene:
     async def until_released(self) -> None:
         """Waits until the producer's arena is empty."""
         async with asyncio.timeout(5):
-            while self.plane.arena_used_bytes:
+            while self.plane.arena.used_bytes:
                 await asyncio.sleep(0)
 
 
@@ -211,7 +211,7 @@ async def test_unlimited_credit_is_bounded_by_the_arena(limit_bytes: int) -> Non
         it.consumer.answers["open"] = lambda item: _opened(item, limit_bytes=limit_bytes)
         it.consumer.answers["chunk"] = lambda item: [*_acked(item), _granted(item, HUGE)]
         assert (await it.send(count=200)).usage.chunks == 200
-        assert it.plane.arena_used_bytes <= it.plane.arena_size_bytes
+        assert it.plane.arena.used_bytes <= it.plane.arena.size_bytes
 
 
 async def test_credit_is_never_revoked() -> None:
@@ -246,7 +246,7 @@ async def test_welcome_without_incarnation_is_rejected() -> None:
 
 
 async def test_consumer_that_does_not_begin_with_welcome_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagemesh.connectors.stream.producer_session._HANDSHAKE_S", 0.2)
+    monkeypatch.setattr("stagemesh.connectors.stream.connection._HANDSHAKE_S", 0.2)
     monkeypatch.setattr("stagemesh.connectors.stream.consumer_link.GIVE_UP_S", 0.5)
     async with scene() as it:
         it.consumer.welcome = stage_pb2.PutChunkResponse(replies=[_released(1)])

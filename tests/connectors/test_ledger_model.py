@@ -79,7 +79,7 @@ class Wire:
         self._user = user
         self._connection, other = socket.socketpair()
         other.close()
-        local = LocalProducer(self._connection, os.dup(producer._arena.fd))
+        local = LocalProducer(self._connection, os.dup(producer.arena.fd))
         self._session = consumer._open_session(local=local)
         self._session.begin(_End(self, Direction.REPLIES))
         self._ended = False
@@ -261,7 +261,7 @@ class DataPlaneModel(RuleBasedStateMachine):
             self.loop.run_until_complete(self._close())
             self.patches.undo()
             self.loop.close()
-        assert self.producer._arena.used_bytes == 0
+        assert self.producer.arena.used_bytes == 0
         assert [flow.outlet._account.held_bytes for flow in self.flows.values()] == [0, 0]
 
     def _deliver_the_rest(self) -> None:

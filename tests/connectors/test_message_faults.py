@@ -70,7 +70,7 @@ async def _deliver(consumer: Host, relay: Relay, *, name: str, connector: str) -
         stack.push_async_callback(producer.close)
         async with asyncio.timeout(30):
             await asyncio.gather(send(), receive())
-            while producer.arena_used_bytes and not _lost_a_lease(relay.faults[name]):
+            while producer.arena.used_bytes and not _lost_a_lease(relay.faults[name]):
                 gc.collect(0)
                 await asyncio.sleep(0.01)
 
@@ -127,7 +127,7 @@ def _quick_to_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagemesh.connectors.flow.outlet_attempt._REOPEN_S", 0.3)
     monkeypatch.setattr("stagemesh.connectors.stream.connection._CHECK_S", 0.1)
     monkeypatch.setattr("stagemesh.connectors.stream.connection._OFFER_AGAIN_S", 0.3)
-    monkeypatch.setattr("stagemesh.connectors.stream.producer_session._HANDSHAKE_S", 0.5)
+    monkeypatch.setattr("stagemesh.connectors.stream.connection._HANDSHAKE_S", 0.5)
     monkeypatch.setattr("stagemesh.connectors.stream.wire.FRAGMENT_BYTES", 4096)
 
 

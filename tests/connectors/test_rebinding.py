@@ -169,7 +169,7 @@ async def test_lost_edge_that_is_aborted_retains_nothing() -> None:
         await inlet.aclose(lost=True)
         while not outlet.is_lost:
             await asyncio.sleep(0.001)
-        assert a.plane.arena_used_bytes
+        assert a.plane.arena.used_bytes
         outlet.abort(InternalError("the request failed"))
         await a.settled()
 

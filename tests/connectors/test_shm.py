@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError
-from stagemesh.connectors.arena.arena import Arena, MemoryAccount, Written
+from stagemesh.connectors.arena.arena import Arena, MemoryAccount, Written, when_gone
 from stagemesh.connectors.arena.memory_file import SEALS, data_offset
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
 from stagemesh.connectors.base import ArenaRange, Producer
-from stagemesh.connectors.shm import ShmConnector, ShmReader, hold_lease
+from stagemesh.connectors.shm import ShmConnector, ShmReader
 from stagemesh.v1 import stage_pb2
 
 MIB = 1 << 20
@@ -180,7 +180,7 @@ def test_lease_is_returned_once_with_the_last_view() -> None:
     tensors = [np.frombuffer(memory, np.uint8, 64, n * 64).view(np.int32).reshape(4, 4) for n in range(3)]
     views = [tensor[1:] for tensor in tensors]
     released: list[bool] = []
-    hold_lease(tensors, lambda: released.append(True))
+    when_gone(tensors, lambda: released.append(True))
     tensors.clear()
     views.pop()
     views.pop()
@@ -193,7 +193,7 @@ async def test_lease_is_returned_once_from_many_threads() -> None:
     released: list[bool] = []
     for _ in range(50):
         arrays = [np.zeros(4) for _ in range(8)]
-        hold_lease(arrays, lambda: released.append(True))
+        when_gone(arrays, lambda: released.append(True))
         halves = [arrays[:4], arrays[4:]]
         arrays.clear()
         threads = [threading.Thread(target=half.clear) for half in halves]

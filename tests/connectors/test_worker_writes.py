@@ -48,13 +48,13 @@ def _worker(ticket: PartitionTicket) -> Iterator[Connection]:
 
 async def _forward(plane: DataPlane, outlet: Outlet | FanOut) -> None:
     """Sends the packets of a worker, which reuses its partition many times."""
-    ticket = plane.open_share(SLAB_BYTES)
+    ticket = plane.arena.open_partition(SLAB_BYTES)
     with _worker(ticket) as connection:
         for seq in range(COUNT):
             handle: Handle = await asyncio.to_thread(connection.recv)
-            await outlet.send(Packet(plane.adopt(handle), {"seq": seq}))
+            await outlet.send(Packet(plane.arena.adopt(handle).held(), {"seq": seq}))
     await outlet.finish()
-    plane.close_share(ticket)
+    plane.arena.close_partition(ticket)
 
 
 @ALL
@@ -64,7 +64,7 @@ async def test_packets_of_a_worker_are_copied_once(connector: ConnectorName) -> 
         _, received = await asyncio.gather(_forward(a.plane, outlet), receive_all(inlet))
         assert_same(received, [packet(seq, 50_000) for seq in range(COUNT)])
         assert outlet.usage.connector == connector
-        assert a.plane._arena.copies == 0
+        assert a.plane.arena.copied_bytes == 0
         await a.settled()
 
 
@@ -77,7 +77,7 @@ async def test_two_consumers_of_a_worker_need_no_copy() -> None:
         _, *received = await asyncio.gather(_forward(a.plane, fan_out), *(receive_all(inlet) for _, inlet in flows))
         for got in received:
             assert_same(got or [], [packet(seq, 50_000) for seq in range(COUNT)])
-        assert a.plane._arena.copies == 0
+        assert a.plane.arena.copied_bytes == 0
         await a.settled()
 
 
@@ -96,17 +96,17 @@ async def test_packet_for_two_consumers_is_written_once(connector: ConnectorName
         await fan_out.finish()
         for got in await receiving:
             assert_same(got, [packet(seq, 50_000) for seq in range(5)])
-        assert a.plane._arena.copied_bytes == 5 * packet(0, 50_000).size_bytes
+        assert a.plane.arena.copied_bytes == 5 * packet(0, 50_000).size_bytes
         await a.settled()
 
 
 async def test_packets_of_a_dead_worker_stay_intact() -> None:
     async with two_hosts() as (a, b):
         outlet, inlet = open_flow(a, b, connector=SHM)
-        ticket = a.plane.open_share(SLAB_BYTES)
+        ticket = a.plane.arena.open_partition(SLAB_BYTES)
         with _worker(ticket) as connection:
-            tensors = a.plane.adopt(await asyncio.to_thread(connection.recv))
-        a.plane.close_share(ticket)
+            tensors = a.plane.arena.adopt(await asyncio.to_thread(connection.recv)).held()
+        a.plane.arena.close_partition(ticket)
         await outlet.send(Packet(tensors, {"seq": 0}))
         del tensors
         _, received = await asyncio.gather(outlet.finish(), receive_all(inlet))

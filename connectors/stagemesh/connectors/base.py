@@ -15,10 +15,20 @@ import numpy as np
 import numpy.typing as npt
 
 from stagemesh.common.connector_descriptors import ConnectorName
-from stagemesh.connectors.arena.account import MemoryAccount
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 """A one-dimensional uint8 array."""
+
+
+@dataclass(eq=False, slots=True)
+class MemoryAccount:
+    """The memory use of one flow: `held_bytes` bytes in its regions, and `waiting` allocations that wait for space.
+
+    `Arena` charges the account for each region until the region is freed, and limits the account to a fair share.
+    """
+
+    held_bytes: int = 0
+    waiting: int = 0
 
 
 class ArenaRange(NamedTuple):

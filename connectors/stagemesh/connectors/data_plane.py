@@ -6,13 +6,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 
 from stagemesh.common.connector_descriptors import AUTO, ConnectorName, descriptor_of
 from stagemesh.common.errors import NotFoundError, UnavailableError
-from stagemesh.common.tensors import Tensors
-from stagemesh.connectors.arena.arena import Arena, ArenaStats
-from stagemesh.connectors.arena.worker_writer import Handle, PartitionTicket
+from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.edge import ChunkPolicy, EdgeKey
 from stagemesh.connectors.flow.inlet import Inlet
-from stagemesh.connectors.flow.ledger import Retention
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
+from stagemesh.connectors.flow.sent_chunks import Retention
 from stagemesh.connectors.replica_connectors import ReplicaConnectors
 from stagemesh.connectors.stream import replay
 from stagemesh.connectors.stream.connection import Peer
@@ -45,12 +43,13 @@ class DataPlane:
             replica=replica, incarnation=secrets.token_hex(8), pipeline=pipeline, generation=generation
         )
         self._inline_limit_bytes = inline_limit_bytes
-        self._arena = Arena(arena_bytes)
-        self._retention = Retention(self._arena)
-        self._arena.on_pressure = self._retention.evict_oldest
-        self._landing = LandingArena(self._arena.size_bytes)
+        self.arena = Arena(arena_bytes)
+        """The memory into which this replica writes its outgoing tensors."""
+        self._retention = Retention(self.arena)
+        self.arena.on_pressure = self._retention.evict_oldest
+        self._landing = LandingArena(self.arena.size_bytes)
         self._connectors = ReplicaConnectors(
-            self._arena, landing=self._landing.get, replica=replica, incarnation=self.incarnation
+            self.arena, landing=self._landing.get, replica=replica, incarnation=self.incarnation
         )
         self._links: dict[tuple[str, str], ConsumerLink] = {}
         self._background: set[asyncio.Task[object]] = set()
@@ -61,7 +60,7 @@ class DataPlane:
             connectors=self._connectors,
             landing=self._landing,
             window_bytes=window_bytes,
-            max_chunk_bytes=lambda: self._arena.max_region_bytes,
+            max_chunk_bytes=lambda: self.arena.max_region_bytes,
             welcome=stage_pb2.Welcome(
                 replica=replica,
                 incarnation=self.incarnation,
@@ -78,35 +77,9 @@ class DataPlane:
         return self._identity.incarnation
 
     @property
-    def arena(self) -> Arena:
-        """The memory into which this replica writes its outgoing tensors."""
-        return self._arena
-
-    @property
-    def arena_used_bytes(self) -> int:
-        """The number of bytes in use in the arena, including delivered chunks that are retained."""
-        return self._arena.used_bytes
-
-    @property
-    def arena_size_bytes(self) -> int:
-        """The number of bytes in the arena that are available for tensors."""
-        return self._arena.size_bytes
-
-    @property
-    def arena_stats(self) -> ArenaStats:
-        """The usage and fragmentation of the arena."""
-        return self._arena.stats()
-
-    @property
-    def landing_stats(self) -> ArenaStats | None:
-        """The usage of the memory into which chunks are fetched, or None if that memory has not been created."""
-        landing = self._landing.present
-        return landing.stats() if landing is not None else None
-
-    @property
-    def credit_bytes(self) -> int:
-        """The number of payload bytes that all producers together may still send to this replica."""
-        return self.consumer.credit_bytes
+    def landing(self) -> Arena | None:
+        """The memory into which chunks are fetched, or None if that memory has not been created."""
+        return self._landing.present
 
     # -- producing
 
@@ -136,9 +109,10 @@ class DataPlane:
         """
         link = self._link(consumer, endpoint, connector)
         outlet = Outlet(
-            link.route(key, connector),
+            key,
+            connector,
             policy=policy,
-            arena=self._arena,
+            arena=self.arena,
             retention=self._retention,
             rebind_s=rebind_s,
             on_over=on_over,
@@ -151,27 +125,12 @@ class DataPlane:
     ) -> None:
         """Moves a flow to another consumer and sends all chunks again. Call `Outlet.check_rebindable` first."""
         link = self._link(consumer, endpoint, connector)
-        outlet.rebind(link.route(key, connector))
+        outlet.rebind(key, connector)
         link.add(outlet.attempt)
 
     def fan_out(self) -> FanOut:
         """Returns an empty group of outlets. Packets that are sent to the group are written into the arena once."""
-        return FanOut(arena=self._arena, inline_limit_bytes=self._inline_limit_bytes)
-
-    def open_share(self, size_bytes: int) -> PartitionTicket:
-        """Reserves a partition of the arena for a worker process, which writes into it with an `ArenaWriter`."""
-        return self._arena.open_partition(size_bytes)
-
-    def adopt(self, handle: Handle) -> Tensors:
-        """Returns the tensors that a worker process wrote, so that they can be sent without a copy.
-
-        The memory of the tensors is freed when all views of them are deleted.
-        """
-        return self._arena.adopt(handle).held()
-
-    def close_share(self, ticket: PartitionTicket) -> None:
-        """Frees a partition after its worker process has terminated."""
-        self._arena.close_partition(ticket)
+        return FanOut(arena=self.arena, inline_limit_bytes=self._inline_limit_bytes)
 
     async def probe(self, *, consumer: str, endpoint: str, connector: ConnectorName) -> EdgeProbe:
         """Negotiates with `consumer` without sending a chunk. Returns the connector that a flow to it would use.
@@ -239,7 +198,7 @@ class DataPlane:
         await self.consumer.close()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._connectors.close()
-        self._arena.close()
+        self.arena.close()
         await self._landing.close()
 
     # -- inner workings
@@ -250,7 +209,7 @@ class DataPlane:
         link = self._links.get((consumer, endpoint))
         if link is None:
             link = self._links[consumer, endpoint] = ConsumerLink(
-                Peer(consumer, endpoint, self._identity, self._arena.fd),
+                Peer(consumer, endpoint, self._identity, self.arena.fd),
                 connectors=self._connectors,
                 inline_limit_bytes=self._inline_limit_bytes,
                 on_idle=self._drop_link,

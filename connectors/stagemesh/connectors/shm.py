@@ -9,7 +9,6 @@ import fcntl
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -17,8 +16,7 @@ from google.protobuf.message import DecodeError
 
 from stagemesh.common.connector_descriptors import SHM, ConnectorName
 from stagemesh.common.errors import InvalidChunkError, NotReadyError
-from stagemesh.common.tensors import Array
-from stagemesh.connectors.arena.arena import Arena, when_gone
+from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.arena.memory_file import LAYOUT_NAME, SEALS, TOKEN_BYTES, data_offset_in
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
 from stagemesh.connectors.base import ArenaRange, Bytes, Connector, InPlaceReader, Producer
@@ -76,25 +74,6 @@ class ShmReader(InPlaceReader):
     async def close(self) -> None:
         self._mapping = None
         self._generations = memoryview(b"").cast("Q")
-
-
-def hold_lease(tensors: Sequence[Array], release: Callable[[], None]) -> None:
-    """Calls `release` once, after all `tensors` and all views of them are deleted. Any thread may make this call."""
-    assert tensors, "a lease needs at least one tensor"
-    if len(tensors) == 1:
-        when_gone(tensors[0], release)
-        return
-    # `pop` is atomic between threads, so exactly one call finds the list empty.
-    others = [None] * (len(tensors) - 1)
-
-    def release_after_last() -> None:
-        try:
-            others.pop()
-        except IndexError:
-            release()
-
-    for tensor in tensors:
-        when_gone(tensor, release_after_last)
 
 
 def _map(fd: int, advertisement: stage_pb2.ArenaAdvertisement) -> mmap.mmap:

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 from pydantic import JsonValue
 
-from stagemesh.common.tensors import Array, Tensors
+from stagemesh.common.tensors import Array
+from stagemesh.connectors.arena.arena import Written
 from stagemesh.connectors.arena.worker_writer import Handle, PartitionTicket
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import Packet
@@ -66,17 +67,17 @@ class CountedArena:
     rows: int = 0
     tickets: list[PartitionTicket] = field(default_factory=list[PartitionTicket])
 
-    def open_share(self, size_bytes: int) -> PartitionTicket:
-        self.tickets.append(self.plane.open_share(size_bytes))
+    def open_partition(self, size_bytes: int) -> PartitionTicket:
+        self.tickets.append(self.plane.arena.open_partition(size_bytes))
         return self.tickets[-1]
 
-    def adopt(self, handle: Handle) -> Tensors:
-        tensors = self.plane.adopt(handle)
-        self.rows += len(tensors["hidden_states"])
-        return tensors
+    def adopt(self, handle: Handle) -> Written:
+        written = self.plane.arena.adopt(handle)
+        self.rows += len(written.tensors["hidden_states"])
+        return written
 
-    def close_share(self, ticket: PartitionTicket) -> None:
-        self.plane.close_share(ticket)
+    def close_partition(self, ticket: PartitionTicket) -> None:
+        self.plane.arena.close_partition(ticket)
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Running:
 
     def used_bytes(self) -> int:
         """Returns the number of bytes in use."""
-        return self.arena.plane.arena_used_bytes
+        return self.arena.plane.arena.used_bytes
 
 
 @asynccontextmanager

@@ -84,7 +84,7 @@ def _case(reference: Any, length: int, seed: int) -> Case:
 async def running(model: Path, **options: JsonValue) -> AsyncIterator[VllmEngine]:
     plane = DataPlane(replica="tested-0", pipeline="p", generation="1", arena_bytes=64 << 20, window_bytes=8 << 20)
     engine = VllmEngine(stage_config("vllm", model=str(model), options={**OPTIONS, **options}))
-    hand_partitions(engine, plane)
+    hand_partitions(engine, plane.arena)
     try:
         await engine.start(lambda _: None)
         yield engine

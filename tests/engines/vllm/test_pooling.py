@@ -22,7 +22,7 @@ async def test_pooling_model_gives_the_reference_embedding(tmp_path: Path) -> No
     model = write_real_model(tmp_path / "model")
     options: dict[str, JsonValue] = {"runner": "pooling", "dtype": "float32", "kv_cache_memory_bytes": 8 << 20}
     plane = DataPlane(replica="a-0", pipeline="p", generation="1")
-    states = HiddenStates(HiddenStatesOptions(), plane, share_bytes=1 << 20, stage="a")
+    states = HiddenStates(HiddenStatesOptions(), plane.arena, share_bytes=1 << 20, stage="a")
     llm = AsyncLLM.from_engine_args(engine_arguments(options, model=str(model), stage="a", features=[states]))
     try:
         await states.start(llm)

@@ -59,7 +59,7 @@ async def test_inner_layers_of_an_unsuited_model_are_rejected(tmp_path: Path) ->
         with pytest.raises(
             InvalidRequestError, match="GPT2LMHeadModel provides no states of inner layers; request only"
         ):
-            await start(model, {"layers": ["last", 1], "share_bytes": 65536}, arena=plane, **OPTIONS)
+            await start(model, {"layers": ["last", 1], "share_bytes": 65536}, arena=plane.arena, **OPTIONS)
     finally:
         await plane.close()
 

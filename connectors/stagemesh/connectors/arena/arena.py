@@ -7,6 +7,7 @@ waits. Source: A. Choudhury and E. Hahne, "Dynamic queue length thresholds for s
 
 import asyncio
 import ctypes
+import itertools
 import os
 import secrets
 import threading
@@ -20,7 +21,6 @@ import numpy as np
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError, UnavailableError
 from stagemesh.common.tensors import Array, Tensors
-from stagemesh.connectors.arena.account import MemoryAccount
 from stagemesh.connectors.arena.memory_file import (
     TOKEN_BYTES,
     Layout,
@@ -35,34 +35,30 @@ from stagemesh.connectors.arena.memory_file import (
 )
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES, PageAllocator
 from stagemesh.connectors.arena.worker_writer import WRITER_SHIFT, Handle, PartitionTicket, read_handle
-from stagemesh.connectors.base import Bytes
+from stagemesh.connectors.base import ArenaRange, Bytes, MemoryAccount
 
-__all__ = ["Arena", "ArenaStats", "Layout", "MemoryAccount", "Region", "Written", "layout_of", "when_gone"]
+__all__ = ["Arena", "Layout", "MemoryAccount", "Region", "Written", "layout_of", "when_gone"]
 
 COPY_IN_THREAD_BYTES = 4 << 20
-"""The minimum size in bytes of a copy that runs in a thread.
+"""The minimum size in bytes of a copy that runs in a thread if its allocation had to wait.
 
 A smaller copy blocks the event loop for less than 0.2 ms, which is the cost of using a thread.
 """
 
 
+@dataclass(eq=False, slots=True)
 class Region:
     """A reference-counted run of whole pages of an arena. It is freed when its last reference is released.
 
     Use it only on the event loop.
     """
 
-    __slots__ = ("_arena", "_holders", "account", "generation", "offset", "size_bytes")
-
-    def __init__(
-        self, arena: "Arena", *, offset: int, size_bytes: int, generation: int, account: MemoryAccount
-    ) -> None:
-        self.offset = offset
-        self.size_bytes = size_bytes
-        self.generation = generation
-        self.account = account
-        self._arena = arena
-        self._holders = 1
+    _arena: "Arena"
+    offset: int
+    size_bytes: int
+    generation: int
+    account: MemoryAccount
+    _holders: int = 1
 
     def retain(self) -> None:
         """Adds a reference to the region, which must not have been freed."""
@@ -87,8 +83,12 @@ class Region:
         The reference is released when this view and all views of it are deleted.
         """
         array = self.bytes(0, self.size_bytes)
-        when_gone(array, self._arena.releaser(self))
+        self.release_after((array,))
         return array
+
+    def release_after(self, views: Sequence[Array]) -> None:
+        """Releases one reference when all `views`, and all views of them, are deleted."""
+        when_gone(views, self._arena.releaser(self))
 
 
 class Written(NamedTuple):
@@ -100,16 +100,16 @@ class Written(NamedTuple):
     region: Region
     tensors: dict[str, Array]
     """Views of the written tensors. The views do not retain the region."""
-    offsets: Sequence[int]
-    """The offset of each tensor in bytes from the start of the memory file."""
+    places: Sequence[ArenaRange]
+    """The arena range of each tensor."""
 
     def held(self) -> dict[str, Array]:
-        """Returns views of the tensors, which take over the caller's reference to the region.
+        """Returns the tensors, which take over the caller's reference to the region.
 
-        The reference is released when all of these views are deleted.
+        The reference is released when these tensors and all views of them are deleted.
         """
-        whole = self.region.as_array()
-        return {name: _view_of(whole, tensor) for name, tensor in self.tensors.items()}
+        self.region.release_after(list(self.tensors.values()))
+        return self.tensors
 
 
 class TensorLocation(NamedTuple):
@@ -120,35 +120,11 @@ class TensorLocation(NamedTuple):
     """The offset in bytes from the start of the memory file."""
 
 
-class ArenaStats(NamedTuple):
-    """A snapshot of an arena's usage."""
-
-    size_bytes: int
-    used_bytes: int
-    largest_free_bytes: int
-    waiting: int
-    """The number of allocations that wait for space."""
-    regions: int
-    copied_bytes: int
-    """The number of bytes copied into the arena since its creation."""
-
-    @property
-    def fragmentation(self) -> float:
-        """The fraction of the free memory that is outside the largest free run, from 0 to 1."""
-        free_bytes = self.size_bytes - self.used_bytes
-        return 1 - self.largest_free_bytes / free_bytes if free_bytes else 0.0
-
-
-@dataclass
-class _Partition:
-    """A part of the arena that is reserved for one worker process.
-
-    `regions` is the number of adopted regions, and `held_bytes` is their total size.
-    """
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Partition(MemoryAccount):
+    """A part of the arena that is reserved for one worker process, and the account of the adopted regions in it."""
 
     slab: Region
-    regions: int = 0
-    held_bytes: int = 0
     closed: bool = False
 
 
@@ -173,7 +149,9 @@ class Arena:
         self.data_offset = data_offset(data_bytes)
         self.file_bytes = self.data_offset + data_bytes
         create = create_memory_file if shared else create_private_memory
-        self._fd, mapping = create(data_bytes, self.token)
+        self.size_bytes = data_bytes
+        """The number of bytes that are available for tensors, whether free or in use."""
+        self.fd, mapping = create(data_bytes, self.token)
         self._is_closed = False
         self.memory = memoryview(mapping)
         """The whole memory. It remains mapped while the arena or a view of the memory is referenced."""
@@ -191,27 +169,14 @@ class Arena:
         self._wake_due = False
         self._to_release: deque[Region] = deque()
         self._release_due = False
-        self.copies = 0
         self.copied_bytes = 0
+        """The number of bytes copied into the arena since its creation."""
         self._counting = threading.Lock()
         self.on_pressure: Callable[[], bool] = lambda: False
         """A callback that frees some memory that is retained only for recovery. Called when an allocation lacks space.
 
         Returns True if it freed memory.
         """
-
-    @property
-    def fd(self) -> int:
-        """The file descriptor of the memory file, which a peer may map for reading.
-
-        -1 if the arena is closed or private.
-        """
-        return self._fd
-
-    @property
-    def size_bytes(self) -> int:
-        """The number of bytes in the arena that are available for tensors, whether free or in use."""
-        return self._allocator.size_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -222,19 +187,17 @@ class Arena:
     @property
     def max_region_bytes(self) -> int:
         """The maximum size of a region: half of the memory outside partitions, so that two such regions fit."""
-        return (self._allocator.size_bytes - self._partition_bytes) // 2
+        return (self.size_bytes - self._partition_bytes) // 2
 
-    def stats(self) -> ArenaStats:
-        """Returns a snapshot of the arena's usage."""
-        allocator = self._allocator
-        return ArenaStats(
-            size_bytes=allocator.size_bytes,
-            used_bytes=self.used_bytes,
-            largest_free_bytes=allocator.largest_free_bytes,
-            waiting=len(self._waiting),
-            regions=len(self._regions),
-            copied_bytes=self.copied_bytes,
-        )
+    @property
+    def largest_free_bytes(self) -> int:
+        """The size in bytes of the largest free run."""
+        return self._allocator.largest_free_bytes
+
+    @property
+    def waiting(self) -> int:
+        """The number of allocations that wait for space."""
+        return len(self._waiting)
 
     # -- allocation
 
@@ -296,28 +259,17 @@ class Arena:
     def free(self, region: Region) -> None:
         """Frees the pages of a region. Called when the last reference to the region is released."""
         del self._regions[region.generation]
+        region.account.held_bytes -= region.size_bytes
         writer = region.generation >> WRITER_SHIFT
         if writer:
             free_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes)
-            partition = self._partitions[writer]
-            partition.regions, partition.held_bytes = partition.regions - 1, partition.held_bytes - region.size_bytes
             self._remove_if_unused(writer)
             return
         mark_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes, generation=0)
         self._allocator.release(region.offset - self.data_offset)
-        region.account.held_bytes -= region.size_bytes
         self.wake()
 
     # -- tensors
-
-    def try_write(self, tensors: Tensors, account: MemoryAccount, layout: Layout | None = None) -> Written | None:
-        """Copies tensors into a new region. Returns None without copying if there is not enough space now.
-
-        `layout` is the tensors' layout, or None to compute it. Raises InvalidChunkError if the tensors can never fit.
-        """
-        layout = layout or layout_of(tensors)
-        region = self.try_allocate(layout.size_bytes, account)
-        return None if region is None else self._copy_now(region, layout, tensors)
 
     async def write(self, tensors: Tensors, account: MemoryAccount, layout: Layout | None = None) -> Written:
         """Copies tensors into a new region. Waits in order of arrival if there is not enough space.
@@ -326,12 +278,14 @@ class Arena:
         and UnavailableError if the arena is closed.
         """
         layout = layout or layout_of(tensors)
-        region = await self.allocate(layout.size_bytes, account)
-        if layout.size_bytes < COPY_IN_THREAD_BYTES:
+        region = self.try_allocate(layout.size_bytes, account)
+        has_waited = region is None
+        region = region or await self.allocate(layout.size_bytes, account)
+        if not has_waited or layout.size_bytes < COPY_IN_THREAD_BYTES:
             return self._copy_now(region, layout, tensors)
         copying = asyncio.get_running_loop().run_in_executor(None, self.copy_in, region, layout, tensors)
         try:
-            return Written(region, await asyncio.shield(copying), _offsets(region, layout.offsets))
+            return _written(region, await asyncio.shield(copying), layout.offsets)
         except BaseException:
             # The thread cannot be stopped, so the region is released when the thread has finished writing.
             copying.add_done_callback(lambda _: region.release())
@@ -342,7 +296,6 @@ class Arena:
         assert layout.size_bytes <= region.size_bytes, "the tensors do not fit the region"
         views = copy_tensors(self.memory, start=region.offset, layout=layout, tensors=tensors)
         with self._counting:
-            self.copies += len(views)
             self.copied_bytes += layout.tensor_bytes
         return views
 
@@ -367,7 +320,7 @@ class Arena:
         Returns the ticket that the worker needs. Raises NotReadyError (NO_MEMORY) if there is no space for the
         partition.
         """
-        assert self._fd >= 0, "only a shared arena has partitions"
+        assert self.fd >= 0, "only a shared arena has partitions"
         fits = self._writers < (1 << 16) - 1 and size_bytes <= self.max_region_bytes
         slab = self.try_allocate(size_bytes, MemoryAccount()) if fits else None
         if slab is None:
@@ -377,11 +330,11 @@ class Arena:
             )
         mark_pages(self.memory, offset=slab.offset, size_bytes=slab.size_bytes, generation=0)
         self._writers += 1
-        self._partitions[self._writers] = _Partition(slab)
+        self._partitions[self._writers] = _Partition(slab=slab)
         self._partition_bytes += slab.size_bytes
         return PartitionTicket(
             process_id=os.getpid(),
-            file_descriptor=self._fd,
+            file_descriptor=self.fd,
             token=self.token,
             writer=self._writers,
             offset=slab.offset,
@@ -399,16 +352,8 @@ class Arena:
             raise InvalidChunkError("a worker's handle belongs to no open partition, or was adopted before")
         slab = partition.slab
         views = read_handle(handle, self.memory, slab_offset=slab.offset, slab_bytes=slab.size_bytes)
-        region = Region(
-            self,
-            offset=handle.offset,
-            size_bytes=handle.size_bytes,
-            generation=handle.generation,
-            account=slab.account,
-        )
-        self._regions[handle.generation] = region
-        partition.regions, partition.held_bytes = partition.regions + 1, partition.held_bytes + handle.size_bytes
-        return Written(region, views, _offsets(region, [placed.offset for placed in handle.tensors]))
+        region = self._region(handle.offset, handle.size_bytes, handle.generation, partition)
+        return _written(region, views, [placed.offset for placed in handle.tensors])
 
     def partition_of(self, region: Region) -> tuple[int, int]:
         """Returns the number and the size in bytes of the partition that contains a region.
@@ -435,9 +380,9 @@ class Arena:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
         for turn in list(self._waiting):
             self._leave(turn)
             if not turn.done():
@@ -472,9 +417,11 @@ class Arena:
         self._generation = generation = self._generation + 1
         offset += self.data_offset
         mark_pages(self.memory, offset=offset, size_bytes=size_bytes, generation=generation)
+        return self._region(offset, size_bytes, generation, account)
+
+    def _region(self, offset: int, size_bytes: int, generation: int, account: MemoryAccount) -> Region:
         account.held_bytes += size_bytes
-        region = Region(self, offset=offset, size_bytes=size_bytes, generation=generation, account=account)
-        self._regions[generation] = region
+        region = self._regions[generation] = Region(self, offset, size_bytes, generation, account)
         return region
 
     def _exceeds_fair_share(self, allocation: _Allocation) -> bool:
@@ -522,33 +469,38 @@ class Arena:
 
     def _copy_now(self, region: Region, layout: Layout, tensors: Tensors) -> Written:
         try:
-            return Written(region, self.copy_in(region, layout, tensors), _offsets(region, layout.offsets))
+            return _written(region, self.copy_in(region, layout, tensors), layout.offsets)
         except BaseException:
             region.release()
             raise
 
     def _remove_if_unused(self, writer: int) -> None:
         partition = self._partitions[writer]
-        if partition.closed and not partition.regions:
+        if partition.closed and not partition.held_bytes:
             del self._partitions[writer]
             self._partition_bytes -= partition.slab.size_bytes
             partition.slab.release()
 
 
-def when_gone(array: Array, call: Callable[[], None]) -> None:
-    """Calls `call` when `array` and all views of it are deleted.
+def when_gone(arrays: Sequence[Array], call: Callable[[], None]) -> None:
+    """Calls `call` once, when all `arrays` and all views of them are deleted. `arrays` must not be empty.
 
     `call` runs in the thread that deletes the last view, and can interrupt any code of that thread.
     """
+    assert arrays, "the deletion of nothing is never noticed"
+    total, gone_arrays = len(arrays), itertools.count(1)
 
     def gone(reference: "weakref.ref[Array]") -> None:
         del _watched[id(reference)]
-        call()
+        # `next` is atomic between threads, so exactly one call is the last one.
+        if next(gone_arrays) == total:
+            call()
 
-    # The base of a view is the array over the memory, not the view from which it was created.
-    owner = array.base if isinstance(array.base, np.ndarray) else array
-    reference = weakref.ref(owner, gone)
-    _watched[id(reference)] = reference
+    for array in arrays:
+        # The base of a view is the array over the memory, not the view from which it was created.
+        owner = array.base if isinstance(array.base, np.ndarray) else array
+        reference = weakref.ref(owner, gone)
+        _watched[id(reference)] = reference
 
 
 _watched: dict[int, "weakref.ref[Array]"] = {}
@@ -558,17 +510,13 @@ _watched: dict[int, "weakref.ref[Array]"] = {}
 """
 
 
-def _offsets(region: Region, offsets: Sequence[int]) -> list[int]:
-    start = region.offset
-    return [start + offset for offset in offsets]
-
-
-def _view_of(whole: Bytes, tensor: Array) -> Array:
-    """Returns a view of `whole` at the location of `tensor`, which must be inside `whole`."""
-    if not tensor.nbytes:
-        return tensor
-    offset = _address_of(tensor) - _address_of(whole)
-    return whole[offset : offset + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape)
+def _written(region: Region, tensors: dict[str, Array], offsets: Sequence[int]) -> Written:
+    start, generation = region.offset, region.generation
+    places = [
+        ArenaRange(start + offset, tensor.nbytes, generation)
+        for tensor, offset in zip(tensors.values(), offsets, strict=True)
+    ]
+    return Written(region, tensors, places)
 
 
 def _address_of(tensor: Array) -> int:

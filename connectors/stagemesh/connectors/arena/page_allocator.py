@@ -50,12 +50,8 @@ class PageAllocator:
         Returns the offset in bytes, or None if no free run is long enough.
         """
         pages = (size_bytes + PAGE_BYTES - 1) // PAGE_BYTES or 1
-        if pages < _EXACT_PAGES:
-            size_class = pages
-        else:
-            # Rounds up, because every run of the next class is long enough. A run of the size's class may be too short.
-            shift = pages.bit_length() - _STEP_BITS - 1
-            size_class = (shift << _STEP_BITS) + ((pages + (1 << shift) - 1) >> shift)
+        # Rounds up, because every run of the next class is long enough. A run of the size's class may be too short.
+        size_class = pages if pages < _EXACT_PAGES else _size_class(pages - 1) + 1
         larger = self._nonempty >> size_class
         if larger:
             size_class += (larger & -larger).bit_length() - 1

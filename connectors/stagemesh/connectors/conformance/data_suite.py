@@ -102,7 +102,7 @@ class DataSuite(Suite):
             for n in range(3):
                 await self.carry(a, b, [packet(seq, 50_000) for seq in range(20)], request=f"r{n}")
                 await asyncio.gather(a.settled(), b.settled())
-                assert b.plane.credit_bytes == 0
+                assert b.plane.consumer.credit_bytes == 0
 
     async def test_view_stays_whole_until_it_is_dropped(self) -> None:
         sent = [packet(seq, 60_000) for seq in range(40)]
@@ -123,7 +123,7 @@ class DataSuite(Suite):
         async with self.hosts(window_bytes=MIB) as (a, b):
             outlet, inlet = open_flow(a, b, connector=self.connector)
             sender = asyncio.create_task(send_all(outlet, sent))
-            await until(lambda: b.plane.credit_bytes < sent[0].size_bytes, timeout_s=BOUND_S)
+            await until(lambda: b.plane.consumer.credit_bytes < sent[0].size_bytes, timeout_s=BOUND_S)
             assert outlet.usage.size_bytes <= MIB
             assert not sender.done()
             assert_same(await receive_all(inlet), sent)

@@ -220,9 +220,9 @@ class ReaderSuite(Suite):
             assert await receive_all(inlet) == []
             await sender
             if in_place:
-                assert a.plane.arena_used_bytes > 0
+                assert a.plane.arena.used_bytes > 0
             else:
-                await until(lambda: not a.plane.arena_used_bytes, timeout_s=BOUND_S)
+                await until(lambda: not a.plane.arena.used_bytes, timeout_s=BOUND_S)
             assert view.tobytes() == packet(0, 50_000).tensors["x"][1000:].tobytes()
             del view
             await asyncio.gather(a.settled(), b.settled())

@@ -22,6 +22,7 @@ from stagemesh.connectors.edge import ChunkPolicy, EdgeKey, Packet, StepPolicy
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.connectors.replica_connectors import ReplicaConnectors
+from stagemesh.connectors.stream.consumer import LandingArena
 from stagemesh.connectors.stream.wire import key_from_wire
 from stagemesh.rpc.channels import SERVER_OPTIONS
 from stagemesh.rpc.handlers import answering, streaming
@@ -85,8 +86,8 @@ class Host(stage_pb2_grpc.StageServiceServicer):
     @property
     def used_bytes(self) -> int:
         """The number of bytes in use in the arena and in the memory for fetched chunks."""
-        landing = self.plane.landing_stats
-        return self.plane.arena_used_bytes + (landing.used_bytes if landing is not None else 0)
+        landing = self.plane.landing
+        return self.plane.arena.used_bytes + (landing.used_bytes if landing is not None else 0)
 
 
 @asynccontextmanager
@@ -106,22 +107,22 @@ class End:
     def __init__(self, name: ConnectorName, *, replica: str, incarnation: str = "1") -> None:
         self.replica, self.incarnation = replica, incarnation
         self.arena = Arena(ARENA_BYTES)
-        self._landing: Arena | None = None
+        self._landing = LandingArena(ARENA_BYTES)
         self._connectors = ReplicaConnectors(
-            self.arena, landing=self._landing_arena, replica=replica, incarnation=incarnation
+            self.arena, landing=self._landing.get, replica=replica, incarnation=incarnation
         )
         self.connector: Connector = self._connectors.get(name)
 
     async def settled(self) -> None:
         """Waits until the memory for fetched chunks is empty. Raises TimeoutError if that does not happen."""
-        landing = self._landing
+        landing = self._landing.present
         if landing is not None:
             await emptied(lambda: landing.used_bytes)
 
     async def write(self, content: Bytes) -> tuple[Written, ArenaRange]:
         """Writes bytes into the arena. Returns the written tensor with its region, and its arena range."""
         written = await self.arena.write({"x": content}, MemoryAccount())
-        return written, ArenaRange(written.region.offset, content.nbytes, written.region.generation)
+        return written, written.places[0]
 
     def as_producer(self, *, with_arena: bool = True) -> Producer:
         """Returns a description of this replica as a producer on the consumer's host.
@@ -138,13 +139,7 @@ class End:
         """Closes the connector and the arenas. Idempotent."""
         await self._connectors.close()
         self.arena.close()
-        if self._landing is not None:
-            self._landing.close()
-
-    async def _landing_arena(self) -> Arena:
-        if self._landing is None:
-            self._landing = Arena(ARENA_BYTES)
-        return self._landing
+        await self._landing.close()
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class Inlet:
         return FlowStatus(
             edge=attempt.key.edge,
             connector=attempt.connector if attempt.incarnation else AUTO,
-            connected=attempt.is_connected,
+            connected=attempt.queue is not None,
             chunks=attempt.next_seq,
             waiting_chunks=packets.waiting,
             waiting_bytes=packets.waiting_bytes,
@@ -203,11 +203,6 @@ class InletAttempt:
         self._lost_timer: asyncio.TimerHandle | None = None
 
     # -- for the inlet
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether a stream carries the attempt."""
-        return self.queue is not None
 
     @property
     def is_closed(self) -> bool:
@@ -395,11 +390,7 @@ class InletAttempt:
 
     def deliver(self, packet: Packet) -> None:
         """Accepts the next data chunk. The caller must have checked the chunk and its credit."""
-        self._credit.received_bytes += packet.size_bytes
-        if self._arriving:
-            self._arriving.append(_Arrival(packet.size_bytes, lambda: self._accept(packet)))
-        else:
-            self._accept(packet)
+        self._deliver(lambda: self._accept(packet), packet.size_bytes)
 
     def deliver_later(self, transfer: asyncio.Task[Packet], *, size_bytes: int) -> None:
         """Accepts the next data chunk as soon as `transfer` has fetched its bytes. Later chunks wait for this chunk."""
@@ -413,20 +404,23 @@ class InletAttempt:
         Raises InvalidChunkError (DIGEST_MISMATCH) if the message's count or digest does not match the chunks that have
         arrived.
         """
-        self._deliver_tail(lambda: self._accept_end(end))
+        self._deliver(lambda: self._accept_end(end))
 
     def deliver_abort(self, error: StagemeshError) -> None:
         """Accepts the Abort message after all earlier chunks. The reader then receives `error`."""
         located = error.located(edge=self.key.edge, replica=self.producer)
-        self._deliver_tail(lambda: self._accept_abort(located))
+        self._deliver(lambda: self.fail(located))
 
     # -- inner workings
 
-    def _deliver_tail(self, accept: Callable[[], None]) -> None:
+    def _deliver(self, accept: Callable[[], None], size_bytes: int = 0) -> None:
+        """Calls `accept`, which accepts the next message. Waits for earlier chunks whose transfer is in progress."""
+        self._credit.received_bytes += size_bytes
         if self._arriving:
-            self._arriving.append(_Arrival(0, accept))
+            self._arriving.append(_Arrival(size_bytes, accept))
         else:
             accept()
+            self._advance()
 
     def _accept(self, packet: Packet) -> None:
         self._shape = shape = wire.shape_of(packet, last=self._shape)
@@ -435,7 +429,6 @@ class InletAttempt:
             self.consume(packet.size_bytes)
         elif self.error is None and not self.is_closed:
             self.packets.accept(packet, self.consume)
-        self._advance()
 
     def _accept_end(self, end: chunk_pb2.ChunkEnd) -> None:
         expected = self._digest.end()
@@ -448,14 +441,9 @@ class InletAttempt:
             if not self.is_discarding:
                 self.packets.accept_end()
             self.phase = Phase.ENDED
-        self._advance()
         if self.is_discarding:
             self.is_read = True
             self.close(self.lost_error())
-
-    def _accept_abort(self, error: StagemeshError) -> None:
-        self.fail(error)
-        self._advance()
 
     def _accept_arrived(self) -> None:
         """Accepts the waiting chunks in order, up to the first chunk whose transfer is in progress.
@@ -469,6 +457,7 @@ class InletAttempt:
             arrival = self._arriving.popleft()
             try:
                 arrival.accept()
+                self._advance()
             except UnavailableError as exc:
                 self._arriving.appendleft(arrival)
                 self.resync(exc, failed=self.connector)

@@ -1,21 +1,33 @@
-"""The producer side of a flow, and fan-out, which writes a packet once and sends it over several flows.
+"""The producer side of a flow: chunking by policy, sending, and fan-out, which writes a packet once for several flows.
 
 An outlet has one attempt at a time. If a consumer is lost, a new attempt sends all chunks to another consumer.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from copy import copy
 from typing import TypeAlias
 
-from stagemesh.common.connector_descriptors import GRPC
-from stagemesh.common.errors import CancelledRequestError, NotReadyError, StagemeshError
-from stagemesh.connectors.arena.arena import Arena, MemoryAccount, Region, Written
+import numpy as np
+
+from stagemesh.common.connector_descriptors import GRPC, ConnectorName
+from stagemesh.common.errors import CancelledRequestError, InvalidChunkError, NotReadyError, StagemeshError
+from stagemesh.common.tensors import Array
+from stagemesh.connectors.arena.arena import Arena, MemoryAccount, Region
 from stagemesh.connectors.base import ArenaRange
-from stagemesh.connectors.edge import ChunkPolicy, FlowStatus, FlowUsage, Packet, StepPolicy, is_recoverable
-from stagemesh.connectors.flow.chunking import Chunker
-from stagemesh.connectors.flow.ledger import Ledger, Retention, SentChunk
-from stagemesh.connectors.flow.outlet_attempt import OutletAttempt, Phase, Route
+from stagemesh.connectors.edge import (
+    ChunkPolicy,
+    EdgeKey,
+    FlowStatus,
+    FlowUsage,
+    FramesPolicy,
+    MetadataValue,
+    Packet,
+    StepPolicy,
+    is_recoverable,
+)
+from stagemesh.connectors.flow.outlet_attempt import OutletAttempt, Phase
+from stagemesh.connectors.flow.sent_chunks import Retention, SentChunk, SentChunks
 from stagemesh.connectors.stream import wire
 from stagemesh.v1 import chunk_pb2
 
@@ -37,7 +49,8 @@ class Outlet:
 
     def __init__(
         self,
-        route: Route,
+        key: EdgeKey,
+        connector: ConnectorName,
         *,
         policy: ChunkPolicy,
         arena: Arena,
@@ -45,11 +58,11 @@ class Outlet:
         rebind_s: float = 0.0,
         on_over: Callable[[], None] = lambda: None,
     ) -> None:
-        """Creates the first attempt.
+        """Creates the first attempt, which requests `connector`.
 
         `on_over` is called when the flow is committed or aborted, or when it has failed and cannot continue.
         """
-        self.ledger = Ledger(retention)
+        self.ledger = SentChunks(retention)
         self.is_over = False
         """Whether the flow can no longer send data to any consumer."""
         self._chunker = None if isinstance(policy, StepPolicy) else Chunker(policy)
@@ -59,13 +72,13 @@ class Outlet:
         self._shape: wire.PacketShape | None = None
         self._error: StagemeshError | None = None
         self._rebind_timer: asyncio.TimerHandle | None = None
-        self.attempt = OutletAttempt(route, self.ledger, on_over=self._attempt_over)
+        self.attempt = OutletAttempt(key, connector, self.ledger, on_over=self._attempt_over)
 
     @property
     def usage(self) -> FlowUsage:
         """The number of chunks and bytes that the flow has sent."""
-        ledger = self.ledger
-        return FlowUsage(self.attempt.key.edge, self.attempt.connector, ledger.sent_chunks, ledger.sent_bytes)
+        attempt, ledger = self.attempt, self.ledger
+        return FlowUsage(attempt.key.edge, attempt.connector, ledger.next_seq - ledger.ended, ledger.sent_bytes)
 
     @property
     def status(self) -> FlowStatus:
@@ -90,7 +103,7 @@ class Outlet:
 
     def has_credit(self, size_bytes: int) -> bool:
         """Returns whether the consumer has granted credit for `size_bytes` more payload bytes."""
-        return self.attempt.has_credit(self.ledger.sent_bytes + size_bytes)
+        return self.ledger.sent_bytes + size_bytes <= self.attempt.limit_bytes
 
     async def send(self, packet: Packet) -> None:
         """Sends a packet. Returns after waiting for credit and arena space, but does not wait for the delivery.
@@ -132,7 +145,7 @@ class Outlet:
 
     def check_rebindable(self) -> None:
         """Raises NotReadyError (CHUNK_GONE) if some chunks are no longer available for another consumer."""
-        if self.is_over or not self.ledger.is_complete:
+        if self.is_over or self.ledger.retained_from(0) is None:
             edge = self.attempt.key.edge
             raise NotReadyError(
                 f"the first chunks of edge {edge} are no longer retained; run its producer again",
@@ -140,13 +153,13 @@ class Outlet:
                 metadata={"edge": edge},
             )
 
-    def rebind(self, route: Route) -> None:
+    def rebind(self, key: EdgeKey, connector: ConnectorName) -> None:
         """Moves the flow to another consumer and sends all chunks again. Call `check_rebindable` first."""
         self._cancel_timer()
         # Ends the previous attempt first, because the next attempt may use the same key on the same link.
         self.attempt.supersede()
         self.ledger.restart()
-        self.attempt = OutletAttempt(route, self.ledger, on_over=self._attempt_over)
+        self.attempt = OutletAttempt(key, connector, self.ledger, on_over=self._attempt_over)
         self.ledger.changed.fire()
 
     # -- inner workings
@@ -198,7 +211,7 @@ class Outlet:
             copies = {name: tensor.copy() for name, tensor in packet.tensors.items()}
             sent = SentChunk(self.ledger.next_seq, shape, copies, packet.metadata)
         else:
-            sent = self._placed(packet, shape) or await self._written(packet, shape)
+            sent = self._found(packet, shape) or await self._written(packet, shape)
         self._digest.add(shape)
         self._append(sent)
 
@@ -221,17 +234,6 @@ class Outlet:
                 self.attempt.reopen()
         self.ledger.changed.fire()
 
-    def _placed(self, packet: Packet, shape: wire.PacketShape) -> SentChunk | None:
-        """Returns the chunk of a packet. Copies the packet's tensors into the arena unless they are already there.
-
-        Returns None if the tensors must be copied but there is not enough space now.
-        """
-        chunk = self._found(packet, shape)
-        if chunk is not None:
-            return chunk
-        written = self._arena.try_write(packet.tensors, self._account, shape.layout)
-        return None if written is None else self._chunk_of(written, packet, shape)
-
     def _found(self, packet: Packet, shape: wire.PacketShape) -> SentChunk | None:
         """Returns the chunk of a packet whose tensors are already in the arena, or None if any tensor is not."""
         regions: dict[Region, None] = {}
@@ -250,16 +252,11 @@ class Outlet:
         return SentChunk(self.ledger.next_seq, shape, packet.tensors, packet.metadata, tuple(regions), places)
 
     async def _written(self, packet: Packet, shape: wire.PacketShape) -> SentChunk:
-        written = await self._arena.write(packet.tensors, self._account, shape.layout)
+        """Returns the chunk of a packet whose tensors were copied into the arena."""
+        region, tensors, places = await self._arena.write(packet.tensors, self._account, shape.layout)
         if self._error is not None:
-            written.region.release()
-        self._check_error()
-        return self._chunk_of(written, packet, shape)
-
-    def _chunk_of(self, written: Written, packet: Packet, shape: wire.PacketShape) -> SentChunk:
-        region, tensors, offsets = written
-        generation = region.generation
-        places = [ArenaRange(offset, field[3], generation) for offset, field in zip(offsets, shape.fields, strict=True)]
+            region.release()
+            self._check_error()
         return SentChunk(self.ledger.next_seq, shape, tensors, packet.metadata, (region,), places)
 
 
@@ -279,11 +276,6 @@ class FanOut:
     def usages(self) -> tuple[FlowUsage, ...]:
         """The number of chunks and bytes that each outlet has sent."""
         return tuple(outlet.usage for outlet in self._outlets)
-
-    @property
-    def statuses(self) -> tuple[FlowStatus, ...]:
-        """A snapshot of the state of each outlet."""
-        return tuple(outlet.status for outlet in self._outlets)
 
     async def send(self, packet: Packet) -> None:
         """Sends a packet over every outlet. Raises the error of the first outlet that fails."""
@@ -307,11 +299,6 @@ class FanOut:
         """
         await _run_together([outlet.finish() for outlet in self._outlets])
 
-    def abort(self, error: StagemeshError) -> None:
-        """Aborts every outlet with `error`. Never raises."""
-        for outlet in self._outlets:
-            outlet.abort(error)
-
     def _selected(self, packet: Packet) -> list[tuple[Outlet, Packet]]:
         """Returns the outlets that send a part of a packet, each with its part."""
         selected = [(outlet, select(packet) if select else packet) for outlet, select in self._outlets.items()]
@@ -324,10 +311,68 @@ class FanOut:
         """
         if all(self._arena.find(tensor) for tensor in packet.tensors.values() if tensor.nbytes):
             return packet
-        written = self._arena.try_write(packet.tensors, self._account)
-        if written is None:
-            written = await self._arena.write(packet.tensors, self._account)
+        written = await self._arena.write(packet.tensors, self._account)
         return Packet(written.held(), packet.metadata)
+
+
+class Chunker:
+    """Applies a chunk policy to the packets of one flow. Retains rows until they fill a chunk."""
+
+    def __init__(self, policy: ChunkPolicy) -> None:
+        self._policy = policy
+        self._waiting: list[Packet] = []
+        self._waiting_frames = 0
+        self._context: dict[str, Array] = {}
+        self._first = True
+
+    def push(self, packet: Packet) -> list[Packet]:
+        """Adds a packet and returns the chunks that it completes.
+
+        Raises InvalidChunkError if the policy cuts or joins packets and the packet's tensors have unequal lengths or do
+        not match the tensors of earlier packets.
+        """
+        if isinstance(self._policy, StepPolicy):
+            return [packet]
+        frames = _frames(packet)
+        self._waiting.append(packet)
+        self._waiting_frames += frames
+        if not isinstance(self._policy, FramesPolicy):
+            return []
+        return self._cut(self._policy)
+
+    def finish(self) -> list[Packet]:
+        """Returns the last chunk, which contains the remaining rows, or an empty list if no rows remain."""
+        if not self._waiting_frames:
+            return []
+        joined = _join(self._waiting)
+        self._waiting, self._waiting_frames = [], 0
+        return [self._with_context(self._policy, joined) if isinstance(self._policy, FramesPolicy) else joined]
+
+    def _cut(self, policy: FramesPolicy) -> list[Packet]:
+        chunks: list[Packet] = []
+        wanted = policy.initial_frames if self._first and policy.initial_frames else policy.frames
+        if self._waiting_frames < wanted:
+            return chunks
+        joined, start, total = _join(self._waiting), 0, self._waiting_frames
+        while total - start >= wanted:
+            chunks.append(self._with_context(policy, _slice(joined, start, start + wanted)))
+            start += wanted
+            wanted = policy.frames
+        self._first = False
+        self._waiting, self._waiting_frames = [_slice(joined, start, total)] if total > start else [], total - start
+        return chunks
+
+    def _with_context(self, policy: FramesPolicy, chunk: Packet) -> Packet:
+        if not policy.left_context_frames:
+            return chunk
+        context = len(next(iter(self._context.values()))) if self._context else 0
+        tensors = {
+            name: np.concatenate([self._context[name], tensor]) if context else tensor
+            for name, tensor in chunk.tensors.items()
+        }
+        self._context = {name: tensor[-policy.left_context_frames :] for name, tensor in tensors.items()}
+        metadata: Mapping[str, MetadataValue] = {**chunk.metadata, "context_frames": context}
+        return Packet(tensors, metadata)
 
 
 def _only(packet: Packet, names: Collection[str]) -> Packet:
@@ -349,3 +394,26 @@ async def _run_together(sends: Sequence[Coroutine[object, object, None]]) -> Non
                 group.create_task(send)
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
+
+
+def _frames(packet: Packet) -> int:
+    lengths = {tensor.shape[0] if tensor.ndim else -1 for tensor in packet.tensors.values()}
+    if len(lengths) != 1 or -1 in lengths:
+        shapes = {name: list(tensor.shape) for name, tensor in packet.tensors.items()}
+        raise InvalidChunkError(f"tensors that are cut along their first axis must have equal lengths, not {shapes}")
+    return lengths.pop()
+
+
+def _join(packets: list[Packet]) -> Packet:
+    if len(packets) == 1:
+        return packets[0]
+    names = packets[0].tensors.keys()
+    if any(packet.tensors.keys() != names for packet in packets):
+        raise InvalidChunkError("packets that are joined into one chunk must have the same tensors")
+    tensors = {name: np.concatenate([packet.tensors[name] for packet in packets]) for name in names}
+    metadata = {key: value for packet in packets for key, value in packet.metadata.items()}
+    return Packet(tensors, metadata)
+
+
+def _slice(packet: Packet, start: int, end: int) -> Packet:
+    return Packet({name: tensor[start:end] for name, tensor in packet.tensors.items()}, packet.metadata)

@@ -4,13 +4,12 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
-from typing import NamedTuple
 
 from stagemesh.common.connector_descriptors import GRPC, ConnectorName, number_of
 from stagemesh.common.errors import InvalidChunkError, StagemeshError
 from stagemesh.connectors.base import Connector
 from stagemesh.connectors.edge import EdgeKey, ReadyQueue
-from stagemesh.connectors.flow.ledger import Leases, Ledger, SentChunk
+from stagemesh.connectors.flow.sent_chunks import Leases, SentChunk, SentChunks
 from stagemesh.connectors.stream import wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
@@ -18,6 +17,8 @@ _REOPEN_S, _MAX_REOPEN_S = 2.0, 30.0
 """The initial and the maximum time in seconds after which the flow of a silent consumer is reopened."""
 MAX_RESYNCS = 10
 """The maximum number of times that a consumer may request a resync without acknowledging a new chunk."""
+_NO_CREDIT = -1
+"""The credit limit of an attempt that no consumer has accepted. Not even an empty chunk may be sent."""
 _ITEM_BYTES = 200
 """The approximate number of bytes of a chunk's message without its payload."""
 _transfer_ids = itertools.count(1)
@@ -42,18 +43,6 @@ class Phase(Enum):
     """An error or a successor ended the attempt."""
 
 
-class Route(NamedTuple):
-    """Connects one attempt with the link to its consumer."""
-
-    key: EdgeKey
-    wanted: ConnectorName
-    """The requested connector, or AUTO."""
-    leases: Leases
-    """The consumer's leases on regions of the arena."""
-    attend: Callable[["OutletAttempt"], None]
-    """Called when the attempt must be opened, or when it has ended."""
-
-
 class OutletAttempt:
     """Sends an outlet's chunks to one consumer within the consumer's credit.
 
@@ -61,34 +50,37 @@ class OutletAttempt:
     pulls messages from the attempt.
     """
 
-    def __init__(self, route: Route, ledger: Ledger, *, on_over: Callable[[StagemeshError | None], None]) -> None:
-        """Creates an attempt.
+    def __init__(
+        self,
+        key: EdgeKey,
+        wanted: ConnectorName,
+        chunks: SentChunks,
+        *,
+        on_over: Callable[[StagemeshError | None], None],
+    ) -> None:
+        """Creates an attempt that requests the connector `wanted`, which may be AUTO.
 
         `on_over` is called once, with None if the attempt is committed, or with the error if it fails.
         """
-        self.key, self.wanted, self._leases, self._attend = route
-        self.wire_key = wire.key_to_wire(self.key)
+        self.key, self.wanted, self.connector = key, wanted, wanted
+        self.wire_key = wire.key_to_wire(key)
         self.phase = Phase.WAITING
-        self.connector = self.wanted
-        self.limit_bytes = 0
+        self.limit_bytes = _NO_CREDIT
         """The credit limit: the number of payload bytes, counted from the flow's first chunk, that may be sent."""
         self.inline_limit_bytes = 0
-        self.ledger, self._on_over = ledger, on_over
+        self.ledger, self._on_over = chunks, on_over
+        self._leases = Leases()
+        self._attend: Callable[[OutletAttempt], None] = lambda _: None
         self._queue: ReadyQueue[OutletAttempt] | None = None
         self._reader: Connector | None = None
-        self._window_bytes: int | None = None
+        self._window_bytes = 0
         self._demanded_bytes = 0
         """The highest credit limit that was demanded on this stream. 0 if none was demanded."""
         self._fragments: Iterator[wire.Fragment] | None = None
-        self._transfer_id = 0
         self._openings = self._resyncs = 0
         self._silence = _Silence()
 
     # -- for the outlet
-
-    def has_credit(self, end_bytes: int) -> bool:
-        """Returns whether the credit limit is at least `end_bytes`. False until a consumer accepts the attempt."""
-        return self._window_bytes is not None and end_bytes <= self.limit_bytes
 
     def add(self, sent: SentChunk) -> None:
         """Makes a new chunk pending if the attempt is open. Otherwise, opening the attempt makes the chunk pending."""
@@ -111,6 +103,16 @@ class OutletAttempt:
 
     # -- for the link
 
+    def join(self, leases: Leases, attend: Callable[["OutletAttempt"], None]) -> None:
+        """Adds the attempt to the link that opens it.
+
+        Args:
+            leases: The consumer's leases on regions of the arena.
+            attend: Called now, and when the attempt must be opened again or has ended.
+        """
+        self._leases, self._attend = leases, attend
+        attend(self)
+
     @property
     def is_over(self) -> bool:
         """Whether the attempt has ended and no longer sends messages."""
@@ -119,7 +121,7 @@ class OutletAttempt:
     @property
     def was_opened(self) -> bool:
         """Whether a consumer has accepted the attempt before."""
-        return self._window_bytes is not None
+        return self.limit_bytes != _NO_CREDIT
 
     def opening(
         self,
@@ -137,7 +139,7 @@ class OutletAttempt:
             queue: The ready queue of the stream.
             inline_limit_bytes: The maximum size of a chunk that is sent inline.
         """
-        self._detach()
+        self.disconnect()
         self.phase, self._queue = Phase.OPENING, queue
         self._openings += 1
         self.connector, self._reader, self.inline_limit_bytes = connector, reader, inline_limit_bytes
@@ -155,8 +157,7 @@ class OutletAttempt:
             return
         self.ledger.resend(self._leases)
         self.phase, self._demanded_bytes = Phase.OPEN, 0
-        if self._window_bytes is None:
-            self._window_bytes = reply.credit_limit_bytes
+        self._window_bytes = self._window_bytes or reply.credit_limit_bytes
         self.grant(reply.credit_limit_bytes)
         self.mark_ready()
         self.ledger.changed.fire()
@@ -164,7 +165,7 @@ class OutletAttempt:
     def reopen(self) -> None:
         """Asks the link to open the attempt again. Does nothing if the attempt has ended."""
         if not self.is_over:
-            self._detach()
+            self.disconnect()
             self._attend(self)
 
     def resync(self, error: StagemeshError) -> None:
@@ -179,10 +180,6 @@ class OutletAttempt:
                 f"{error.message}"
             )
         self.reopen()
-
-    def disconnect(self) -> None:
-        """Detaches the attempt from its stream, which has ended. The link later opens the attempt again."""
-        self._detach()
 
     def grant(self, limit_bytes: int) -> None:
         """Raises the credit limit to `limit_bytes`. Does nothing if the current limit is at least as high."""
@@ -269,9 +266,8 @@ class OutletAttempt:
         sent = self.ledger.pending[0]
         assert sent.tensors is not None, "only data is sent as fragments"
         if self._fragments is None:
-            self._transfer_id = next(_transfer_ids)
             self._fragments = wire.fragments(
-                self.wire_key, sent.tensors, total_bytes=sent.size_bytes, transfer_id=self._transfer_id
+                self.wire_key, sent.tensors, total_bytes=sent.size_bytes, transfer_id=next(_transfer_ids)
             )
         fragment = next(self._fragments)
         if fragment.message.offset + len(fragment.payload) < fragment.message.total_bytes:
@@ -279,7 +275,7 @@ class OutletAttempt:
         self._fragments = None
         self.ledger.pending.popleft()
         rest = stage_pb2.PutChunkRequest()
-        self._encode(rest.items.add().chunk, sent)
+        self._encode(rest.items.add().chunk, sent, transfer_id=fragment.message.transfer_id)
         return wire.encode_fragment(fragment, rest=rest.SerializeToString())
 
     # -- inner workings
@@ -306,9 +302,9 @@ class OutletAttempt:
     def _demands_credit(self) -> bool:
         """Whether to ask the consumer for credit for a chunk that is larger than the credit window."""
         size_bytes, end_bytes = self._blocked
-        return size_bytes > (self._window_bytes or 0) and end_bytes > self._demanded_bytes
+        return size_bytes > self._window_bytes and end_bytes > self._demanded_bytes
 
-    def _encode(self, chunk: chunk_pb2.Chunk, sent: SentChunk) -> None:
+    def _encode(self, chunk: chunk_pb2.Chunk, sent: SentChunk, *, transfer_id: int = 0) -> None:
         chunk.key.CopyFrom(self.wire_key)
         chunk.seq = sent.seq
         if sent.tail is not None:
@@ -320,7 +316,7 @@ class OutletAttempt:
         if not sent.regions:
             wire.fill_inline(data, sent.tensors, sent.shape)
         elif self._reader is None:
-            wire.fill_streamed(data, sent.shape, transfer_id=self._transfer_id)
+            wire.fill_streamed(data, sent.shape, transfer_id=transfer_id)
         else:
             sent.lease_id, sent.reader = self._leases.grant(sent.regions), self._reader
             self._reader.expect_reads(1)
@@ -328,7 +324,8 @@ class OutletAttempt:
         if sent.metadata:
             wire.fill_metadata(data, sent.metadata)
 
-    def _detach(self) -> None:
+    def disconnect(self) -> None:
+        """Detaches the attempt from its stream. The link later opens the attempt again."""
         self.phase, self._fragments = Phase.WAITING, None
         self.ledger.stop_sending()
         if self._queue is not None:
@@ -337,7 +334,7 @@ class OutletAttempt:
 
     def _leave(self, phase: Phase) -> None:
         """Ends the attempt and removes it from its stream and its link."""
-        self._detach()
+        self.disconnect()
         self.phase = phase
         self._attend(self)
 

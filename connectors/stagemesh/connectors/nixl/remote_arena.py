@@ -93,7 +93,7 @@ class TransferPlan:
     not freed during the read.
     """
 
-    __slots__ = ("_ends", "_generations", "_generations_at", "_spans", "_starts", "data_bytes", "size_bytes")
+    __slots__ = ("_generations", "_generations_at", "_parts", "_spans", "data_bytes", "size_bytes")
 
     def __init__(self, places: Sequence[ArenaRange], *, data_offset: int, file_bytes: int) -> None:
         """Plans the read of `places`.
@@ -101,8 +101,7 @@ class TransferPlan:
         Raises InvalidChunkError if a range is outside the arena's data, or if its generation is invalid.
         """
         self._spans: list[Span] = []
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        self._parts: list[slice[int, int, None]] = []
         self._generations: dict[int, int] = {}
         self.data_bytes = 0
         for place in places:
@@ -111,8 +110,7 @@ class TransferPlan:
                 raise InvalidChunkError(f"{size_bytes} bytes at {offset} are outside their producer's arena")
             self._expect(place)
             start = self._place(offset, size_bytes) if size_bytes else self.data_bytes
-            self._starts.append(start)
-            self._ends.append(start + size_bytes)
+            self._parts.append(slice(start, start + size_bytes))
         self._generations_at = _aligned(self.data_bytes)
         self.size_bytes = self._generations_at + len(self._generations) * GENERATION_BYTES
 
@@ -149,7 +147,7 @@ class TransferPlan:
         generations = landing[self._generations_at : self.size_bytes].view(np.uint64)
         if generations.tolist() != list(self._generations.values()):
             raise _stale()
-        return [landing[start:end] for start, end in zip(self._starts, self._ends, strict=True)]
+        return [landing[part] for part in self._parts]
 
     def _expect(self, place: ArenaRange) -> None:
         offset, size_bytes, generation = place

@@ -11,13 +11,12 @@ from typing import TypeAlias
 
 from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.common.errors import ExistsError, NotFoundError, NotReadyError, StagemeshError, StaleAttemptError
-from stagemesh.connectors.arena.arena import Arena
+from stagemesh.connectors.arena.arena import Arena, when_gone
 from stagemesh.connectors.base import Bytes, Producer, Reader
 from stagemesh.connectors.edge import EdgeKey, ReadyQueue
 from stagemesh.connectors.flow.inlet import Inlet, InletAttempt
 from stagemesh.connectors.flow.packet_queue import PacketQueue
 from stagemesh.connectors.replica_connectors import ReplicaConnectors
-from stagemesh.connectors.shm import hold_lease
 from stagemesh.connectors.stream.local_socket import DeathWatch, watch_peer
 from stagemesh.v1 import stage_pb2
 
@@ -130,7 +129,7 @@ class ProducerState:
     def hold(self, lease_id: int, views: list[Bytes]) -> None:
         """Retains a lease until all `views`, and all views of them, are deleted."""
         self.held_lease_ids.add(lease_id)
-        hold_lease(views, lambda: self._views_gone(lease_id))
+        when_gone(views, lambda: self._views_gone(lease_id))
 
     def release(self, lease_id: int) -> None:
         """Ends a lease and sends the lease's id to the producer over the newest stream."""

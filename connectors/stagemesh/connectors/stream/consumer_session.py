@@ -334,17 +334,13 @@ class ConsumerSession:
                 raise InvalidChunkError("a chunk arrived by a connector that was not negotiated")
             self._resync_failed(flow)
             return False
-        places = wire.arena_ranges(data)
         if isinstance(reader, InPlaceReader):
-            if not places:
-                raise InvalidChunkError("a chunk has a lease but no tensor in the arena")
-            views = [reader.view(place) for place in places]
-            packet = wire.packet_of(data, views, location="shm")
+            packet, views = wire.read_in_place(data, reader)
             self._producer.hold(data.lease_id, views)
             flow.deliver(packet)
         else:
             assert isinstance(reader, FetchingReader), "a reader reads in place or fetches"
-            fetched = reader.fetch_at_once(places, flow.landing_account)
+            fetched = reader.fetch_at_once(wire.arena_ranges(data), flow.landing_account)
             if fetched is not None:
                 flow.deliver(wire.packet_of(data, fetched, location="shm"))
                 return False

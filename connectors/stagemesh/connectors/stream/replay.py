@@ -4,8 +4,8 @@ from collections.abc import AsyncGenerator, Iterator
 
 from stagemesh.common.errors import NotFoundError
 from stagemesh.connectors.edge import EdgeKey, Packet
-from stagemesh.connectors.flow.ledger import Ledger, SentChunk
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt, Phase
+from stagemesh.connectors.flow.sent_chunks import SentChunk, SentChunks
 from stagemesh.connectors.stream import wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
@@ -15,7 +15,7 @@ async def replay(flow: OutletAttempt, *, first_seq: int) -> AsyncGenerator[stage
 
     Raises NotFoundError (CHUNK_GONE) if a chunk is no longer retained.
     """
-    ledger: Ledger = flow.ledger
+    ledger: SentChunks = flow.ledger
     seq = first_seq
     while True:
         kept = ledger.retained_from(seq)

@@ -123,7 +123,7 @@ class _Step(NamedTuple):
         response = await self.call.read()
         if not isinstance(response, stage_pb2.ExecuteStepResponse) or response.output.name != name:
             raise InternalError(f"the peer did not send the output {name}")
-        return read_inline(response.output.tensor).tolist()
+        return [int(number) for number in read_inline(response.output.tensor)]
 
 
 @dataclass

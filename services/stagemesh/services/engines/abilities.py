@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from stagemesh.common.tensors import Tensors
+from stagemesh.connectors.arena.arena import Written
 from stagemesh.connectors.arena.worker_writer import Handle, PartitionTicket
 from stagemesh.services.engines.profiles import Profiles
 
@@ -120,18 +120,18 @@ class CacheControl(Protocol):
 class PartitionsArena(Protocol):
     """The interface through which an engine reserves partitions of the replica's arena for worker processes."""
 
-    def open_share(self, size_bytes: int) -> PartitionTicket:
+    def open_partition(self, size_bytes: int) -> PartitionTicket:
         """Reserves a partition for one worker process. Raises NotReadyError if the arena has too little free space."""
         ...
 
-    def adopt(self, handle: Handle) -> Tensors:
-        """Returns views of the tensors that a worker wrote. The views retain the tensors' memory region.
+    def adopt(self, handle: Handle) -> Written:
+        """Returns the tensors that a worker wrote, with the caller's reference to their memory region.
 
         Raises InvalidChunkError if `handle` does not refer to tensors that a worker wrote.
         """
         ...
 
-    def close_share(self, ticket: PartitionTicket) -> None:
+    def close_partition(self, ticket: PartitionTicket) -> None:
         """Frees a partition after its worker has ended."""
 
 

@@ -71,7 +71,7 @@ class StageRuntime:
         """Loads the engine and sets the state to READY. If loading fails, sets FAILED and raises a StagemeshError."""
         try:
             if use_partitions := self._engine.abilities.use_partitions:
-                use_partitions(self.data_plane)
+                use_partitions(self.data_plane.arena)
             await self._engine.start(self._report)
         except StagemeshError as exc:
             self._fail(exc.message)
@@ -218,14 +218,14 @@ class StageRuntime:
         """Returns the current load of the engine and of the data plane."""
         engine = EngineLoad(0, 0) if self.state is ReplicaState.LOADING else self._engine.load()
         plane = self.data_plane
-        arena, landing = plane.arena_stats, plane.landing_stats
+        arena, landing = plane.arena, plane.landing
         return StageLoad(
             running=engine.running,
             queued=engine.queued,
             work_s=engine.work_s,
             arena_used_bytes=arena.used_bytes,
             arena_size_bytes=arena.size_bytes,
-            credit_bytes=plane.credit_bytes,
+            credit_bytes=plane.consumer.credit_bytes,
             free_memory_bytes=available_bytes() or 0,
             arena_largest_free_bytes=arena.largest_free_bytes,
             arena_waiting=arena.waiting,

@@ -89,8 +89,10 @@ class StepEdges:
         inlets = tuple(
             FlowReport(self._inputs[edge].producer, inlet.status) for edge, inlet in self._all_inlets().items()
         )
-        statuses = self.outlets.statuses
-        return inlets, tuple(FlowReport(self._outputs[each.edge].consumer, each) for each in statuses)
+        outlets = tuple(
+            FlowReport(self._outputs[edge].consumer, outlet.status) for edge, outlet in self._by_edge.items()
+        )
+        return inlets, outlets
 
     def rebind(self, rebinding: Rebinding) -> None:
         """Binds all named edges to other replicas, or no edge if an error is raised.
@@ -122,7 +124,7 @@ class StepEdges:
         `left_state` says whether the run paused and left a state from which another replica can resume the request.
         """
         if error is not None:
-            self.outlets.abort(error)
+            self.release(error)
         if self._state_outlet is not None and (error is not None or not left_state):
             ended = InvalidRequestError("the request ran to its end and left no state", reason="NOT_PAUSED")
             self._state_outlet.abort(error or ended)
@@ -131,7 +133,7 @@ class StepEdges:
         self._inlets, self._state_inlet, self._state_outlet = {}, None, None
 
     def release(self, error: StagemeshError) -> None:
-        """Aborts the outlets that remained open after the run. Their consumers receive `error`."""
+        """Aborts the outlets that are still open. Their consumers receive `error`."""
         for outlet in self._by_edge.values():
             outlet.abort(error)
 

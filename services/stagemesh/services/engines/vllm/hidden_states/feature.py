@@ -103,7 +103,7 @@ class HiddenStates(RequestFeature):
         assert self._arena is not None, "a stage's runtime passes the arena before it starts the engine"
         overflow_bytes = self._share_bytes // OVERFLOW_DIVISOR
         for size_bytes in (self._share_bytes - overflow_bytes, overflow_bytes):
-            self._tickets.append(self._arena.open_share(size_bytes))
+            self._tickets.append(self._arena.open_partition(size_bytes))
         rows, overflow = self._tickets
         address, token = f"stagemesh-rows-{secrets.token_hex(16)}", secrets.token_bytes(16)
         attachment = Attachment(address, token, rows, overflow, self._options.dtype, self._options.tensors)
@@ -148,7 +148,7 @@ class HiddenStates(RequestFeature):
             self._connection.close()
             self._connection = None
         while self._arena is not None and self._tickets:
-            self._arena.close_share(self._tickets.pop())
+            self._arena.close_partition(self._tickets.pop())
 
     # -- internals
 
@@ -176,7 +176,7 @@ class HiddenStates(RequestFeature):
             )
 
     def _push(self, step: StepRows, arena: PartitionsArena) -> None:
-        tensors = arena.adopt(step.handle)
+        tensors = arena.adopt(step.handle).held()
         if step.overflow:
             tensors = {name: np.array(tensor) for name, tensor in tensors.items()}
         for rows in step.requests:

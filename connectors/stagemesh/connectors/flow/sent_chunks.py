@@ -1,9 +1,9 @@
-"""The producer's record of sent chunks.
+"""The chunks that a flow has sent. Delivered chunks are retained, so that they can be sent again.
 
-Chunks are retained within a memory budget, and while consumers have leases on them.
+They are retained within a memory budget, and while consumers have leases on them.
 """
 
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,8 +21,6 @@ RETAINED_FRACTION = 4
 
 _ARENA = 0
 """The partition number of the arena's memory outside the workers' partitions."""
-_SWEEP_CHUNKS = 1024
-"""The number of retention entries above which the entries of finished flows are removed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -100,7 +98,7 @@ class Leases:
             self.end(lease_id)
 
 
-class Ledger:
+class SentChunks:
     """The numbered chunks of one flow: unacknowledged chunks, and delivered chunks that are retained.
 
     `pending` contains the unacknowledged chunks that the current attempt has yet to send.
@@ -108,10 +106,10 @@ class Ledger:
 
     def __init__(self, retention: "Retention") -> None:
         self.next_seq = self.acked = 0
-        self.sent_chunks = self.sent_bytes = 0
-        """The number of data chunks that have been appended, and the sum of their payload bytes."""
+        self.sent_bytes = 0
+        """The sum of the payload bytes of all chunks that have been appended."""
         self.ended = False
-        """Whether the ledger contains the flow's End or Abort."""
+        """Whether the flow's End or Abort has been appended."""
         self.is_bulk = False
         """Whether the flow has large chunks, which must not delay the chunks of other flows on the main stream."""
         self.wanted_bytes = 0
@@ -139,11 +137,8 @@ class Ledger:
     def append(self, sent: SentChunk) -> None:
         """Adds the next chunk of the flow. Its number must be `next_seq`."""
         self.next_seq += 1
-        if sent.tail is None:
-            self.sent_chunks += 1
-            self.sent_bytes += sent.size_bytes
-        else:
-            self.ended = True
+        self.sent_bytes += sent.size_bytes
+        self.ended = sent.tail is not None
         sent.end_bytes = self.sent_bytes
         self.unacked.append(sent)
 
@@ -154,7 +149,6 @@ class Ledger:
         while self.unacked and self.unacked[-1].end_bytes > limit_bytes:
             sent = self.unacked.pop()
             self.next_seq -= 1
-            self.sent_chunks -= 1
             self.sent_bytes -= sent.size_bytes
             sent.release()
 
@@ -193,17 +187,14 @@ class Ledger:
     def restart(self) -> None:
         """Marks all chunks as unacknowledged, so that they are sent again to another consumer."""
         self.stop_sending()
-        self.unacked.extendleft(reversed(self._kept))
-        self._kept.clear()
+        while self._kept:
+            sent = self._kept.pop()
+            self._retention.forget(sent)
+            self.unacked.appendleft(sent)
         self.acked = 0
         for sent in self.unacked:
             # The link to the previous consumer ends that consumer's leases.
             sent.lease_id = 0
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all chunks of the flow are still retained."""
-        return not self.sent_chunks or self.retained_from(0) is not None
 
     def retained_from(self, first_seq: int) -> list[SentChunk] | None:
         """Returns the chunks from `first_seq` on, or None if chunk `first_seq` is no longer retained."""
@@ -212,24 +203,20 @@ class Ledger:
             return None
         return [sent for sent in (*self._kept, *self.unacked) if sent.seq >= first_seq]
 
-    def keeps(self, sent: SentChunk) -> bool:
-        """Returns whether a delivered chunk is still retained."""
-        return bool(self._kept) and sent.seq >= self._kept[0].seq
-
-    def evict(self, sent: SentChunk) -> bool:
-        """Releases a delivered chunk and all chunks before it. Returns False if the chunk was no longer retained."""
-        if not self.keeps(sent):
-            return False
-        while self._kept and self._kept[0].seq <= sent.seq:
-            self._kept.popleft().release()
-        return True
+    def evict(self, last: SentChunk) -> None:
+        """Releases the delivered chunks up to and including `last`."""
+        while self._kept and self._kept[0].seq <= last.seq:
+            sent = self._kept.popleft()
+            self._retention.forget(sent)
+            sent.release()
 
     def release(self) -> None:
         """Releases all chunks, because the flow has ended."""
         self.pending.clear()
-        for chunks in (self._kept, self.unacked):
-            while chunks:
-                chunks.popleft().release()
+        if self._kept:
+            self.evict(self._kept[-1])
+        while self.unacked:
+            self.unacked.popleft().release()
 
 
 class Retention:
@@ -240,38 +227,35 @@ class Retention:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._kept: defaultdict[int, deque[tuple[Ledger, SentChunk, int]]] = defaultdict(deque)
+        # Unlike a dict, an OrderedDict finds its first key in constant time after many keys were removed.
+        self._kept: defaultdict[int, OrderedDict[SentChunk, SentChunks]] = defaultdict(OrderedDict)
+        """The retained chunks of each partition, oldest first, with the chunks of their flow."""
         self._kept_bytes: defaultdict[int, int] = defaultdict(int)
-        self._sweep_chunks: defaultdict[int, int] = defaultdict(lambda: _SWEEP_CHUNKS)
 
-    def keep(self, ledger: Ledger, sent: SentChunk) -> None:
+    def keep(self, chunks: SentChunks, sent: SentChunk) -> None:
         """Adds a delivered chunk. Evicts the oldest chunks if the memory budget is exceeded."""
-        arena = self._arena
-        partition, size_bytes = arena.partition_of(sent.regions[0]) if sent.regions else (_ARENA, arena.size_bytes)
-        self._kept[partition].append((ledger, sent, sent.size_bytes))
+        partition, size_bytes = self._partition_of(sent)
+        self._kept[partition][sent] = chunks
         self._kept_bytes[partition] += sent.size_bytes
         while self._kept_bytes[partition] > size_bytes // RETAINED_FRACTION:
-            self._evict_oldest(partition)
-        if len(self._kept[partition]) > self._sweep_chunks[partition]:
-            self._sweep(partition)
-        arena.wake()
+            self.evict_oldest(partition)
+        self._arena.wake()
 
-    def evict_oldest(self) -> bool:
-        """Evicts the oldest retained chunk outside the workers' partitions. Returns False if no such chunk exists."""
-        return self._evict_oldest(_ARENA)
+    def forget(self, sent: SentChunk) -> None:
+        """Removes a chunk that its flow no longer retains as delivered. Call it before the chunk is released."""
+        partition, _ = self._partition_of(sent)
+        del self._kept[partition][sent]
+        self._kept_bytes[partition] -= sent.size_bytes
 
-    def _evict_oldest(self, partition: int) -> bool:
-        kept = self._kept[partition]
-        while kept:
-            ledger, sent, size_bytes = kept.popleft()
-            self._kept_bytes[partition] -= size_bytes
-            if ledger.evict(sent):
-                return True
-        return False
+    def evict_oldest(self, partition: int = _ARENA) -> bool:
+        """Evicts the oldest retained chunk of a partition. Returns False if no chunk is retained there."""
+        oldest = next(iter(self._kept[partition].items()), None)
+        if oldest is None:
+            return False
+        sent, chunks = oldest
+        chunks.evict(sent)
+        return True
 
-    def _sweep(self, partition: int) -> None:
-        """Removes the entries of finished flows, which would otherwise accumulate if the chunks are small."""
-        kept = deque(entry for entry in self._kept[partition] if entry[0].keeps(entry[1]))
-        self._kept[partition] = kept
-        self._kept_bytes[partition] = sum(size_bytes for _, _, size_bytes in kept)
-        self._sweep_chunks[partition] = max(_SWEEP_CHUNKS, 2 * len(kept))
+    def _partition_of(self, sent: SentChunk) -> tuple[int, int]:
+        """Returns the number and the size in bytes of the partition that contains a chunk."""
+        return self._arena.partition_of(sent.regions[0]) if sent.regions else (_ARENA, self._arena.size_bytes)
