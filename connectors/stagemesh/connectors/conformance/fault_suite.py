@@ -142,7 +142,8 @@ class FaultSuite(Suite):
             proxy.cut()
             assert_same(await receive_all(inlet), sent[1:])
             await sender
-            await self.carry(a, b, [packet(seq, 50_000) for seq in range(100, 130)], request="r2")
+            later = [packet(seq, 50_000) for seq in range(100, 130)]
+            assert_same(await self.carry(a, b, later, request="r2", endpoint=endpoint), later)
             assert held.tobytes() == sent[0].tensors["x"].tobytes()
             del held
             await asyncio.gather(a.settled(), b.settled())

@@ -42,10 +42,13 @@ class Suite:
             yield hosts
 
     async def carry(
-        self, producer: Host, consumer: Host, packets: Sequence[Packet], *, request: str = "r"
+        self, producer: Host, consumer: Host, packets: Sequence[Packet], *, request: str = "r", endpoint: str = ""
     ) -> list[Packet]:
-        """Sends packets over a flow that uses the connector and returns copies of the received packets."""
-        outlet, inlet = open_flow(producer, consumer, request=request, connector=self.connector)
+        """Sends packets over a flow that uses the connector and returns copies of the received packets.
+
+        `endpoint` replaces the consumer's endpoint unless it is empty.
+        """
+        outlet, inlet = open_flow(producer, consumer, request=request, connector=self.connector, endpoint=endpoint)
         received = await exchange(outlet, inlet, packets)
         assert outlet.usage.connector == self.connector
         return received

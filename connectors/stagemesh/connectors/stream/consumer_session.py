@@ -28,6 +28,8 @@ from stagemesh.v1 import chunk_pb2, stage_pb2
 _log = logging.getLogger(__name__)
 
 _CLOSING_S = 1.0
+_LOST_MESSAGE = frozenset({"NOT_OPENED", "SEQUENCE_GAP", "PIECE_GAP", "PIECES_MISSING"})
+"""The reasons of errors that indicate a lost message of a flow."""
 
 
 class ConsumerSession:
@@ -181,7 +183,10 @@ class ConsumerSession:
                 _log.warning("%s sent an item of an unknown kind", self._name)
 
     def _guarded(self, message: chunk_pb2.EdgeKey, process: Callable[..., None], item: object) -> None:
-        """Calls `process` with an item. An error ends only the flow to which the item belongs."""
+        """Calls `process` with an item. An error ends only the flow to which the item belongs.
+
+        If a message was lost, the producer opens the flow again instead.
+        """
         try:
             process(item)
         except StagemeshError as exc:
@@ -189,8 +194,11 @@ class ConsumerSession:
             exc.located(edge=key.edge, request_id=key.request_id, replica=self._name)
             flow = self._flows.get(key)
             if flow is not None and self._check_carried(flow):
-                del self._flows[key]
-                flow.reject(exc)
+                if exc.reason in _LOST_MESSAGE:
+                    flow.resync(exc)
+                else:
+                    del self._flows[key]
+                    flow.reject(exc)
             else:
                 rejected = stage_pb2.EdgeRejected(key=message, error=wire.error_to_wire(exc))
                 self._reply(stage_pb2.PutReply(rejected=rejected))
@@ -198,7 +206,7 @@ class ConsumerSession:
     def _flow(self, message: chunk_pb2.EdgeKey) -> InletAttempt | None:
         """Returns the flow to which an item belongs, or None if the item must be ignored.
 
-        Resyncs the flow if its OpenEdge was lost.
+        Raises InvalidChunkError (NOT_OPENED) if the flow's OpenEdge was lost.
         """
         key = wire.key_from_wire(message)
         flow = self._flows.get(key)
@@ -210,8 +218,7 @@ class ConsumerSession:
         flow = self._consumer.expected(key, self._producer)
         flow.attach(self._ready, incarnation=self._producer.incarnation, connector=GRPC)
         self._flows[key] = flow
-        flow.resync(InvalidChunkError(f"edge {key.edge} was not opened", reason="NOT_OPENED"))
-        return None
+        raise InvalidChunkError(f"edge {key.edge} was not opened", reason="NOT_OPENED")
 
     def _is_committed(self, key: EdgeKey, message: chunk_pb2.EdgeKey) -> bool:
         """Returns whether the flow was read to its end. If so, sends the commit again."""
@@ -276,13 +283,7 @@ class ConsumerSession:
         if self._transfers.is_new(message.transfer_id):
             flow.check_credit(message.total_bytes)
             self._transfers.begin(flow.key, message)
-        if not self._transfers.add(flow.key, fragment):
-            flow.resync(
-                InvalidChunkError(
-                    f"a fragment of edge {flow.key.edge} at {message.offset} does not follow the previous fragment",
-                    reason="PIECE_GAP",
-                )
-            )
+        self._transfers.add(flow.key, fragment)
 
     def _chunk(self, chunk: chunk_pb2.Chunk) -> None:
         data = chunk.data if chunk.HasField("data") else None
@@ -297,11 +298,7 @@ class ConsumerSession:
 
     def _chunk_of(self, flow: InletAttempt, chunk: chunk_pb2.Chunk, data: chunk_pb2.ChunkData | None) -> bool:
         """Delivers a chunk if it is the next expected chunk. Returns whether the chunk's lease is in use."""
-        try:
-            if not flow.check_seq(chunk.seq):
-                return False
-        except InvalidChunkError as exc:
-            flow.resync(exc)
+        if not flow.check_seq(chunk.seq):
             return False
         if data is not None:
             return self._data(flow, data)
@@ -319,14 +316,7 @@ class ConsumerSession:
         if len(data.tensors) > wire.MAX_TENSORS:
             raise InvalidChunkError(f"{len(data.tensors)} tensors in a chunk; at most {wire.MAX_TENSORS} are accepted")
         if not data.lease_id:
-            contents = self._transfers.take(flow.key, data)
-            if contents is None:
-                error = InvalidChunkError(
-                    f"fragments of a chunk of edge {flow.key.edge} are missing", reason="PIECES_MISSING"
-                )
-                flow.resync(error)
-            else:
-                flow.deliver(wire.packet_of(data, contents, location="streamed"))
+            flow.deliver(wire.packet_of(data, self._transfers.take(flow.key, data), location="streamed"))
             return False
         reader = self._producer.reader(flow.connector)
         if reader is None:
