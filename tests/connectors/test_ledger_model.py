@@ -5,6 +5,7 @@ Everything except the wire and the clock is real. The state machine decides when
 
 import asyncio
 import os
+import socket
 import sys
 from collections import deque
 from collections.abc import AsyncIterator
@@ -22,6 +23,7 @@ from stagemesh.connectors.flow import inlet, outlet_attempt
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.stream import connection, consumer_link, wire
+from stagemesh.connectors.stream.local_socket import LocalProducer
 from stagemesh.rpc.message_streams import StreamHandler
 from stagemesh.v1 import stage_pb2
 from tests.connectors.connector_names import named
@@ -75,7 +77,10 @@ class Wire:
         self.queues: dict[Direction, deque[bytes]] = {direction: deque() for direction in Direction}
         self.over = asyncio.Event()
         self._user = user
-        self._session = consumer._open_session(arena_fd=os.dup(producer.arena.fd))
+        self._connection, other = socket.socketpair()
+        other.close()
+        local = LocalProducer(self._connection, os.dup(producer.arena.fd))
+        self._session = consumer._open_session(local=local)
         self._session.begin(_End(self, Direction.REPLIES))
         self._ended = False
 
@@ -93,6 +98,7 @@ class Wire:
             for queue in self.queues.values():
                 queue.clear()
             self._session.closed(None)
+            self._connection.close()
             self._user.closed(UnavailableError("cut"))
 
 

@@ -127,7 +127,7 @@ def _quick_to_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagemesh.connectors.flow.outlet_attempt._REOPEN_S", 0.3)
     monkeypatch.setattr("stagemesh.connectors.stream.connection._CHECK_S", 0.1)
     monkeypatch.setattr("stagemesh.connectors.stream.connection._OFFER_AGAIN_S", 0.3)
-    monkeypatch.setattr("stagemesh.connectors.stream.producer_session._HANDSHAKE_S", 0.5)
+    monkeypatch.setattr("stagemesh.connectors.stream.connection._HANDSHAKE_S", 0.5)
     monkeypatch.setattr("stagemesh.connectors.stream.wire.FRAGMENT_BYTES", 4096)
 
 

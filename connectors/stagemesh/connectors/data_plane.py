@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 
 from stagemesh.common.connector_descriptors import AUTO, ConnectorName, descriptor_of
@@ -18,7 +17,7 @@ from stagemesh.connectors.stream.connection import Peer
 from stagemesh.connectors.stream.consumer import Consumer, LandingArena
 from stagemesh.connectors.stream.consumer_link import ConsumerLink
 from stagemesh.connectors.stream.consumer_session import ConsumerSession
-from stagemesh.connectors.stream.local_socket import LocalListener, watch_peer
+from stagemesh.connectors.stream.local_socket import LocalListener, LocalProducer
 from stagemesh.connectors.stream.wire import EdgeProbe
 from stagemesh.rpc.message_streams import LocalStream, ServerStream
 from stagemesh.v1 import stage_pb2
@@ -62,8 +61,12 @@ class DataPlane:
             landing=self._landing,
             window_bytes=window_bytes,
             max_chunk_bytes=lambda: self.arena.max_region_bytes,
-            inline_limit_bytes=inline_limit_bytes,
-            local_socket=self._listener.name,
+            welcome=stage_pb2.Welcome(
+                replica=replica,
+                incarnation=self.incarnation,
+                inline_limit_bytes=inline_limit_bytes,
+                local_socket=self._listener.name,
+            ),
             run_in_background=self._run_in_background,
         )
         """The consumer side of the data plane: the expected flows and the known producers."""
@@ -227,19 +230,14 @@ class DataPlane:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _open_session(self, *, arena_fd: int | None = None) -> ConsumerSession:
-        session = ConsumerSession(self.consumer, arena_fd=arena_fd, on_closed=self._sessions.discard)
+    def _open_session(self, *, local: LocalProducer | None = None) -> ConsumerSession:
+        session = ConsumerSession(self.consumer, local=local, on_closed=self._sessions.discard)
         self._sessions.add(session)
         return session
 
-    async def _accept_local(self, connection: socket.socket, arena_fd: int) -> None:
-        """Serves a producer on this host. Takes ownership of `connection` and `arena_fd`."""
-        session = self._open_session(arena_fd=arena_fd)
-        session.watch = watch_peer(connection, lambda: self._producer_died(session))
+    async def _accept_local(self, local: LocalProducer) -> None:
+        """Serves a producer on this host. Takes ownership of `local`."""
+        session = self._open_session(local=local)
         stream = LocalStream(session, peer="a producer on this host")
         session.begin(stream)
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: stream, sock=connection)
-
-    def _producer_died(self, session: ConsumerSession) -> None:
-        if session.producer is not None:
-            self.consumer.lose(session.producer)
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: stream, sock=local.connection)

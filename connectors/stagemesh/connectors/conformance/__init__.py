@@ -11,16 +11,11 @@ loop.
 
 import pytest
 
-pytest.register_assert_rewrite(
-    *(
-        f"{__name__}.{module}"
-        for module in ("replicas", "endpoints", "suite", "data_suite", "fault_suite", "reader_suite")
-    )
-)
+_MODULES = ("replicas", "suite", "data_suite", "fault_suite", "reader_suite")
+pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _MODULES))
 
 from stagemesh.connectors.conformance.data_suite import DataSuite  # noqa: E402 - asserts are rewritten only in later imports
-from stagemesh.connectors.conformance.fault_suite import FaultSuite  # noqa: E402
-from stagemesh.connectors.conformance.proxies import Proxy, proxied  # noqa: E402
+from stagemesh.connectors.conformance.fault_suite import FaultSuite, Proxy, proxied  # noqa: E402
 from stagemesh.connectors.conformance.reader_suite import ReaderSuite  # noqa: E402
 from stagemesh.connectors.conformance.replicas import (  # noqa: E402
     Host,

@@ -1,23 +1,44 @@
-"""Data planes that are connected over real gRPC on loopback, and functions that send and compare packets."""
+"""Replicas for tests, and functions that send and compare packets.
+
+A `Host` is a data plane, connected to other hosts over real gRPC on loopback. An `End` has only arenas and a connector,
+without flows.
+"""
 
 import asyncio
 import gc
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Self
 
 import grpc
 import numpy as np
 
 from stagemesh.common.connector_descriptors import AUTO, ConnectorName
+from stagemesh.connectors.arena.arena import Arena, Written
+from stagemesh.connectors.base import (
+    ArenaRange,
+    Bytes,
+    Connector,
+    FetchingReader,
+    InPlaceReader,
+    MemoryAccount,
+    Producer,
+    Reader,
+)
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import ChunkPolicy, EdgeKey, Packet, StepPolicy
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
+from stagemesh.connectors.replica_connectors import ReplicaConnectors
+from stagemesh.connectors.stream.consumer import LandingArena
+from stagemesh.connectors.stream.wire import key_from_wire
 from stagemesh.rpc.channels import SERVER_OPTIONS
-from stagemesh.rpc.handlers import add_stage_service, answering
+from stagemesh.rpc.handlers import add_stage_service, answering, streaming
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
+ARENA_BYTES = 8 << 20
+"""The size in bytes of the arena of an `End`."""
 SETTLING_S = 5.0
 """The number of seconds within which unused memory must be freed."""
 
@@ -39,22 +60,25 @@ class Host(stage_pb2_grpc.StageServiceServicer):
         await host.server.start()
         return host
 
+    @streaming
     async def PutChunk(  # type: ignore[override] # noqa: N802 - the API defines the names of RPCs
         self, request_iterator: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[bytes]:
         """Serves a stream of a producer's data plane."""
-        async with answering(context):
-            async for response in self.plane.serve_put(request_iterator):
+        async with answering(context), aclosing(self.plane.serve_put(request_iterator)) as responses:
+            async for response in responses:
                 yield response
 
+    @streaming
     async def GetChunk(  # noqa: N802 - the API defines the names of RPCs
         self, request: stage_pb2.GetChunkRequest, context: Any
     ) -> AsyncIterator[stage_pb2.GetChunkResponse]:
         """Replays the retained chunks of a flow."""
-        key = EdgeKey(request.key.request_id, request.key.edge, request.key.attempt)
         async with answering(context):
-            async for response in self.plane.replay(key, first_seq=request.first_seq):
-                yield response
+            replay = self.plane.replay(key_from_wire(request.key), first_seq=request.first_seq)
+            async with aclosing(replay) as responses:
+                async for response in responses:
+                    yield response
 
     async def close(self) -> None:
         """Closes the data plane and the server. Idempotent."""
@@ -85,6 +109,66 @@ async def two_hosts(**limits: int) -> AsyncGenerator[tuple[Host, Host]]:
         await consumer.close()
 
 
+class End:
+    """The arenas and the connector of one replica, which can be a producer or a consumer."""
+
+    def __init__(self, name: ConnectorName, *, replica: str, incarnation: str = "1") -> None:
+        self.replica, self.incarnation = replica, incarnation
+        self.arena = Arena(ARENA_BYTES)
+        self._landing = LandingArena(ARENA_BYTES)
+        self._connectors = ReplicaConnectors(
+            self.arena, landing=self._landing.get, replica=replica, incarnation=incarnation
+        )
+        self.connector: Connector = self._connectors.get(name)
+
+    async def settled(self) -> None:
+        """Waits until the memory for fetched chunks is empty. Raises TimeoutError if that does not happen."""
+        landing = self._landing.present
+        if landing is not None:
+            await emptied(lambda: landing.used_bytes)
+
+    async def write(self, content: Bytes) -> tuple[Written, ArenaRange]:
+        """Writes bytes into the arena. Returns the written tensor with its region, and its arena range."""
+        written = await self.arena.write({"x": content}, MemoryAccount())
+        return written, written.places[0]
+
+    def as_producer(self, *, with_arena: bool = True) -> Producer:
+        """Returns a description of this replica as a producer on the consumer's host.
+
+        `with_arena` is whether the producer passes the file descriptor of its arena.
+        """
+        return Producer(self.replica, self.incarnation, self.arena.fd if with_arena else None)
+
+    async def connect(self, producer: "End") -> Reader:
+        """Connects to another replica's arena and returns the reader of that arena."""
+        return await self.connector.connect(await producer.connector.offer(), producer.as_producer())
+
+    async def close(self) -> None:
+        """Closes the connector and the arenas. Idempotent."""
+        await self._connectors.close()
+        self.arena.close()
+        await self._landing.close()
+
+
+@dataclass(frozen=True)
+class Connected:
+    """A producer and a consumer with a reader of the producer's arena."""
+
+    producer: End
+    consumer: End
+    reader: Reader
+
+    async def read(self, *places: ArenaRange) -> list[Bytes]:
+        """Reads ranges of the producer's arena and returns one array of bytes for each range.
+
+        Uses `view` or `fetch`, as the reader's class requires.
+        """
+        if isinstance(self.reader, InPlaceReader):
+            return [self.reader.view(place) for place in places]
+        assert isinstance(self.reader, FetchingReader), "a reader reads in place or fetches"
+        return await self.reader.fetch(places, MemoryAccount())
+
+
 def open_flow(
     producer: Host,
     consumer: Host,
@@ -105,6 +189,11 @@ def open_flow(
         policy=policy or StepPolicy(),
     )
     return outlet, inlet
+
+
+def content(size_bytes: int, seed: int) -> Bytes:
+    """Returns pseudorandom bytes that are determined by the seed."""
+    return np.random.default_rng(seed).integers(0, 256, size_bytes, np.uint8)
 
 
 def packet(seq: int, size: int = 1000) -> Packet:
@@ -142,6 +231,12 @@ async def receive_all(inlet: Inlet) -> list[Packet]:
     """
     received = [Packet({n: t.copy() for n, t in got.tensors.items()}, got.metadata) async for got in inlet]
     await inlet.aclose()
+    return received
+
+
+async def exchange(outlet: Outlet, inlet: Inlet, packets: Sequence[Packet]) -> list[Packet]:
+    """Sends packets over a flow, ends the flow, and returns copies of the received packets."""
+    _, received = await asyncio.gather(send_all(outlet, packets), receive_all(inlet))
     return received
 
 

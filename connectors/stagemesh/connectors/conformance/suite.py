@@ -1,18 +1,18 @@
 """The base class of all suites of the conformance kit, which determines the connector under test."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from typing import ClassVar
 
 import pytest
 
 from stagemesh.common.connector_descriptors import ConnectorDescriptor, ConnectorName, descriptor_of, registered
-from stagemesh.connectors.conformance.replicas import Host, open_flow, receive_all, send_all, two_hosts
+from stagemesh.connectors.conformance.replicas import Host, exchange, open_flow, two_hosts
 from stagemesh.connectors.edge import Packet
 
-BOUND_S = 30.0
-"""The time limit in seconds for one step of a test."""
+BOUND_S = 60.0
+"""The time limit in seconds for a test."""
 
 
 @pytest.mark.asyncio
@@ -26,26 +26,29 @@ class Suite:
 
     @pytest.fixture(autouse=True)
     def _known(self) -> Iterator[None]:
-        with _registered(self.descriptor):
+        with nullcontext() if self.descriptor is None else registered(self.descriptor):
             missing = descriptor_of(self.connector).missing()
             if missing:
                 pytest.skip(missing)
             yield
 
-    def hosts(self, **limits: int) -> AbstractAsyncContextManager[tuple[Host, Host]]:
-        """Yields a producer and a consumer that do not send tensors inline. The connector transfers all bytes."""
-        return two_hosts(**{"inline_limit_bytes": 0, **limits})
+    @asynccontextmanager
+    async def hosts(self, **limits: int) -> AsyncGenerator[tuple[Host, Host]]:
+        """Yields a producer and a consumer that do not send tensors inline. The connector transfers all bytes.
+
+        Raises TimeoutError if the body takes longer than BOUND_S seconds.
+        """
+        async with two_hosts(**{"inline_limit_bytes": 0, **limits}) as hosts, asyncio.timeout(BOUND_S):
+            yield hosts
 
     async def carry(
-        self, producer: Host, consumer: Host, packets: Sequence[Packet], *, request: str = "r"
+        self, producer: Host, consumer: Host, packets: Sequence[Packet], *, request: str = "r", endpoint: str = ""
     ) -> list[Packet]:
-        """Sends packets over a flow that uses the connector and returns copies of the received packets."""
-        outlet, inlet = open_flow(producer, consumer, request=request, connector=self.connector)
-        async with asyncio.timeout(BOUND_S):
-            _, received = await asyncio.gather(send_all(outlet, packets), receive_all(inlet))
+        """Sends packets over a flow that uses the connector and returns copies of the received packets.
+
+        `endpoint` replaces the consumer's endpoint unless it is empty.
+        """
+        outlet, inlet = open_flow(producer, consumer, request=request, connector=self.connector, endpoint=endpoint)
+        received = await exchange(outlet, inlet, packets)
         assert outlet.usage.connector == self.connector
         return received
-
-
-def _registered(descriptor: ConnectorDescriptor | None) -> AbstractContextManager[None]:
-    return nullcontext() if descriptor is None else registered(descriptor)

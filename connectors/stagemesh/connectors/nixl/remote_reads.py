@@ -4,11 +4,10 @@ import asyncio
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from stagemesh.common.errors import UnavailableError
 from stagemesh.connectors.base import Bytes
-from stagemesh.connectors.nixl.transfer_plan import Transfer
 
 if TYPE_CHECKING:
     from stagemesh.connectors.nixl.agent import Agent
@@ -26,6 +25,18 @@ _COPIED_TRANSFER_BYTES = 2 << 20
 
 Such a transfer is a copy, and blocks other reads for half a millisecond.
 """
+
+
+Descriptor: TypeAlias = tuple[int, int, int]
+"""A memory range as the nixl library expects it: address, size in bytes and device."""
+
+
+class Transfer(NamedTuple):
+    """A transfer of several ranges. Each remote range is read into the local range with the same index."""
+
+    local: list[Descriptor]
+    remote: list[Descriptor]
+    size_bytes: int
 
 
 @dataclass(eq=False, slots=True)

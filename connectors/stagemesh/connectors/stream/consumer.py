@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
@@ -17,7 +18,7 @@ from stagemesh.connectors.edge import EdgeKey, ReadyQueue
 from stagemesh.connectors.flow.inlet import Inlet, InletAttempt
 from stagemesh.connectors.flow.packet_queue import PacketQueue
 from stagemesh.connectors.replica_connectors import ReplicaConnectors
-from stagemesh.connectors.stream.local_socket import DeathWatch
+from stagemesh.connectors.stream.local_socket import DeathWatch, watch_peer
 from stagemesh.v1 import stage_pb2
 
 REMEMBERED_FLOWS = 4096
@@ -72,7 +73,8 @@ class ProducerState:
         self.held_lease_ids: set[int] = set()
         self._watch: DeathWatch | None = None
         self._connectors = connectors
-        self._readers: dict[ConnectorName, Reader] = {}
+        self._readers: dict[ConnectorName, Reader | None] = {}
+        """The reader of each connector that was negotiated, or None if the reader has failed."""
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._released_ids: list[int] = []
         """The ids of ended leases that have not been returned to the producer yet."""
@@ -85,26 +87,30 @@ class ProducerState:
         """Returns the reader of a connector, or None if the connector is not negotiated or its reader has failed."""
         return self._readers.get(name)
 
+    def has_negotiated(self, name: ConnectorName) -> bool:
+        """Returns whether a connector was negotiated. Its reader may have failed since."""
+        return name in self._readers
+
     async def accept_offer(self, name: ConnectorName, offer: bytes, *, arena_fd: int | None) -> None:
         """Creates the reader of a connector from the producer's offer, unless the reader exists.
 
         Raises NotReadyError if the connector cannot be used.
         """
-        if name not in self._readers:
+        if self._readers.get(name) is None:
             producer = Producer(self.replica, self.incarnation, arena_fd)
             self._readers[name] = await self._connectors.get(name).connect(offer, producer)
 
     async def drop_reader(self, name: ConnectorName, reader: Reader) -> None:
         """Removes and closes a reader that has failed, so that its connector can be negotiated again."""
         if self._readers.get(name) is reader:
-            del self._readers[name]
+            self._readers[name] = None
             await reader.close()
 
-    def own_watch(self, watch: DeathWatch) -> None:
-        """Takes ownership of a watch on the producer's process. Closes the previous watch, if any."""
+    def watch(self, connection: socket.socket, *, died: Callable[[], None]) -> None:
+        """Calls `died` when the producer's process, which is the peer of the socket, terminates."""
         if self._watch is not None:
             self._watch.close()
-        self._watch = watch
+        self._watch = watch_peer(connection, died)
 
     # -- leases
 
@@ -152,7 +158,8 @@ class ProducerState:
             self._watch.close()
             self._watch = None
         for name, reader in list(self._readers.items()):
-            await self.drop_reader(name, reader)
+            if reader is not None:
+                await self.drop_reader(name, reader)
 
     # -- inner workings
 
@@ -175,20 +182,19 @@ class Consumer:
         landing: LandingArena,
         window_bytes: int,
         max_chunk_bytes: Callable[[], int],
-        inline_limit_bytes: int,
-        local_socket: str,
+        welcome: stage_pb2.Welcome,
         run_in_background: RunInBackground,
     ) -> None:
         """Stores the replica's identity and limits.
 
-        `local_socket` is the name of the socket of the replica's LocalListener.
+        `welcome` is the Welcome message without the producer's leases.
         """
         self._identity, self._connectors = identity, connectors
         self.landing = landing
         """The memory into which chunks are fetched."""
         self._window_bytes, self._max_chunk_bytes = window_bytes, max_chunk_bytes
-        self._inline_limit_bytes, self._local_socket = inline_limit_bytes, local_socket
-        self._run_in_background = run_in_background
+        self._welcome, self._run_in_background = welcome, run_in_background
+        self._error: StagemeshError | None = None
         self._flows: dict[EdgeKey, InletAttempt] = {}
         self._committed: OrderedDict[EdgeKey, None] = OrderedDict()
         self._producers: dict[tuple[str, str], ProducerState] = {}
@@ -239,7 +245,8 @@ class Consumer:
         return flow
 
     def fail_all(self, error: StagemeshError) -> None:
-        """Ends every expected flow with an error."""
+        """Ends every expected flow with an error. Producers that connect later are rejected with the same error."""
+        self._error = error
         for flow in list(self._flows.values()):
             flow.fail(error)
 
@@ -248,8 +255,11 @@ class Consumer:
     def admit(self, hello: stage_pb2.Hello) -> ProducerState:
         """Returns the state of the producer that has sent `hello`. Fails the flows of its earlier incarnations.
 
-        Raises NotReadyError if the producer belongs to another pipeline or generation.
+        Raises NotReadyError if the producer belongs to another pipeline or generation, and the error of `fail_all`
+        after that call.
         """
+        if self._error is not None:
+            raise copy(self._error)
         _check_same("pipeline", hello.pipeline, self._identity.pipeline)
         _check_same("generation", hello.generation, self._identity.generation)
         for producer in list(self._producers.values()):
@@ -262,13 +272,9 @@ class Consumer:
 
     def welcome(self, producer: ProducerState) -> stage_pb2.Welcome:
         """Returns the Welcome message, which answers a producer's Hello."""
-        return stage_pb2.Welcome(
-            replica=self._identity.replica,
-            incarnation=self._identity.incarnation,
-            inline_limit_bytes=self._inline_limit_bytes,
-            held_lease_ids=sorted(producer.held_lease_ids),
-            local_socket=self._local_socket,
-        )
+        welcome = stage_pb2.Welcome(held_lease_ids=sorted(producer.held_lease_ids))
+        welcome.MergeFrom(self._welcome)
+        return welcome
 
     def lose(self, producer: ProducerState) -> None:
         """Removes an incarnation of a producer that has terminated, and fails its flows."""

@@ -7,7 +7,6 @@ from copy import copy
 
 from stagemesh.common.connector_descriptors import ConnectorName, name_of
 from stagemesh.common.errors import InternalError, InvalidChunkError, StagemeshError, UnavailableError
-from stagemesh.common.notification import Notifier
 from stagemesh.connectors.edge import EdgeKey
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
 from stagemesh.connectors.flow.sent_chunks import Leases
@@ -57,18 +56,15 @@ class ConsumerLink:
         self._loop = asyncio.get_running_loop()
         self._seen_s = self._loop.time()
         self._refused_s: float | None = None
-        self._changed = Notifier()
-        self._task = asyncio.create_task(self._run(), name=f"link to {peer.consumer}")
+        self._task: asyncio.Task[None] | None = None
 
     # -- flows
 
     def add(self, flow: OutletAttempt) -> None:
         """Adds a flow to the link. The link opens the flow as soon as the link has a stream."""
-        if not self._flows:
-            self._seen_s = self._loop.time()
+        self._require_connection()
         self._flows[flow.key] = flow
         flow.join(self._leases, self._attend)
-        self._changed.fire()
 
     def find(self, key: EdgeKey) -> OutletAttempt | None:
         """Returns the flow with this key, or None if it is unknown or has ended."""
@@ -80,11 +76,9 @@ class ConsumerLink:
         Raises an error if no connector can be used. The caller must limit the time, because the method waits for a
         connection.
         """
-        if not self._flows:
-            self._seen_s = self._loop.time()
+        self._require_connection()
         answer: asyncio.Future[EdgeProbe] = self._loop.create_future()
         self._probes[answer] = wanted
-        self._changed.fire()
         self._answer_probes()
         try:
             return await answer
@@ -93,8 +87,9 @@ class ConsumerLink:
 
     async def close(self) -> None:
         """Ends the connection and all flows. Idempotent."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
         self._fail_flows(UnavailableError(f"{self._peer.hello.replica} shuts down"))
         self._leases.end_all()
         self._stop_watching()
@@ -116,9 +111,14 @@ class ConsumerLink:
         """Whether a connection is needed for flows, for probes, or to receive the ids of ended leases."""
         return bool(self._flows or self._probes or self._leases)
 
+    def _require_connection(self) -> None:
+        """Begins to connect to the consumer, unless the link is already connected or connecting."""
+        if not self._flows:
+            self._seen_s = self._loop.time()
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name=f"link to {self._peer.consumer}")
+
     async def _run(self) -> None:
-        while not self._is_needed:
-            await self._changed.wait()
         while True:
             try:
                 cause = await self._connected()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 
-from stagemesh.common.connector_descriptors import AUTO, GRPC, ConnectorName, name_of
+from stagemesh.common.connector_descriptors import AUTO, GRPC, name_of
 from stagemesh.common.errors import (
     InvalidChunkError,
     InvalidRequestError,
@@ -21,13 +21,15 @@ from stagemesh.connectors.flow.inlet import InletAttempt
 from stagemesh.connectors.stream import wire
 from stagemesh.connectors.stream.consumer import Consumer, ProducerState
 from stagemesh.connectors.stream.fragment_assembly import FragmentAssembler
-from stagemesh.connectors.stream.local_socket import DeathWatch
+from stagemesh.connectors.stream.local_socket import LocalProducer
 from stagemesh.rpc.message_streams import MessageStream
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 _log = logging.getLogger(__name__)
 
 _CLOSING_S = 1.0
+_LOST_MESSAGE = frozenset({"NOT_OPENED", "SEQUENCE_GAP", "PIECE_GAP", "PIECES_MISSING"})
+"""The reasons of errors that indicate a lost message of a flow."""
 
 
 class ConsumerSession:
@@ -37,19 +39,11 @@ class ConsumerSession:
         self,
         consumer: Consumer,
         *,
-        arena_fd: int | None = None,
+        local: LocalProducer | None = None,
         on_closed: Callable[["ConsumerSession"], None],
     ) -> None:
-        """Takes ownership of `arena_fd`, the file descriptor of a local producer's arena.
-
-        `arena_fd` is None if the producer is on another host.
-        """
-        self.watch: DeathWatch | None = None
-        """The watch on the producer's process, or None if there is no watch.
-
-        After Hello, the ProducerState owns the watch.
-        """
-        self._consumer, self._arena_fd, self._on_closed = consumer, arena_fd, on_closed
+        """Takes ownership of `local`, which is None if the producer is on another host."""
+        self._consumer, self._local, self._on_closed = consumer, local, on_closed
         self._loop = asyncio.get_running_loop()
         self._stream: MessageStream | None = None
         self._producer_state: ProducerState | None = None
@@ -58,8 +52,6 @@ class ConsumerSession:
         """The keys of flows that have moved to another stream of the same producer."""
         self._transfers = FragmentAssembler(consumer.landing.request)
         self._negotiations: set[asyncio.Task[None]] = set()
-        self._negotiated: set[ConnectorName] = set()
-        """The connectors that were negotiated over this stream. Their readers may have failed since."""
         self._replies: list[stage_pb2.PutReply] = []
         self._ready = ReadyQueue[InletAttempt](self._flush)
         self._over: asyncio.Future[None] = self._loop.create_future()
@@ -68,15 +60,10 @@ class ConsumerSession:
         """Starts the session on `stream`. The session must be the handler of this stream."""
         self._stream = stream
 
-    @property
-    def producer(self) -> ProducerState | None:
-        """The state of the producer, or None until the producer has sent Hello."""
-        return self._producer_state
-
-    async def close(self, error: StagemeshError | None = None) -> None:
-        """Ends the stream, with `error` if given, and cancels all negotiations. Idempotent."""
+    async def close(self) -> None:
+        """Ends the stream and cancels all negotiations. Idempotent."""
         if self._stream is not None:
-            self._stream.close(error)
+            self._stream.close()
             await asyncio.wait((self._over,), timeout=_CLOSING_S)
         negotiations = list(self._negotiations)
         for negotiation in negotiations:
@@ -114,11 +101,9 @@ class ConsumerSession:
         self._flows.clear()
         self._transfers.clear()
         self._stream = None
-        if self._arena_fd is not None:
-            os.close(self._arena_fd)
-            self._arena_fd = None
-        if self.watch is not None:
-            self.watch.close()
+        if self._local is not None:
+            os.close(self._local.arena_fd)
+            self._local = None
         if not self._over.done():
             self._over.set_result(None)
         self._on_closed(self)
@@ -177,9 +162,8 @@ class ConsumerSession:
         assert self._stream is not None, "call `begin` before the session receives messages"
         self._stream.write(stage_pb2.PutChunkResponse(welcome=self._consumer.welcome(producer)).SerializeToString())
         producer.attach(self._ready)
-        if self.watch is not None:
-            producer.own_watch(self.watch)
-            self.watch = None
+        if self._local is not None:
+            producer.watch(self._local.connection, died=lambda: self._consumer.lose(producer))
 
     def _process(self, item: stage_pb2.PutItem) -> None:
         match item.WhichOneof("item"):
@@ -199,7 +183,10 @@ class ConsumerSession:
                 _log.warning("%s sent an item of an unknown kind", self._name)
 
     def _guarded(self, message: chunk_pb2.EdgeKey, process: Callable[..., None], item: object) -> None:
-        """Calls `process` with an item. An error ends only the flow to which the item belongs."""
+        """Calls `process` with an item. An error ends only the flow to which the item belongs.
+
+        If a message was lost, the producer opens the flow again instead.
+        """
         try:
             process(item)
         except StagemeshError as exc:
@@ -207,8 +194,11 @@ class ConsumerSession:
             exc.located(edge=key.edge, request_id=key.request_id, replica=self._name)
             flow = self._flows.get(key)
             if flow is not None and self._check_carried(flow):
-                del self._flows[key]
-                flow.reject(exc)
+                if exc.reason in _LOST_MESSAGE:
+                    flow.resync(exc)
+                else:
+                    del self._flows[key]
+                    flow.reject(exc)
             else:
                 rejected = stage_pb2.EdgeRejected(key=message, error=wire.error_to_wire(exc))
                 self._reply(stage_pb2.PutReply(rejected=rejected))
@@ -216,7 +206,7 @@ class ConsumerSession:
     def _flow(self, message: chunk_pb2.EdgeKey) -> InletAttempt | None:
         """Returns the flow to which an item belongs, or None if the item must be ignored.
 
-        Resyncs the flow if its OpenEdge was lost.
+        Raises InvalidChunkError (NOT_OPENED) if the flow's OpenEdge was lost.
         """
         key = wire.key_from_wire(message)
         flow = self._flows.get(key)
@@ -228,8 +218,7 @@ class ConsumerSession:
         flow = self._consumer.expected(key, self._producer)
         flow.attach(self._ready, incarnation=self._producer.incarnation, connector=GRPC)
         self._flows[key] = flow
-        flow.resync(InvalidChunkError(f"edge {key.edge} was not opened", reason="NOT_OPENED"))
-        return None
+        raise InvalidChunkError(f"edge {key.edge} was not opened", reason="NOT_OPENED")
 
     def _is_committed(self, key: EdgeKey, message: chunk_pb2.EdgeKey) -> bool:
         """Returns whether the flow was read to its end. If so, sends the commit again."""
@@ -246,8 +235,7 @@ class ConsumerSession:
         flow = self._consumer.expected(key, self._producer)
         connector = name_of(message.connector)
         connector = GRPC if connector == AUTO else connector
-        has_reader = connector == GRPC or self._producer.reader(connector) is not None
-        if not has_reader and connector not in self._negotiated:
+        if connector != GRPC and not self._producer.has_negotiated(connector):
             raise NotReadyError(
                 f"edge {key.edge} was opened by connector {connector}, which {self._producer.replica} and this "
                 "replica have not negotiated",
@@ -256,7 +244,7 @@ class ConsumerSession:
         self._flows[key] = flow
         self._transfers.drop(key)
         flow.attach(self._ready, incarnation=self._producer.incarnation, connector=connector)
-        if has_reader:
+        if connector == GRPC or self._producer.reader(connector) is not None:
             flow.confirm(message.opening)
         else:
             self._resync_failed(flow)
@@ -279,9 +267,8 @@ class ConsumerSession:
     async def _answer(self, offer: stage_pb2.Offer) -> None:
         answer = stage_pb2.Meeting(connector=offer.connector)
         try:
-            name = name_of(offer.connector)
-            await self._producer.accept_offer(name, offer.offer, arena_fd=self._arena_fd)
-            self._negotiated.add(name)
+            arena_fd = self._local.arena_fd if self._local is not None else None
+            await self._producer.accept_offer(name_of(offer.connector), offer.offer, arena_fd=arena_fd)
         except StagemeshError as exc:
             answer.error.CopyFrom(wire.error_to_wire(exc))
         self._reply(stage_pb2.PutReply(meeting=answer))
@@ -296,13 +283,7 @@ class ConsumerSession:
         if self._transfers.is_new(message.transfer_id):
             flow.check_credit(message.total_bytes)
             self._transfers.begin(flow.key, message)
-        if not self._transfers.add(flow.key, fragment):
-            flow.resync(
-                InvalidChunkError(
-                    f"a fragment of edge {flow.key.edge} at {message.offset} does not follow the previous fragment",
-                    reason="PIECE_GAP",
-                )
-            )
+        self._transfers.add(flow.key, fragment)
 
     def _chunk(self, chunk: chunk_pb2.Chunk) -> None:
         data = chunk.data if chunk.HasField("data") else None
@@ -317,11 +298,7 @@ class ConsumerSession:
 
     def _chunk_of(self, flow: InletAttempt, chunk: chunk_pb2.Chunk, data: chunk_pb2.ChunkData | None) -> bool:
         """Delivers a chunk if it is the next expected chunk. Returns whether the chunk's lease is in use."""
-        try:
-            if not flow.check_seq(chunk.seq):
-                return False
-        except InvalidChunkError as exc:
-            flow.resync(exc)
+        if not flow.check_seq(chunk.seq):
             return False
         if data is not None:
             return self._data(flow, data)
@@ -339,32 +316,21 @@ class ConsumerSession:
         if len(data.tensors) > wire.MAX_TENSORS:
             raise InvalidChunkError(f"{len(data.tensors)} tensors in a chunk; at most {wire.MAX_TENSORS} are accepted")
         if not data.lease_id:
-            contents = self._transfers.take(flow.key, data)
-            if contents is None:
-                error = InvalidChunkError(
-                    f"fragments of a chunk of edge {flow.key.edge} are missing", reason="PIECES_MISSING"
-                )
-                flow.resync(error)
-            else:
-                flow.deliver(wire.packet_of(data, contents, location="streamed"))
+            flow.deliver(wire.packet_of(data, self._transfers.take(flow.key, data), location="streamed"))
             return False
         reader = self._producer.reader(flow.connector)
-        if reader is None and flow.connector in self._negotiated:
+        if reader is None:
+            if not self._producer.has_negotiated(flow.connector):
+                raise InvalidChunkError("a chunk arrived by a connector that was not negotiated")
             self._resync_failed(flow)
             return False
-        if reader is None:
-            raise InvalidChunkError("a chunk arrived by a connector that was not negotiated")
-        places = wire.arena_ranges(data)
         if isinstance(reader, InPlaceReader):
-            if not places:
-                raise InvalidChunkError("a chunk has a lease but no tensor in the arena")
-            views = [reader.view(place) for place in places]
-            packet = wire.packet_of(data, views, location="shm")
+            packet, views = wire.read_in_place(data, reader)
             self._producer.hold(data.lease_id, views)
             flow.deliver(packet)
         else:
             assert isinstance(reader, FetchingReader), "a reader reads in place or fetches"
-            fetched = reader.fetch_at_once(places, flow.landing_account)
+            fetched = reader.fetch_at_once(wire.arena_ranges(data), flow.landing_account)
             if fetched is not None:
                 flow.deliver(wire.packet_of(data, fetched, location="shm"))
                 return False

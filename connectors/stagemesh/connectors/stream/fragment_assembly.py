@@ -41,36 +41,38 @@ class FragmentAssembler:
         self._last_id = message.transfer_id
         self._transfers[key] = _Transfer(message.transfer_id, self._buffer(message.total_bytes))
 
-    def add(self, key: EdgeKey, fragment: Fragment) -> bool:
+    def add(self, key: EdgeKey, fragment: Fragment) -> None:
         """Copies a fragment into its transfer's buffer. Ignores a repeated fragment.
 
-        Returns False if the fragment leaves a gap or does not fit into the buffer.
+        Raises InvalidChunkError (PIECE_GAP) if the fragment leaves a gap or does not fit into the buffer.
         """
         message, payload = fragment
         transfer = self._transfers.get(key)
         if transfer is None or transfer.id != message.transfer_id:
-            return True
+            return
         end = message.offset + len(payload)
         if message.offset > transfer.received_bytes or end > len(transfer.buffer):
-            return False
+            raise InvalidChunkError(
+                f"a fragment of edge {key.edge} at {message.offset} does not follow the previous fragment",
+                reason="PIECE_GAP",
+            )
         if message.offset == transfer.received_bytes:
             transfer.buffer[message.offset : end] = np.frombuffer(payload, np.uint8)
             transfer.received_bytes = end
-        return True
 
-    def take(self, key: EdgeKey, data: chunk_pb2.ChunkData) -> list[Bytes] | None:
+    def take(self, key: EdgeKey, data: chunk_pb2.ChunkData) -> list[Bytes]:
         """Ends a flow's transfer. Returns the bytes of each tensor that was sent as fragments, in order.
 
-        Returns None if fragments are missing. Raises InvalidChunkError if a tensor is outside its transfer.
+        Raises InvalidChunkError (PIECES_MISSING) if fragments are missing, and InvalidChunkError if a tensor is outside
+        its transfer.
         """
         streamed = [message for message in data.tensors if message.HasField("streamed")]
         if not streamed:
             return []
         transfer = self._transfers.get(key)
-        if transfer is None or transfer.received_bytes < len(transfer.buffer):
-            return None
-        if any(message.streamed.transfer_id != transfer.id for message in streamed):
-            return None
+        ids = {message.streamed.transfer_id for message in streamed}
+        if transfer is None or transfer.received_bytes < len(transfer.buffer) or ids != {transfer.id}:
+            raise InvalidChunkError(f"fragments of a chunk of edge {key.edge} are missing", reason="PIECES_MISSING")
         self.drop(key)
         return [_part(transfer.buffer, message) for message in streamed]
 

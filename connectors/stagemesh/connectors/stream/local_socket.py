@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 _log = logging.getLogger(__name__)
 
@@ -24,14 +25,20 @@ _PREFIX = "stagemesh-"
 _HANDSHAKE_S = 2.0
 _BACKLOG = 64
 
-Accepted = Callable[[socket.socket, int], Awaitable[None]]
-"""A callback that takes ownership of a connected socket and of the file descriptor of the producer's arena."""
+
+class LocalProducer(NamedTuple):
+    """A producer on this host that has connected to the local socket."""
+
+    connection: socket.socket
+    arena_fd: int
+    """The file descriptor of the producer's arena."""
 
 
 class LocalListener:
     """Listens for local streams of producers on this host. Create it within a running event loop."""
 
-    def __init__(self, accepted: Accepted) -> None:
+    def __init__(self, accepted: Callable[[LocalProducer], Awaitable[None]]) -> None:
+        """Starts listening. `accepted` takes ownership of each producer that connects."""
         self.name = _PREFIX + secrets.token_hex(16)
         self._accepted = accepted
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -74,7 +81,7 @@ class LocalListener:
             connection.close()
             raise
         else:
-            await self._accepted(connection, arena_fd)
+            await self._accepted(LocalProducer(connection, arena_fd))
 
 
 async def dial(name: str, *, arena_fd: int) -> socket.socket:

@@ -1,6 +1,6 @@
 """Replays the chunks that a producer has retained, as responses of GetChunk."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, Iterator
 
 from stagemesh.common.errors import NotFoundError
 from stagemesh.connectors.edge import EdgeKey, Packet
@@ -16,14 +16,13 @@ async def replay(flow: OutletAttempt, *, first_seq: int) -> AsyncGenerator[stage
     Raises NotFoundError (CHUNK_GONE) if a chunk is no longer retained.
     """
     ledger: SentChunks = flow.ledger
-    seq, transfer_id = first_seq, 0
+    seq = first_seq
     while True:
         kept = ledger.retained_from(seq)
         if kept is None:
             raise NotFoundError(f"chunk {seq} of edge {flow.key.edge} is no longer kept", reason="CHUNK_GONE")
         for sent in kept[:1]:
-            transfer_id += 1
-            async for response in _chunk_messages(flow.key, sent, transfer_id):
+            for response in _chunk_messages(flow.key, sent):
                 yield response
             seq = sent.seq + 1
         if not kept:
@@ -38,11 +37,12 @@ async def replay_packet(key: EdgeKey, packet: Packet) -> AsyncGenerator[stage_pb
     digest.add(shape)
     chunk = SentChunk(0, shape=shape, tensors=packet.tensors, metadata=packet.metadata)
     for sent in (chunk, SentChunk(1, tail=digest.end())):
-        async for response in _chunk_messages(key, sent, 1):
+        for response in _chunk_messages(key, sent):
             yield response
 
 
-async def _chunk_messages(key: EdgeKey, sent: SentChunk, transfer_id: int) -> AsyncIterator[stage_pb2.GetChunkResponse]:
+def _chunk_messages(key: EdgeKey, sent: SentChunk) -> Iterator[stage_pb2.GetChunkResponse]:
+    transfer_id = sent.seq + 1
     wire_key, tensors, shape, regions = wire.key_to_wire(key), sent.tensors, sent.shape, sent.regions
     chunk = chunk_pb2.Chunk(key=wire_key, seq=sent.seq)
     if shape is None or tensors is None:

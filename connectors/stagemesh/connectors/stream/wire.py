@@ -12,7 +12,7 @@ from stagemesh.common.connector_descriptors import ConnectorName, name_of, numbe
 from stagemesh.common.errors import InvalidChunkError, StagemeshError, error_class
 from stagemesh.common.tensors import Array, Tensors, checked_layout, dtype_name, dtype_to_wire, read_inline
 from stagemesh.connectors.arena.memory_file import layout_of
-from stagemesh.connectors.base import ArenaRange, Bytes
+from stagemesh.connectors.base import ArenaRange, Bytes, InPlaceReader
 from stagemesh.connectors.edge import EdgeKey, MetadataValue, Packet
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 
@@ -279,6 +279,25 @@ def arena_ranges(data: chunk_pb2.ChunkData) -> list[ArenaRange]:
     return places
 
 
+def read_in_place(data: chunk_pb2.ChunkData, reader: InPlaceReader) -> tuple[Packet, list[Bytes]]:
+    """Returns the packet of a chunk that is read in place, and the views of the arena that contain its tensors.
+
+    Raises InvalidChunkError if the chunk is inconsistent or a region was freed.
+    """
+    views: list[Bytes] = []
+    tensors: dict[str, Array] = {}
+    for message in data.tensors:
+        view = None
+        if message.HasField("shm"):
+            region = message.shm
+            view = reader.view(ArenaRange(region.offset, region.size_bytes, region.generation))
+            views.append(view)
+        tensors[message.name] = _tensor(message, view)
+    if not views:
+        raise InvalidChunkError("a chunk has a lease but no tensor in the arena")
+    return _checked(data, tensors), views
+
+
 def packet_of(data: chunk_pb2.ChunkData, contents: Sequence[Bytes], *, location: Location) -> Packet:
     """Returns the packet of a chunk.
 
@@ -289,6 +308,10 @@ def packet_of(data: chunk_pb2.ChunkData, contents: Sequence[Bytes], *, location:
     tensors: dict[str, Array] = {}
     for message in data.tensors:
         tensors[message.name] = _tensor(message, next(remaining) if message.HasField(location) else None)
+    return _checked(data, tensors)
+
+
+def _checked(data: chunk_pb2.ChunkData, tensors: dict[str, Array]) -> Packet:
     packet = Packet(tensors, metadata_from_wire(data.metadata) if data.metadata else {})
     if len(tensors) != len(data.tensors) or packet.size_bytes != data.size_bytes:
         raise InvalidChunkError("a chunk's tensors share a name, or their size differs from the size of the chunk")

@@ -1,11 +1,15 @@
-"""Measures every connector to a peer, with one flow after another. Each flow sends packets like an engine."""
+"""Measures every connector to a peer, with one flow after another, and reports the results.
+
+Each flow sends packets like an engine.
+"""
 
 import asyncio
 import secrets
 import statistics
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import NamedTuple, TypeAlias
 
@@ -20,16 +24,18 @@ from stagemesh.common.errors import (
     StagemeshError,
     UnavailableError,
 )
-from stagemesh.common.tensors import Array, read_inline
+from stagemesh.common.tensors import read_inline
 from stagemesh.common.versions import WIRE_VERSION
+from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import EdgeKey, Packet, StepPolicy
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.connectors.transport_probe.peer import ARRIVED, EACH, ENGINE, SUMMARY, make_plane
-from stagemesh.connectors.transport_probe.report import MIB, SIZES, ConnectorFigures, TransportReport
+from stagemesh.connectors.transport_probe.peer import ARRIVED, EACH, ENGINE, MIB, SUMMARY, make_plane
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import request_pb2, stage_pb2, stage_pb2_grpc
 
+SIZES = (64 << 10, MIB, 16 * MIB)
+"""The sizes in bytes of the tensors whose one-way time is measured."""
 Progress: TypeAlias = Callable[[str], None]
 _Call: TypeAlias = "grpc.aio.UnaryStreamCall[stage_pb2.ExecuteStepRequest, stage_pb2.ExecuteStepResponse]"
 
@@ -44,6 +50,39 @@ _SUSTAINED_BYTES = MIB
 _GB = 1e9
 
 
+@dataclass(frozen=True)
+class ConnectorFigures:
+    """The measured figures of one connector. All figures have their default values if the connector cannot be used."""
+
+    connector: ConnectorName
+    refusal: str = ""
+    """The reason why the connector cannot be used. Empty if it can be used."""
+    how: str = ""
+    """A human-readable description of the transport. Empty if there is none."""
+    one_way_s: Mapping[int, float] = field(default_factory=dict[int, float])
+    """The median time in seconds from sending a tensor to receiving it, by the tensor's size in bytes."""
+    bytes_per_s: float = 0.0
+    """The sustained rate in bytes per second, measured with tensors of 1 MiB."""
+    cpu_s_per_gb: float = 0.0
+    """The processor time of both processes in seconds for 10^9 bytes."""
+
+
+@dataclass(frozen=True)
+class TransportReport:
+    """The measured figures of all connectors between two processes."""
+
+    peer: str
+    same_host: bool
+    choice: ConnectorName
+    """The connector that `connector: auto` uses."""
+    passed_over: Mapping[ConnectorName, str]
+    """The connectors that are better than the choice, each with the reason why it cannot be used. May be empty."""
+    clock_error_s: float
+    """The maximum error, in seconds, that all one-way times share. 0 within one host, which has one clock."""
+    connectors: tuple[ConnectorFigures, ...]
+    """The figures of each connector, best connector first."""
+
+
 async def measure_peer(endpoint: str, *, progress: Progress) -> TransportReport:
     """Measures the connectors to the peer at `endpoint` ("host:port").
 
@@ -55,56 +94,51 @@ async def measure_peer(endpoint: str, *, progress: Progress) -> TransportReport:
         stub = stage_pb2_grpc.StageServiceStub(channel)
         progress(f"identifying {endpoint}")
         peer = await _describe(stub, endpoint)
-        prober = _Prober(stub, endpoint=endpoint, peer=peer.replica, progress=progress)
+        replica = f"prober-{secrets.token_hex(4)}"
+        plane = make_plane(replica)
         try:
-            return await prober.measure()
+            return await _Prober(stub, plane, replica, endpoint, peer.replica, progress).measure()
         finally:
-            await prober.close()
+            await plane.close()
 
 
-class _Summary(NamedTuple):
+class _Trip(NamedTuple):
+    """The times of one packet in nanoseconds."""
+
+    sent_ns: int
     arrived_ns: int
-    used_ns: int
+    """The time of the packet's arrival by the peer's clock."""
+    reported_ns: int
+    """The time at which this process received the peer's report of the arrival."""
 
 
-class _Step:
+class _Step(NamedTuple):
     """A flow to the peer, and the RPC of the peer's step that receives this flow."""
 
-    def __init__(self, outlet: Outlet, call: _Call) -> None:
-        self.outlet = outlet
-        self._call = call
+    outlet: Outlet
+    call: _Call
 
-    async def arrived_ns(self) -> int:
-        """Returns the arrival time of the next packet in nanoseconds by the peer's clock."""
-        return int((await self._output(ARRIVED))[0])
-
-    async def finish(self) -> _Summary:
-        """Ends the flow and returns the peer's summary of it."""
-        await self.outlet.finish()
-        arrived_ns, used_ns = await self._output(SUMMARY)
-        return _Summary(int(arrived_ns), int(used_ns))
-
-    async def _output(self, name: str) -> Array:
-        response = await self._call.read()
+    async def output(self, name: str) -> list[int]:
+        """Returns the numbers of the step's next output. Raises InternalError if its name is not `name`."""
+        response = await self.call.read()
         if not isinstance(response, stage_pb2.ExecuteStepResponse) or response.output.name != name:
             raise InternalError(f"the peer did not send the output {name}")
-        return read_inline(response.output.tensor)
+        return [int(number) for number in read_inline(response.output.tensor)]
 
 
+@dataclass
 class _Prober:
     """Runs one measurement of one peer."""
 
-    def __init__(
-        self, stub: "stage_pb2_grpc.StageServiceAsyncStub", *, endpoint: str, peer: str, progress: Progress
-    ) -> None:
-        self._replica = f"prober-{secrets.token_hex(4)}"
-        self._plane = make_plane(self._replica)
-        self._stub = stub
-        self._endpoint, self._peer = endpoint, peer
-        self._progress = progress
-        self._same_host = False
-        self._ahead_ns = 0
-        """The peer's clock minus this process's clock, in nanoseconds."""
+    _stub: "stage_pb2_grpc.StageServiceAsyncStub"
+    _plane: DataPlane
+    _replica: str
+    _endpoint: str
+    _peer: str
+    _progress: Progress
+    _same_host: bool = False
+    _ahead_ns: int = 0
+    """The peer's clock minus this process's clock, in nanoseconds."""
 
     async def measure(self) -> TransportReport:
         """Measures every connector and determines the connector that `auto` uses."""
@@ -121,10 +155,6 @@ class _Prober:
             connectors=tuple(figures),
         )
 
-    async def close(self) -> None:
-        """Closes the data plane. Idempotent."""
-        await self._plane.close()
-
     async def _refusal(self, name: ConnectorName) -> str:
         """Returns the reason why a connector cannot be used, or "" if the connector can be used."""
         try:
@@ -139,7 +169,7 @@ class _Prober:
         if refusal:
             return ConnectorFigures(name, refusal=refusal)
         try:
-            one_way_s = {size: statistics.median(await self._one_way_s(name, size)) for size in SIZES}
+            one_way_s = {size: await self._one_way_s(name, size) for size in SIZES}
             bytes_per_s, cpu_s_per_gb = await self._sustained(name)
         except StagemeshError as exc:
             return ConnectorFigures(name, refusal=f"it failed during the measurement: {exc.message}")
@@ -158,17 +188,24 @@ class _Prober:
             return f"UCX within the host; between hosts {describe()}" if self._same_host else f"UCX, {describe()}"
         return {SHM: "read in place", GRPC: "bytes in the gRPC stream"}.get(name, "")
 
-    async def _one_way_s(self, name: ConnectorName, size_bytes: int) -> Sequence[float]:
-        """Returns the one-way times in seconds of tensors that are sent one at a time."""
+    async def _one_way_s(self, name: ConnectorName, size_bytes: int) -> float:
+        """Returns the median one-way time in seconds of tensors that are sent one at a time."""
+        trips = await self._trips(name, size_bytes, count=_WARM_UP + _COUNTS[size_bytes])
+        return statistics.median(trip.arrived_ns - self._ahead_ns - trip.sent_ns for trip in trips[_WARM_UP:]) / 1e9
+
+    async def _trips(self, name: ConnectorName, size_bytes: int, *, count: int) -> list[_Trip]:
+        """Sends tensors one at a time and returns the times of each."""
         packet = Packet({"x": np.ones(size_bytes, np.uint8)})
-        times_s: list[float] = []
+        trips: list[_Trip] = []
         async with self._step(name, each=True) as step:
-            for _ in range(_WARM_UP + _COUNTS[size_bytes]):
+            for _ in range(count):
                 sent_ns = time.monotonic_ns()
                 await step.outlet.send(packet)
-                times_s.append((await step.arrived_ns() - self._ahead_ns - sent_ns) / 1e9)
-            await step.finish()
-        return times_s[_WARM_UP:]
+                [arrived_ns] = await step.output(ARRIVED)
+                trips.append(_Trip(sent_ns, arrived_ns, time.monotonic_ns()))
+            await step.outlet.finish()
+            await step.output(SUMMARY)
+        return trips
 
     async def _sustained(self, name: ConnectorName) -> tuple[float, float]:
         """Returns the rate in bytes per second, and the processor seconds of both processes per gigabyte."""
@@ -178,9 +215,10 @@ class _Prober:
             while time.monotonic_ns() - began_ns < _SUSTAINED_S * 1e9:
                 await step.outlet.send(packet)
                 count += 1
-            summary = await step.finish()
-        used_s = (time.process_time_ns() - used_ns + summary.used_ns) / 1e9
-        took_s = (summary.arrived_ns - self._ahead_ns - began_ns) / 1e9
+            await step.outlet.finish()
+            arrived_ns, used_there_ns = await step.output(SUMMARY)
+        used_s = (time.process_time_ns() - used_ns + used_there_ns) / 1e9
+        took_s = (arrived_ns - self._ahead_ns - began_ns) / 1e9
         return count * _SUSTAINED_BYTES / took_s, used_s / (count * _SUSTAINED_BYTES / _GB)
 
     async def _compare_clocks(self) -> float:
@@ -190,17 +228,10 @@ class _Prober:
         The fastest round trip therefore determines the difference with the smallest error.
         """
         self._progress("comparing clocks")
-        packet, trips = Packet({"x": np.ones(1, np.uint8)}), list[tuple[int, int]]()
-        async with self._step(GRPC, each=True) as step:
-            for _ in range(_PINGS):
-                sent_ns = time.monotonic_ns()
-                await step.outlet.send(packet)
-                arrived_ns = await step.arrived_ns()
-                heard_ns = time.monotonic_ns()
-                trips.append((heard_ns - sent_ns, arrived_ns - (sent_ns + heard_ns) // 2))
-            await step.finish()
-        trip_ns, self._ahead_ns = min(trips)
-        return trip_ns / 2e9
+        trips = await self._trips(GRPC, 1, count=_PINGS)
+        fastest = min(trips, key=lambda trip: trip.reported_ns - trip.sent_ns)
+        self._ahead_ns = fastest.arrived_ns - (fastest.sent_ns + fastest.reported_ns) // 2
+        return (fastest.reported_ns - fastest.sent_ns) / 2e9
 
     @asynccontextmanager
     async def _step(self, name: ConnectorName, *, each: bool) -> AsyncGenerator[_Step]:

@@ -1,14 +1,20 @@
-"""The receiving side of a measurement, which receives flows and reports the arrival times of their packets."""
+"""The receiving side of a measurement, which receives flows and reports the arrival times of their packets.
+
+It runs within a server, or as another process on this host: `python -m stagemesh.connectors.transport_probe.peer`.
+"""
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
+import grpc
 import numpy as np
+import uvloop
 
 from stagemesh.common.connector_descriptors import descriptors, number_of
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
@@ -16,12 +22,9 @@ from stagemesh.common.tensors import inline_tensor
 from stagemesh.common.versions import WIRE_VERSION
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import EdgeKey, Packet
-from stagemesh.connectors.transport_probe.report import MIB
-from stagemesh.rpc.handlers import add_stage_service, answering
+from stagemesh.rpc.channels import SERVER_OPTIONS
+from stagemesh.rpc.handlers import add_stage_service, answering, streaming
 from stagemesh.v1 import request_pb2, stage_pb2, stage_pb2_grpc
-
-if TYPE_CHECKING:
-    import grpc
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -29,12 +32,16 @@ PIPELINE = "probe-transport"
 ENGINE = "probe"
 EACH = "each"
 """The option that makes a step report the arrival of each packet immediately, in addition to the final summary."""
+_HOST = "127.0.0.1"
+_START_S, _END_S = 20.0, 5.0
+"""The time limits in seconds for the start and the end of the other process."""
 ARRIVED, SUMMARY = "arrived_ns", "summary"
 """The names of the outputs of a step, whose values are in nanoseconds.
 
 ARRIVED contains the arrival time of a packet. SUMMARY contains the arrival time of the last packet and the processor
 time that the step has used.
 """
+MIB = 1 << 20
 ARENA_BYTES, WINDOW_BYTES = 64 * MIB, 32 * MIB
 
 
@@ -65,7 +72,7 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
 
     @classmethod
     @asynccontextmanager
-    async def added_to(cls, server: "grpc.aio.Server") -> AsyncGenerator[Self]:
+    async def added_to(cls, server: grpc.aio.Server) -> AsyncGenerator[Self]:
         """Adds a new peer to `server` and yields it. The peer is closed at the end of the `async with` block."""
         peer = cls()
         try:
@@ -91,46 +98,41 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
             wire_version=WIRE_VERSION,
         )
 
-    # The next two methods write responses instead of yielding them, so that they end together with their RPC. A
-    # generator would end only when it is garbage-collected.
-
+    @streaming
     async def PutChunk(  # type: ignore[override] # noqa: N802
         self, request_iterator: AsyncIterator[bytes], context: _Context
-    ) -> None:
+    ) -> AsyncIterator[bytes]:
         """Serves a stream of a producer's data plane."""
         async with answering(context), aclosing(self._plane.serve_put(request_iterator)) as replies:
             async for reply in replies:
-                await context.write(reply)
+                yield reply
 
-    async def ExecuteStep(  # type: ignore[override] # noqa: N802
+    @streaming
+    async def ExecuteStep(  # noqa: N802
         self, request: stage_pb2.ExecuteStepRequest, context: _Context
-    ) -> None:
-        """Receives the flow of the request's only input to its end, and writes the measured times as outputs."""
-        async with answering(context), aclosing(self._receive(request)) as responses:
-            async for response in responses:
-                await context.write(response)
-
-    async def _receive(self, request: stage_pb2.ExecuteStepRequest) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
-        if len(request.inputs) != 1:
-            raise InvalidRequestError(f"a probe step needs exactly one input, not {len(request.inputs)}")
-        binding, each = request.inputs[0], bool(request.parameters.options[EACH])
-        inlet = self._plane.open_inlet(
-            EdgeKey(request.request_id, binding.edge, request.attempt), producer=binding.producer
-        )
-        used_ns, arrived_ns = time.process_time_ns(), 0
-        try:
-            yield stage_pb2.ExecuteStepResponse(accepted=stage_pb2.StepAccepted())
-            async for packet in inlet:
-                touch(packet)
-                arrived_ns = time.monotonic_ns()
-                if each:
-                    yield _numbers(ARRIVED, arrived_ns)
-            yield _numbers(SUMMARY, arrived_ns, time.process_time_ns() - used_ns)
-            yield stage_pb2.ExecuteStepResponse(finished=stage_pb2.StepFinished())
-        finally:
-            await inlet.aclose()
-            # Sends the flow's last message now, so that it does not delay the next flow.
-            await asyncio.sleep(0)
+    ) -> AsyncIterator[stage_pb2.ExecuteStepResponse]:
+        """Receives the flow of the request's only input to its end, and yields the measured times as outputs."""
+        async with answering(context):
+            if len(request.inputs) != 1:
+                raise InvalidRequestError(f"a probe step needs exactly one input, not {len(request.inputs)}")
+            binding, each = request.inputs[0], bool(request.parameters.options[EACH])
+            inlet = self._plane.open_inlet(
+                EdgeKey(request.request_id, binding.edge, request.attempt), producer=binding.producer
+            )
+            used_ns, arrived_ns = time.process_time_ns(), 0
+            try:
+                yield stage_pb2.ExecuteStepResponse(accepted=stage_pb2.StepAccepted())
+                async for packet in inlet:
+                    touch(packet)
+                    arrived_ns = time.monotonic_ns()
+                    if each:
+                        yield _numbers(ARRIVED, arrived_ns)
+                yield _numbers(SUMMARY, arrived_ns, time.process_time_ns() - used_ns)
+                yield stage_pb2.ExecuteStepResponse(finished=stage_pb2.StepFinished())
+            finally:
+                await inlet.aclose()
+                # Sends the flow's last message now, so that it does not delay the next flow.
+                await asyncio.sleep(0)
 
 
 def touch(packet: Packet) -> int:
@@ -141,3 +143,55 @@ def touch(packet: Packet) -> int:
 def _numbers(name: str, *values: int) -> stage_pb2.ExecuteStepResponse:
     tensor = inline_tensor(name, np.array(values, np.int64))
     return stage_pb2.ExecuteStepResponse(output=request_pb2.Output(name=name, tensor=tensor))
+
+
+@asynccontextmanager
+async def second_process() -> AsyncGenerator[str]:
+    """Starts a peer process on this host and yields the peer's endpoint.
+
+    The peer process terminates at the end of the `async with` block, or when this process terminates.
+    """
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", __name__, stdin=pipe, stdout=pipe, stderr=pipe)
+    try:
+        yield await _endpoint_of(process)
+    finally:
+        # The peer process ends when its standard input is closed.
+        try:
+            await asyncio.wait_for(process.communicate(b""), _END_S)
+        except TimeoutError:
+            process.kill()
+            await process.communicate()
+
+
+async def _endpoint_of(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        line = await asyncio.wait_for(process.stdout.readline(), _START_S)
+    except TimeoutError:
+        message = f"a second process did not start within {_START_S:g} s; try again"
+        raise NotReadyError(message, reason="START_FAILED") from None
+    if not line:
+        said = (await process.stderr.read()).decode().strip()
+        raise NotReadyError(f"a second process cannot be measured: {said}", reason="START_FAILED")
+    return line.decode().strip()
+
+
+async def _serve() -> None:
+    """Serves a peer until the standard input is closed. Writes the peer's endpoint to the standard output."""
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    async with ProbePeer.added_to(server):
+        port = server.add_insecure_port(f"{_HOST}:0")
+        await server.start()
+        sys.stdout.write(f"{_HOST}:{port}\n")
+        sys.stdout.flush()
+        await asyncio.to_thread(sys.stdin.buffer.read)
+        await server.stop(0)
+
+
+if __name__ == "__main__":
+    try:
+        uvloop.run(_serve())
+    except StagemeshError as exc:
+        sys.exit(exc.message)
