@@ -43,18 +43,14 @@ class Outlet:
         arena: Arena,
         retention: Retention,
         rebind_s: float = 0.0,
-        on_over: Callable[[], None] = lambda: None,
     ) -> None:
-        """Creates the first attempt.
-
-        `on_over` is called when the flow is committed or aborted, or when it has failed and cannot continue.
-        """
+        """Creates the first attempt."""
         self.ledger = Ledger(retention)
         self.is_over = False
         """Whether the flow can no longer send data to any consumer."""
         self._chunker = None if isinstance(policy, StepPolicy) else Chunker(policy)
         self._arena, self._account = arena, MemoryAccount()
-        self._rebind_s, self._on_over = rebind_s, on_over
+        self._rebind_s = rebind_s
         self._digest = wire.FlowDigest()
         self._shape: wire.PacketShape | None = None
         self._error: StagemeshError | None = None
@@ -172,9 +168,7 @@ class Outlet:
     def _end(self) -> None:
         self._cancel_timer()
         self.ledger.changed.fire()
-        if not self.is_over:
-            self.is_over = True
-            self._on_over()
+        self.is_over = True
 
     def _cancel_timer(self) -> None:
         if self._rebind_timer is not None:
@@ -280,11 +274,6 @@ class FanOut:
         """The number of chunks and bytes that each outlet has sent."""
         return tuple(outlet.usage for outlet in self._outlets)
 
-    @property
-    def statuses(self) -> tuple[FlowStatus, ...]:
-        """A snapshot of the state of each outlet."""
-        return tuple(outlet.status for outlet in self._outlets)
-
     async def send(self, packet: Packet) -> None:
         """Sends a packet over every outlet. Raises the error of the first outlet that fails."""
         selected = self._selected(packet)
@@ -306,11 +295,6 @@ class FanOut:
         Raises the error of the first outlet that fails.
         """
         await _run_together([outlet.finish() for outlet in self._outlets])
-
-    def abort(self, error: StagemeshError) -> None:
-        """Aborts every outlet with `error`. Never raises."""
-        for outlet in self._outlets:
-            outlet.abort(error)
 
     def _selected(self, packet: Packet) -> list[tuple[Outlet, Packet]]:
         """Returns the outlets that send a part of a packet, each with its part."""

@@ -232,12 +232,9 @@ class StageRuntime:
         return len(runs)
 
     def rebind(self, rebinding: Rebinding) -> None:
-        """Binds edges of a running step, or edges that an ended step has left open, to other replicas.
-
-        Raises NotFoundError (UNKNOWN_STEP) if neither exists.
-        """
+        """Binds edges of a step to other replicas. Raises the errors of `RunRegistry.rebind`."""
         check_rebinding(rebinding)
-        self._runs.find_edges(rebinding).rebind(rebinding)
+        self._runs.rebind(rebinding)
 
     # -- load and reports
 
@@ -346,7 +343,7 @@ class StageRuntime:
     def _stop_hung(self, run: StepRun) -> None:
         """Stops a step that hangs while other steps make progress. The step may succeed on another replica."""
         what = f"the engine has made no progress on the step for {self.config.stall_s:g} s (the stage's stall_s)"
-        _log.error("step %s hangs: %s, but has made progress on later steps", run.spec.step_id, what)
+        _log.error("step %s hangs: %s, but has made progress on later steps", run.step_id, what)
         run.stop(UnavailableError(f"{what}, but has made progress on later steps", reason="STEP_HANGS"))
 
     def _pin_arena(self) -> None:
@@ -358,13 +355,7 @@ class StageRuntime:
                 _log.warning("the arena is not page-locked: %s", exc.message)
 
     def _admit(self, spec: StepSpec, *, deadline_s: float | None) -> StepRun:
-        check_spec(
-            spec,
-            self.signature,
-            engine=self.config.engine,
-            resumable=self._engine.abilities.can_resume,
-            pausable=self._engine.abilities.can_pause,
-        )
+        check_spec(spec, self.signature, engine=self.config.engine, abilities=self._engine.abilities)
         known = self._runs.find(spec)
         if known is not None:
             known.extend(deadline_s=deadline_s)

@@ -9,6 +9,7 @@ import numpy as np
 from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.request_checks import check_options, check_request_id, empty_prompt_error
+from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Checkpoint, Task, media_of
 from stagemesh.services.engines.media import MEDIA_TYPES, MediaFile, Medium, Samples
 from stagemesh.services.stage.step.spec import STATE_EDGE, OutputBinding, Rebinding, StepSpec
@@ -18,13 +19,10 @@ _STEP_ID = re.compile(r"[A-Za-z0-9._:/-]{1,256}")
 _SAMPLE_RATES_HZ = range(1_000, 384_001)
 
 
-def check_spec(
-    spec: StepSpec, signature: Signature, *, engine: str, resumable: bool = False, pausable: bool = False
-) -> None:
+def check_spec(spec: StepSpec, signature: Signature, *, engine: str, abilities: EngineAbilities) -> None:
     """Raises InvalidRequestError or UnsupportedError if a step is not valid for the stage.
 
-    The error names the invalid value and the allowed values. `engine` is the engine's name. `resumable` and `pausable`
-    say whether the engine can resume and pause tasks.
+    The error names the invalid value and the allowed values. `engine` is the engine's name.
     """
     check_request_id(spec.request_id)
     if not _STEP_ID.fullmatch(spec.step_id):
@@ -34,7 +32,7 @@ def check_spec(
         )
     if spec.attempt < 1:
         raise InvalidRequestError("attempt is 0; attempts count from 1")
-    _check_abilities(spec.task, signature, engine=engine, resumable=resumable, pausable=pausable)
+    _check_abilities(spec.task, signature, abilities, engine=engine)
     _check_pause(spec)
     _check_checkpoint(spec.task.resume_from, signature)
     _check_edges(spec, signature)
@@ -74,23 +72,22 @@ def _check_pause(spec: StepSpec) -> None:
         )
 
 
-def _check_abilities(task: Task, signature: Signature, *, engine: str, resumable: bool, pausable: bool) -> None:
-    if task.max_steps is not None and not pausable:
-        raise UnsupportedError(
-            f"engine {engine} cannot pause; leave max_steps unset to run the step to its end",
-            metadata={"engine": engine},
-        )
-    if task.resume_from is not None and not resumable:
-        raise UnsupportedError(
-            f"engine {engine} cannot resume; leave resume_from unset to run the step from its start",
-            metadata={"engine": engine},
-        )
+def _check_abilities(task: Task, signature: Signature, abilities: EngineAbilities, *, engine: str) -> None:
+    if task.max_steps is not None and not abilities.can_pause:
+        raise _unsupported(engine, "cannot pause; leave max_steps unset to run the step to its end")
+    if task.resume_from is not None and not abilities.can_resume:
+        raise _unsupported(engine, "cannot resume; leave resume_from unset to run the step from its start")
     if task.adapter is not None and not signature.adapters:
-        raise UnsupportedError(
-            f"engine {engine} accepts no adapters on this stage; leave adapter unset, or start the stage with the "
-            "option enable_lora if the engine has that option",
-            metadata={"engine": engine, "ability": "adapters"},
+        raise _unsupported(
+            engine,
+            "accepts no adapters on this stage; leave adapter unset, or start the stage with the option enable_lora if "
+            "the engine has that option",
+            ability="adapters",
         )
+
+
+def _unsupported(engine: str, problem: str, **ability: str) -> UnsupportedError:
+    return UnsupportedError(f"engine {engine} {problem}", metadata={"engine": engine, **ability})
 
 
 def _check_checkpoint(resume_from: Checkpoint | None, signature: Signature) -> None:
@@ -155,16 +152,10 @@ def _check_prompt(task: Task, signature: Signature, *, engine: str) -> None:
     if task.prompt is None:
         raise empty_prompt_error()
     if task.negative_prompt and not signature.negative_prompt:
-        raise UnsupportedError(
-            f"engine {engine} accepts no negative prompt on this stage; omit it",
-            metadata={"engine": engine, "ability": "negative_prompt"},
-        )
+        raise _unsupported(engine, "accepts no negative prompt on this stage; omit it", ability="negative_prompt")
     media = media_of(task.prompt)
     if media and not signature.media:
-        raise UnsupportedError(
-            f"engine {engine} accepts only text on this stage; omit the {media[0].kind}",
-            metadata={"engine": engine, "ability": "media"},
-        )
+        raise _unsupported(engine, f"accepts only text on this stage; omit the {media[0].kind}", ability="media")
     for medium in media:
         _check_medium(medium)
 

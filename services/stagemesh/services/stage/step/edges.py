@@ -19,7 +19,7 @@ from stagemesh.common.tensors import Array, TensorSpec
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import REBIND_S, EdgeKey, FlowStatus, Packet, is_recoverable
 from stagemesh.connectors.flow.inlet import Inlet
-from stagemesh.connectors.flow.outlet import Outlet
+from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.services.engines.base import Transform
 from stagemesh.services.stage.step.spec import STATE_EDGE, InputBinding, OutputBinding, Rebinding, StepSpec
 from stagemesh.v1 import control_pb2
@@ -30,8 +30,8 @@ class StepEdges:
 
     def __init__(self, spec: StepSpec, data_plane: DataPlane) -> None:
         self.request_id, self.step_id, self.attempt = spec.request_id, spec.step_id, spec.attempt
-        self.outlets = data_plane.fan_out()
-        """The outlets of the pipeline's edges. Excludes `state_outlet`."""
+        self.outlets: FanOut | None = None
+        """The outlets of the pipeline's edges. None if there are none. Excludes `state_outlet`."""
         self.state_inlet: Inlet | None = None
         """The inlet for the state from which the step resumes. None if the state does not arrive over an edge."""
         self.state_outlet: Outlet | None = None
@@ -65,6 +65,7 @@ class StepEdges:
                 self.state_outlet = outlet
             else:
                 self._by_edge[target.edge] = outlet
+                self.outlets = self.outlets or self._plane.fan_out()
                 self.outlets.add(outlet, target.select if target.is_selective else None)
 
     def make_inputs(self, accepts: Mapping[str, TensorSpec], on_packet: Callable[[], None]) -> dict[str, "EdgeInput"]:
@@ -88,7 +89,7 @@ class StepEdges:
 
     def outlet_reports(self) -> list[control_pb2.FlowReport]:
         """Returns the status of each outgoing flow."""
-        return [_report(self._outputs[status.edge].consumer, status) for status in self.outlets.statuses]
+        return [_report(self._outputs[edge].consumer, outlet.status) for edge, outlet in self._by_edge.items()]
 
     def rebind(self, rebinding: Rebinding) -> None:
         """Binds all named edges to other replicas, or no edge if an error is raised.
@@ -127,13 +128,18 @@ class StepEdges:
         `left_state` says whether the run paused and left a state from which another replica can resume the request.
         """
         if error is not None:
-            self.outlets.abort(error)
+            self.abort(error)
         if self.state_outlet is not None and (error is not None or not left_state):
             ended = InvalidRequestError("the request ran to its end and left no state", reason="NOT_PAUSED")
             self.state_outlet.abort(error or ended)
         lost = error is not None and is_recoverable(error)
         await asyncio.gather(*(inlet.aclose(lost=lost) for inlet in self._all_inlets().values()))
         self._inlets, self.state_inlet, self.state_outlet = {}, None, None
+
+    def abort(self, error: StagemeshError) -> None:
+        """Aborts the outlets of the pipeline's edges. Their consumers receive `error`."""
+        for outlet in self._by_edge.values():
+            outlet.abort(error)
 
     # -- internal
 

@@ -43,19 +43,20 @@ class RunRegistry:
         runs = self._running.values()
         return _of_request(runs, request_id, up_to_attempt) if request_id else list(runs)
 
-    def find_edges(self, rebinding: Rebinding) -> StepRun | StepEdges:
-        """Returns the run whose edges are to be rebound, or the edges that it left open when it ended.
+    def rebind(self, rebinding: Rebinding) -> None:
+        """Binds edges of a running step, or edges that an ended step has left open, to other replicas.
 
-        Raises NotFoundError if neither exists.
+        Raises NotFoundError (UNKNOWN_STEP) if neither exists, and the errors of `StepEdges.rebind`.
         """
         self._drop_edges_over()
-        found = self._running.get(rebinding.step_id) or self._left.get(rebinding.step_id)
-        if found is None or found.request_id != rebinding.request_id:
+        run = self._running.get(rebinding.step_id)
+        edges = run.edges if run is not None else self._left.get(rebinding.step_id)
+        if edges is None or edges.request_id != rebinding.request_id:
             raise NotFoundError(
                 f"step {rebinding.step_id} of request {rebinding.request_id} does not run here and left no open edges",
                 reason="UNKNOWN_STEP",
             )
-        return found
+        edges.rebind(rebinding)
 
     def release_edges(self, request_id: str, *, up_to_attempt: int = 0) -> None:
         """Releases the edges that ended runs of a request have left open.
@@ -76,7 +77,7 @@ class RunRegistry:
                 metadata={"attempt": str(latest)},
             )
         run = self._runs.get(spec.step_id)
-        if run is not None and run.spec.fingerprint != spec.fingerprint:
+        if run is not None and run.fingerprint != spec.fingerprint:
             raise ExistsError(
                 f"step {spec.step_id} exists with other content; use another step_id, or repeat the original call",
                 reason="STEP_EXISTS",
@@ -86,23 +87,22 @@ class RunRegistry:
 
     def add(self, run: StepRun) -> None:
         """Adds a new run, and stops runs of earlier attempts of the same request."""
-        spec = run.spec
-        for known in self.running(spec.request_id):
-            if known.attempt < spec.attempt:
-                known.stop(CancelledRequestError(f"attempt {spec.attempt} has taken over", reason="STALE_ATTEMPT"))
-        self.release_edges(spec.request_id, up_to_attempt=spec.attempt)
-        self._attempts[spec.request_id] = spec.attempt
-        self._attempts.move_to_end(spec.request_id)
+        for known in self.running(run.request_id):
+            if known.attempt < run.attempt:
+                known.stop(CancelledRequestError(f"attempt {run.attempt} has taken over", reason="STALE_ATTEMPT"))
+        self.release_edges(run.request_id, up_to_attempt=run.attempt)
+        self._attempts[run.request_id] = run.attempt
+        self._attempts.move_to_end(run.request_id)
         if len(self._attempts) > MAX_ATTEMPTS:
             self._attempts.popitem(last=False)
-        self._runs[spec.step_id] = self._running[spec.step_id] = run
+        self._runs[run.step_id] = self._running[run.step_id] = run
 
     def retire(self, run: StepRun, left: StepEdges | None) -> None:
         """Stores an ended run for KEPT_S seconds, or until newer runs exceed the limits.
 
         Stores `left`, the outgoing edges of a successful run, until their consumers no longer need them.
         """
-        step_id = run.spec.step_id
+        step_id = run.step_id
         del self._running[step_id]
         self._drop_edges_over()
         if left is not None:
@@ -125,7 +125,7 @@ class RunRegistry:
 
     def _release(self, left: Iterable[StepEdges]) -> None:
         for edges in left:
-            edges.outlets.abort(_RELEASED)
+            edges.abort(_RELEASED)
         self._drop_edges_over()
 
     def _drop_edges_over(self) -> None:

@@ -24,6 +24,11 @@ from stagemesh.services.engines.media import MediaFile, Part, Samples
 from stagemesh.v1 import request_pb2, stage_pb2
 
 _REPEATED = frozenset({"stop", "stop_token_ids", "bad_words"})
+_TOKEN_SELECTIONS: Mapping[int, TokenSelection] = {
+    stage_pb2.TOKEN_SELECTION_UNSPECIFIED: "all",
+    stage_pb2.TOKEN_SELECTION_ALL: "all",
+    stage_pb2.TOKEN_SELECTION_LAST: "last",
+}
 
 STATE_EDGE = "@state"
 """The name of the edge that transfers a paused request's state to the replica that resumes the request. This edge is
@@ -301,16 +306,12 @@ def _output_binding(message: stage_pb2.OutputBinding) -> OutputBinding:
 
 
 def _token_selection(message: stage_pb2.OutputBinding) -> TokenSelection:
-    match message.tokens:
-        case stage_pb2.TOKEN_SELECTION_UNSPECIFIED | stage_pb2.TOKEN_SELECTION_ALL:
-            return "all"
-        case stage_pb2.TOKEN_SELECTION_LAST:
-            return "last"
-        case _:
-            raise InvalidRequestError(
-                f"edge {message.edge} carries token selection {message.tokens}; use 1 (all) or 2 (last)",
-                reason="INVALID_EDGE",
-            )
+    if message.tokens not in _TOKEN_SELECTIONS:
+        raise InvalidRequestError(
+            f"edge {message.edge} carries token selection {message.tokens}; use 1 (all) or 2 (last)",
+            reason="INVALID_EDGE",
+        )
+    return _TOKEN_SELECTIONS[message.tokens]
 
 
 def _policy(message: stage_pb2.OutputBinding) -> ChunkPolicy:
