@@ -4,9 +4,9 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from google.protobuf.message import DecodeError
 
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     import grpc
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Execute: TypeAlias = Callable[
+    [stage_pb2.ExecuteStepRequest, float | None], AsyncGenerator[stage_pb2.ExecuteStepResponse]
+]
+"""A function that runs a step in the same way as the ExecuteStep RPC, within the remaining time in seconds. It yields
+the step's events. Closing the generator ends the call."""
 
 SERVICE_NAME = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 _DEFAULT_INTERVAL_S, _MIN_INTERVAL_S = 1.0, 0.05
@@ -56,7 +61,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     ) -> AsyncIterator[stage_pb2.ExecuteStepResponse]:
         async with (
             answering(context, **self._where, request_id=request.request_id),
-            aclosing(self._execute(request, time_left_s=time_left_s(context))) as events,
+            aclosing(self._execute(request, time_left_s(context))) as events,
         ):
             async for event in events:
                 yield event
@@ -155,9 +160,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
             )
             return probe_to_wire(found)
 
-    def _execute(
-        self, request: stage_pb2.ExecuteStepRequest, *, time_left_s: float | None
-    ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
+    def _execute(self, request: stage_pb2.ExecuteStepRequest, time_left_s: float | None) -> _Events:
         return self._runtime.execute(spec_from_wire(request), time_left_s=time_left_s)
 
 
@@ -170,16 +173,6 @@ def _checked_interval_s(request: stage_pb2.WatchLoadRequest) -> float:
             f"idle_interval_s is {request.idle_interval_s:g}; it must be a number of seconds, or 0 for interval_s"
         )
     return interval_s
-
-
-class Execute(Protocol):
-    """The interface of a function that runs a step in the same way as the ExecuteStep RPC."""
-
-    def __call__(
-        self, request: stage_pb2.ExecuteStepRequest, *, time_left_s: float | None
-    ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
-        """Yields the step's events. Closing the generator ends the call."""
-        ...
 
 
 class StepSession:
@@ -260,7 +253,7 @@ class StepSession:
         try:
             async with (
                 asyncio.timeout(time_left_s),
-                aclosing(self._execute(request.step, time_left_s=time_left_s)) as events,
+                aclosing(self._execute(request.step, time_left_s)) as events,
             ):
                 async for event in events:
                     while self._waiting_bytes >= _WAITING_BYTES:

@@ -10,7 +10,7 @@ from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.request_checks import check_options, check_request_id, empty_prompt_error
 from stagemesh.services.engines.abilities import EngineAbilities
-from stagemesh.services.engines.base import Checkpoint, Task, media_of
+from stagemesh.services.engines.base import Task, media_of
 from stagemesh.services.engines.media import MEDIA_TYPES, MediaFile, Medium, Samples
 from stagemesh.services.stage.step.spec import STATE_EDGE, OutputBinding, Rebinding, StepSpec
 
@@ -34,10 +34,12 @@ def check_spec(spec: StepSpec, signature: Signature, *, engine: str, abilities: 
         raise InvalidRequestError("attempt is 0; attempts count from 1")
     _check_abilities(spec.task, signature, abilities, engine=engine)
     _check_pause(spec)
-    _check_checkpoint(spec.task.resume_from, signature)
+    if (state := spec.task.resume_from) is not None:
+        counted = {**state.outputs, **state.rows}
+        _check_emitted(counted, signature, problem="the checkpoint counts", reason="INVALID_CHECKPOINT")
     _check_edges(spec, signature)
     _check_absent(spec.task.absent, signature)
-    _check_tensors(spec.streamed, signature)
+    _check_emitted(spec.streamed, signature)
     check_options(spec.task.options, signature.options, owner="this stage")
     if not signature.accepts:
         _check_prompt(spec.task, signature, engine=engine)
@@ -46,11 +48,10 @@ def check_spec(spec: StepSpec, signature: Signature, *, engine: str, abilities: 
 def check_rebinding(rebinding: Rebinding) -> None:
     """Raises InvalidRequestError if a rebinding is not valid. The error names the invalid value."""
     check_request_id(rebinding.request_id)
-    inputs = [each.binding for each in rebinding.inputs]
-    _check_edge_names("inputs", [each.edge for each in inputs])
+    _check_edge_names("inputs", [each.edge for each in rebinding.inputs])
     _check_edge_names("outputs", [each.edge for each in rebinding.outputs])
     _check_consumers(rebinding.outputs)
-    for binding in inputs:
+    for binding in rebinding.inputs:
         if not binding.producer:
             raise InvalidRequestError(f"edge {binding.edge} needs a producer", reason="INVALID_EDGE")
 
@@ -90,21 +91,12 @@ def _unsupported(engine: str, problem: str, **ability: str) -> UnsupportedError:
     return UnsupportedError(f"engine {engine} {problem}", metadata={"engine": engine, **ability})
 
 
-def _check_checkpoint(resume_from: Checkpoint | None, signature: Signature) -> None:
-    for name in {**resume_from.outputs, **resume_from.rows} if resume_from is not None else ():
-        if name not in signature.emits:
-            raise InvalidRequestError(
-                f"the checkpoint counts {name!r}; this stage emits {', '.join(signature.emits) or 'none'}",
-                reason="INVALID_CHECKPOINT",
-            )
-
-
 def _check_edges(spec: StepSpec, signature: Signature) -> None:
     _check_edge_names("inputs", [binding.edge for binding in spec.inputs])
     _check_edge_names("outputs", [binding.edge for binding in spec.outputs])
     _check_consumers(spec.outputs)
     for binding in spec.outputs:
-        _check_tensors(binding.tensors, signature)
+        _check_emitted(binding.tensors, signature)
     if spec.task.resume_from is None and spec.takes_state:
         raise InvalidRequestError(f"edge {STATE_EDGE} carries a state to resume from; set resume_from to its steps")
     if any(binding.edge != STATE_EDGE for binding in spec.inputs) and not signature.accepts:
@@ -139,12 +131,13 @@ def _check_absent(absent: Iterable[str], signature: Signature) -> None:
         )
 
 
-def _check_tensors(names: Iterable[str], signature: Signature) -> None:
+def _check_emitted(
+    names: Iterable[str], signature: Signature, *, problem: str = "unknown tensor", reason: str = "UNKNOWN_TENSOR"
+) -> None:
     for name in names:
         if name not in signature.emits:
             raise InvalidRequestError(
-                f"unknown tensor {name!r}; this stage emits {', '.join(signature.emits) or 'none'}",
-                reason="UNKNOWN_TENSOR",
+                f"{problem} {name!r}; this stage emits {', '.join(signature.emits) or 'none'}", reason=reason
             )
 
 

@@ -97,20 +97,16 @@ class StepEdges:
         Raises NotReadyError (CHUNK_GONE, ROWS_MISSING) if an edge cannot continue with the new peer, StaleAttemptError
         if an edge is bound in a newer attempt, and NotFoundError if the step does not have an edge.
         """
-        inputs = [each for each in rebinding.inputs if self._is_new(each.binding, self._inputs, self._inlets)]
+        inputs = [each for each in rebinding.inputs if self._is_new(each, self._inputs, self._inlets)]
         outputs = [each for each in rebinding.outputs if self._is_new(each, self._outputs, self._by_edge)]
-        for each in inputs:
-            self._inlets[each.binding.edge].check_rebindable(each.first_rows)
+        for source in inputs:
+            self._inlets[source.edge].check_rebindable(source.first_rows)
         for target in outputs:
             self._by_edge[target.edge].check_rebindable()
-        for each in inputs:
-            binding = each.binding
-            self._inputs[binding.edge] = binding
+        for source in inputs:
+            self._inputs[source.edge] = source
             self._plane.rebind_inlet(
-                self._inlets[binding.edge],
-                self._key(binding),
-                producer=binding.producer,
-                first_rows=each.first_rows,
+                self._inlets[source.edge], self._key(source), producer=source.producer, first_rows=source.first_rows
             )
         for target in outputs:
             self._outputs[target.edge] = target

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stagemesh.common.connector_descriptors import ConnectorName, name_of
@@ -48,6 +48,9 @@ class InputBinding:
     """
     attempt: int = 0
     """The attempt to which the edge's flow belongs. 0 means the step's attempt."""
+    first_rows: Mapping[str, int] = field(default_factory=dict[str, int])
+    """In a rebinding, the number of rows before the first row of the new flow, by tensor. 0 for tensors that are not
+    listed."""
 
     @property
     def peer(self) -> tuple[str, ...]:
@@ -142,21 +145,12 @@ class StepSpec:
 
 
 @dataclass(frozen=True)
-class InputRebinding:
-    """The new producer of an incoming edge."""
-
-    binding: InputBinding
-    first_rows: Mapping[str, int]
-    """The number of rows before the first row of the new flow, by tensor. 0 for tensors that are not listed."""
-
-
-@dataclass(frozen=True)
 class Rebinding:
     """New peer replicas for some edges of a step."""
 
     request_id: str
     step_id: str
-    inputs: tuple[InputRebinding, ...] = ()
+    inputs: tuple[InputBinding, ...] = ()
     outputs: tuple[OutputBinding, ...] = ()
 
 
@@ -221,15 +215,12 @@ def _prompt(message: request_pb2.Input) -> Prompt | None:
         case "text":
             return message.text
         case "conversation":
-            return [_message(each) for each in message.conversation.messages]
+            messages = message.conversation.messages
+            return [ChatMessage(each.role, each.content, tuple(map(_part, each.parts))) for each in messages]
         case "token_ids":
             return list(message.token_ids.ids)
         case _:
             return None
-
-
-def _message(message: request_pb2.Message) -> ChatMessage:
-    return ChatMessage(message.role, message.content, tuple(map(_part, message.parts)))
 
 
 def _part(message: request_pb2.Part) -> Part:
@@ -283,7 +274,9 @@ def rebinding_from_wire(request: stage_pb2.RebindStepRequest) -> Rebinding:
     return Rebinding(
         request_id=request.request_id,
         step_id=request.step_id,
-        inputs=tuple(InputRebinding(_input_binding(each.binding), dict(each.first_rows)) for each in request.inputs),
+        inputs=tuple(
+            replace(_input_binding(each.binding), first_rows=dict(each.first_rows)) for each in request.inputs
+        ),
         outputs=tuple(map(_output_binding, request.outputs)),
     )
 
