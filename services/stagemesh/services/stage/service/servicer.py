@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     import grpc
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Execute: TypeAlias = Callable[
-    [stage_pb2.ExecuteStepRequest, float | None], AsyncGenerator[stage_pb2.ExecuteStepResponse]
-]
+_Events: TypeAlias = AsyncGenerator[stage_pb2.ExecuteStepResponse]
+Execute: TypeAlias = Callable[[stage_pb2.ExecuteStepRequest, float | None], _Events]
 """A function that runs a step in the same way as the ExecuteStep RPC, within the remaining time in seconds. It yields
 the step's events. Closing the generator ends the call."""
 
