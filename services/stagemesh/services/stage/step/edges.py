@@ -42,8 +42,15 @@ class StepEdges:
         self._inlets: dict[str, Inlet] = {}
         self._by_edge: dict[str, Outlet] = {}
 
-    def open(self) -> None:
-        """Opens the inlets and outlets of all edges of the spec."""
+    def open(self, accepts: Mapping[str, TensorSpec], on_packet: Callable[[], None]) -> dict[str, "EdgeInput"]:
+        """Opens the inlets and outlets of all edges of the spec.
+
+        Returns the input of the engine from each incoming edge of the pipeline, by edge name. `accepts` are the tensors
+        that the stage accepts. `on_packet` is called before the engine receives a packet.
+
+        Raises NotFoundError if an edge names an unknown transform.
+        """
+        inputs = dict[str, EdgeInput]()
         for binding in self._inputs.values():
             inlet = self._plane.open_inlet(
                 self._key(binding), producer=binding.producer, rebind_s=_rebind_s(binding.edge)
@@ -52,6 +59,7 @@ class StepEdges:
                 self.state_inlet = inlet
             else:
                 self._inlets[binding.edge] = inlet
+                inputs[binding.edge] = EdgeInput(inlet, binding, accepts=accepts, on_packet=on_packet)
         for target in self._outputs.values():
             outlet = self._plane.open_outlet(
                 self._key(target),
@@ -67,16 +75,7 @@ class StepEdges:
                 self._by_edge[target.edge] = outlet
                 self.outlets = self.outlets or self._plane.fan_out()
                 self.outlets.add(outlet, target.select if target.is_selective else None)
-
-    def make_inputs(self, accepts: Mapping[str, TensorSpec], on_packet: Callable[[], None]) -> dict[str, "EdgeInput"]:
-        """Returns the input of the engine from each incoming edge of the pipeline, by edge name.
-
-        Raises NotFoundError if an edge names an unknown transform.
-        """
-        return {
-            edge: EdgeInput(inlet, self._inputs[edge], accepts=accepts, on_packet=on_packet)
-            for edge, inlet in self._inlets.items()
-        }
+        return inputs
 
     @property
     def is_over(self) -> bool:
@@ -178,7 +177,6 @@ class EdgeInput:
     def __init__(
         self, inlet: Inlet, binding: InputBinding, *, accepts: Mapping[str, TensorSpec], on_packet: Callable[[], None]
     ) -> None:
-        """`on_packet` is called before each packet is returned."""
         self._packets = aiter(inlet)
         self._edge, self._accepts, self._on_packet = binding.edge, accepts, on_packet
         self._transform = _make_transform(binding.transform)

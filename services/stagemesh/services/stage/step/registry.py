@@ -40,8 +40,7 @@ class RunRegistry:
 
         An empty `request_id` means all requests. An attempt of 0 means all attempts.
         """
-        runs = self._running.values()
-        return _of_request(runs, request_id, up_to_attempt) if request_id else list(runs)
+        return _of_request(self._running.values(), request_id, up_to_attempt)
 
     def rebind(self, rebinding: Rebinding) -> None:
         """Binds edges of a running step, or edges that an ended step has left open, to other replicas.
@@ -58,12 +57,14 @@ class RunRegistry:
             )
         edges.rebind(rebinding)
 
-    def release_edges(self, request_id: str, *, up_to_attempt: int = 0) -> None:
-        """Releases the edges that ended runs of a request have left open.
+    def release_edges(self, request_id: str = "", *, up_to_attempt: int = 0) -> None:
+        """Releases the edges that ended runs of a request have left open. Their attempt is at most `up_to_attempt`.
 
-        Releases only edges of attempts up to `up_to_attempt`. An attempt of 0 means all attempts.
+        An empty `request_id` means all requests. An attempt of 0 means all attempts.
         """
-        self._release(_of_request(self._left.values(), request_id, up_to_attempt))
+        for edges in _of_request(self._left.values(), request_id, up_to_attempt):
+            edges.abort(_RELEASED)
+        self._drop_edges_over()
 
     def find(self, spec: StepSpec) -> StepRun | None:
         """Returns the run with the step id of `spec`, or None if there is none.
@@ -115,7 +116,7 @@ class RunRegistry:
 
     def close(self) -> None:
         """Removes the ended runs, and releases the edges that they have left open."""
-        self._release(list(self._left.values()))
+        self.release_edges()
         for step_id in list(self._kept):
             self._forget(step_id)
 
@@ -123,16 +124,14 @@ class RunRegistry:
         self._kept.pop(step_id).cancel()
         self._kept_bytes -= self._runs.pop(step_id).kept_bytes
 
-    def _release(self, left: Iterable[StepEdges]) -> None:
-        for edges in left:
-            edges.abort(_RELEASED)
-        self._drop_edges_over()
-
     def _drop_edges_over(self) -> None:
         self._left = {step_id: edges for step_id, edges in self._left.items() if not edges.is_over}
 
 
 def _of_request(steps: Iterable[_StepT], request_id: str, up_to_attempt: int) -> list[_StepT]:
+    """Returns the steps that match both arguments. An empty request id and an attempt of 0 match all steps."""
     return [
-        each for each in steps if each.request_id == request_id and (not up_to_attempt or each.attempt <= up_to_attempt)
+        each
+        for each in steps
+        if request_id in ("", each.request_id) and (not up_to_attempt or each.attempt <= up_to_attempt)
     ]

@@ -54,7 +54,8 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._accepted_s = time.monotonic()
-        self._started_s: float | None = None
+        self.started_s: float | None = None
+        """The time at which the engine received its first input. None if it has not received an input."""
         self._first_output_s: float | None = None
 
     @property
@@ -62,15 +63,10 @@ class Stopwatch:
         """The time since the step was accepted, in seconds."""
         return time.monotonic() - self._accepted_s
 
-    @property
-    def started(self) -> bool:
-        """Whether the engine has received an input."""
-        return self._started_s is not None
-
     def start(self) -> None:
         """Records the time at which the engine received its first input. Ignores later calls."""
-        if self._started_s is None:
-            self._started_s = self.age_s
+        if self.started_s is None:
+            self.started_s = self.age_s
 
     def first_output(self) -> None:
         """Records the time at which the engine emitted its first output. Ignores later calls."""
@@ -80,7 +76,7 @@ class Stopwatch:
     def timings(self) -> request_pb2.Timings:
         """Returns the step's timings, with the current time as the end of the step."""
         now_s = self.age_s
-        started_s = now_s if self._started_s is None else self._started_s
+        started_s = now_s if self.started_s is None else self.started_s
         return request_pb2.Timings(started_s=started_s, first_output_s=self._first_output_s, finished_s=now_s)
 
 
@@ -153,7 +149,7 @@ class StepRun:
             step_id=self.step_id,
             attempt=self.attempt,
             age_s=self._stopwatch.age_s,
-            started=self._stopwatch.started,
+            started=self._stopwatch.started_s is not None,
             inlets=self.edges.inlet_reports(),
             outlets=self.edges.outlet_reports(),
         )
@@ -237,14 +233,13 @@ class StepRun:
     async def _execute(self) -> None:
         self._raise_cause()
         self._interruptible = True
-        self.edges.open()
+        inputs = self.edges.open(self._signature.accepts, self._stopwatch.start)
+        self._inputs = list(inputs.values())
         accepted = stage_pb2.StepAccepted(queue_position=self._engine.load().queued)
         self._append(stage_pb2.ExecuteStepResponse(accepted=accepted))
         spec = self._spec
         if not spec.inputs:
             self._stopwatch.start()
-        inputs = self.edges.make_inputs(self._signature.accepts, self._stopwatch.start)
-        self._inputs = list(inputs.values())
         await self._compute(
             replace(
                 spec.task,
