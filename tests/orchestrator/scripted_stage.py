@@ -113,7 +113,7 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
     async def ExecuteStep(self, request: stage_pb2.ExecuteStepRequest, context: Context) -> AsyncIterator[Response]:
         async with (
             answering(context, stage=self.name),
-            aclosing(self._execute(request, time_left_s=context.time_remaining())) as responses,
+            aclosing(self._execute(request, context.time_remaining())) as responses,
         ):
             async for response in responses:
                 yield response
@@ -134,7 +134,7 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
             self.open_streams -= 1
 
     async def _execute(
-        self, request: stage_pb2.ExecuteStepRequest, *, time_left_s: float | None
+        self, request: stage_pb2.ExecuteStepRequest, time_left_s: float | None
     ) -> AsyncGenerator[Response]:
         self.requests.append(request)
         self.started_steps[request.request_id].set()

@@ -8,6 +8,7 @@ import pytest
 from stagemesh.common.descriptors import OptionSpec, Signature
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.tensors import TensorSpec
+from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import SamplingOptions, Structure
 from stagemesh.services.stage.step.checks import check_spec
 from stagemesh.services.stage.step.spec import spec_from_wire
@@ -82,7 +83,7 @@ def test_a_bad_request_is_rejected_with_a_remedy(change: Change, reason: str, me
     request.ClearField("streamed")
     change(request)
     with pytest.raises(InvalidRequestError, match=message) as caught:
-        check_spec(spec_from_wire(request), SOURCE, engine="fake")
+        check_spec(spec_from_wire(request), SOURCE, engine="fake", abilities=EngineAbilities())
     assert caught.value.reason == reason
 
 
@@ -128,7 +129,7 @@ def test_an_invalid_medium_is_rejected(change: Change, reason: str, message: str
     request.ClearField("streamed")
     change(request)
     with pytest.raises(InvalidRequestError, match=message) as caught:
-        check_spec(spec_from_wire(request), SEEING, engine="fake")
+        check_spec(spec_from_wire(request), SEEING, engine="fake", abilities=EngineAbilities())
     assert caught.value.reason == reason
 
 
@@ -143,16 +144,16 @@ def test_media_are_rejected_by_a_text_engine() -> None:
     request = step_request()
     request.ClearField("streamed")
     _audio(8_000)(request)
-    check_spec(spec_from_wire(request), SEEING, engine="fake")
+    check_spec(spec_from_wire(request), SEEING, engine="fake", abilities=EngineAbilities())
     with pytest.raises(UnsupportedError, match="engine fake accepts only text on this stage; omit the audio"):
-        check_spec(spec_from_wire(request), SOURCE, engine="fake")
+        check_spec(spec_from_wire(request), SOURCE, engine="fake", abilities=EngineAbilities())
 
 
 def test_a_stage_without_its_edge_is_rejected() -> None:
     request = step_request()
     request.ClearField("streamed")
     with pytest.raises(InvalidRequestError, match="bind an edge that carries text") as caught:
-        check_spec(spec_from_wire(request), FED, engine="fake")
+        check_spec(spec_from_wire(request), FED, engine="fake", abilities=EngineAbilities())
     assert caught.value.reason == "MISSING_INPUT"
 
 
@@ -161,16 +162,16 @@ def test_max_steps_is_rejected_by_an_engine_that_cannot_pause(*, resumable: bool
     request = step_request()
     request.max_steps = 1
     with pytest.raises(UnsupportedError, match="engine fake cannot pause; leave max_steps unset"):
-        check_spec(spec_from_wire(request), SOURCE, engine="fake", resumable=resumable)
+        check_spec(spec_from_wire(request), SOURCE, engine="fake", abilities=EngineAbilities(can_resume=resumable))
 
 
 def test_resuming_is_rejected_by_an_engine_that_cannot() -> None:
     request = step_request()
     request.ClearField("streamed")
     request.resume_from.SetInParent()
-    check_spec(spec_from_wire(request), SOURCE, engine="fake", resumable=True)
+    check_spec(spec_from_wire(request), SOURCE, engine="fake", abilities=EngineAbilities(can_resume=True))
     with pytest.raises(UnsupportedError, match="engine fake cannot resume; leave resume_from unset"):
-        check_spec(spec_from_wire(request), SOURCE, engine="fake")
+        check_spec(spec_from_wire(request), SOURCE, engine="fake", abilities=EngineAbilities())
 
 
 def test_a_checkpoint_of_another_stage_is_rejected() -> None:
@@ -178,7 +179,7 @@ def test_a_checkpoint_of_another_stage_is_rejected() -> None:
     request.ClearField("streamed")
     request.resume_from.outputs["audio"] = 3
     with pytest.raises(InvalidRequestError, match="the checkpoint counts 'audio'") as caught:
-        check_spec(spec_from_wire(request), SOURCE, engine="fake", resumable=True)
+        check_spec(spec_from_wire(request), SOURCE, engine="fake", abilities=EngineAbilities(can_resume=True))
     assert caught.value.reason == "INVALID_CHECKPOINT"
 
 
@@ -189,7 +190,7 @@ def test_a_valid_request_is_converted_completely() -> None:
     request.parameters.options["speed"] = 2.0
     request.outputs.append(BOUND)
     spec = spec_from_wire(request)
-    check_spec(spec, SOURCE, engine="fake")
+    check_spec(spec, SOURCE, engine="fake", abilities=EngineAbilities())
     assert (spec.task.prompt, spec.task.seed, spec.task.options) == ("hi", 1, {"speed": 2.0})
     assert (spec.task.sampling.max_tokens, spec.task.sampling.temperature, spec.task.sampling.top_p) == (3, 0, None)
 
@@ -237,6 +238,8 @@ def test_an_absent_required_tensor_is_rejected() -> None:
     numbers = TensorSpec.parse("float32[n]")
     needing = Signature(accepts={"x": numbers, "y": numbers})
     with pytest.raises(InvalidRequestError, match="no edge carries y, which this stage requires") as caught:
-        check_spec(spec_from_wire(request), needing, engine="fake")
+        check_spec(spec_from_wire(request), needing, engine="fake", abilities=EngineAbilities())
     assert caught.value.reason == "MISSING_INPUT"
-    check_spec(spec_from_wire(request), replace(needing, optional=frozenset("y")), engine="fake")
+    check_spec(
+        spec_from_wire(request), replace(needing, optional=frozenset("y")), engine="fake", abilities=EngineAbilities()
+    )

@@ -200,9 +200,7 @@ class Talker:
     size_bytes: int = 1
     yielded: int = 0
 
-    async def execute(
-        self, request: stage_pb2.ExecuteStepRequest, *, time_left_s: float | None
-    ) -> AsyncGenerator[Event]:
+    async def execute(self, request: stage_pb2.ExecuteStepRequest, time_left_s: float | None) -> AsyncGenerator[Event]:
         del request, time_left_s
         for _ in range(self.events):
             self.yielded += 1
@@ -215,9 +213,7 @@ class Failing:
 
     error: Exception
 
-    async def execute(
-        self, request: stage_pb2.ExecuteStepRequest, *, time_left_s: float | None
-    ) -> AsyncGenerator[Event]:
+    async def execute(self, request: stage_pb2.ExecuteStepRequest, time_left_s: float | None) -> AsyncGenerator[Event]:
         del request, time_left_s
         yield Event(accepted=stage_pb2.StepAccepted())
         raise self.error

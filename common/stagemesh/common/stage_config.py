@@ -85,12 +85,14 @@ _STAGE_CONFIG = TypeAdapter(StageConfig)
 def load_stage_config(path: Path) -> StageConfig:
     """Returns the configuration in the JSON file at `path`.
 
-    If the file is invalid, raises InvalidRequestError (INVALID_CONFIG), which names the invalid field.
+    Raises InvalidRequestError (INVALID_CONFIG), with the name of the invalid field, or if the file cannot be read.
     """
     try:
         return _STAGE_CONFIG.validate_json(path.read_bytes())
     except ValidationError as exc:
         raise InvalidRequestError(f"{path}: {exc}", reason="INVALID_CONFIG") from exc
+    except OSError as exc:
+        raise InvalidRequestError(f"{path}: {exc.strerror}", reason="INVALID_CONFIG") from exc
 
 
 def dump_stage_config(config: StageConfig) -> bytes:

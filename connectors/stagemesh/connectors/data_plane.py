@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 
 from stagemesh.common.connector_descriptors import AUTO, ConnectorName, descriptor_of
 from stagemesh.common.errors import NotFoundError, UnavailableError
@@ -92,7 +92,6 @@ class DataPlane:
         connector: ConnectorName,
         policy: ChunkPolicy,
         rebind_s: float = 0.0,
-        on_over: Callable[[], None] = lambda: None,
     ) -> Outlet:
         """Opens a flow to `consumer` and returns immediately. Sending waits until the consumer has accepted the flow.
 
@@ -105,7 +104,6 @@ class DataPlane:
             connector: The connector that transfers the flow's bytes, or AUTO.
             policy: The policy by which packets are cut into chunks.
             rebind_s: The number of seconds for which a flow that has lost its consumer waits for `rebind_outlet`.
-            on_over: Called when the flow can no longer send data to any consumer.
         """
         link = self._link(consumer, endpoint, connector)
         outlet = Outlet(
@@ -115,7 +113,6 @@ class DataPlane:
             arena=self.arena,
             retention=self._retention,
             rebind_s=rebind_s,
-            on_over=on_over,
         )
         link.add(outlet.attempt)
         return outlet

@@ -52,18 +52,14 @@ class Outlet:
         arena: Arena,
         retention: Retention,
         rebind_s: float = 0.0,
-        on_over: Callable[[], None] = lambda: None,
     ) -> None:
-        """Creates the first attempt, which requests `connector`.
-
-        `on_over` is called when the flow is committed or aborted, or when it has failed and cannot continue.
-        """
+        """Creates the first attempt, which requests `connector`."""
         self.ledger = SentChunks(retention)
         self.is_over = False
         """Whether the flow can no longer send data to any consumer."""
         self._chunker = None if isinstance(policy, StepPolicy) else Chunker(policy)
         self._arena, self._account = arena, MemoryAccount()
-        self._rebind_s, self._on_over = rebind_s, on_over
+        self._rebind_s = rebind_s
         self._digest = wire.FlowDigest()
         self._shape: wire.PacketShape | None = None
         self._error: StagemeshError | None = None
@@ -183,9 +179,7 @@ class Outlet:
         if self._rebind_timer is not None:
             self._rebind_timer.cancel()
         self.ledger.changed.fire()
-        if not self.is_over:
-            self.is_over = True
-            self._on_over()
+        self.is_over = True
 
     def _check_error(self) -> None:
         if self._error is not None:

@@ -17,7 +17,7 @@ import numpy as np
 import uvloop
 
 from stagemesh.common.connector_descriptors import descriptors, number_of
-from stagemesh.common.errors import InvalidRequestError, NotReadyError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError, StagemeshError
 from stagemesh.common.tensors import inline_tensor
 from stagemesh.common.versions import WIRE_VERSION
 from stagemesh.connectors.data_plane import DataPlane

@@ -22,14 +22,10 @@ def main() -> int:
         required=True,
         help="Read the replica's config, a StageConfig as JSON, from this file. Required.",
     )
-    path: Path = parser.parse_args().config
     try:
-        config = load_stage_config(path)
+        config = load_stage_config(parser.parse_args().config)
     except InvalidRequestError as exc:
         sys.stderr.write(f"{exc.message}\n")
-        return _EXIT_USAGE
-    except OSError as exc:
-        sys.stderr.write(f"{path}: {exc.strerror}\n")
         return _EXIT_USAGE
     return run_service(partial(serve, config), parent_pid=config.parent_pid)
 

@@ -5,6 +5,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Coroutine
+from dataclasses import asdict
 
 from stagemesh.common.descriptors import import_factory, load_engine_descriptor
 from stagemesh.common.logs import bind_log_context
@@ -74,7 +75,8 @@ async def work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -
     _set_serving(server, serving=runtime.state is ReplicaState.READY)
     server.set_health(CONTROL_NAME, serving=True)
     _log.info("ready")
-    async with _watched_loop(runtime.config.stall_s):
+    stall_s = runtime.config.stall_s
+    async with ended_when_stuck(stall_s) if stall_s else contextlib.nullcontext():
         await _unless(stopping, runtime.watch_engine())
 
 
@@ -88,8 +90,7 @@ async def _unless(stopping: asyncio.Event, doing: Coroutine[object, object, None
         await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             await working
-            return True
-        return False
+        return working.done()
     finally:
         for task in (working, stopped):
             task.cancel()
@@ -98,21 +99,14 @@ async def _unless(stopping: asyncio.Event, doing: Coroutine[object, object, None
 
 def _make_runtime(config: StageConfig) -> StageRuntime:
     descriptor = load_engine_descriptor(config.engine)
-    limits = config.data_plane
     data_plane = DataPlane(
         replica=config.replica,
         pipeline=config.pipeline,
         generation=config.generation,
-        arena_bytes=limits.arena_bytes,
-        window_bytes=limits.window_bytes,
-        inline_limit_bytes=limits.inline_limit_bytes,
+        **asdict(config.data_plane),
     )
     engine: Engine = import_factory(descriptor.factory)(config)
     return StageRuntime(engine, data_plane, config, descriptor.signature(config.function, config.options))
-
-
-def _watched_loop(stall_s: float) -> contextlib.AbstractAsyncContextManager[None]:
-    return ended_when_stuck(stall_s) if stall_s else contextlib.nullcontext()
 
 
 def _set_serving(server: Server, *, serving: bool) -> None:

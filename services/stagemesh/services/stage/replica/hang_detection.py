@@ -16,24 +16,16 @@ order or in turns, so a queued step is not overtaken this often. Later steps wit
 class Working(Protocol):
     """The properties of a step's run that hang detection reads."""
 
-    @property
-    def number(self) -> int:
-        """The run's number. Later runs have higher numbers."""
-        ...
-
-    @property
-    def priority(self) -> int:
-        """The run's priority. Higher priorities run first."""
-        ...
+    number: int
+    """The run's number. Later runs have higher numbers."""
+    priority: int
+    """The run's priority. Higher priorities run first."""
+    event_count: int
+    """The number of events received from the engine."""
 
     @property
     def computes(self) -> bool:
         """Whether the run waits only for its engine, and neither for input nor for a consumer."""
-        ...
-
-    @property
-    def event_count(self) -> int:
-        """The number of events received from the engine."""
         ...
 
 

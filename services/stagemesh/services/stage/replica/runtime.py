@@ -65,7 +65,7 @@ class StageRuntime:
         """Called with False when a READY replica stops accepting steps, and with True when it accepts them again."""
         self.on_shutdown: Callable[[], None] = lambda: None
         """Called to end the process. The effect is the same as that of SIGTERM."""
-        self._engine = engine
+        self.engine = engine
         self._where = {"stage": config.stage, "replica": config.replica}
         self._runs = RunRegistry()
         self.states = PausedStates()
@@ -78,18 +78,14 @@ class StageRuntime:
         # A wake call that arrives while the replica is falling asleep waits until the replica is asleep.
         self._falling_asleep = asyncio.Lock()
 
-    @property
-    def engine(self) -> Engine:
-        return self._engine
-
     # -- lifecycle
 
     async def start(self) -> None:
         """Loads the engine and sets the state to READY. If loading fails, sets FAILED and raises a StagemeshError."""
         try:
-            if use_partitions := self._engine.abilities.use_partitions:
+            if use_partitions := self.engine.abilities.use_partitions:
                 use_partitions(self.data_plane.arena)
-            await self._engine.start(self._report)
+            await self.engine.start(self._report)
         except StagemeshError as exc:
             self._fail(exc.message)
             raise exc.located(**self._where) from exc
@@ -169,7 +165,7 @@ class StageRuntime:
         steps again. Raises NotReadyError (STEPS_RUNNING) if steps are running and `drain` is False, and the errors of
         `require` if the engine cannot sleep.
         """
-        engine = self.require(self._engine.abilities.sleep, "sleep")
+        engine = self.require(self.engine.abilities.sleep, "sleep")
         engine.check_sleep(level)
         async with self._falling_asleep:
             try:
@@ -185,7 +181,7 @@ class StageRuntime:
         Returns the tags of the parts that are still asleep. The replica accepts steps again once no part is asleep.
         Raises the errors of `require` if the engine cannot sleep.
         """
-        engine = self.require(self._engine.abilities.sleep, "sleep", ready=False)
+        engine = self.require(self.engine.abilities.sleep, "sleep", ready=False)
         async with self._falling_asleep:
             try:
                 await engine.wake(tags)
@@ -201,7 +197,7 @@ class StageRuntime:
         self._hand_over_later(None)
         await self.finish_steps(grace_s=0)
         self._runs.close()
-        await self._engine.close()
+        await self.engine.close()
         await self.data_plane.close()
 
     # -- steps
@@ -232,18 +228,15 @@ class StageRuntime:
         return len(runs)
 
     def rebind(self, rebinding: Rebinding) -> None:
-        """Binds edges of a running step, or edges that an ended step has left open, to other replicas.
-
-        Raises NotFoundError (UNKNOWN_STEP) if neither exists.
-        """
+        """Binds edges of a step to other replicas. Raises the errors of `RunRegistry.rebind`."""
         check_rebinding(rebinding)
-        self._runs.find_edges(rebinding).rebind(rebinding)
+        self._runs.rebind(rebinding)
 
     # -- load and reports
 
     def load(self) -> stage_pb2.WatchLoadResponse:
         """Returns the current load of the engine and of the data plane."""
-        engine = EngineLoad(0, 0) if self.state is ReplicaState.LOADING else self._engine.load()
+        engine = EngineLoad(0, 0) if self.state is ReplicaState.LOADING else self.engine.load()
         plane = self.data_plane
         arena, landing = plane.arena, plane.landing
         return stage_pb2.WatchLoadResponse(
@@ -319,7 +312,7 @@ class StageRuntime:
 
     @property
     def _can_pause(self) -> bool:
-        return self._engine.abilities.can_pause and self.state is not ReplicaState.FAILED
+        return self.engine.abilities.can_pause and self.state is not ReplicaState.FAILED
 
     async def _pause_runs(self, within_s: float) -> None:
         """Pauses the running steps, so that other replicas can resume them."""
@@ -332,7 +325,7 @@ class StageRuntime:
 
     async def _wait_engine_failed(self) -> str:
         """Waits until the engine has failed or hangs. Returns the cause."""
-        waits = [asyncio.ensure_future(self._engine.wait_failed())]
+        waits = [asyncio.ensure_future(self.engine.wait_failed())]
         if self.config.stall_s:
             watch = StallWatch(self._runs.running, stall_s=self.config.stall_s, on_hung=self._stop_hung)
             waits.append(asyncio.ensure_future(watch.wait_stalled()))
@@ -347,7 +340,7 @@ class StageRuntime:
     def _stop_hung(self, run: StepRun) -> None:
         """Stops a step that hangs while other steps make progress. The step may succeed on another replica."""
         what = f"the engine has made no progress on the step for {self.config.stall_s:g} s (the stage's stall_s)"
-        _log.error("step %s hangs: %s, but has made progress on later steps", run.spec.step_id, what)
+        _log.error("step %s hangs: %s, but has made progress on later steps", run.step_id, what)
         run.stop(UnavailableError(f"{what}, but has made progress on later steps", reason="STEP_HANGS"))
 
     def _pin_arena(self) -> None:
@@ -359,13 +352,7 @@ class StageRuntime:
             _log.warning("the arena is not page-locked: %s", exc.message)
 
     def _admit(self, spec: StepSpec, *, deadline_s: float | None) -> StepRun:
-        check_spec(
-            spec,
-            self.signature,
-            engine=self.config.engine,
-            resumable=self._engine.abilities.can_resume,
-            pausable=self._engine.abilities.can_pause,
-        )
+        check_spec(spec, self.signature, engine=self.config.engine, abilities=self.engine.abilities)
         known = self._runs.find(spec)
         if known is not None:
             known.extend(deadline_s=deadline_s)
@@ -375,7 +362,7 @@ class StageRuntime:
         self._check_capacity()
         run = StepRun(
             spec,
-            engine=self._engine,
+            engine=self.engine,
             data_plane=self.data_plane,
             signature=self.signature,
             states=self.states,
@@ -396,7 +383,7 @@ class StageRuntime:
     def _check_capacity(self) -> None:
         held = len(self._runs.running())
         if held >= self.config.max_queued:
-            retry_after_s = min(_MAX_RETRY_S, max(_MIN_RETRY_S, self._engine.load().work_s))
+            retry_after_s = min(_MAX_RETRY_S, max(_MIN_RETRY_S, self.engine.load().work_s))
             raise OverloadedError(
                 f"stage {self.config.stage} has {held} steps, its max_queued; try again in {retry_after_s:.1f} s",
                 retry_after_s=retry_after_s,

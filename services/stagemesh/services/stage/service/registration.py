@@ -50,64 +50,54 @@ async def registered(config: StageConfig, *, incarnation: str, port: int) -> Asy
         incarnation=incarnation,
         endpoint=_advertised(config, port),
     )
-    registrations = [Registration(orchestrator, identity) for orchestrator in config.orchestrators]
+    leaving = asyncio.Event()
     failure: Exception | None = None
     async with asyncio.TaskGroup() as group:
-        for registration in registrations:
-            group.create_task(registration.run(), name=f"register with {registration.orchestrator}")
+        registrations = {
+            group.create_task(Registration(orchestrator, identity, leaving).run()): orchestrator
+            for orchestrator in config.orchestrators
+        }
         try:
             yield
         except Exception as exc:  # noqa: BLE001
             # The error is raised below. The group would wrap it, and would cancel registrations that are deregistering.
             failure = exc
         finally:
-            for registration in registrations:
-                registration.leave()
+            leaving.set()
+            _, late = await asyncio.wait(registrations, timeout=_DEREGISTER_S)
+            for task in late:
+                _log.warning("orchestrator %s did not confirm that this replica deregistered", registrations[task])
+                task.cancel()
     if failure is not None:
         raise failure
 
 
 class Registration:
-    """Keeps the replica registered with one orchestrator until `leave` is called."""
+    """Keeps the replica registered with one orchestrator until the event `leaving` is set."""
 
-    def __init__(self, orchestrator: str, identity: membership_pb2.ReplicaIdentity) -> None:
-        self.orchestrator = orchestrator
-        self._identity = identity
-        self._leaving = asyncio.Event()
-        self._bound: asyncio.Timeout | None = None
-        """The timeout of the current registration. `leave` sets its deadline. None between registrations."""
+    def __init__(self, orchestrator: str, identity: membership_pb2.ReplicaIdentity, leaving: asyncio.Event) -> None:
+        self._orchestrator, self._identity, self._leaving = orchestrator, identity, leaving
         self._backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         self._pause_s = _FIRST_PAUSE_S
         self._registered, self._last_failure = False, ""
 
-    def leave(self) -> None:
-        """Makes `run` deregister the replica and return."""
-        if not self._leaving.is_set():
-            self._leaving.set()
-            if self._bound is not None:
-                self._bound.reschedule(asyncio.get_running_loop().time() + _DEREGISTER_S)
-
     async def run(self) -> None:
         """Registers the replica, and registers it again if the registration is lost.
 
-        Returns at most about one second after `leave`.
+        Deregisters the replica and returns after `leaving` is set.
         """
-        async with open_channel(self.orchestrator, keepalive_s=20) as channel:
+        async with open_channel(self._orchestrator, keepalive_s=20) as channel:
             stub = membership_pb2_grpc.MembershipServiceStub(channel)
             while not self._leaving.is_set():
                 try:
-                    async with asyncio.timeout(None) as self._bound:
-                        await self._stay_registered(stub)
-                except TimeoutError:
-                    _log.warning("orchestrator %s did not confirm that this replica deregistered", self.orchestrator)
+                    await self._stay_registered(stub)
                 except StagemeshError as exc:
                     self._note_failure(exc)
-                finally:
-                    self._bound = None
-                await self._pause()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._leaving.wait(), self._pause_s)
 
     async def _stay_registered(self, stub: "membership_pb2_grpc.MembershipServiceAsyncStub") -> None:
-        """Registers the replica and renews the registration until `leave`.
+        """Registers the replica and renews the registration until `leaving` is set.
 
         Raises an error if the registration is rejected or lost.
         """
@@ -127,16 +117,16 @@ class Registration:
                     return
                 if not call.done():
                     await call.write(membership_pb2.RegisterRequest())
-            raise UnavailableError(f"orchestrator {self.orchestrator} ended the registration")
+            raise UnavailableError(f"orchestrator {self._orchestrator} ended the registration")
         except grpc.aio.AioRpcError as exc:
-            raise from_rpc_error(exc, peer=f"orchestrator {self.orchestrator}") from exc
+            raise from_rpc_error(exc, peer=f"orchestrator {self._orchestrator}") from exc
         finally:
             leaving.cancel()
             call.cancel()
 
     def _note_registered(self) -> None:
         if not self._registered:
-            _log.info("registered with orchestrator %s", self.orchestrator)
+            _log.info("registered with orchestrator %s", self._orchestrator)
         self._registered, self._last_failure, self._pause_s = True, "", _FIRST_PAUSE_S
         self._backoff.reset()
 
@@ -150,12 +140,8 @@ class Registration:
         self._pause_s = _REJECTED_PAUSE_S if rejected else self._backoff.next_s()
         if error.message != self._last_failure:
             level = logging.ERROR if rejected else logging.WARNING
-            _log.log(level, "not registered with orchestrator %s: %s", self.orchestrator, error.message)
+            _log.log(level, "not registered with orchestrator %s: %s", self._orchestrator, error.message)
         self._last_failure = error.message
-
-    async def _pause(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._leaving.wait(), self._pause_s)
 
 
 async def _deregister(call: _Call) -> None:

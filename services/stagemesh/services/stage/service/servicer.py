@@ -4,9 +4,9 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from google.protobuf.message import DecodeError
 
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     import grpc
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+_Events: TypeAlias = AsyncGenerator[stage_pb2.ExecuteStepResponse]
+Execute: TypeAlias = Callable[[stage_pb2.ExecuteStepRequest, float | None], _Events]
+"""A function that runs a step in the same way as the ExecuteStep RPC, within the remaining time in seconds. It yields
+the step's events. Closing the generator ends the call."""
 
 SERVICE_NAME = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 _DEFAULT_INTERVAL_S, _MIN_INTERVAL_S = 1.0, 0.05
@@ -55,7 +59,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     ) -> AsyncIterator[stage_pb2.ExecuteStepResponse]:
         async with (
             answering(context, **self._where, request_id=request.request_id),
-            aclosing(self._execute(request, time_left_s=time_left_s(context))) as events,
+            aclosing(self._execute(request, time_left_s(context))) as events,
         ):
             async for event in events:
                 yield event
@@ -128,13 +132,19 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
         self, request: stage_pb2.WatchLoadRequest, context: _Context
     ) -> AsyncIterator[stage_pb2.WatchLoadResponse]:
         async with answering(context, **self._where):
-            timer = _ReportTimer(request)
+            interval_s = _checked_interval_s(request)
+            intervals = idle_intervals = max(1, round(request.idle_interval_s / interval_s))
+            was_busy = False
             while not self._runtime.closed.is_set():
                 load = self._runtime.load()
-                if timer.is_due(busy=bool(load.running or load.queued)):
+                is_busy = bool(load.running or load.queued)
+                # A change from busy to idle is reported at once.
+                if is_busy or was_busy or intervals >= idle_intervals:
+                    intervals = 0
                     yield load
+                intervals, was_busy = intervals + 1, is_busy
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._runtime.closed.wait(), timer.interval_s)
+                    await asyncio.wait_for(self._runtime.closed.wait(), interval_s)
 
     async def CancelStep(self, request: stage_pb2.CancelStepRequest, context: _Context) -> stage_pb2.CancelStepResponse:
         async with answering(context, **self._where, request_id=request.request_id):
@@ -148,49 +158,19 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
             )
             return probe_to_wire(found)
 
-    def _execute(
-        self, request: stage_pb2.ExecuteStepRequest, *, time_left_s: float | None
-    ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
+    def _execute(self, request: stage_pb2.ExecuteStepRequest, time_left_s: float | None) -> _Events:
         return self._runtime.execute(spec_from_wire(request), time_left_s=time_left_s)
 
 
-class _ReportTimer:
-    """Decides when WatchLoad reports: at each interval while the replica is busy, less often while it is idle."""
-
-    def __init__(self, request: stage_pb2.WatchLoadRequest) -> None:
-        self.interval_s = request.interval_s or _DEFAULT_INTERVAL_S
-        if not self.interval_s >= _MIN_INTERVAL_S:
-            raise InvalidRequestError(
-                f"interval_s is {self.interval_s:g}; it must be at least {_MIN_INTERVAL_S:g}, or 0 for 1"
-            )
-        ratio = request.idle_interval_s / self.interval_s
-        if not math.isfinite(ratio):
-            raise InvalidRequestError(
-                f"idle_interval_s is {request.idle_interval_s:g}; it must be a number of seconds, or 0 for interval_s"
-            )
-        self._idle_intervals = max(1, round(ratio))
-        """The number of intervals between two reports while the replica is idle."""
-        self._intervals = self._idle_intervals
-        self._was_busy = False
-
-    def is_due(self, *, busy: bool) -> bool:
-        """Returns whether WatchLoad reports after this interval. Always reports a change from busy to idle."""
-        self._intervals += 1
-        due = busy or self._was_busy or self._intervals >= self._idle_intervals
-        self._was_busy = busy
-        if due:
-            self._intervals = 0
-        return due
-
-
-class Execute(Protocol):
-    """The interface of a function that runs a step in the same way as the ExecuteStep RPC."""
-
-    def __call__(
-        self, request: stage_pb2.ExecuteStepRequest, *, time_left_s: float | None
-    ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
-        """Yields the step's events. Closing the generator ends the call."""
-        ...
+def _checked_interval_s(request: stage_pb2.WatchLoadRequest) -> float:
+    interval_s = request.interval_s or _DEFAULT_INTERVAL_S
+    if not interval_s >= _MIN_INTERVAL_S:
+        raise InvalidRequestError(f"interval_s is {interval_s:g}; it must be at least {_MIN_INTERVAL_S:g}, or 0 for 1")
+    if not math.isfinite(request.idle_interval_s / interval_s):
+        raise InvalidRequestError(
+            f"idle_interval_s is {request.idle_interval_s:g}; it must be a number of seconds, or 0 for interval_s"
+        )
+    return interval_s
 
 
 class StepSession:
@@ -271,7 +251,7 @@ class StepSession:
         try:
             async with (
                 asyncio.timeout(time_left_s),
-                aclosing(self._execute(request.step, time_left_s=time_left_s)) as events,
+                aclosing(self._execute(request.step, time_left_s)) as events,
             ):
                 async for event in events:
                     while self._waiting_bytes >= _WAITING_BYTES:

@@ -9,7 +9,8 @@ import numpy as np
 from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.request_checks import check_options, check_request_id, empty_prompt_error
-from stagemesh.services.engines.base import MEDIA_TYPES, Checkpoint, MediaFile, Medium, Samples, Task, media_of
+from stagemesh.services.engines.abilities import EngineAbilities
+from stagemesh.services.engines.base import MEDIA_TYPES, MediaFile, Medium, Samples, Task, media_of
 from stagemesh.services.stage.step.spec import STATE_EDGE, OutputBinding, Rebinding, StepSpec
 
 # An orchestrator builds the id from request, stage and attempt.
@@ -17,13 +18,10 @@ _STEP_ID = re.compile(r"[A-Za-z0-9._:/-]{1,256}")
 _SAMPLE_RATES_HZ = range(1_000, 384_001)
 
 
-def check_spec(
-    spec: StepSpec, signature: Signature, *, engine: str, resumable: bool = False, pausable: bool = False
-) -> None:
+def check_spec(spec: StepSpec, signature: Signature, *, engine: str, abilities: EngineAbilities) -> None:
     """Raises InvalidRequestError or UnsupportedError if a step is not valid for the stage.
 
-    The error names the invalid value and the allowed values. `engine` is the engine's name. `resumable` and `pausable`
-    say whether the engine can resume and pause tasks.
+    The error names the invalid value and the allowed values. `engine` is the engine's name.
     """
     check_request_id(spec.request_id)
     if not _STEP_ID.fullmatch(spec.step_id):
@@ -33,12 +31,14 @@ def check_spec(
         )
     if spec.attempt < 1:
         raise InvalidRequestError("attempt is 0; attempts count from 1")
-    _check_abilities(spec.task, signature, engine=engine, resumable=resumable, pausable=pausable)
+    _check_abilities(spec.task, signature, abilities, engine=engine)
     _check_pause(spec)
-    _check_checkpoint(spec.task.resume_from, signature)
+    if (state := spec.task.resume_from) is not None:
+        counted = {**state.outputs, **state.rows}
+        _check_emitted(counted, signature, problem="the checkpoint counts", reason="INVALID_CHECKPOINT")
     _check_edges(spec, signature)
     _check_absent(spec.task.absent, signature)
-    _check_tensors(spec.streamed, signature)
+    _check_emitted(spec.streamed, signature)
     check_options(spec.task.options, signature.options, owner="this stage")
     if not signature.accepts:
         _check_prompt(spec.task, signature, engine=engine)
@@ -47,11 +47,10 @@ def check_spec(
 def check_rebinding(rebinding: Rebinding) -> None:
     """Raises InvalidRequestError if a rebinding is not valid. The error names the invalid value."""
     check_request_id(rebinding.request_id)
-    inputs = [each.binding for each in rebinding.inputs]
-    _check_edge_names("inputs", [each.edge for each in inputs])
+    _check_edge_names("inputs", [each.edge for each in rebinding.inputs])
     _check_edge_names("outputs", [each.edge for each in rebinding.outputs])
     _check_consumers(rebinding.outputs)
-    for binding in inputs:
+    for binding in rebinding.inputs:
         if not binding.producer:
             raise InvalidRequestError(f"edge {binding.edge} needs a producer", reason="INVALID_EDGE")
 
@@ -73,32 +72,22 @@ def _check_pause(spec: StepSpec) -> None:
         )
 
 
-def _check_abilities(task: Task, signature: Signature, *, engine: str, resumable: bool, pausable: bool) -> None:
-    if task.max_steps is not None and not pausable:
-        raise UnsupportedError(
-            f"engine {engine} cannot pause; leave max_steps unset to run the step to its end",
-            metadata={"engine": engine},
-        )
-    if task.resume_from is not None and not resumable:
-        raise UnsupportedError(
-            f"engine {engine} cannot resume; leave resume_from unset to run the step from its start",
-            metadata={"engine": engine},
-        )
+def _check_abilities(task: Task, signature: Signature, abilities: EngineAbilities, *, engine: str) -> None:
+    if task.max_steps is not None and not abilities.can_pause:
+        raise _unsupported(engine, "cannot pause; leave max_steps unset to run the step to its end")
+    if task.resume_from is not None and not abilities.can_resume:
+        raise _unsupported(engine, "cannot resume; leave resume_from unset to run the step from its start")
     if task.adapter is not None and not signature.adapters:
-        raise UnsupportedError(
-            f"engine {engine} accepts no adapters on this stage; leave adapter unset, or start the stage with the "
-            "option enable_lora if the engine has that option",
-            metadata={"engine": engine, "ability": "adapters"},
+        raise _unsupported(
+            engine,
+            "accepts no adapters on this stage; leave adapter unset, or start the stage with the option enable_lora if "
+            "the engine has that option",
+            ability="adapters",
         )
 
 
-def _check_checkpoint(resume_from: Checkpoint | None, signature: Signature) -> None:
-    for name in {**resume_from.outputs, **resume_from.rows} if resume_from is not None else ():
-        if name not in signature.emits:
-            raise InvalidRequestError(
-                f"the checkpoint counts {name!r}; this stage emits {', '.join(signature.emits) or 'none'}",
-                reason="INVALID_CHECKPOINT",
-            )
+def _unsupported(engine: str, problem: str, **ability: str) -> UnsupportedError:
+    return UnsupportedError(f"engine {engine} {problem}", metadata={"engine": engine, **ability})
 
 
 def _check_edges(spec: StepSpec, signature: Signature) -> None:
@@ -106,7 +95,7 @@ def _check_edges(spec: StepSpec, signature: Signature) -> None:
     _check_edge_names("outputs", [binding.edge for binding in spec.outputs])
     _check_consumers(spec.outputs)
     for binding in spec.outputs:
-        _check_tensors(binding.tensors, signature)
+        _check_emitted(binding.tensors, signature)
     if spec.task.resume_from is None and spec.takes_state:
         raise InvalidRequestError(f"edge {STATE_EDGE} carries a state to resume from; set resume_from to its steps")
     if any(binding.edge != STATE_EDGE for binding in spec.inputs) and not signature.accepts:
@@ -141,12 +130,13 @@ def _check_absent(absent: Iterable[str], signature: Signature) -> None:
         )
 
 
-def _check_tensors(names: Iterable[str], signature: Signature) -> None:
+def _check_emitted(
+    names: Iterable[str], signature: Signature, *, problem: str = "unknown tensor", reason: str = "UNKNOWN_TENSOR"
+) -> None:
     for name in names:
         if name not in signature.emits:
             raise InvalidRequestError(
-                f"unknown tensor {name!r}; this stage emits {', '.join(signature.emits) or 'none'}",
-                reason="UNKNOWN_TENSOR",
+                f"{problem} {name!r}; this stage emits {', '.join(signature.emits) or 'none'}", reason=reason
             )
 
 
@@ -154,16 +144,10 @@ def _check_prompt(task: Task, signature: Signature, *, engine: str) -> None:
     if task.prompt is None:
         raise empty_prompt_error()
     if task.negative_prompt and not signature.negative_prompt:
-        raise UnsupportedError(
-            f"engine {engine} accepts no negative prompt on this stage; omit it",
-            metadata={"engine": engine, "ability": "negative_prompt"},
-        )
+        raise _unsupported(engine, "accepts no negative prompt on this stage; omit it", ability="negative_prompt")
     media = media_of(task.prompt)
     if media and not signature.media:
-        raise UnsupportedError(
-            f"engine {engine} accepts only text on this stage; omit the {media[0].kind}",
-            metadata={"engine": engine, "ability": "media"},
-        )
+        raise _unsupported(engine, f"accepts only text on this stage; omit the {media[0].kind}", ability="media")
     for medium in media:
         _check_medium(medium)
 

@@ -19,7 +19,7 @@ from stagemesh.common.tensors import Array, TensorSpec
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import REBIND_S, EdgeKey, FlowStatus, Packet, is_recoverable
 from stagemesh.connectors.flow.inlet import Inlet
-from stagemesh.connectors.flow.outlet import Outlet
+from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.services.engines.base import Transform
 from stagemesh.services.stage.step.spec import STATE_EDGE, InputBinding, OutputBinding, Rebinding, StepSpec
 from stagemesh.v1 import control_pb2
@@ -30,8 +30,8 @@ class StepEdges:
 
     def __init__(self, spec: StepSpec, data_plane: DataPlane) -> None:
         self.request_id, self.step_id, self.attempt = spec.request_id, spec.step_id, spec.attempt
-        self.outlets = data_plane.fan_out()
-        """The outlets of the pipeline's edges. Excludes `state_outlet`."""
+        self.outlets: FanOut | None = None
+        """The outlets of the pipeline's edges. None if there are none. Excludes `state_outlet`."""
         self.state_inlet: Inlet | None = None
         """The inlet for the state from which the step resumes. None if the state does not arrive over an edge."""
         self.state_outlet: Outlet | None = None
@@ -42,8 +42,15 @@ class StepEdges:
         self._inlets: dict[str, Inlet] = {}
         self._by_edge: dict[str, Outlet] = {}
 
-    def open(self) -> None:
-        """Opens the inlets and outlets of all edges of the spec."""
+    def open(self, accepts: Mapping[str, TensorSpec], on_packet: Callable[[], None]) -> dict[str, "EdgeInput"]:
+        """Opens the inlets and outlets of all edges of the spec.
+
+        Returns the input of the engine from each incoming edge of the pipeline, by edge name. `accepts` are the tensors
+        that the stage accepts. `on_packet` is called before the engine receives a packet.
+
+        Raises NotFoundError if an edge names an unknown transform.
+        """
+        inputs = dict[str, EdgeInput]()
         for binding in self._inputs.values():
             inlet = self._plane.open_inlet(
                 self._key(binding), producer=binding.producer, rebind_s=_rebind_s(binding.edge)
@@ -52,6 +59,7 @@ class StepEdges:
                 self.state_inlet = inlet
             else:
                 self._inlets[binding.edge] = inlet
+                inputs[binding.edge] = EdgeInput(inlet, binding, accepts=accepts, on_packet=on_packet)
         for target in self._outputs.values():
             outlet = self._plane.open_outlet(
                 self._key(target),
@@ -65,17 +73,9 @@ class StepEdges:
                 self.state_outlet = outlet
             else:
                 self._by_edge[target.edge] = outlet
+                self.outlets = self.outlets or self._plane.fan_out()
                 self.outlets.add(outlet, target.select if target.is_selective else None)
-
-    def make_inputs(self, accepts: Mapping[str, TensorSpec], on_packet: Callable[[], None]) -> dict[str, "EdgeInput"]:
-        """Returns the input of the engine from each incoming edge of the pipeline, by edge name.
-
-        Raises NotFoundError if an edge names an unknown transform.
-        """
-        return {
-            edge: EdgeInput(inlet, self._inputs[edge], accepts=accepts, on_packet=on_packet)
-            for edge, inlet in self._inlets.items()
-        }
+        return inputs
 
     @property
     def is_over(self) -> bool:
@@ -96,20 +96,16 @@ class StepEdges:
         Raises NotReadyError (CHUNK_GONE, ROWS_MISSING) if an edge cannot continue with the new peer, StaleAttemptError
         if an edge is bound in a newer attempt, and NotFoundError if the step does not have an edge.
         """
-        inputs = [each for each in rebinding.inputs if self._is_new(each.binding, self._inputs, self._inlets)]
+        inputs = [each for each in rebinding.inputs if self._is_new(each, self._inputs, self._inlets)]
         outputs = [each for each in rebinding.outputs if self._is_new(each, self._outputs, self._by_edge)]
-        for each in inputs:
-            self._inlets[each.binding.edge].check_rebindable(each.first_rows)
+        for source in inputs:
+            self._inlets[source.edge].check_rebindable(source.first_rows)
         for target in outputs:
             self._by_edge[target.edge].check_rebindable()
-        for each in inputs:
-            binding = each.binding
-            self._inputs[binding.edge] = binding
+        for source in inputs:
+            self._inputs[source.edge] = source
             self._plane.rebind_inlet(
-                self._inlets[binding.edge],
-                self._key(binding),
-                producer=binding.producer,
-                first_rows=each.first_rows,
+                self._inlets[source.edge], self._key(source), producer=source.producer, first_rows=source.first_rows
             )
         for target in outputs:
             self._outputs[target.edge] = target
@@ -127,7 +123,7 @@ class StepEdges:
         `left_state` says whether the run paused and left a state from which another replica can resume the request.
         """
         if error is not None:
-            self.release(error)
+            self.abort(error)
         if self.state_outlet is not None and (error is not None or not left_state):
             ended = InvalidRequestError("the request ran to its end and left no state", reason="NOT_PAUSED")
             self.state_outlet.abort(error or ended)
@@ -135,8 +131,8 @@ class StepEdges:
         await asyncio.gather(*(inlet.aclose(lost=lost) for inlet in self._all_inlets().values()))
         self._inlets, self.state_inlet, self.state_outlet = {}, None, None
 
-    def release(self, error: StagemeshError) -> None:
-        """Aborts the outlets that are still open. Their consumers receive `error`."""
+    def abort(self, error: StagemeshError) -> None:
+        """Aborts the outlets of the pipeline's edges. Their consumers receive `error`."""
         for outlet in self._by_edge.values():
             outlet.abort(error)
 
@@ -181,7 +177,6 @@ class EdgeInput:
     def __init__(
         self, inlet: Inlet, binding: InputBinding, *, accepts: Mapping[str, TensorSpec], on_packet: Callable[[], None]
     ) -> None:
-        """`on_packet` is called before each packet is returned."""
         self._packets = aiter(inlet)
         self._edge, self._accepts, self._on_packet = binding.edge, accepts, on_packet
         self._transform = _make_transform(binding.transform)

@@ -40,29 +40,31 @@ class RunRegistry:
 
         An empty `request_id` means all requests. An attempt of 0 means all attempts.
         """
-        runs = self._running.values()
-        return _of_request(runs, request_id, up_to_attempt) if request_id else list(runs)
+        return _of_request(self._running.values(), request_id, up_to_attempt)
 
-    def find_edges(self, rebinding: Rebinding) -> StepRun | StepEdges:
-        """Returns the run whose edges are to be rebound, or the edges that it left open when it ended.
+    def rebind(self, rebinding: Rebinding) -> None:
+        """Binds edges of a running step, or edges that an ended step has left open, to other replicas.
 
-        Raises NotFoundError if neither exists.
+        Raises NotFoundError (UNKNOWN_STEP) if neither exists, and the errors of `StepEdges.rebind`.
         """
         self._drop_edges_over()
-        found = self._running.get(rebinding.step_id) or self._left.get(rebinding.step_id)
-        if found is None or found.request_id != rebinding.request_id:
+        run = self._running.get(rebinding.step_id)
+        edges = run.edges if run is not None else self._left.get(rebinding.step_id)
+        if edges is None or edges.request_id != rebinding.request_id:
             raise NotFoundError(
                 f"step {rebinding.step_id} of request {rebinding.request_id} does not run here and left no open edges",
                 reason="UNKNOWN_STEP",
             )
-        return found
+        edges.rebind(rebinding)
 
-    def release_edges(self, request_id: str, *, up_to_attempt: int = 0) -> None:
-        """Releases the edges that ended runs of a request have left open.
+    def release_edges(self, request_id: str = "", *, up_to_attempt: int = 0) -> None:
+        """Releases the edges that ended runs of a request have left open. Their attempt is at most `up_to_attempt`.
 
-        Releases only edges of attempts up to `up_to_attempt`. An attempt of 0 means all attempts.
+        An empty `request_id` means all requests. An attempt of 0 means all attempts.
         """
-        self._release(_of_request(self._left.values(), request_id, up_to_attempt))
+        for edges in _of_request(self._left.values(), request_id, up_to_attempt):
+            edges.abort(_RELEASED)
+        self._drop_edges_over()
 
     def find(self, spec: StepSpec) -> StepRun | None:
         """Returns the run with the step id of `spec`, or None if there is none.
@@ -76,7 +78,7 @@ class RunRegistry:
                 metadata={"attempt": str(latest)},
             )
         run = self._runs.get(spec.step_id)
-        if run is not None and run.spec.fingerprint != spec.fingerprint:
+        if run is not None and run.fingerprint != spec.fingerprint:
             raise ExistsError(
                 f"step {spec.step_id} exists with other content; use another step_id, or repeat the original call",
                 reason="STEP_EXISTS",
@@ -86,23 +88,22 @@ class RunRegistry:
 
     def add(self, run: StepRun) -> None:
         """Adds a new run, and stops runs of earlier attempts of the same request."""
-        spec = run.spec
-        for known in self.running(spec.request_id):
-            if known.attempt < spec.attempt:
-                known.stop(CancelledRequestError(f"attempt {spec.attempt} has taken over", reason="STALE_ATTEMPT"))
-        self.release_edges(spec.request_id, up_to_attempt=spec.attempt)
-        self._attempts[spec.request_id] = spec.attempt
-        self._attempts.move_to_end(spec.request_id)
+        for known in self.running(run.request_id):
+            if known.attempt < run.attempt:
+                known.stop(CancelledRequestError(f"attempt {run.attempt} has taken over", reason="STALE_ATTEMPT"))
+        self.release_edges(run.request_id, up_to_attempt=run.attempt)
+        self._attempts[run.request_id] = run.attempt
+        self._attempts.move_to_end(run.request_id)
         if len(self._attempts) > MAX_ATTEMPTS:
             self._attempts.popitem(last=False)
-        self._runs[spec.step_id] = self._running[spec.step_id] = run
+        self._runs[run.step_id] = self._running[run.step_id] = run
 
     def retire(self, run: StepRun, left: StepEdges | None) -> None:
         """Stores an ended run for KEPT_S seconds, or until newer runs exceed the limits.
 
         Stores `left`, the outgoing edges of a successful run, until their consumers no longer need them.
         """
-        step_id = run.spec.step_id
+        step_id = run.step_id
         del self._running[step_id]
         self._drop_edges_over()
         if left is not None:
@@ -115,7 +116,7 @@ class RunRegistry:
 
     def close(self) -> None:
         """Removes the ended runs, and releases the edges that they have left open."""
-        self._release(list(self._left.values()))
+        self.release_edges()
         for step_id in list(self._kept):
             self._forget(step_id)
 
@@ -123,16 +124,14 @@ class RunRegistry:
         self._kept.pop(step_id).cancel()
         self._kept_bytes -= self._runs.pop(step_id).kept_bytes
 
-    def _release(self, left: Iterable[StepEdges]) -> None:
-        for edges in left:
-            edges.release(_RELEASED)
-        self._drop_edges_over()
-
     def _drop_edges_over(self) -> None:
         self._left = {step_id: edges for step_id, edges in self._left.items() if not edges.is_over}
 
 
 def _of_request(steps: Iterable[_StepT], request_id: str, up_to_attempt: int) -> list[_StepT]:
+    """Returns the steps that match both arguments. An empty request id and an attempt of 0 match all steps."""
     return [
-        each for each in steps if each.request_id == request_id and (not up_to_attempt or each.attempt <= up_to_attempt)
+        each
+        for each in steps
+        if request_id in ("", each.request_id) and (not up_to_attempt or each.attempt <= up_to_attempt)
     ]

@@ -26,7 +26,7 @@ from stagemesh.services.engines.base import Checkpoint, Emission, Engine, Paused
 from stagemesh.services.stage.replica.paused_states import PausedStates, without_large_state, without_state
 from stagemesh.services.stage.step.edges import EdgeInput, StepEdges
 from stagemesh.services.stage.step.outputs import ProgressThrottle, StreamedOutputs
-from stagemesh.services.stage.step.spec import STATE_EDGE, Rebinding, StepSpec, checkpoint_to_wire
+from stagemesh.services.stage.step.spec import STATE_EDGE, StepSpec, checkpoint_to_wire
 from stagemesh.v1 import control_pb2, request_pb2, stage_pb2
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,8 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._accepted_s = time.monotonic()
-        self._started_s: float | None = None
+        self.started_s: float | None = None
+        """The time at which the engine received its first input. None if it has not received an input."""
         self._first_output_s: float | None = None
 
     @property
@@ -62,15 +63,10 @@ class Stopwatch:
         """The time since the step was accepted, in seconds."""
         return time.monotonic() - self._accepted_s
 
-    @property
-    def started(self) -> bool:
-        """Whether the engine has received an input."""
-        return self._started_s is not None
-
     def start(self) -> None:
         """Records the time at which the engine received its first input. Ignores later calls."""
-        if self._started_s is None:
-            self._started_s = self.age_s
+        if self.started_s is None:
+            self.started_s = self.age_s
 
     def first_output(self) -> None:
         """Records the time at which the engine emitted its first output. Ignores later calls."""
@@ -80,7 +76,7 @@ class Stopwatch:
     def timings(self) -> request_pb2.Timings:
         """Returns the step's timings, with the current time as the end of the step."""
         now_s = self.age_s
-        started_s = now_s if self._started_s is None else self._started_s
+        started_s = now_s if self.started_s is None else self.started_s
         return request_pb2.Timings(started_s=started_s, first_output_s=self._first_output_s, finished_s=now_s)
 
 
@@ -104,9 +100,11 @@ class StepRun:
         """`states` retains the states from which the request can resume."""
         if spec.task.resume_from is not None:
             spec = states.with_state(spec)
-        self.spec = spec
+        self.request_id, self.step_id, self.attempt = spec.request_id, spec.step_id, spec.attempt
+        self.fingerprint, self.priority = spec.fingerprint, spec.task.priority
         self.journal = Journal[bytes](on_abandoned=self._abandoned)
         """The events of the step as serialized messages. A message object would need ten times the memory."""
+        self._spec = spec
         self._engine, self._data_plane, self._signature, self._states = engine, data_plane, signature, states
         self._where = {**where, "request_id": spec.request_id}
         resume_from = spec.task.resume_from or Checkpoint(0)
@@ -117,7 +115,7 @@ class StepRun:
         self._journaled: tuple[int, Checkpoint] | None = None
         """The index of the newest checkpoint in the journal, and its placeholder without the state. None if the journal
         has no checkpoint with a state."""
-        self._edges = StepEdges(spec, data_plane)
+        self.edges = StepEdges(spec, data_plane)
         self._stopwatch, self._progress = Stopwatch(), ProgressThrottle()
         self._usage = Usage()
         self._timer: asyncio.TimerHandle | None = None
@@ -139,19 +137,6 @@ class StepRun:
         return self._with_engine and not any(each.waits for each in self._inputs)
 
     @property
-    def priority(self) -> int:
-        """The request's priority. Higher priorities run first."""
-        return self.spec.task.priority
-
-    @property
-    def request_id(self) -> str:
-        return self.spec.request_id
-
-    @property
-    def attempt(self) -> int:
-        return self.spec.attempt
-
-    @property
     def kept_bytes(self) -> int:
         """The size of the run's events, in bytes."""
         return sum(map(len, self.journal.items))
@@ -161,12 +146,12 @@ class StepRun:
         """The current status of the step and its flows."""
         return control_pb2.StepReport(
             request_id=self.request_id,
-            step_id=self.spec.step_id,
+            step_id=self.step_id,
             attempt=self.attempt,
             age_s=self._stopwatch.age_s,
-            started=self._stopwatch.started,
-            inlets=self._edges.inlet_reports(),
-            outlets=self._edges.outlet_reports(),
+            started=self._stopwatch.started_s is not None,
+            inlets=self.edges.inlet_reports(),
+            outlets=self.edges.outlet_reports(),
         )
 
     def start(self, *, deadline_s: float | None, on_ended: Callable[["StepRun", StepEdges | None], None]) -> None:
@@ -176,7 +161,7 @@ class StepRun:
         None unless the run succeeded and some of its consumers may still be replaced.
         """
         self._set_deadline(deadline_s)
-        self._task = asyncio.create_task(self._run(on_ended), name=f"step {self.spec.step_id}")
+        self._task = asyncio.create_task(self._run(on_ended), name=f"step {self.step_id}")
 
     def extend(self, *, deadline_s: float | None) -> None:
         """Sets a later deadline for another caller. Ignores an earlier `deadline_s`. None removes the deadline."""
@@ -201,10 +186,6 @@ class StepRun:
         Only for engines with the ability `can_pause`.
         """
         self._pause_requested.set()
-
-    def rebind(self, rebinding: Rebinding) -> None:
-        """Binds edges to other replicas. Raises the same errors as `StepEdges.rebind`."""
-        self._edges.rebind(rebinding)
 
     async def ended(self) -> None:
         """Waits until the engine has released the task and the journal is closed. Never raises the run's error."""
@@ -252,14 +233,13 @@ class StepRun:
     async def _execute(self) -> None:
         self._raise_cause()
         self._interruptible = True
-        self._edges.open()
+        inputs = self.edges.open(self._signature.accepts, self._stopwatch.start)
+        self._inputs = list(inputs.values())
         accepted = stage_pb2.StepAccepted(queue_position=self._engine.load().queued)
         self._append(stage_pb2.ExecuteStepResponse(accepted=accepted))
-        spec = self.spec
+        spec = self._spec
         if not spec.inputs:
             self._stopwatch.start()
-        inputs = self._edges.make_inputs(self._signature.accepts, self._stopwatch.start)
-        self._inputs = list(inputs.values())
         await self._compute(
             replace(
                 spec.task,
@@ -279,8 +259,8 @@ class StepRun:
 
         Receives the checkpoint's tensors if an edge delivers them.
         """
-        resume_from = self.spec.task.resume_from
-        inlet = self._edges.state_inlet
+        resume_from = self._spec.task.resume_from
+        inlet = self.edges.state_inlet
         if resume_from is None or inlet is None:
             return resume_from
         packets = [packet async for packet in inlet]
@@ -293,7 +273,7 @@ class StepRun:
         return replace(resume_from, tensors=packets[0].tensors)
 
     async def _compute(self, task: Task) -> None:
-        events = self._engine.submit(task)
+        events, outlets = self._engine.submit(task), self.edges.outlets
         self._with_engine = True
         try:
             async for event in events:
@@ -303,9 +283,9 @@ class StepRun:
                 if isinstance(event, Emission):
                     self._append_outputs(event)
                     add_rows(self._rows, event.packet)
-                    if self.spec.outputs:
+                    if outlets is not None:
                         self._with_engine = False
-                        await self._edges.outlets.send(event.packet)
+                        await outlets.send(event.packet)
                         self._with_engine = True
                 elif isinstance(event, Progress):
                     if self._progress.is_due(event):
@@ -347,7 +327,7 @@ class StepRun:
 
         Skips the checkpoint if an edge does not receive all rows, because the row counts do not apply to that edge.
         """
-        if not self.spec.edges_take_all_rows(self._signature):
+        if not self._spec.edges_take_all_rows(self._signature):
             return
         state = self._with_counts(checkpoint)
         journaled = without_large_state(state)
@@ -380,18 +360,20 @@ class StepRun:
             paused = stage_pb2.StepPaused(checkpoint=checkpoint_to_wire(self._paused))
             self._append(stage_pb2.ExecuteStepResponse(paused=paused))
             return
-        await self._edges.outlets.finish()
+        outlets = self.edges.outlets
+        if outlets is not None:
+            await outlets.finish()
         self._clear_journaled()
         finished = stage_pb2.StepFinished(
             usage=request_pb2.Usage(**asdict(self._usage)),
             timings=self._stopwatch.timings(),
-            edges=[request_pb2.EdgeUsage(**asdict(usage)) for usage in self._edges.outlets.usages],
+            edges=[request_pb2.EdgeUsage(**asdict(usage)) for usage in (outlets.usages if outlets else ())],
         )
         self._append(stage_pb2.ExecuteStepResponse(finished=finished))
 
     async def _send_state(self, state: Checkpoint) -> None:
         self._states.keep(self.request_id, state)
-        outlet = self._edges.state_outlet
+        outlet = self.edges.state_outlet
         if outlet is not None:
             await outlet.send(Packet(state.tensors, {"steps": state.steps}))
             await outlet.finish()
@@ -399,8 +381,8 @@ class StepRun:
     def _close_early(self) -> None:
         """Closes the run before the engine has released the task. `ended` still waits for the engine."""
         if not self._closing:
-            _log.info("the engine has not released step %s within %g s after its stop", self.spec.step_id, ABORT_S)
-            self._early_close = asyncio.create_task(self._close(self._cause), name=f"close step {self.spec.step_id}")
+            _log.info("the engine has not released step %s within %g s after its stop", self.step_id, ABORT_S)
+            self._early_close = asyncio.create_task(self._close(self._cause), name=f"close step {self.step_id}")
 
     async def _close(self, error: StagemeshError | None) -> StepEdges | None:
         """Closes the flows and the journal. Returns the edges whose consumers may still be replaced, if any."""
@@ -409,7 +391,7 @@ class StepRun:
         if error is not None:
             # The error is copied, because one cause may end several runs.
             error = copy(error).located(**self._where)
-        edges, edges_error = self._edges, error
+        edges, edges_error = self.edges, error
         if error is None and self._paused is not None and self._pause_requested.is_set():
             # The peer stages wait for the replica that resumes the request.
             edges_error = drained_error(self._where)
@@ -417,9 +399,9 @@ class StepRun:
         if error is None and self._paused is None:
             self._states.forget(self.request_id)
         # The run is stored for callers that attach again. They need only the journal.
-        self._edges = StepEdges(replace(self.spec, inputs=(), outputs=()), self._data_plane)
+        self._spec = StepSpec(self.step_id, self.attempt, Task(self.request_id, self._spec.task.seed))
+        self.edges = StepEdges(self._spec, self._data_plane)
         self._inputs, self._paused = [], None
-        self.spec = replace(self.spec, task=Task(self.request_id, self.spec.task.seed))
         self.journal.close(error)
         return None if edges_error is not None or edges.is_over else edges
 

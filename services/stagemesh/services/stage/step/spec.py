@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stagemesh.common.connector_descriptors import ConnectorName, name_of
@@ -26,6 +26,11 @@ from stagemesh.services.engines.base import (
 from stagemesh.v1 import request_pb2, stage_pb2
 
 _REPEATED = frozenset({"stop", "stop_token_ids", "bad_words"})
+_TOKEN_SELECTIONS: Mapping[int, TokenSelection] = {
+    stage_pb2.TOKEN_SELECTION_UNSPECIFIED: "all",
+    stage_pb2.TOKEN_SELECTION_ALL: "all",
+    stage_pb2.TOKEN_SELECTION_LAST: "last",
+}
 
 STATE_EDGE = "@state"
 """The name of the edge that transfers a paused request's state to the replica that resumes the request. This edge is
@@ -45,6 +50,9 @@ class InputBinding:
     """
     attempt: int = 0
     """The attempt to which the edge's flow belongs. 0 means the step's attempt."""
+    first_rows: Mapping[str, int] = field(default_factory=dict[str, int])
+    """In a rebinding, the number of rows before the first row of the new flow, by tensor. 0 for tensors that are not
+    listed."""
 
     @property
     def peer(self) -> tuple[str, ...]:
@@ -139,21 +147,12 @@ class StepSpec:
 
 
 @dataclass(frozen=True)
-class InputRebinding:
-    """The new producer of an incoming edge."""
-
-    binding: InputBinding
-    first_rows: Mapping[str, int]
-    """The number of rows before the first row of the new flow, by tensor. 0 for tensors that are not listed."""
-
-
-@dataclass(frozen=True)
 class Rebinding:
     """New peer replicas for some edges of a step."""
 
     request_id: str
     step_id: str
-    inputs: tuple[InputRebinding, ...] = ()
+    inputs: tuple[InputBinding, ...] = ()
     outputs: tuple[OutputBinding, ...] = ()
 
 
@@ -218,15 +217,12 @@ def _prompt(message: request_pb2.Input) -> Prompt | None:
         case "text":
             return message.text
         case "conversation":
-            return [_message(each) for each in message.conversation.messages]
+            messages = message.conversation.messages
+            return [ChatMessage(each.role, each.content, tuple(map(_part, each.parts))) for each in messages]
         case "token_ids":
             return list(message.token_ids.ids)
         case _:
             return None
-
-
-def _message(message: request_pb2.Message) -> ChatMessage:
-    return ChatMessage(message.role, message.content, tuple(map(_part, message.parts)))
 
 
 def _part(message: request_pb2.Part) -> Part:
@@ -280,7 +276,9 @@ def rebinding_from_wire(request: stage_pb2.RebindStepRequest) -> Rebinding:
     return Rebinding(
         request_id=request.request_id,
         step_id=request.step_id,
-        inputs=tuple(InputRebinding(_input_binding(each.binding), dict(each.first_rows)) for each in request.inputs),
+        inputs=tuple(
+            replace(_input_binding(each.binding), first_rows=dict(each.first_rows)) for each in request.inputs
+        ),
         outputs=tuple(map(_output_binding, request.outputs)),
     )
 
@@ -303,16 +301,12 @@ def _output_binding(message: stage_pb2.OutputBinding) -> OutputBinding:
 
 
 def _token_selection(message: stage_pb2.OutputBinding) -> TokenSelection:
-    match message.tokens:
-        case stage_pb2.TOKEN_SELECTION_UNSPECIFIED | stage_pb2.TOKEN_SELECTION_ALL:
-            return "all"
-        case stage_pb2.TOKEN_SELECTION_LAST:
-            return "last"
-        case _:
-            raise InvalidRequestError(
-                f"edge {message.edge} carries token selection {message.tokens}; use 1 (all) or 2 (last)",
-                reason="INVALID_EDGE",
-            )
+    if message.tokens not in _TOKEN_SELECTIONS:
+        raise InvalidRequestError(
+            f"edge {message.edge} carries token selection {message.tokens}; use 1 (all) or 2 (last)",
+            reason="INVALID_EDGE",
+        )
+    return _TOKEN_SELECTIONS[message.tokens]
 
 
 def _policy(message: stage_pb2.OutputBinding) -> ChunkPolicy:
