@@ -78,21 +78,17 @@ class PromptCacheControl:
         return self.statistics
 
 
-class _WorkerRecorder:
-    """Profiles the workers of an executor. Each worker writes its own file. Implements `profiles.Recorder`."""
+class WorkerProfiles(Profiles):
+    """Profiles the workers of an executor. Each worker writes its own file."""
 
-    def __init__(self, executor: Executor, folder: Path) -> None:
-        self._executor, self._folder = executor, folder
+    def __init__(self, executor: Executor, *, stage: str, profile_dir: str | None) -> None:
+        """Creates the control. It rejects all requests for profiles if `profile_dir` is None."""
+        private = Path(private_folder(profile_dir)) if profile_dir else Path()
+        super().__init__(stage=stage, base=profile_dir, private=private)
+        self._executor = executor
 
-    async def begin(self, prefix: str, *, max_steps: int | None) -> None:
-        await self._executor.call("start_profile", str(self._folder / prefix), max_steps=max_steps)
+    async def _begin(self, prefix: str, *, max_steps: int | None) -> None:
+        await self._executor.call("start_profile", str(self._private / prefix), max_steps=max_steps)
 
-    async def end(self) -> None:
+    async def _end(self) -> None:
         await self._executor.call("stop_profile")
-
-
-def make_profiles(executor: Executor, *, stage: str, profile_dir: str | None) -> Profiles:
-    """Returns the profile control of a stage. The control rejects all requests for profiles if `profile_dir` is
-    None."""
-    private = Path(private_folder(profile_dir)) if profile_dir else Path()
-    return Profiles(_WorkerRecorder(executor, private), stage=stage, base=profile_dir, private=private)

@@ -27,7 +27,7 @@ from stagemesh.services.engines.base import (
 )
 from stagemesh.services.engines.diffusion import CONDITIONING, FRAMES, IMAGE, LATENTS, STATE, signature_of
 from stagemesh.services.engines.diffusion.adapters.manager import DiffusionAdapters
-from stagemesh.services.engines.diffusion.controls import PromptCacheControl, SleepController, make_profiles
+from stagemesh.services.engines.diffusion.controls import PromptCacheControl, SleepController, WorkerProfiles
 from stagemesh.services.engines.diffusion.executor import Executor, make_executor
 from stagemesh.services.engines.diffusion.options import stage_options
 from stagemesh.services.engines.diffusion.scheduling.admission import Admission
@@ -62,7 +62,7 @@ class DiffusionEngine:
         self._admission = Admission(max_running=options.max_running, memory_bytes=0)
         self._adapters = DiffusionAdapters(self._executor, options, stage=config.stage)
         self._sleep = SleepController(self._executor, self._adapters, stage=config.stage)
-        self._profiles = make_profiles(self._executor, stage=config.stage, profile_dir=options.profile_dir)
+        self._profiles = WorkerProfiles(self._executor, stage=config.stage, profile_dir=options.profile_dir)
         self._prompt_cache = PromptCacheControl(self._executor, limit_bytes=options.prompt_cache_bytes)
         self._facts: ModelFacts | None = None
         self._step_loop = StepLoop(self._executor, self._scheduler)
