@@ -188,7 +188,7 @@ async def test_adapter_that_vllm_rejects_leaves_no_trace(engine: VllmEngine, tmp
     with pytest.raises(InvalidRequestError, match="does not yet support DoRA"):
         await controls_of(engine).adapters.load("dora", str(folder))
     assert not controls_of(engine).adapters.list_adapters()
-    assert not await engine.control._llm.list_loras()
+    assert not await engine.control.llm.list_loras()
 
 
 async def test_full_engine_accepts_no_more_adapters(engine: VllmEngine, tmp_path: Path) -> None:

@@ -117,8 +117,7 @@ async def test_closing_a_task_ends_it(engine: VllmEngine) -> None:
         await anext(events)
         assert engine.load().running == 1
     assert engine.load().running == 0
-    assert engine._llm is not None
-    assert not engine._llm.output_processor.has_unfinished_requests()
+    assert not engine.control.llm.output_processor.has_unfinished_requests()
 
 
 async def test_waiting_requests_start_by_priority(engine: VllmEngine) -> None:

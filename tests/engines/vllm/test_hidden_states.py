@@ -155,8 +155,7 @@ async def test_cancelled_request_frees_its_rows(shared: Running) -> None:
 async def test_pooler_output_is_unchanged(shared: Running) -> None:
     """A generating model has no pooler output; `test_pooling` tests a model that has one."""
     await collect(shared.engine.submit(task(0)))
-    llm = shared.engine._llm
-    assert llm is not None
+    llm = shared.engine.control.llm
     (pooled,) = await llm.collective_rpc("pooler_outputs")
     assert pooled
     assert all(not one for one in pooled)

@@ -31,7 +31,6 @@ from stagemesh.services.engines.base import (
 from stagemesh.services.engines.vllm.conversion import prompt_tokens
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.media.decoding import DecodedBytes, read_video
-from stagemesh.services.engines.vllm.media.feature import video_data
 from tests.engines.support import collect, packets, stage_config
 from tests.engines.vllm.emitted_states import TOLERANCE, Floats, received, running
 from tests.engines.vllm.media_files import audio_samples, encoded, image, pixels, tone, video_file, wav
@@ -49,7 +48,6 @@ OPTIONS: Mapping[str, JsonValue] = {
     "checkpoint_tokens": 1,
 }
 TOKENS = 20
-VOCABULARY = 267
 SAMPLED = frozenset({"text", "token_ids"})
 
 
@@ -259,7 +257,7 @@ async def test_channels_are_averaged(audio_engine: VllmEngine) -> None:
 async def test_vllm_parses_a_decoded_video() -> None:
     file = MediaFile("video", video_file([10 * number for number in range(20)]), "video/mp4")
     read = read_video(file, DecodedBytes(1 << 20), max_frames=4)
-    parsed = MultiModalDataParser(video_needs_metadata=True).parse_mm_data({"video": [video_data(read)]})
+    parsed = MultiModalDataParser(video_needs_metadata=True).parse_mm_data({"video": [read]})
     frames, metadata = parsed["video"].get(0)
     np.testing.assert_allclose(frames.mean(axis=(1, 2, 3)), [0, 60, 130, 190], atol=3)
     assert (metadata["frames_indices"], metadata["total_num_frames"], metadata["duration"]) == ([0, 6, 13, 19], 20, 2.0)
@@ -270,15 +268,14 @@ async def test_vllm_parses_a_decoded_video() -> None:
     ("part", "kind"), [(MediaFile("video", b"x", "video/mp4"), "video"), (audio_samples(), "audio"), (image(), "image")]
 )
 async def test_chat_template_places_each_kind_of_media(image_engine: VllmEngine, part: Part, kind: str) -> None:
-    llm = image_engine._llm
-    assert llm is not None
+    llm = image_engine.control.llm
     prompt = [ChatMessage("user", "", ("a", part, "b"))]
     if kind == "image":
-        ids = prompt_tokens(prompt, llm.renderer, vocabulary=VOCABULARY)
+        ids = prompt_tokens(prompt, llm)
         assert llm.get_tokenizer().decode(ids) == "<|user|>a<image>b<|end|><|assistant|>"
     else:
         with pytest.raises(InvalidRequestError, match=f"At most 0 {kind}"):
-            prompt_tokens(prompt, llm.renderer, vocabulary=VOCABULARY)
+            prompt_tokens(prompt, llm)
 
 
 # -- invalid media

@@ -57,16 +57,20 @@ def test_channels_of_a_file_are_averaged() -> None:
 
 def test_video_frames_are_sampled_evenly() -> None:
     read = read_video(video(video_file([10 * number for number in range(20)])), DecodedBytes(PLENTY), max_frames=5)
-    assert read.indices == (0, 5, 10, 14, 19)
+    assert read.metadata["frames_indices"] == [0, 5, 10, 14, 19]
     np.testing.assert_allclose(read.frames.mean(axis=(1, 2, 3)), [0, 50, 100, 140, 190], atol=3)
-    assert (read.frames.shape, read.total_frames, read.duration_s) == ((5, 48, 64, 3), 20, 2.0)
+    assert (read.frames.shape, read.metadata["total_num_frames"], read.metadata["duration"]) == (
+        (5, 48, 64, 3),
+        20,
+        2.0,
+    )
 
 
 def test_all_frames_of_a_short_video_are_read() -> None:
     read = read_video(
         video(video_file([0, 100, 200], file_format="avi"), "video/x-msvideo"), DecodedBytes(PLENTY), max_frames=32
     )
-    assert read.indices == (0, 1, 2)
+    assert read.metadata["frames_indices"] == [0, 1, 2]
 
 
 PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nhttp://127.0.0.1:9/a.ts\n"

@@ -123,9 +123,8 @@ async def test_stop_text_is_found_across_the_checkpoint(engine: VllmEngine) -> N
 
 async def test_penalties_count_the_tokens_of_the_checkpoint(engine: VllmEngine) -> None:
     async def sampled(prompt: list[int], params: SamplingParams, name: str) -> list[int]:
-        assert engine._llm is not None
-        (rendered,) = engine._llm.renderer.render_cmpl([{"prompt_token_ids": prompt}])
-        outputs = engine._llm.generate(rendered, params, name)
+        (rendered,) = engine.control.llm.renderer.render_cmpl([{"prompt_token_ids": prompt}])
+        outputs = engine.control.llm.generate(rendered, params, name)
         return [token async for output in outputs for token in output.outputs[0].token_ids]
 
     plain = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, min_tokens=30, output_kind=RequestOutputKind.DELTA)
@@ -187,8 +186,7 @@ async def test_checkpoint_of_another_prompt_is_rejected(engine: VllmEngine) -> N
 
 
 async def test_checkpoint_past_a_stop_text_is_rejected(engine: VllmEngine) -> None:
-    assert engine._llm is not None
-    (letter,) = engine._llm.get_tokenizer().encode("x")
+    (letter,) = engine.control.llm.get_tokenizer().encode("x")
     wrong = task(replace(GREEDY, stop=("xx",)), Checkpoint(3, (letter, letter, letter)))
     assert "its text contains the stop text 'xx'" in (await _rejected(engine, wrong)).message
 

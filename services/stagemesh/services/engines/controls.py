@@ -2,10 +2,11 @@
 
 import asyncio
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
 
@@ -62,32 +63,19 @@ class SleepState:
         return wanted
 
 
-class Recorder(Protocol):
-    """The interface of an engine's profiler, which writes its files into a private folder."""
-
-    async def begin(self, prefix: str, *, max_steps: int | None) -> None:
-        """Starts recording. The file names start with `prefix`.
-
-        Recording ends after `max_steps` steps. If `max_steps` is None, only `end` ends recording.
-        """
-
-    async def end(self) -> None:
-        """Stops recording and waits until all files are written."""
-
-
 def private_folder(base: str) -> str:
     """Returns a new path for a hidden folder in `base`, into which a recorder writes. Does not create the folder."""
     return str(Path(base) / f".profile-{token_hex(8)}")
 
 
-class Profiles:
-    """Starts and stops profiles, one at a time. The recorder writes into `private`.
+class Profiles(ABC):
+    """Starts and stops profiles, one at a time. The engine's profiler writes into `private`.
 
     Callers may name only folders within `base`. If `base` is None, profiles are disabled.
     """
 
-    def __init__(self, recorder: Recorder, *, stage: str, base: str | None, private: Path) -> None:
-        self._recorder, self._stage, self._private = recorder, stage, private
+    def __init__(self, *, stage: str, base: str | None, private: Path) -> None:
+        self._stage, self._private = stage, private
         self._base = Path(base).resolve() if base else None
         self._target: Path | None = None
         self._lock = asyncio.Lock()
@@ -120,6 +108,19 @@ class Profiles:
         if self._target is not None:
             shutil.rmtree(self._private, ignore_errors=True)
 
+    # -- to be implemented by an engine
+
+    @abstractmethod
+    async def _begin(self, prefix: str, *, max_steps: int | None) -> None:
+        """Starts recording. The file names start with `prefix`.
+
+        Recording ends after `max_steps` steps. If `max_steps` is None, only `_end` ends recording.
+        """
+
+    @abstractmethod
+    async def _end(self) -> None:
+        """Stops recording and waits until all files are written."""
+
     # -- internal
 
     def _checked(self, folder: str) -> Path:
@@ -140,21 +141,18 @@ class Profiles:
 
     async def _start(self, target: Path, max_steps: int | None) -> None:
         try:
-            await asyncio.to_thread(self._make_folders, target)
+            for folder in (self._private, target):
+                await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
         except OSError as exc:
             raise InvalidRequestError(
                 f"folder {target} cannot be created: {exc.strerror}", reason="INVALID_FOLDER"
             ) from exc
         # A random prefix prevents name collisions with files in the target folder.
-        await self._recorder.begin(f"profile-{token_hex(4)}", max_steps=max_steps)
+        await self._begin(f"profile-{token_hex(4)}", max_steps=max_steps)
         self._target = target
 
-    def _make_folders(self, target: Path) -> None:
-        self._private.mkdir(parents=True, exist_ok=True)
-        target.mkdir(parents=True, exist_ok=True)
-
     async def _stop(self, target: Path) -> list[str]:
-        await self._recorder.end()
+        await self._end()
         try:
             # The folder is checked again, because a symbolic link may have replaced it.
             target = self._checked(str(target))

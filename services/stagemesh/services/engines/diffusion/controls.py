@@ -41,8 +41,7 @@ class DiffusionAdapters(AdapterManager):
 
 
 class WorkerControls:
-    """Controls the engine's worker. Implements `abilities.SleepControl`, `abilities.CacheControl` and
-    `profiles.Recorder`."""
+    """Controls the engine's worker. Implements `abilities.SleepControl` and `abilities.CacheControl`."""
 
     def __init__(
         self, executor: Executor, adapters: DiffusionAdapters, options: DiffusionOptions, *, stage: str
@@ -52,9 +51,7 @@ class WorkerControls:
         self._state = SleepState(stage=stage)
         self.prompt_cache = CacheStatistics(limit_bytes=options.prompt_cache_bytes)
         """Statistics of the prompt cache, as last reported by the worker."""
-        base = options.profile_dir
-        self._profile_folder = Path(private_folder(base)) if base is not None else Path()
-        self.profiles = Profiles(self, stage=stage, base=base, private=self._profile_folder)
+        self.profiles = WorkerProfiles(executor, stage=stage, profile_dir=options.profile_dir)
 
     def check_sleep(self, level: int) -> None:
         if level not in LEVELS:
@@ -87,13 +84,6 @@ class WorkerControls:
     def cache_statistics(self) -> CacheStatistics:
         return self.prompt_cache
 
-    async def begin(self, prefix: str, *, max_steps: int | None) -> None:
-        # Each worker process writes its own file.
-        await self._executor.call("start_profile", str(self._profile_folder / prefix), max_steps=max_steps)
-
-    async def end(self) -> None:
-        await self._executor.call("stop_profile")
-
     # -- inner workings
 
     async def _sleep(self, level: int) -> None:
@@ -106,3 +96,19 @@ class WorkerControls:
             for adapter in self._adapters.list_adapters():
                 await self._executor.call("runner.adapters.load", adapter.name, adapter.path)
         self._state.tags -= tags
+
+
+class WorkerProfiles(Profiles):
+    """Profiles the workers of an executor. Each worker writes its own file."""
+
+    def __init__(self, executor: Executor, *, stage: str, profile_dir: str | None) -> None:
+        """Creates the control. It rejects all requests for profiles if `profile_dir` is None."""
+        private = Path(private_folder(profile_dir)) if profile_dir else Path()
+        super().__init__(stage=stage, base=profile_dir, private=private)
+        self._executor = executor
+
+    async def _begin(self, prefix: str, *, max_steps: int | None) -> None:
+        await self._executor.call("start_profile", str(self._private / prefix), max_steps=max_steps)
+
+    async def _end(self) -> None:
+        await self._executor.call("stop_profile")

@@ -86,16 +86,17 @@ def lora_request(entry: Entry) -> "LoRARequest":
     return LoRARequest(f"{entry.name}#{entry.number}", entry.number, entry.path)
 
 
-class _CoreRecorder:
-    """Starts and stops the profiler of vLLM's workers. `engine_arguments` sets the folder for the profiles."""
+class VllmProfiles(Profiles):
+    """Starts and stops the profiler of vLLM's workers. `engine_arguments` sets the profiler's folder."""
 
-    def __init__(self, llm: "AsyncLLM") -> None:
+    def __init__(self, llm: "AsyncLLM", *, stage: str, base: str | None) -> None:
+        super().__init__(stage=stage, base=base, private=Path(llm.vllm_config.profiler_config.torch_profiler_dir))
         self._llm = llm
 
-    async def begin(self, prefix: str, *, max_steps: int | None) -> None:
+    async def _begin(self, prefix: str, *, max_steps: int | None) -> None:
         await core_call(self._llm, self._llm.start_profile(prefix, max_iterations=max_steps))
 
-    async def end(self) -> None:
+    async def _end(self) -> None:
         await core_call(self._llm, self._llm.stop_profile())
 
 
@@ -107,17 +108,12 @@ class Control(SleepState):
 
     def __init__(self, llm: "AsyncLLM", *, stage: str, profile_dir: str | None) -> None:
         super().__init__(stage=stage)
-        self._llm = llm
+        self.llm = llm
         self._lock = asyncio.Lock()
         self._level = 0
         self._prompt_tokens = self._cached_tokens = 0
         self.adapters = VllmAdapters(llm, stage=stage, lock=self._lock, check_awake=self.check_awake)
-        self.profiles = Profiles(
-            _CoreRecorder(llm),
-            stage=stage,
-            base=profile_dir,
-            private=Path(llm.vllm_config.profiler_config.torch_profiler_dir),
-        )
+        self.profiles = VllmProfiles(llm, stage=stage, base=profile_dir)
 
     def check_sleep(self, level: int) -> None:
         from vllm.platforms import current_platform
@@ -129,7 +125,7 @@ class Control(SleepState):
             )
         if level not in _LEVELS:
             raise InvalidRequestError(f"level is {level}; it must be 1 (keeps the weights in host memory) or 2")
-        if not self._llm.vllm_config.model_config.enable_sleep_mode:
+        if not self.llm.vllm_config.model_config.enable_sleep_mode:
             raise NotReadyError(
                 f"stage {self._stage} was started without sleep mode; start it with the option enable_sleep_mode",
                 reason="SLEEP_DISABLED",
@@ -149,14 +145,14 @@ class Control(SleepState):
     async def clear_caches(self, *, preempt: bool) -> None:
         async with self._lock:
             self.check_awake()
-            if not await core_call(self._llm, self._llm.reset_prefix_cache(reset_running_requests=preempt)):
+            if not await core_call(self.llm, self.llm.reset_prefix_cache(reset_running_requests=preempt)):
                 raise NotReadyError(
                     f"running requests use the cache of stage {self._stage}; wait for them, or set preempt",
                     reason="CACHE_IN_USE",
                 )
 
     def cache_statistics(self) -> CacheStatistics:
-        cache = self._llm.vllm_config.cache_config
+        cache = self.llm.vllm_config.cache_config
         return CacheStatistics(
             blocks=cache.num_gpu_blocks or 0,
             block_tokens=cache.block_size,
@@ -174,12 +170,12 @@ class Control(SleepState):
 
     async def _sleep(self, level: int) -> None:
         # Mode "wait", because requests that were just aborted may still have a step to finish.
-        await core_call(self._llm, self._llm.sleep(level, mode="wait"))
+        await core_call(self.llm, self.llm.sleep(level, mode="wait"))
         self._level, self.tags = level, set(_TAGS)
 
     async def _wake(self, tags: set[str]) -> None:
-        await core_call(self._llm, self._llm.wake_up(sorted(tags)))
+        await core_call(self.llm, self.llm.wake_up(sorted(tags)))
         if _WEIGHTS in tags and self._level > 1:
-            await worker_call(self._llm, "reload_weights")
+            await worker_call(self.llm, "reload_weights")
             await self.adapters.restore()
         self.tags -= tags

@@ -49,7 +49,7 @@ _EMPTY_PARTS: Mapping[MediaKind, Mapping[str, object]] = {
 }
 
 
-def prompt_tokens(prompt: Prompt | None, renderer: BaseRenderer, *, vocabulary: int) -> list[int]:
+def prompt_tokens(prompt: Prompt | None, llm: AsyncLLM) -> list[int]:
     """Returns the token ids of a prompt, with placeholder tokens for media.
 
     Applies the model's chat template to text and messages. If the model has no template, text is encoded without a
@@ -57,12 +57,12 @@ def prompt_tokens(prompt: Prompt | None, renderer: BaseRenderer, *, vocabulary: 
     template for messages, or if an id is not in the model's vocabulary.
     """
     given = [] if prompt is None or isinstance(prompt, str) else [part for part in prompt if isinstance(part, int)]
-    ids = given or _encode(prompt, renderer)
+    ids = given or _encode(prompt, llm.renderer)
     if not ids:
         raise InvalidRequestError("the prompt is empty; send text, messages or token ids", reason="EMPTY_PROMPT")
     # A tokenizer may know more tokens than the model. Placeholders for media are not in the vocabulary either.
     if not media_of(prompt):
-        check_tokens(ids, vocabulary=vocabulary)
+        check_tokens(ids, vocabulary=llm.model_config.get_vocab_size())
     return ids
 
 

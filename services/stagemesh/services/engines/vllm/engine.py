@@ -19,7 +19,6 @@ from stagemesh.services.engines.vllm.options import engine_options, own_options
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
-    from vllm.v1.engine.async_llm import AsyncLLM
 
 _HEALTH_POLL_S = 0.2
 _ARENA_DIVISOR = 4
@@ -86,7 +85,6 @@ class VllmEngine:
         self._config, self._model = config, config.model
         self._options = own_options(config.options, stage=config.stage)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm-owner")
-        self._llm: AsyncLLM | None = None
         self._control: Control | None = None
         self._arena: PartitionsArena | None = None
         self._features: list[RequestFeature] = []
@@ -121,10 +119,9 @@ class VllmEngine:
             loop.call_soon_threadsafe(report, line)
 
         await loop.run_in_executor(self._thread, self._load, report_soon, loop)
-        llm = self._running()
+        llm = self.control.llm
         # Otherwise vLLM would query its core at the first request, and would wait forever if the core had terminated.
         await llm.get_supported_tasks()
-        self._control = Control(llm, stage=self._config.stage, profile_dir=self._options.profile_dir)
         for feature in self._features:
             await feature.start(llm)
 
@@ -148,21 +145,21 @@ class VllmEngine:
             yield Usage(prompt_tokens=len(request.prompt.token_ids), output_tokens=sampled, steps=sampled)
 
     def load(self) -> EngineLoad:
-        return self._meter.load(max_running=self._llm.vllm_config.scheduler_config.max_num_seqs if self._llm else 1)
+        control = self._control
+        max_running = control.llm.vllm_config.scheduler_config.max_num_seqs if control else 1
+        return self._meter.load(max_running=max_running)
 
     async def wait_failed(self) -> str:
-        while not self._running().errored:  # noqa: ASYNC110  # vLLM provides a flag for it, but no event
+        while not self.control.llm.errored:  # noqa: ASYNC110  # vLLM provides a flag for it, but no event
             await asyncio.sleep(_HEALTH_POLL_S)
         return "vLLM's engine core has died; its own log has the cause"
 
     async def close(self) -> None:
-        llm, self._llm = self._llm, None
         control, self._control = self._control, None
         if control is not None:
             control.profiles.discard()
-        if llm is not None:
             # Runs on the thread that started vLLM's processes.
-            await asyncio.get_running_loop().run_in_executor(self._thread, llm.shutdown)
+            await asyncio.get_running_loop().run_in_executor(self._thread, control.llm.shutdown)
         features, self._features = self._features, []
         for feature in features:
             feature.close()
@@ -203,9 +200,8 @@ class VllmEngine:
             config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
             for feature in self._features:
                 feature.configure(config)
-            self._llm = AsyncLLM.from_vllm_config(
-                config, usage_context=UsageContext.ENGINE_CONTEXT, disable_log_stats=True
-            )
+            llm = AsyncLLM.from_vllm_config(config, usage_context=UsageContext.ENGINE_CONTEXT, disable_log_stats=True)
+            self._control = Control(llm, stage=self._config.stage, profile_dir=self._options.profile_dir)
             # Cached, because vLLM reads files at each call.
             self._sampling_defaults = config.model_config.get_diff_sampling_param()
         except (OSError, RuntimeError, ValueError) as exc:
@@ -240,11 +236,6 @@ class VllmEngine:
             features.append(RunAhead())
         return features
 
-    def _running(self) -> "AsyncLLM":
-        if self._llm is None:
-            raise UnavailableError(f"the engine of stage {self._config.stage} is closed")
-        return self._llm
-
     async def _begin(
         self, task: Task, held: AsyncExitStack
     ) -> tuple[EngineRequest, list[RequestHook], AsyncGenerator["RequestOutput"]]:
@@ -260,7 +251,7 @@ class VllmEngine:
         hooks = [hook for feature in self._features if (hook := feature.open(request, held)) is not None]
         self._meter.begin(request.name, request.params.max_tokens or 0)
         held.callback(self._meter.end, request.name)
-        outputs = generate(self._running(), request, adapter, stage=self._config.stage)
+        outputs = generate(self.control.llm, request, adapter, stage=self._config.stage)
         held.push_async_callback(outputs.aclose)
         return request, hooks, outputs
 
@@ -298,12 +289,11 @@ class VllmEngine:
         """
         from stagemesh.services.engines.vllm.conversion import prompt_tokens, sampling_params
 
-        llm = self._running()
+        llm = self.control.llm
         if prompt is None:
             if task.inlets:
                 raise InvalidRequestError(f"stage {self._config.stage} accepts no embeddings", reason="UNKNOWN_EDGE")
-            vocabulary = llm.model_config.get_vocab_size()
-            prompt = RequestPrompt(prompt_tokens(task.prompt, llm.renderer, vocabulary=vocabulary))
+            prompt = RequestPrompt(prompt_tokens(task.prompt, llm))
         params = sampling_params(
             task,
             prompt_length=len(prompt.token_ids),

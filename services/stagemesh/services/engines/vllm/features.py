@@ -141,6 +141,8 @@ class RequestFeature:
     The module contains the classes `RunnerV1` and `RunnerV2`. A worker adds one of them to the class of the existing
     model runner. Therefore the mixins have no `__init__`.
     """
+    llm: "AsyncLLM"
+    """The running vLLM engine. Set by `start`."""
 
     def set_arguments(self, arguments: "AsyncEngineArgs") -> None:
         """Sets the engine arguments that the feature needs. Raises InvalidRequestError if the options conflict."""
@@ -152,7 +154,8 @@ class RequestFeature:
         """
 
     async def start(self, llm: "AsyncLLM") -> None:
-        """Prepares the feature after vLLM has started and before the first request."""
+        """Prepares the feature after vLLM has started and before the first request. Overrides call this method."""
+        self.llm = llm
 
     async def read_prompt(self, task: Task, name: str, held: AsyncExitStack) -> RequestPrompt | None:  # noqa: ARG002
         """Returns the prompt of a task, or None if this feature does not read the task's prompt.

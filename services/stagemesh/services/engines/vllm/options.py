@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from pydantic import ConfigDict, JsonValue
+from pydantic import ConfigDict, Field, JsonValue
 
 from stagemesh.services.engines.options import parse_options
 
@@ -77,18 +77,14 @@ class StageOptions:
 
     hidden_states: HiddenStatesOptions | None = None
     embeddings: EmbeddingsOptions | None = None
-    checkpoint_tokens: int = 64
+    checkpoint_tokens: Annotated[int, Field(ge=0)] = 64
     """The number of tokens between two checkpoints of a request. 0 disables checkpoints."""
     profile_dir: str | None = None
     """The absolute path of the folder for profiles. None disables profiles."""
-    media_bytes: int = 256 << 20
+    media_bytes: Annotated[int, Field(ge=0)] = 256 << 20
     """The maximum decoded size of one request's images, audio and video, in bytes."""
 
     def __post_init__(self) -> None:
-        if self.checkpoint_tokens < 0:
-            raise ValueError(f"checkpoint_tokens is {self.checkpoint_tokens}; it must be 0 or more")
-        if self.media_bytes < 0:
-            raise ValueError(f"media_bytes is {self.media_bytes}; it must be 0 or more")
         if self.profile_dir is not None and not Path(self.profile_dir).is_absolute():
             raise ValueError(f"profile_dir is {self.profile_dir!r}; it must be an absolute path")
 

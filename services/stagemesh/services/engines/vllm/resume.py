@@ -66,17 +66,16 @@ class Resume(RequestFeature):
     """
 
     runner_module = __name__
-    _vocabulary: int
 
     def __init__(self, *, checkpoint_tokens: int) -> None:
         self._interval = checkpoint_tokens
 
     async def start(self, llm: "AsyncLLM") -> None:
+        await super().start(llm)
         llm.output_processor.__class__ = ResumingOutputProcessor
-        self._vocabulary = llm.model_config.get_vocab_size()
 
     def open(self, request: EngineRequest, held: AsyncExitStack) -> RequestHook:  # noqa: ARG002  # nothing to release
-        request.sampled += _checked_tokens(request, vocabulary=self._vocabulary)
+        request.sampled += _checked_tokens(request, vocabulary=self.llm.model_config.get_vocab_size())
         request.params = remaining_params(request.params, resumed=len(request.sampled))
         return _Checkpoints(request, interval=self._interval)
 

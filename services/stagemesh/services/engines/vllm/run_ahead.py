@@ -32,7 +32,6 @@ from stagemesh.services.engines.vllm.features import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.engine.async_llm import AsyncLLM
 
 _RETRY_S = 0.005
 _CORE_METHOD = "stagemesh_set_limits"
@@ -146,8 +145,6 @@ class RunAhead(RequestFeature):
     that change within one iteration of the event loop are sent together.
     """
 
-    _llm: "AsyncLLM"
-
     def __init__(self) -> None:
         self._limits: dict[str, RequestLimit] = {}
         self._changed: set[str] = set()
@@ -156,9 +153,6 @@ class RunAhead(RequestFeature):
     def configure(self, config: "VllmConfig") -> None:
         asynchronous = bool(config.scheduler_config.async_scheduling)
         config.scheduler_config.scheduler_cls = LimitingAsyncScheduler if asynchronous else LimitingScheduler
-
-    async def start(self, llm: "AsyncLLM") -> None:
-        self._llm = llm
 
     def open(self, request: EngineRequest, held: AsyncExitStack) -> None:
         if request.limit.position == UNLIMITED:
@@ -196,5 +190,5 @@ class RunAhead(RequestFeature):
 
     async def _call_core(self, limits: list[tuple[str, int]]) -> list[str]:
         """Sends limits to vLLM's scheduler. Returns the names of the requests that the scheduler does not know."""
-        call = self._llm.engine_core.call_utility_async(_CORE_METHOD, limits)
-        return await core_call(self._llm, cast("Coroutine[object, object, list[str]]", call))
+        call = self.llm.engine_core.call_utility_async(_CORE_METHOD, limits)
+        return await core_call(self.llm, cast("Coroutine[object, object, list[str]]", call))

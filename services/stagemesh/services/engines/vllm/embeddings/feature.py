@@ -276,7 +276,6 @@ class Embeddings(RequestFeature):
     """
 
     runner_module = "stagemesh.services.engines.vllm.embeddings.runner"
-    _llm: "AsyncLLM"
     _memory: EmbeddingMemory | None = None
 
     def __init__(self, *, dtype: str, stage: str) -> None:
@@ -293,8 +292,8 @@ class Embeddings(RequestFeature):
         arguments.enable_prompt_embeds = True
 
     async def start(self, llm: "AsyncLLM") -> None:
+        await super().start(llm)
         model, slots = llm.model_config, llm.vllm_config.scheduler_config.max_num_seqs
-        self._llm = llm
         self._memory = create_memory(
             slots=slots, positions=model.max_model_len, width=model.get_inputs_embeds_size(), dtype=self._dtype
         )
@@ -331,7 +330,7 @@ class Embeddings(RequestFeature):
         flow = request.prompt.flow
         set_argument(request.params, Embedded(flow.slot, len(request.prompt.token_ids)))
         request.params.skip_reading_prefix_cache = True
-        flow.start(request.limit, partial(self._llm.abort, request.name))
+        flow.start(request.limit, partial(self.llm.abort, request.name))
         held.push_async_callback(flow.stop)
         return flow
 

@@ -180,11 +180,9 @@ class HiddenStates(RequestFeature):
         """Reserves the worker's partitions of the arena, and waits until the worker that writes the rows has connected.
 
         Raises NotReadyError if the arena has too little space, InvalidRequestError if the model's class does not
-        provide the states of inner layers, and UnavailableError if no worker connects.
+        provide the states of inner layers, UnavailableError if no worker connects, and CoreRefusalError if a worker
+        cannot open the arena.
         """
-        for model in await runner_call(llm, "model_without_layers"):
-            if model is not None:
-                raise self._invalid(f"hidden_states: {model} provides no states of inner layers; request only `last`")
         assert self._arena is not None, "a stage's runtime passes the arena before it starts the engine"
         overflow_bytes = self._share_bytes // OVERFLOW_DIVISOR
         for size_bytes in (self._share_bytes - overflow_bytes, overflow_bytes):
@@ -195,17 +193,15 @@ class HiddenStates(RequestFeature):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as listener:
             listener.bind("\0" + address)
             listener.listen(4)
-            attaching = asyncio.create_task(runner_call(llm, "attach_replica", msgspec.msgpack.encode(attachment)))
             try:
                 async with asyncio.timeout(_CONNECT_S):
+                    for model in await runner_call(llm, "attach_replica", msgspec.msgpack.encode(attachment)):
+                        self._check_layers(model)
                     self._connection = await _accept(listener, token)
-                    await attaching
             except TimeoutError:
                 raise UnavailableError(
                     "no vLLM worker connected to write hidden states; the worker's log has the cause"
                 ) from None
-            finally:
-                attaching.cancel()
         asyncio.get_running_loop().add_reader(self._connection, self._read_messages, self._arena)
 
     def open(self, request: EngineRequest, held: AsyncExitStack) -> RequestHook | None:
@@ -239,6 +235,13 @@ class HiddenStates(RequestFeature):
 
     def _invalid(self, problem: str) -> InvalidRequestError:
         return InvalidRequestError(f"stage {self._stage}: {problem}", reason="INVALID_OPTION")
+
+    def _check_layers(self, model_without_layers: str | None) -> None:
+        """Raises InvalidRequestError if a worker's model, of this class, cannot provide the states of inner layers."""
+        if model_without_layers is not None:
+            raise self._invalid(
+                f"hidden_states: {model_without_layers} provides no states of inner layers; request only `last`"
+            )
 
     def _read_messages(self, arena: PartitionsArena) -> None:
         """Reads all messages that the worker has sent.

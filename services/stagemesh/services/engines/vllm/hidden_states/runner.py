@@ -49,21 +49,16 @@ class _EmitsHiddenStates:
     _drafts: Mapping[str, Sequence[int]]
     _model_without_layers: str | None = None
 
-    def attach_replica(self, attachment: bytes) -> None:
+    def attach_replica(self, attachment: bytes) -> str | None:
         """Starts to write the rows that requests emit. `attachment` is an encoded Attachment.
 
         Only one worker writes rows: the first tensor rank of the last pipeline rank, which has all rows of the last
-        layer. The method does nothing in the other workers.
+        layer. The method does nothing in the other workers. Returns None, or the name of the model's class if it cannot
+        provide the inner layers that the stage emits.
         """
-        if get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0:
+        if self._model_without_layers is None and get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0:
             self._requested, self._drafts = {}, {}
             self._rows = RowWriter(msgspec.msgpack.decode(attachment, type=Attachment), device=cast("Any", self).device)
-
-    def model_without_layers(self) -> str | None:
-        """Returns the name of the model's class if it cannot provide the inner layers that the stage emits.
-
-        Returns None if the class provides them or if the stage emits no inner layers.
-        """
         return self._model_without_layers
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:

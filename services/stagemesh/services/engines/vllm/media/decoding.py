@@ -4,7 +4,6 @@ import struct
 import zlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import BytesIO
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -40,20 +39,13 @@ class DecodedAudio(NamedTuple):
     sample_rate_hz: int
 
 
-@dataclass(frozen=True, eq=False)
-class DecodedVideo:
-    """Selected frames of a decoded video, as a uint8 array [frames, height, width, 3]."""
+class DecodedVideo(NamedTuple):
+    """Selected frames of a decoded video, in the form that vLLM accepts."""
 
     frames: npt.NDArray[np.uint8]
-    indices: tuple[int, ...]
-    """The index of each selected frame in the whole video."""
-    total_frames: int
-    frame_rate_hz: float
-
-    @property
-    def duration_s(self) -> float:
-        """The duration of the whole video, in seconds."""
-        return self.total_frames / self.frame_rate_hz
+    """The selected frames, [frames, height, width, 3]."""
+    metadata: dict[str, object]
+    """vLLM's metadata of the whole video, and the indices of the selected frames."""
 
 
 class DecodedBytes:
@@ -143,7 +135,16 @@ def read_video(file: MediaFile, decoded: DecodedBytes, *, max_frames: int) -> De
         rate_hz = float(stream.average_rate or 1)
     if not frames:
         raise _damaged("video", "none of its frames can be decoded")
-    return DecodedVideo(np.stack(list(frames.values())), tuple(frames), total_frames=count, frame_rate_hz=rate_hz)
+    metadata: dict[str, object] = {
+        "total_num_frames": count,
+        "fps": rate_hz,
+        "duration": count / rate_hz,
+        "video_backend": "pyav",
+        "frames_indices": list(frames),
+        # vLLM may select frames itself only if `frames` contains all frames of the video.
+        "do_sample_frames": len(frames) == count,
+    }
+    return DecodedVideo(np.stack(list(frames.values())), metadata)
 
 
 # -- internals

@@ -14,20 +14,17 @@ from contextlib import AsyncExitStack
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
-import numpy as np
-import numpy.typing as npt
 from vllm import TokensPrompt
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.audio import AudioResampler
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
-from stagemesh.services.engines.base import MediaFile, Medium, Prompt, Task, media_of
+from stagemesh.services.engines.base import MediaFile, Medium, Task, media_of
 from stagemesh.services.engines.vllm.conversion import check_tokens, prompt_tokens
 from stagemesh.services.engines.vllm.features import RequestFeature, RequestPrompt
 from stagemesh.services.engines.vllm.media.decoding import (
     DecodedAudio,
     DecodedBytes,
-    DecodedVideo,
     read_audio,
     read_image,
     read_samples,
@@ -37,7 +34,6 @@ from stagemesh.services.engines.vllm.media.decoding import (
 if TYPE_CHECKING:
     from vllm.inputs import MultiModalInput
     from vllm.multimodal.processing import BaseMultiModalProcessor, BaseProcessingInfo
-    from vllm.v1.engine.async_llm import AsyncLLM
 
 _FRAMES = 32
 _DIGEST_BYTES = 16
@@ -58,16 +54,11 @@ class Media(RequestFeature):
     tokenizer. vLLM runs the model's processor on its own thread.
     """
 
-    _llm: "AsyncLLM"
-
     def __init__(self, *, stage: str, media_bytes: int, tokenizer_thread: Executor) -> None:
         """Creates the feature. `media_bytes` is the maximum decoded size of one request's media, in bytes."""
         self._stage, self._media_bytes = stage, media_bytes
         self._tokenizer_thread = tokenizer_thread
         self._decoding_thread = ThreadPoolExecutor(1, thread_name_prefix="vllm-media")
-
-    async def start(self, llm: "AsyncLLM") -> None:
-        self._llm = llm
 
     async def read_prompt(self, task: Task, name: str, held: AsyncExitStack) -> RequestPrompt | None:  # noqa: ARG002
         """Returns the prompt of a task with media, or None if the task has no media.
@@ -79,21 +70,18 @@ class Media(RequestFeature):
         if not media:
             return None
         info = self._checked_info(media)
-        loop, vocabulary = asyncio.get_running_loop(), self._llm.model_config.get_vocab_size()
-        ids = await loop.run_in_executor(self._tokenizer_thread, self._tokens, task.prompt, vocabulary)
+        loop = asyncio.get_running_loop()
+        ids = await loop.run_in_executor(self._tokenizer_thread, prompt_tokens, task.prompt, self.llm)
         data = await loop.run_in_executor(self._decoding_thread, self._decode, media, info)
         features = await self._process(TokensPrompt(prompt_token_ids=ids, multi_modal_data=data))
         prompt = RequestPrompt(list(features["prompt_token_ids"]), features, _digest(media))
-        check_tokens(_without_placeholders(features), vocabulary=vocabulary)
+        check_tokens(_without_placeholders(features), vocabulary=self.llm.model_config.get_vocab_size())
         return prompt
 
     def close(self) -> None:
         self._decoding_thread.shutdown(wait=False, cancel_futures=True)
 
     # -- internals
-
-    def _tokens(self, prompt: Prompt | None, vocabulary: int) -> list[int]:
-        return prompt_tokens(prompt, self._llm.renderer, vocabulary=vocabulary)
 
     async def _process(self, prompt: TokensPrompt) -> "MultiModalInput":
         """Runs the model's processor on the prompt's tokens and decoded media, and returns the processor's result.
@@ -103,7 +91,7 @@ class Media(RequestFeature):
         """
         try:
             # Skips vLLM's cache, which would count the media as sent even if the request is rejected later.
-            features = await self._llm.renderer.process_for_engine_async(prompt, time.time(), skip_mm_cache=True)
+            features = await self.llm.renderer.process_for_engine_async(prompt, time.time(), skip_mm_cache=True)
         except _PROCESSOR_ERRORS as exc:
             raise InvalidRequestError(
                 f"stage {self._stage}: the model's processor rejects the media: {exc or type(exc).__name__}",
@@ -111,7 +99,7 @@ class Media(RequestFeature):
             ) from exc
         if features["type"] != "multimodal":
             raise UnsupportedError(
-                f"stage {self._stage}: the model {self._llm.model_config.model} reads media separately from its "
+                f"stage {self._stage}: the model {self.llm.model_config.model} reads media separately from its "
                 "prompt, which this engine does not serve; choose a model that accepts media within messages"
             )
         return features
@@ -122,13 +110,13 @@ class Media(RequestFeature):
         Raises UnsupportedError if the model does not accept a kind of media in `media`, and InvalidRequestError if
         `media` contains too many of one kind.
         """
-        processor = cast("BaseMultiModalProcessor[BaseProcessingInfo] | None", self._llm.renderer.mm_processor)
+        processor = cast("BaseMultiModalProcessor[BaseProcessingInfo] | None", self.llm.renderer.mm_processor)
         limits: Mapping[str, int] = processor.info.allowed_mm_limits if processor is not None else {}
         accepted = [kind for kind, limit in limits.items() if limit]
         for kind, count in Counter(medium.kind for medium in media).items():
             if kind not in accepted:
                 raise UnsupportedError(
-                    f"stage {self._stage}: the model {self._llm.model_config.model} accepts no {kind}; it accepts "
+                    f"stage {self._stage}: the model {self.llm.model_config.model} accepts no {kind}; it accepts "
                     f"{', '.join(['text', *accepted])}",
                     metadata={"stage": self._stage, "ability": kind},
                 )
@@ -156,9 +144,9 @@ class Media(RequestFeature):
             case "audio":
                 return _resample(read_audio(medium, decoded), info)
             case "video":
-                config = self._llm.model_config.get_multimodal_config()
+                config = self.llm.model_config.get_multimodal_config()
                 frames = int(config.media_io_kwargs.get("video", {}).get("num_frames", _FRAMES))
-                return video_data(read_video(medium, decoded, max_frames=frames))
+                return read_video(medium, decoded, max_frames=frames)
 
 
 def _resample(audio: DecodedAudio, info: "BaseProcessingInfo") -> object:
@@ -184,19 +172,6 @@ def _resample(audio: DecodedAudio, info: "BaseProcessingInfo") -> object:
             reason="MISSING_MODULE",
         ) from exc
     return samples, wanted.target_sr
-
-
-def video_data(video: DecodedVideo) -> tuple[npt.NDArray[np.uint8], dict[str, object]]:
-    """Returns a video in the form that vLLM accepts: its frames and their metadata."""
-    return video.frames, {
-        "total_num_frames": video.total_frames,
-        "fps": video.frame_rate_hz,
-        "duration": video.duration_s,
-        "video_backend": "pyav",
-        "frames_indices": list(video.indices),
-        # vLLM may select frames itself only if `frames` contains all frames of the video.
-        "do_sample_frames": len(video.indices) == video.total_frames,
-    }
 
 
 def _without_placeholders(features: "MultiModalInput") -> list[int]:
