@@ -11,8 +11,8 @@ import torch
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.options import stage_options
-from stagemesh.services.engines.diffusion.runner import DiffusionRunner
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
+from stagemesh.services.engines.diffusion.worker import DiffusionRunner
 from tests.diffusion.pipeline_runs import run_to_end
 from tests.diffusion.tiny.pipelines import WRITERS
 
