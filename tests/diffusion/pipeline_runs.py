@@ -6,8 +6,8 @@ import torch
 
 from stagemesh.common.tensors import Array
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
-from stagemesh.services.engines.diffusion.runner import DiffusionRunner
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
+from stagemesh.services.engines.diffusion.worker import DiffusionRunner
 from tests.diffusion.tiny.calls import WAN_FRAMES, ImageSpec
 
 

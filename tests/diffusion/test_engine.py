@@ -304,7 +304,7 @@ async def engine(folder: Path) -> AsyncGenerator[DiffusionEngine]:
 async def test_requests_too_large_for_memory_are_rejected_and_others_wait(folder: Path) -> None:
     async with started(folder) as engine:
         assert engine._facts is not None
-        needed = engine._facts.footprint(engine._inputs(task()))
+        needed = engine._facts.footprint(engine._inputs(task(), engine._facts.family))
     memory_bytes = needed.denoise_bytes + needed.decode_bytes
     async with started(folder, memory_bytes=memory_bytes) as engine:
         with pytest.raises(InvalidRequestError, match="request fewer pixels or frames") as caught:

@@ -11,8 +11,8 @@ import torch
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.options import stage_options
-from stagemesh.services.engines.diffusion.runner import DiffusionRunner
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
+from stagemesh.services.engines.diffusion.worker import DiffusionRunner
 from tests.diffusion.pipeline_runs import run_to_end
 from tests.diffusion.tiny.pipelines import WRITERS
 
@@ -23,7 +23,7 @@ class Still(ModularStepPipeline):
     """Predicts zero noise."""
 
     def denoise_step(self, batch: Sequence[DiffusionRequestState]) -> list[torch.Tensor]:
-        return [torch.zeros_like(state.latents) for state in batch]
+        return [torch.zeros_like(state.loop.latents) for state in batch]
 
 
 def runner(folder: Path, **load: Any) -> DiffusionRunner:
@@ -57,9 +57,9 @@ def test_a_custom_pipeline_runs_the_phases(tmp_path: Path) -> None:
     own = runner(folder, format="custom_pipeline", custom_pipeline=f"{__name__}:Still")
     own.begin("r", inputs())
     state = own.states["r"]
-    noise = state.latents.clone()
+    noise = state.loop.latents.clone()
     assert own.step(["r"]) == [None]
-    assert torch.equal(state.latents, noise)
+    assert torch.equal(state.loop.latents, noise)
 
 
 @pytest.mark.parametrize(

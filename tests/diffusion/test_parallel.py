@@ -185,11 +185,11 @@ def _lives(process: psutil.Process) -> bool:
 
 _PARENT = """
 import asyncio
-from stagemesh.services.engines.diffusion.parallel.process_executor import start_rank
+from stagemesh.services.engines.diffusion.executor import start_rank
 
 async def main():
     rank = await start_rank("rank 0 of 1")
-    print(rank.pid, flush=True)
+    print(rank._process.pid, flush=True)
     await rank.wait_ended()
 
 asyncio.run(main())

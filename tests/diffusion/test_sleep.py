@@ -82,10 +82,10 @@ def test_sleep_level_1_keeps_the_prompt_cache_and_level_2_clears_it(model: Path,
     inputs = DiffusionInputs(seed=0, prompt="red", height=64, width=64, num_inference_steps=2)
     worker.runner.begin("before", inputs)
     worker.sleep(level)
-    assert worker._prompt_cache.statistics.entries == hits
+    assert worker.prompt_cache.statistics.entries == hits
     worker.wake()
     worker.runner.begin("after", inputs)
-    assert worker._prompt_cache.statistics.hits == hits
+    assert worker.prompt_cache.statistics.hits == hits
 
 
 async def test_a_sleeping_engine_lists_its_tags_and_rejects_tasks(model: Path) -> None:

@@ -80,7 +80,9 @@ def ended(worker: DiffusionWorker, name: str) -> NDArray[Any]:
 def contexts(worker: DiffusionWorker) -> int:
     caches = worker.runner.pipeline.forwards.caches
     assert caches is not None
-    return caches.contexts
+    if isinstance(caches, CacheDitCaches):
+        return len(caches._contexts)
+    return sum(len(manager._state_cache) for manager in caches._managers)
 
 
 def test_alternating_requests_get_the_same_as_alone(worker: DiffusionWorker, folder: Path) -> None:

@@ -79,7 +79,7 @@ class WorkerControls:
     async def clear_caches(self, *, preempt: bool) -> None:
         # Running requests retain the embeddings that they have read, so clearing needs no preemption.
         del preempt
-        self.prompt_cache = await self._executor.call("clear_prompt_cache")
+        self.prompt_cache = await self._executor.call("prompt_cache.clear")
 
     def cache_statistics(self) -> CacheStatistics:
         return self.prompt_cache

@@ -35,8 +35,9 @@ from stagemesh.services.engines.options import request_options
 
 if TYPE_CHECKING:
     from stagemesh.services.engines.diffusion.model.facts import ModelFacts
-    from stagemesh.services.engines.diffusion.runner import PreparedRequest
+    from stagemesh.services.engines.diffusion.model.families import Family
     from stagemesh.services.engines.diffusion.state import DiffusionInputs
+    from stagemesh.services.engines.diffusion.worker import PreparedRequest
 
 _log = logging.getLogger(__name__)
 
@@ -89,8 +90,8 @@ class DiffusionEngine:
         if self._facts is None:
             raise NotReadyError(f"stage {self._stage} is still loading its model")
         self._controls.check_awake()
-        run = self._decode_all if self._options.part == "decode" else self._run
-        async with aclosing(run(task)) as events:
+        run = self._decode_all(task) if self._options.part == "decode" else self._run(task, self._facts)
+        async with aclosing(run) as events:
             async for event in events:
                 yield event
 
@@ -115,9 +116,8 @@ class DiffusionEngine:
 
     # -- phases of a request
 
-    async def _run(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
-        inputs, facts = self._inputs(task), self._facts
-        assert facts is not None, "`start` has not been called"
+    async def _run(self, task: Task, facts: "ModelFacts") -> AsyncGenerator[EngineEvent, None]:
+        inputs = self._inputs(task, facts.family)
         footprint = facts.footprint(inputs)
         async with self._adapters.lease(task.adapter), self._admission.admitted(footprint, priority=task.priority):
             # The request id alone is not unique: a new attempt may begin before the previous attempt has ended.
@@ -126,9 +126,7 @@ class DiffusionEngine:
                 prepared = await self._begin(name, task, inputs)
                 self._controls.prompt_cache = prepared.prompt_cache
                 if self._options.part == "encode":
-                    yield Emission(
-                        Packet({CONDITIONING: await self._step_loop.call("runner.serialize", name, CONDITIONING)})
-                    )
+                    yield Emission(Packet(await self._serialized(name, CONDITIONING)))
                     yield Usage()
                     return
                 async with aclosing(self._run_steps(name, task, prepared)) as events:
@@ -207,14 +205,12 @@ class DiffusionEngine:
         return events
 
     async def _checkpoint(self, name: str, done: int) -> Checkpoint:
-        return Checkpoint(done, tensors={STATE: await self._step_loop.call("runner.serialize", name, STATE)})
+        return Checkpoint(done, tensors=await self._serialized(name, STATE))
 
     async def _results(self, name: str, task: Task, done: int, *, final: bool) -> list[Emission]:
         metadata = {"step": done, "final": final}
         if self._options.part == "denoise":
-            return [
-                Emission(Packet({LATENTS: await self._step_loop.call("runner.serialize", name, LATENTS)}, metadata))
-            ]
+            return [Emission(Packet(await self._serialized(name, LATENTS), metadata))]
         return await self._images(await self._step_loop.call("runner.decode", name), task, metadata)
 
     async def _decode_all(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
@@ -232,12 +228,15 @@ class DiffusionEngine:
 
     # -- inner workings
 
-    def _inputs(self, task: Task) -> "DiffusionInputs":
+    async def _serialized(self, name: str, kind: str) -> dict[str, Array]:
+        """Returns the data of a request that `kind` selects, as the tensor with that name."""
+        return {kind: await self._step_loop.call("runner.serialize", name, kind)}
+
+    def _inputs(self, task: Task, family: "Family") -> "DiffusionInputs":
         from stagemesh.services.engines.diffusion.request_inputs import build_inputs
 
-        assert self._facts is not None, "`start` has not been called"
         options = request_options(task.options, self._signature.options, stage=self._stage)
-        return build_inputs(task, options, stage=self._options, family=self._facts.family)
+        return build_inputs(task, options, stage=self._options, family=family)
 
     async def _images(self, frames: Array, task: Task, metadata: Mapping[str, MetadataValue]) -> list[Emission]:
         """Returns one emission with the requested tensors, or an empty list if the task requests none of them."""

@@ -1,19 +1,46 @@
-"""Executors, which run a worker outside the event loop: on a thread of this process, or in several processes."""
+"""Executors, which run a worker outside the event loop: on a thread of this process, or in several processes.
+
+The processes are called ranks and compute together. The stage process and its ranks exchange pickled messages over a
+`multiprocessing.connection.Connection`. Pickling is safe here, because both processes run this project's code and no
+other process can access the socket pair.
+"""
 
 import asyncio
-from collections.abc import Callable
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from stagemesh.common.errors import NotReadyError, UnavailableError
+from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
+from stagemesh.common.settings import variables
+from stagemesh.services.engines.controls import run_to_completion
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
-from stagemesh.services.engines.diffusion.parallel.process_executor import ProcessExecutor
 
 if TYPE_CHECKING:
     from stagemesh.services.engines.diffusion.worker import DiffusionWorker
+
+_MODULE = "stagemesh.services.engines.diffusion.parallel.rank_main"
+_AGREE_S = 10.0
+"""Time limit in seconds for the replies of the other ranks after one rank has reported a failure. Without the limit,
+the other ranks could wait for the failed rank for minutes."""
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    # All ranks run on this host.
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
 
 
 class ThreadExecutor:
@@ -57,6 +84,213 @@ class ThreadExecutor:
 
     async def _run(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """The first message to a rank, which configures the rank's worker. The rank replies after it has created the
+    worker."""
+
+    folder: Path
+    options: DiffusionOptions
+    rank: int
+    store: Path
+    """Path of the file through which the ranks connect to each other. The file must not exist yet."""
+
+
+@dataclass(frozen=True)
+class RankCall:
+    """A message that asks a rank to call a method of its `DiffusionWorker`, or of a part such as `runner`."""
+
+    method: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True)
+class RankReply:
+    """A rank's reply to a `RankSetup` or a `RankCall`."""
+
+    value: Any = None
+    """Return value of the method on rank 0. None on other ranks."""
+    error: StagemeshError | None = None
+    failures: tuple[str | None, ...] = ()
+    """Error reasons, which show whether all ranks had the same outcome.
+
+    Contains the reason of the raised error. If the method returned a list of errors, contains the reason of each error,
+    and None for each success. Empty otherwise. If the failures of two ranks differ, the ranks have diverged.
+    """
+
+    @property
+    def has_failure(self) -> bool:
+        """Whether the call failed, or the method returned at least one error."""
+        return any(reason is not None for reason in self.failures)
+
+
+class ProcessExecutor:
+    """Runs each call on all ranks in the same order, so that the ranks reach their collective operations together.
+
+    Returns the return value of rank 0. Kills all ranks if a rank ends, or if a call fails on only some of the ranks.
+    """
+
+    def __init__(self, folder: Path, options: DiffusionOptions) -> None:
+        self._folder, self._options = folder, options
+        self._ranks: list[RankProcess] = []
+        self._watchers: list[asyncio.Task[None]] = []
+        self._calling = asyncio.Lock()
+        self._failure = ""
+        self._failed = asyncio.Event()
+        self._store_folder: Path | None = None
+
+    async def start(self, report: Callable[[str], None]) -> None:
+        count = self._options.parallel.ranks
+        report(f"importing diffusers in {count} processes")
+        self._store_folder = await asyncio.to_thread(lambda: Path(tempfile.mkdtemp(prefix="stagemesh-ranks-")))
+        setups = [RankSetup(self._folder, self._options, rank, self._store_folder / "store") for rank in range(count)]
+        for setup in setups:
+            self._ranks.append(await start_rank(f"rank {setup.rank} of {count}"))
+        self._watchers = [asyncio.create_task(self._watch(rank), name="diffusion rank") for rank in self._ranks]
+        async with self._calling:
+            await run_to_completion(self._send_all(setups))
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        async with self._calling:
+            return await run_to_completion(self._send_all([RankCall(method, args, kwargs)] * len(self._ranks)))
+
+    async def wait_failed(self) -> str:
+        await self._failed.wait()
+        return self._failure
+
+    async def close(self) -> None:
+        self._fail("the worker processes are closed")
+        ranks, self._ranks = self._ranks, []
+        await asyncio.gather(*(rank.close() for rank in ranks))
+        await asyncio.gather(*self._watchers)
+        folder, self._store_folder = self._store_folder, None
+        if folder is not None:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    # -- inner workings
+
+    async def _send_all(self, messages: Sequence[RankSetup | RankCall]) -> Any:
+        if self._failed.is_set():
+            raise UnavailableError(self._failure)
+        requests = [
+            asyncio.ensure_future(rank.request(message)) for rank, message in zip(self._ranks, messages, strict=True)
+        ]
+        try:
+            first = await self._agreed_reply(requests)
+        except UnavailableError as exc:
+            self._fail(exc.message)
+            raise UnavailableError(self._failure) from exc
+        finally:
+            # Pending requests end at once, because their ranks have been killed.
+            await asyncio.wait(requests)
+            for request in requests:
+                request.exception()
+        if first.error is not None:
+            raise first.error
+        return first.value
+
+    async def _agreed_reply(self, requests: Sequence["asyncio.Future[RankReply]"]) -> RankReply:
+        """Waits for the replies of all ranks and returns rank 0's reply.
+
+        Raises UnavailableError if a rank has ended, or if the ranks report different failures.
+        """
+        waiting, limit_s = set(requests), None
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise UnavailableError(
+                    f"the ranks disagree: one has failed ({_summary(requests)}) but others are still computing"
+                )
+            if any(each.result().has_failure for each in done):
+                limit_s = _AGREE_S
+        replies = [each.result() for each in requests]
+        if len({reply.failures for reply in replies}) > 1:
+            raise UnavailableError(f"the ranks disagree: a call ended differently on each ({_summary(requests)})")
+        return replies[0]
+
+    async def _watch(self, rank: "RankProcess") -> None:
+        self._fail(await rank.wait_ended())
+
+    def _fail(self, cause: str) -> None:
+        """Kills all ranks. Records only the first cause, because one failed rank causes the other ranks to fail."""
+        if not self._failed.is_set():
+            self._failure = cause
+            self._failed.set()
+        for rank in self._ranks:
+            rank.kill()
+
+
+class RankProcess:
+    """The stage process's handle for one rank process. Created by `start_rank`."""
+
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process, connection: "Connection[Any, RankReply]"
+    ) -> None:
+        self._name, self._process, self._connection = name, process, connection
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        """The thread that exchanges messages with the rank, because the connection blocks."""
+
+    async def request(self, message: RankSetup | RankCall) -> RankReply:
+        """Sends a message to the rank and returns the rank's reply.
+
+        Raises UnavailableError with the exit status if the rank has ended.
+        """
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, message)
+        except (EOFError, OSError) as exc:
+            raise UnavailableError(await self.wait_ended()) from exc
+
+    async def wait_ended(self) -> str:
+        """Waits until the rank process has ended. Returns an error message that contains the exit status."""
+        status = await self._process.wait()
+        cause = f" ({signal.Signals(-status).name})" if status < 0 else ""
+        return f"{self._name} has ended with exit status {status}{cause}; its own log says why"
+
+    def kill(self) -> None:
+        """Kills the rank process. Does nothing if the process has already ended."""
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def close(self) -> None:
+        """Kills the rank process. It has no state to save."""
+        self.kill()
+        await self._process.wait()
+        self._thread.shutdown()
+        self._connection.close()
+
+    def _exchange(self, message: RankSetup | RankCall) -> RankReply:
+        self._connection.send(message)
+        return self._connection.recv()
+
+
+async def start_rank(name: str) -> RankProcess:
+    """Starts a rank process, which error messages call `name`. The first message to the process must be a
+    `RankSetup`."""
+    connection, child_connection = Pipe()
+    with child_connection:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            _MODULE,
+            str(child_connection.fileno()),
+            str(os.getpid()),
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=(child_connection.fileno(),),
+            env=_ENVIRONMENT | variables(),
+        )
+    return RankProcess(name, process, connection)
+
+
+def _summary(requests: Sequence["asyncio.Future[RankReply]"]) -> str:
+    parts: list[str] = []
+    for rank, each in enumerate(requests):
+        if each.done():
+            error = each.result().error
+            parts.append(f"rank {rank}: {error.message if error is not None else each.result().failures or 'done'}")
+    return "; ".join(parts)
 
 
 Executor: TypeAlias = ThreadExecutor | ProcessExecutor

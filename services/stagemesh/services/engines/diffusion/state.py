@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
 
@@ -53,12 +52,6 @@ class DiffusionRequestState:
     """Number of completed denoising steps."""
     total_steps: int = 0
     """Total number of denoising steps. 0 until the noise schedule is set."""
-
-    @property
-    def latents(self) -> torch.Tensor:
-        """The current latents, in the layout that the model uses."""
-        latents: torch.Tensor = self.values.get("latents") if self.loop is None else self.loop.latents
-        return latents
 
     @property
     def denoised(self) -> bool:

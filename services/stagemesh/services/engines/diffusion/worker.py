@@ -1,6 +1,8 @@
-"""The worker of a diffusion engine. It owns the device, its memory and the runner with the loaded model."""
+"""The worker of a diffusion engine, which owns the device and its memory, and the runner, which runs requests on the
+loaded model."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,20 +10,148 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from stagemesh.common.descriptors import import_factory
 from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.common.settings import library_variable
+from stagemesh.common.tensors import Array
 from stagemesh.services.engines.abilities import CacheStatistics
+from stagemesh.services.engines.diffusion import CONDITIONING, LATENTS
 from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
+from stagemesh.services.engines.diffusion.caches.step_caches import enable_caches
 from stagemesh.services.engines.diffusion.device import choose_device, freeze_loaded_objects, release_unused_memory
-from stagemesh.services.engines.diffusion.model.facts import ModelFacts, model_facts
-from stagemesh.services.engines.diffusion.options import DiffusionOptions
-from stagemesh.services.engines.diffusion.runner import DiffusionRunner
+from stagemesh.services.engines.diffusion.model.facts import ModelFacts, image_tokens, model_facts
+from stagemesh.services.engines.diffusion.model.lora_adapters import ModelAdapters
+from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
+from stagemesh.services.engines.diffusion.model_errors import to_stagemesh_error
+from stagemesh.services.engines.diffusion.options import DiffusionOptions, LoadOptions
+from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
+from stagemesh.services.engines.diffusion.transfer.request_transfer import RequestTransfer
 
 if TYPE_CHECKING:
     from stagemesh.services.engines.diffusion.parallel.rank_group import RankGroup
 
 PROFILED_STEP = "denoising step"
 """Name of each denoising step in a profile."""
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """Scheduling data of a request that is ready for its first step, or for its next step after a checkpoint."""
+
+    key: tuple[object, ...]
+    """Compatibility key. Only requests with equal keys can share a step."""
+    tokens: int
+    step_index: int
+    total_steps: int
+    prompt_cache: CacheStatistics
+    """Statistics of the prompt cache, taken after the request was prepared."""
+
+
+class DiffusionRunner:
+    """Loads a pipeline, or one part of a pipeline, on one device and runs requests, which are identified by name.
+
+    Not thread-safe.
+    """
+
+    def __init__(
+        self, folder: Path, options: DiffusionOptions, device: torch.device, *, prompt_cache: PromptCache | None = None
+    ) -> None:
+        """Loads the model in `folder`. Raises NotReadyError if the model cannot be loaded or is not supported."""
+        self._prompt_cache = prompt_cache or PromptCache(0)
+        self.pipeline = _pipeline_class(options.load)(folder, options, device=device, prompt_cache=self._prompt_cache)
+        forwards = self.pipeline.forwards
+        self.adapters = ModelAdapters(forwards.model, options.max_lora_rank)
+        if options.step_cache is not None and forwards.model is not None:
+            forwards.caches = enable_caches(forwards.model, options.step_cache)
+        self._transfer = RequestTransfer(self.pipeline, folder)
+        self.states: dict[str, DiffusionRequestState] = {}
+        """The running requests, by name."""
+
+    def begin(
+        self, name: str, inputs: DiffusionInputs, *, conditioning: Array | None = None, state: Array | None = None
+    ) -> PreparedRequest:
+        """Adds a request and prepares its next step: encodes the prompt, generates the noise and sets the noise
+        schedule.
+
+        `conditioning` contains encoding results of another stage, and `state` contains the state of a checkpoint. If
+        both are None, the request starts from its prompt.
+        """
+        if state is not None:
+            request = self._transfer.restore_state(name, inputs, state)
+        else:
+            request = DiffusionRequestState(name, inputs)
+            if conditioning is not None:
+                self._transfer.restore_values(request, CONDITIONING, conditioning)
+            self._prepare(request)
+        self.states[name] = request
+        key = self.pipeline.batch_key(request) if request.total_steps else ()
+        tokens = image_tokens(inputs, self.pipeline.family)
+        return PreparedRequest(key, tokens, request.step_index, request.total_steps, self._prompt_cache.statistics)
+
+    def step(self, names: Sequence[str]) -> list[StagemeshError | None]:
+        """Advances each request by one denoising step in as few forward passes as possible.
+
+        Returns one item for each request: the request's error, or None if the request succeeded. If a shared forward
+        pass fails, runs each request alone, so that only the request that caused the failure fails.
+        """
+        states = [self.states[name] for name in names]
+        try:
+            self.adapters.select(states[0].inputs.adapter, states[0].inputs.adapter_scale)
+            noises = self.pipeline.denoise_step(states)
+        except Exception as exc:  # noqa: BLE001  # models raise any exception
+            if len(names) == 1:
+                return [to_stagemesh_error(exc)]
+            return [self.step([name])[0] for name in names]
+        return [self._advance(state, noise) for state, noise in zip(states, noises, strict=True)]
+
+    def decode(self, name: str) -> Array:
+        """Decodes the latents of a request. Before the last step, the returned frames are a preview.
+
+        Returns float32[images or frames, 3, height, width] with values in [0, 1].
+        """
+        return self._decode(self.states[name])
+
+    def decode_latents(self, latents: Array) -> Array:
+        """Decodes latents that another stage has serialized. Returns frames in the format of `decode`."""
+        request = DiffusionRequestState("", DiffusionInputs(seed=0))
+        self._transfer.restore_values(request, LATENTS, latents)
+        self._prepare(request)
+        return self._decode(request)
+
+    def serialize(self, name: str, kind: str) -> Array:
+        """Returns the data of a request that `kind` selects: CONDITIONING, LATENTS or STATE.
+
+        The data is serialized as uint8[bytes].
+        """
+        return self._transfer.serialize(self.states[name], kind)
+
+    def drop(self, name: str) -> None:
+        """Removes a request and frees its data. Does nothing if no request has this name."""
+        if self.states.pop(name, None) is not None and self.pipeline.forwards.caches is not None:
+            self.pipeline.forwards.caches.forget(name)
+
+    # -- inner workings
+
+    def _prepare(self, state: DiffusionRequestState) -> None:
+        try:
+            self.pipeline.prepare_encode(state)
+        except Exception as exc:
+            raise to_stagemesh_error(exc) from exc
+
+    def _decode(self, state: DiffusionRequestState) -> Array:
+        try:
+            result = self.pipeline.post_decode(self.pipeline.end_loop(state))
+        except Exception as exc:
+            raise to_stagemesh_error(exc) from exc
+        frames = result.reshape(-1, *result.shape[-3:])
+        return frames.to("cpu", torch.float32).contiguous().numpy()
+
+    def _advance(self, state: DiffusionRequestState, noise: torch.Tensor) -> StagemeshError | None:
+        try:
+            self.pipeline.step_scheduler(state, noise)
+        except Exception as exc:  # noqa: BLE001  # schedulers raise any exception
+            return to_stagemesh_error(exc)
+        return None
 
 
 class DiffusionWorker:
@@ -40,7 +170,7 @@ class DiffusionWorker:
         self._runner: DiffusionRunner | None = None
         self._sleeping_runner: DiffusionRunner | None = None
         """The runner while the engine is asleep and retains the weights in host memory. None otherwise."""
-        self._prompt_cache = PromptCache(options.prompt_cache_bytes)
+        self.prompt_cache = PromptCache(options.prompt_cache_bytes)
         self._profile: Any = None
         """The profiler of torch while a profile is in progress, otherwise None."""
         self._profile_steps_left: int | None = None
@@ -48,7 +178,7 @@ class DiffusionWorker:
     def load(self) -> ModelFacts:
         """Loads the model and returns its properties. Raises NotReadyError if the model cannot be loaded."""
         self._runner = runner = DiffusionRunner(
-            self._folder, self._options, self._device, prompt_cache=self._prompt_cache
+            self._folder, self._options, self._device, prompt_cache=self.prompt_cache
         )
         if self._rank_group is not None:
             self._rank_group.distribute(runner.pipeline.forwards)
@@ -78,11 +208,6 @@ class DiffusionWorker:
         if self._runner is not None:
             self._runner.drop(name)
 
-    def clear_prompt_cache(self) -> CacheStatistics:
-        """Clears the prompt cache and returns its statistics. Running requests retain their embeddings."""
-        self._prompt_cache.clear()
-        return self._prompt_cache.statistics
-
     def sleep(self, level: int) -> None:
         """Frees the device memory of the weights and discards all requests.
 
@@ -91,7 +216,7 @@ class DiffusionWorker:
         runner, self._runner = self.runner, None
         runner.states.clear()
         if level > 1:
-            self._prompt_cache.clear()
+            self.prompt_cache.clear()
         load = self._options.load
         is_movable = self._rank_group is None and load.offload == "none" and not load.changes_weights
         if level == 1 and is_movable and self._device.type != "cpu":
@@ -138,3 +263,21 @@ class DiffusionWorker:
         self.stop_profile()
         self._runner = self._sleeping_runner = None
         release_unused_memory()
+
+
+def _pipeline_class(options: LoadOptions) -> type[ModularStepPipeline]:
+    if options.custom_pipeline is None:
+        return ModularStepPipeline
+    try:
+        factory = import_factory(options.custom_pipeline)
+    except (ImportError, AttributeError, ValueError) as exc:
+        raise NotReadyError(
+            f"load.custom_pipeline {options.custom_pipeline!r} cannot be imported: {exc}; write it as module:Class, "
+            "and install its module in addition to Stagemesh",
+            reason="MISSING_MODULE",
+        ) from exc
+    if not (isinstance(factory, type) and issubclass(factory, ModularStepPipeline)):
+        raise NotReadyError(
+            f"load.custom_pipeline {options.custom_pipeline!r} is not a subclass of ModularStepPipeline"
+        )
+    return factory

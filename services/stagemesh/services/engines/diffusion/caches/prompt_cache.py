@@ -54,7 +54,8 @@ class PromptCache:
             _, (_, freed_bytes) = self._entries.popitem(last=False)
             self._size_bytes -= freed_bytes
 
-    def clear(self) -> None:
-        """Removes all entries. Does not reset the numbers of hits and misses."""
+    def clear(self) -> CacheStatistics:
+        """Removes all entries and returns the statistics. Does not reset the numbers of hits and misses."""
         self._entries.clear()
         self._size_bytes = 0
+        return self.statistics

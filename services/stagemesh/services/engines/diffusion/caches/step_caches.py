@@ -96,11 +96,6 @@ class StepCaches:
                     state.device = device
                 manager._state_cache[f"{request_id}/{name}"] = state  # noqa: SLF001
 
-    @property
-    def contexts(self) -> int:
-        """The total number of cache contexts of all requests."""
-        return sum(len(manager._state_cache) for manager in self._managers)  # noqa: SLF001
-
 
 class CacheDitCaches:
     """DBCache for one transformer, with the interface of `StepCaches`. Cannot transfer cached data to
@@ -158,11 +153,6 @@ class CacheDitCaches:
 
     def restore(self, request_id: str, exported: list[dict[str, Tree]], device: torch.device) -> None:
         """Does nothing, because `export` returns no state."""
-
-    @property
-    def contexts(self) -> int:
-        """The total number of cache contexts of all requests."""
-        return len(self._contexts)
 
 
 Caches: TypeAlias = StepCaches | CacheDitCaches

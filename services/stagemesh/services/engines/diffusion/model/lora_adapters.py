@@ -7,7 +7,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,22 +141,21 @@ def read_lora(path: str) -> LoraFiles:
     if folder.is_absolute() and (folder / DIFFUSERS_WEIGHTS).exists() and not (folder / CONFIG).exists():
         return _read_diffusers(folder)
     files = read_adapter(path)
-    _check_names(folder, read_head(folder / WEIGHTS).shapes, _PEFT_PREFIX)
-    config = json.loads((folder / CONFIG).read_bytes())
-    return LoraFiles(_remove_prefix(files, _PEFT_PREFIX), _lora_config(config, files), folder / WEIGHTS, _PEFT_PREFIX)
+    weights = folder / WEIGHTS
+    _check_names(folder, read_head(weights).shapes, _PEFT_PREFIX)
+    return _lora_files(files, json.loads((folder / CONFIG).read_bytes()), weights, _PEFT_PREFIX)
 
 
 def _read_diffusers(folder: Path) -> LoraFiles:
-    head = read_head(folder / DIFFUSERS_WEIGHTS)
+    weights = folder / DIFFUSERS_WEIGHTS
+    head = read_head(weights)
     _check_names(folder, head.shapes, _DIFFUSERS_PREFIX)
     layers = layers_of(folder, head.shapes)
     rank = max(shape[0] for name, shape in head.shapes.items() if name.endswith(_MATRICES[0]))
-    files = AdapterFiles(folder, rank, layers)
-    config = None
-    if _METADATA in head.metadata:
-        metadata: dict[str, Any] = json.loads(head.metadata[_METADATA])
-        config = _lora_config({name.removeprefix(_DIFFUSERS_PREFIX): value for name, value in metadata.items()}, files)
-    return LoraFiles(_remove_prefix(files, _DIFFUSERS_PREFIX), config, folder / DIFFUSERS_WEIGHTS, _DIFFUSERS_PREFIX)
+    config: dict[str, Any] | None = json.loads(head.metadata.get(_METADATA, "null"))
+    if config is not None:
+        config = {name.removeprefix(_DIFFUSERS_PREFIX): value for name, value in config.items()}
+    return _lora_files(AdapterFiles(folder, rank, layers), config, weights, _DIFFUSERS_PREFIX)
 
 
 def _check_names(folder: Path, names: Mapping[str, object], prefix: str) -> None:
@@ -170,22 +169,19 @@ def _check_names(folder: Path, names: Mapping[str, object], prefix: str) -> None
             )
 
 
-def _remove_prefix(files: AdapterFiles, prefix: str) -> AdapterFiles:
-    layers = {name.removeprefix(prefix): sizes for name, sizes in files.layers.items()}
-    return AdapterFiles(files.folder, files.rank, layers)
-
-
-def _lora_config(config: Mapping[str, Any], files: AdapterFiles) -> dict[str, Any]:
-    """Returns the arguments for PEFT's `LoraConfig`, which targets exactly the layers that have LoRA matrices.
+def _lora_files(files: AdapterFiles, config: Mapping[str, Any] | None, weights: Path, prefix: str) -> LoraFiles:
+    """Removes the name prefix of the format from the layers, and checks the configuration.
 
     Raises InvalidRequestError if PEFT rejects the configuration.
     """
-    names = {field.name for field in fields(LoraConfig)}
-    known = {name: value for name, value in config.items() if name in names}
-    prefixes = (_PEFT_PREFIX, _DIFFUSERS_PREFIX)
-    targets = [name.removeprefix(prefix) for name in files.layers for prefix in prefixes if name.startswith(prefix)]
-    try:
-        LoraConfig(**known)
-    except (TypeError, ValueError) as exc:
-        raise invalid(files.folder, f"PEFT rejects its configuration: {exc}") from exc
-    return {**known, "target_modules": targets, "task_type": None}
+    layers = {name.removeprefix(prefix): sizes for name, sizes in files.layers.items()}
+    if config is not None:
+        names = {field.name for field in fields(LoraConfig)}
+        known = {name: value for name, value in config.items() if name in names}
+        try:
+            LoraConfig(**known)
+        except (TypeError, ValueError) as exc:
+            raise invalid(files.folder, f"PEFT rejects its configuration: {exc}") from exc
+        # The adapter changes exactly the layers that have LoRA matrices.
+        config = {**known, "target_modules": list(layers), "task_type": None}
+    return LoraFiles(replace(files, layers=layers), config, weights, prefix)

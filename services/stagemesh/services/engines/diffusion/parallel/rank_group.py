@@ -50,7 +50,8 @@ class RankGroup:
             world_size=parallel.ranks,
             timeout=timedelta(seconds=_COLLECTIVE_TIMEOUT_S),
         )
-        self._mesh = self._make_mesh(parallel.cfg, 1, parallel.branch_ranks, names=("cfg", "ring", "ulysses"))
+        shape = (parallel.cfg, 1, parallel.branch_ranks)
+        self._mesh: Any = init_device_mesh(self.device.type, shape, mesh_dim_names=("cfg", "ring", "ulysses"))
 
     def distribute(self, forwards: SharedForwards) -> None:
         """Distributes a model's forward passes over the ranks.
@@ -69,9 +70,6 @@ class RankGroup:
             self._shard_weights(model)
 
     # -- inner workings
-
-    def _make_mesh(self, *shape: int, names: tuple[str, ...]) -> Any:
-        return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
     def _split_tokens(self, model: Any) -> None:
         degree = self._parallel.ulysses
@@ -97,7 +95,8 @@ class RankGroup:
         Each block is sharded separately, so that a rank assembles the complete weights of only one block at a time.
         """
         degree = self._parallel.hsdp
-        mesh = self._make_mesh(self._parallel.ranks // degree, degree, names=("same", "shard"))["shard"]
+        shape = (self._parallel.ranks // degree, degree)
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("same", "shard"))["shard"]
         for child in model.children():
             if isinstance(child, torch.nn.ModuleList):
                 for block in child:

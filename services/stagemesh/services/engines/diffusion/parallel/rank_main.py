@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.common.logs import configure_logging
 from stagemesh.common.process_lifecycle import die_with_parent
-from stagemesh.services.engines.diffusion.executor import import_worker
-from stagemesh.services.engines.diffusion.parallel.process_executor import RankCall, RankReply, RankSetup
+from stagemesh.services.engines.diffusion.executor import RankCall, RankReply, RankSetup, import_worker
 
 if TYPE_CHECKING:
     from stagemesh.services.engines.diffusion.worker import DiffusionWorker

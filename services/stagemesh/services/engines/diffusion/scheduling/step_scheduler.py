@@ -142,10 +142,6 @@ class BatchSizes:
         self._max_batch = max_batch
         self._times: OrderedDict[Hashable, dict[int, deque[float]]] = OrderedDict()
 
-    def __len__(self) -> int:
-        """Returns the number of size classes that have measurements."""
-        return len(self._times)
-
     def size(self, key: Hashable, available: int) -> int:
         """Returns the batch size for the next step, at most `available`. `key` is the size class of the requests."""
         times, best = self._times.get(key, {}), 1

@@ -137,12 +137,8 @@ def fingerprint(folder: Path) -> str:
 
 
 def _prompt_digest(inputs: DiffusionInputs) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for name in _PROMPT_FIELDS:
-        value = getattr(inputs, name) or ""
-        data = value if isinstance(value, bytes) else value.encode()
-        digest.update(len(data).to_bytes(8, "little") + data)
-    return digest.hexdigest()
+    image = hashlib.blake2b(inputs.image or b"").digest()
+    return hashlib.blake2b(repr((inputs.prompt, inputs.negative_prompt, image)).encode(), digest_size=16).hexdigest()
 
 
 def _attributes(scheduler: Any) -> dict[str, Tree]:
