@@ -14,11 +14,7 @@ from stagemesh.v1 import admin_pb2, control_pb2
 
 _REPORT_TIMEOUT_S = 2.0
 _UNDER_WAY = frozenset({RequestState.QUEUED, RequestState.RUNNING})
-_ENDINGS = {
-    RequestState.FINISHED: "finished",
-    RequestState.FAILED: "failed",
-    RequestState.CANCELLED: "been cancelled",
-}
+_ENDINGS = {RequestState.FINISHED: "finished", RequestState.FAILED: "failed", RequestState.CANCELLED: "been cancelled"}
 
 
 class Inspector:
@@ -152,9 +148,7 @@ def _step_status(notes: StepNotes, report: control_pb2.StepReport | None, waits_
     )
 
 
-def _flow_statuses(
-    steps: Sequence[tuple[StepNotes, control_pb2.StepReport | None]],
-) -> list[admin_pb2.FlowStatus]:
+def _flow_statuses(steps: Sequence[tuple[StepNotes, control_pb2.StepReport | None]]) -> list[admin_pb2.FlowStatus]:
     reported = [(notes.replica, report) for notes, report in steps if report is not None]
     sent = {(flow.edge, name, flow.peer): flow for name, report in reported for flow in report.outlets}
     received = {(flow.edge, flow.peer, name): flow for name, report in reported for flow in report.inlets}

@@ -41,7 +41,7 @@ _REPLICA_STATES = {int(state.wire): state for state in ReplicaState}
 _REQUEST_STATES = {int(admin_pb2.RequestState.Value(f"REQUEST_STATE_{state.value}")): state for state in RequestState}
 
 
-def _answered(method: Callable[[Any, Any], Awaitable[Message]]) -> Callable[..., Awaitable[Message]]:
+def _answered(method: Callable[[Any, Any], Awaitable[Message]]) -> Callable[..., Awaitable[Any]]:
     """Decorates a method that returns the response to a request, so that its errors are converted to statuses."""
 
     @wraps(method)

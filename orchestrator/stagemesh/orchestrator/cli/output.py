@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import typer
@@ -55,6 +56,16 @@ class Column:
 def number(title: str, cell: Callable[[Any], Cell]) -> Column:
     """Returns a table column for numbers, whose cells are aligned to the right."""
     return Column(title, cell, right=True)
+
+
+def fields(*names: str) -> list[Column]:
+    """Returns a table column for each of these attributes, titled with its name."""
+    return [Column(name, attrgetter(name)) for name in names]
+
+
+def numbers(*names: str) -> list[Column]:
+    """Returns a table column for each of these numeric attributes, titled with its name, and aligned to the right."""
+    return [number(name, attrgetter(name)) for name in names]
 
 
 def make_table(columns: Sequence[Column], rows: Iterable[object], *, title: str | None = None) -> "Table":

@@ -60,8 +60,6 @@ class Launcher:
         self.endpoint = self._with_port(listen)
         self.admin_endpoint = self._next_to_clients() if admin_listen is None else self._with_port(admin_listen)
         self.processes: dict[str, ProcessStatus] = {}
-        self.edges: tuple[EdgeDescription, ...] = ()
-        """The descriptions of the edges with their connectors. Empty until the pipeline is ready."""
         self._ready = asyncio.Event()
 
     @asynccontextmanager
@@ -93,8 +91,8 @@ class Launcher:
         finally:
             folder.close()
 
-    async def wait_ready(self) -> None:
-        """Waits until every process has become ready and every edge has a connector.
+    async def wait_ready(self) -> tuple[EdgeDescription, ...]:
+        """Waits until every process has become ready and every edge has a connector. Returns the edges.
 
         Raises NotReadyError (CONNECTOR_UNAVAILABLE) if an edge's connector cannot work. If a process cannot become
         ready, this call is cancelled together with the block of `running`.
@@ -103,8 +101,7 @@ class Launcher:
             while True:
                 edges = await probe_edges(channel)
                 if edges is not None and self._ready.is_set():
-                    self.edges = edges
-                    return
+                    return edges
                 await asyncio.sleep(_POLL_S)
 
     def _with_port(self, listen: str) -> str:
