@@ -12,6 +12,14 @@ import typer
 DEFAULT_PORT = 7780
 DEFAULT_ADMIN_PORT = DEFAULT_PORT + 1
 
+DEFAULT_SERVER = f"127.0.0.1:{DEFAULT_PORT}"
+DEFAULT_ADMIN_SERVER = f"127.0.0.1:{DEFAULT_ADMIN_PORT}"
+
+
+def _server_option(text: str) -> Any:
+    return typer.Option("--server", "-s", metavar="HOST:PORT", help=text)
+
+
 PipelineName = Annotated[
     str,
     typer.Argument(
@@ -21,24 +29,12 @@ PipelineName = Annotated[
 ]
 Server = Annotated[
     str,
-    typer.Option(
-        "--server",
-        "-s",
-        metavar="HOST:PORT",
-        help="Set the address of the orchestrator. Several addresses, separated by commas, are tried in turn.",
-    ),
+    _server_option("Set the address of the orchestrator. Several addresses, separated by commas, are tried in turn."),
 ]
-DEFAULT_SERVER = f"127.0.0.1:{DEFAULT_PORT}"
 AdminServer = Annotated[
     str,
-    typer.Option(
-        "--server",
-        "-s",
-        metavar="HOST:PORT",
-        help="Set the address at which the orchestrator serves operators. `stagemesh up` prints this address.",
-    ),
+    _server_option("Set the address at which the orchestrator serves operators. `stagemesh up` prints this address."),
 ]
-DEFAULT_ADMIN_SERVER = f"127.0.0.1:{DEFAULT_ADMIN_PORT}"
 Settings = Annotated[
     list[str] | None,
     typer.Option(

@@ -21,21 +21,14 @@ if TYPE_CHECKING:
 
 _PIPE_COLUMNS = 240
 _MINUTE_S = 60
-_STYLES = {
-    "ready": "green",
-    "running": "green",
-    "starting": "cyan",
-    "loading": "cyan",
-    "queued": "cyan",
-    "draining": "yellow",
-    "asleep": "yellow",
-    "restarting": "yellow",
-    "cancelled": "yellow",
-    "failed": "red",
-    "unreachable": "red",
-    "stopped": "dim",
-    "finished": "dim",
+_STATES_BY_STYLE = {
+    "green": ("ready", "running"),
+    "cyan": ("starting", "loading", "queued"),
+    "yellow": ("draining", "asleep", "restarting", "cancelled"),
+    "red": ("failed", "unreachable"),
+    "dim": ("stopped", "finished"),
 }
+_STYLES = {state: style for style, states in _STATES_BY_STYLE.items() for state in states}
 
 Cell: TypeAlias = "str | int | list[tuple[str, str]]"
 """The content of a table cell: plain text, a count, or a list of segments (text, style)."""

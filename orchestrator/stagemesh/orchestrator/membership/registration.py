@@ -22,7 +22,6 @@ class Lease:
 
     member: Member
     incarnation: str
-    ends_at_s: float
     streams: int = 0
     """The number of open streams on which the replica can renew the lease. 0 if the replica is disconnected."""
     timer: asyncio.TimerHandle | None = None
@@ -73,7 +72,7 @@ class RegistrationSource:
             return held
         if held is not None:
             self._replace_holder(held, member)
-        lease = Lease(member, identity.incarnation, ends_at_s=0.0, streams=1)
+        lease = Lease(member, identity.incarnation, streams=1)
         self._leases[identity.replica] = lease
         self.renew(lease)
         self._listener.join(member)
@@ -90,10 +89,9 @@ class RegistrationSource:
             if holder is not None:
                 raise StaleAttemptError(f"another process has registered as {lease.member.name} since and replaces it")
             raise NotReadyError(f"the lease of {lease.member.name} has ended; register again", reason="LEASE_ENDED")
-        loop = asyncio.get_running_loop()
-        lease.ends_at_s = loop.time() + self.lease_s
-        if lease.timer is None:
-            lease.timer = loop.call_at(lease.ends_at_s, self._check_end, lease)
+        _stop_timer(lease)
+        why = f"it did not renew its lease of {self.lease_s:g} s"
+        lease.timer = asyncio.get_running_loop().call_later(self.lease_s, self._end, lease, why)
 
     def leave(self, lease: Lease) -> None:
         """Ends the lease of a replica that deregisters. Does nothing if the lease has already ended."""
@@ -136,13 +134,6 @@ class RegistrationSource:
                 retry_after_s=self.lease_s,
             )
         self._end(held, "another process registered under its name")
-
-    def _check_end(self, lease: Lease) -> None:
-        loop = asyncio.get_running_loop()
-        if loop.time() < lease.ends_at_s:
-            lease.timer = loop.call_at(lease.ends_at_s, self._check_end, lease)
-        else:
-            self._end(lease, f"it did not renew its lease of {self.lease_s:g} s")
 
     def _end(self, lease: Lease, why: str) -> None:
         if self._leases.get(lease.member.name) is lease:

@@ -139,27 +139,6 @@ def _names(admin: Any, rpc: str) -> Sequence[str]:
     return [name(item) for item in getattr(answer, items)]
 
 
-class ReplicaStateOption(StrEnum):
-    """The values of `--state` for lists of replicas."""
-
-    LOADING = "loading"
-    READY = "ready"
-    DRAINING = "draining"
-    FAILED = "failed"
-    ASLEEP = "asleep"
-    UNREACHABLE = "unreachable"
-
-
-class RequestStateOption(StrEnum):
-    """The values of `--state` for lists of requests."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    FINISHED = "finished"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
 def _seconds(text: str, name: str, *, default: float = 0.0, least: float = 0) -> Parameter:
     return option(float, text, name, default=default, min=least, metavar="SECONDS")
 
@@ -168,6 +147,9 @@ def _timeout(default_s: float) -> Parameter:
     text = "Fail if the command takes longer than this number of seconds."
     return _seconds(text, "--timeout", default=default_s, least=0.1)
 
+
+_ReplicaState = StrEnum("_ReplicaState", ["LOADING", "READY", "DRAINING", "FAILED", "ASLEEP", "UNREACHABLE"])
+_RequestState = StrEnum("_RequestState", ["QUEUED", "RUNNING", "FINISHED", "FAILED", "CANCELLED"])
 
 _complete_target = _complete("ListStages", "ListReplicas")
 _complete_replica = _complete("ListReplicas")
@@ -226,7 +208,7 @@ COMMANDS = (
             autocompletion=_complete("ListStages"),
         ),
         state=option(
-            ReplicaStateOption, "List only replicas in this state. Lists replicas in all states if omitted.", "--state"
+            _ReplicaState, "List only replicas in this state. Lists replicas in all states if omitted.", "--state"
         ),
         **_PAGE,
     ),
@@ -251,7 +233,7 @@ COMMANDS = (
             autocompletion=_complete_target,
         ),
         states=option(
-            list[RequestStateOption],
+            list[_RequestState],
             "List only requests in this state. Repeatable. Lists queued and running requests if omitted. Ended "
             "requests are listed for a limited time.",
             "--state",

@@ -40,9 +40,8 @@ def replica_state(replica: Any) -> Cell:
     """Returns a table cell with the state of a replica in the color of the state, followed by its detail."""
     from stagemesh.v1 import stage_pb2
 
-    return state_cell(
-        enum_word(stage_pb2.ReplicaState.DESCRIPTOR, replica.state) if replica.state else "", replica.detail
-    )
+    state = enum_word(stage_pb2.ReplicaState.DESCRIPTOR, replica.state) if replica.state else ""
+    return state_cell(state, replica.detail)
 
 
 def ready_replicas(stage: Any) -> Cell:
