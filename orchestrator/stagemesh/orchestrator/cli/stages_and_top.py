@@ -79,11 +79,11 @@ def top(
     """Show the stages, replicas, edges, rates and slowest requests of a running pipeline. Update them until Ctrl-C."""
     from contextlib import closing
 
-    from stagemesh.orchestrator.cli.admin.client import connected
+    from stagemesh.orchestrator.cli.admin.client import AdminConnection
     from stagemesh.v1 import admin_pb2
 
     request = admin_pb2.WatchPipelineRequest(interval_s=interval, slowest=slowest)
-    with connected(server) as admin, closing(admin.stream("WatchPipeline", request)) as snapshots:
+    with AdminConnection(server) as admin, closing(admin.stream("WatchPipeline", request)) as snapshots:
         if as_json:
             for snapshot in snapshots:
                 print_json(to_json(snapshot))

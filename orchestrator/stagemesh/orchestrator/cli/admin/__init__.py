@@ -44,11 +44,11 @@ def _answers(command: Command, values: dict[str, Any], *, server: str) -> "Itera
     """
     from contextlib import closing
 
-    from stagemesh.orchestrator.cli.admin.client import TIMEOUT_S, connected, is_control, is_stream, make_request
+    from stagemesh.orchestrator.cli.admin.client import TIMEOUT_S, AdminConnection, is_control, is_stream, make_request
 
     rpc = command.rpc if isinstance(command.rpc, str) else command.rpc(values)
     timeout_s = values.get("timeout", TIMEOUT_S)
-    with connected(server) as admin:
+    with AdminConnection(server) as admin:
         for replica in admin.replicas_of(values["target"]) if is_control(rpc) else ("",):
             values["replica"] = replica
             request = make_request(rpc, {**values, **command.fields(values)})

@@ -120,10 +120,10 @@ def _complete(*rpcs: str) -> Callable[[typer.Context, str], list[str]]:
 
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
         from stagemesh.common.errors import StagemeshError
-        from stagemesh.orchestrator.cli.admin.client import connected
+        from stagemesh.orchestrator.cli.admin.client import AdminConnection
 
         try:
-            with connected(ctx.params.get("server") or DEFAULT_ADMIN_SERVER) as admin:
+            with AdminConnection(ctx.params.get("server") or DEFAULT_ADMIN_SERVER) as admin:
                 return [name for rpc in rpcs for name in _names(admin, rpc) if name.startswith(incomplete)]
         except StagemeshError:
             return []
