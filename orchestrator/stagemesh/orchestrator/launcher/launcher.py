@@ -71,7 +71,7 @@ class Launcher:
         """
         check_listen(self.endpoint)
         check_listen(self.admin_endpoint, option="--admin-port")
-        folder = RunFolder.create(settings.runs_dir())
+        folder = RunFolder(settings.runs_dir())
         try:
             specs = self._plan_processes(folder)
             self.processes = {

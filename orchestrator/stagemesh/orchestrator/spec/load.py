@@ -22,8 +22,7 @@ from stagemesh.orchestrator.spec.checks.stages_and_outputs import (
 )
 from stagemesh.orchestrator.spec.model import ExplainedValue, Pipeline, Stage
 from stagemesh.orchestrator.spec.schema import Limits, PipelineFile, check_shape
-from stagemesh.orchestrator.spec.source.document import read_document
-from stagemesh.orchestrator.spec.source.overrides import apply_overrides
+from stagemesh.orchestrator.spec.source.document import apply_overrides, read_document
 from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Origin, Problems, dotted
 
 _BUILT_IN_DIR = Path(str(files("stagemesh.orchestrator"))) / "pipelines"
