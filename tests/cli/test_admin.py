@@ -15,8 +15,7 @@ from rich.console import Console
 from stagemesh.client import Admitted, Client, Generation, Text
 from stagemesh.common.errors import CancelledRequestError
 from stagemesh.orchestrator.cli.admin import client as admin_client
-from stagemesh.orchestrator.cli.admin.request_view import moments, request_view
-from stagemesh.orchestrator.cli.admin.views import REQUESTS
+from stagemesh.orchestrator.cli.admin.views import REQUESTS, moments, request_view
 from stagemesh.orchestrator.cli.output import make_table
 from stagemesh.v1 import admin_pb2, chunk_pb2
 from tests.cli.commands import Ran, invoke

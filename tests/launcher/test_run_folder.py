@@ -13,22 +13,22 @@ def _abandoned(runs_dir: Path, *, name: str) -> Path:
 
 def test_logs_of_the_newest_runs_are_kept(tmp_path: Path) -> None:
     paths = [_abandoned(tmp_path, name=f"2020010{day}-000000-1") for day in range(1, 8)]
-    RunFolder.create(tmp_path).close()
+    RunFolder(tmp_path).close()
     assert [path.exists() for path in paths] == [False] * (7 - KEPT_RUNS) + [True] * KEPT_RUNS
     assert (paths[-1] / "a.log").exists()
     assert not (paths[-1] / "a.json").exists()
 
 
 def test_a_run_in_progress_keeps_its_configs(tmp_path: Path) -> None:
-    first = RunFolder.create(tmp_path)
+    first = RunFolder(tmp_path)
     config = first.write_config("a", b"{}")
-    RunFolder.create(tmp_path).close()
+    RunFolder(tmp_path).close()
     assert config.exists()
     first.close()
 
 
 def test_closing_removes_configs_and_keeps_logs(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path)
+    folder = RunFolder(tmp_path)
     config = folder.write_config("a", b"{}")
     folder.log_path("a").write_text("log")
     folder.close()

@@ -4,7 +4,7 @@ import pytest
 from google.protobuf.descriptor import ServiceDescriptor
 
 from stagemesh.orchestrator.admin.servicer import AdminServicer
-from stagemesh.orchestrator.membership.servicer import MembershipServicer
+from stagemesh.orchestrator.membership.registration import MembershipServicer
 from stagemesh.orchestrator.servicer import OrchestratorServicer
 from stagemesh.services.stage.service.control_servicer import StageControlServicer
 from stagemesh.services.stage.service.servicer import StageServicer

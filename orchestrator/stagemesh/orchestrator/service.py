@@ -10,9 +10,8 @@ from stagemesh.orchestrator.config import OrchestratorConfig
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.membership.addresses import DnsSource, StaticSource
 from stagemesh.orchestrator.membership.base import MemberSource
-from stagemesh.orchestrator.membership.registration import RegistrationSource
-from stagemesh.orchestrator.membership.servicer import SERVICE_NAME as MEMBERSHIP_NAME
-from stagemesh.orchestrator.membership.servicer import MembershipServicer
+from stagemesh.orchestrator.membership.registration import SERVICE_NAME as MEMBERSHIP_NAME
+from stagemesh.orchestrator.membership.registration import MembershipServicer, RegistrationSource
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.servicer import SERVICE_NAME, OrchestratorServicer, add_orchestrator_service
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from stagemesh.orchestrator.admin import statuses
+from stagemesh.orchestrator.admin import inspection
 from stagemesh.orchestrator.admin.service import SERVICE_NAME
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, control_pb2, stage_pb2
 from stagemesh.v1.control_pb2_grpc import StageControlServiceStub
@@ -132,7 +132,7 @@ async def test_a_load_report_that_is_overdue_is_listed_with_its_age(
     chain: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await _until_all_loads_are_known(chain)
-    monkeypatch.setattr(statuses, "_OVERDUE_S", 3.0)
+    monkeypatch.setattr(inspection, "_OVERDUE_S", 3.0)
     chain.stages["b"].tells_load = False
     async with asyncio.timeout(20):
         while True:

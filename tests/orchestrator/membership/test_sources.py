@@ -15,8 +15,7 @@ from stagemesh.common.errors import ExistsError, InvalidRequestError, NotReadyEr
 from stagemesh.orchestrator.config import DnsName, ReplicaAddress
 from stagemesh.orchestrator.membership.addresses import DnsSource, StaticSource
 from stagemesh.orchestrator.membership.base import Member, MemberSource
-from stagemesh.orchestrator.membership.registration import RegistrationSource
-from stagemesh.orchestrator.membership.servicer import MembershipServicer
+from stagemesh.orchestrator.membership.registration import MembershipServicer, RegistrationSource
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.v1 import membership_pb2
 from tests.orchestrator.mesh import CHAIN

@@ -114,7 +114,7 @@ def _is_fed(pipeline: Pipeline, stage: Stage, incoming: tuple[Edge, ...]) -> boo
 
 def _is_accepted(pipeline: Pipeline) -> bool:
     problems = Problems({(): Origin(1, "p.yaml:1", "p.yaml:1")})
-    check_flows(CATALOG, problems, stages=pipeline.stages, edges=pipeline.edges, outputs=pipeline.outputs)
+    check_flows(CATALOG, problems, pipeline)
     try:
         problems.raise_any()
     except InvalidPipelineError:

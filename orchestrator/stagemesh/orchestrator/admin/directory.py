@@ -1,7 +1,7 @@
 """Looks up replicas, stages and edges by name."""
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from itertools import chain
 
 from stagemesh.common.errors import NotFoundError
@@ -22,11 +22,6 @@ class Directory:
         self._fleet = fleet
 
     @property
-    def ready(self) -> bool:
-        """Whether the pipeline can serve requests: all stages and edges are ready."""
-        return self._fleet.ready
-
-    @property
     def replicas(self) -> list[Replica]:
         """The current replicas of all stages, grouped by stage."""
         return list(chain.from_iterable(self.replicas_of(stage) for stage in self.pipeline.stages))
@@ -39,10 +34,6 @@ class Directory:
         if stage not in self.pipeline.stages:
             raise _unknown_target(f"stage {stage!r}; stages: {', '.join(self.pipeline.stages)}", stage)
         return sorted(self._fleet.registry.of(stage), key=lambda replica: (len(replica.name), replica.name))
-
-    def links_of(self, edge: Edge) -> Sequence[EdgeLink]:
-        """Returns the pairs of ready replicas that the edge connects, with the connector of each pair."""
-        return self._fleet.edge_connectors.links_of(edge)
 
     def find(self, name: str) -> Replica | None:
         """Returns the replica with this name, or None if there is none.

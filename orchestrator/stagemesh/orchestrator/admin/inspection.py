@@ -1,32 +1,86 @@
-"""Lists, describes and cancels requests. Describes requests in messages of AdminService."""
+"""Describes the pipeline and its requests in messages of AdminService, and cancels requests."""
 
 import asyncio
+import time
 from collections.abc import Collection, Iterator, Sequence
-from heapq import nsmallest
+from heapq import nlargest, nsmallest
 
 from stagemesh.common.errors import NotFoundError, NotReadyError, StagemeshError
 from stagemesh.connectors.stream.wire import error_to_wire
 from stagemesh.orchestrator.admin.directory import Directory
-from stagemesh.orchestrator.describe import to_message
+from stagemesh.orchestrator.admission.queue import Caller, Usage
+from stagemesh.orchestrator.describe import describe_edge, to_message
+from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
 from stagemesh.orchestrator.orchestrator import Orchestrator
+from stagemesh.orchestrator.request.history import EdgeTotals, StageTotals, Totals
 from stagemesh.orchestrator.request.timeline import RequestState, StepNotes, Timeline
-from stagemesh.v1 import admin_pb2, control_pb2
+from stagemesh.orchestrator.spec import Edge, Stage
+from stagemesh.v1 import admin_pb2, control_pb2, stage_pb2
 
 _REPORT_TIMEOUT_S = 2.0
 _UNDER_WAY = frozenset({RequestState.QUEUED, RequestState.RUNNING})
-_ENDINGS = {
-    RequestState.FINISHED: "finished",
-    RequestState.FAILED: "failed",
-    RequestState.CANCELLED: "been cancelled",
-}
+_ENDINGS = {RequestState.FINISHED: "finished", RequestState.FAILED: "failed", RequestState.CANCELLED: "been cancelled"}
+_NO_LOAD = stage_pb2.WatchLoadResponse()
+# The fields of load reports that are added up over the replicas of a stage.
+_SUMMED = ("running", "queued", "arena_used_bytes", "arena_size_bytes", "credit_bytes")
+_REPORTING_LOAD = frozenset({ReplicaState.READY, ReplicaState.DRAINING, ReplicaState.ASLEEP, ReplicaState.LOADING})
+# An idle replica reports its load every 30 seconds.
+_OVERDUE_S = 60.0
+_MAX_CALLERS = 100
 
 
 class Inspector:
-    """Reads the state of requests, and cancels requests."""
+    """Reports the state of the pipeline and of its requests, and cancels requests."""
 
     def __init__(self, orchestrator: Orchestrator, directory: Directory) -> None:
         self._orchestrator = orchestrator
         self._directory = directory
+        self._began_s = time.monotonic()
+
+    def totals(self) -> Totals:
+        """Returns totals over all requests, including the work of running requests so far."""
+        running = self._orchestrator.requests.running
+        return self._orchestrator.totals.together_with(known.record.timeline for known in running)
+
+    def pipeline(self, totals: Totals) -> admin_pb2.PipelineStatus:
+        """Returns the status of the pipeline as a whole, with its admission queue and the load of each caller."""
+        pipeline, admission = self._directory.pipeline, self._orchestrator.admission
+        return to_message(
+            admin_pb2.PipelineStatus,
+            admission,
+            name=pipeline.name,
+            generation=pipeline.generation,
+            ready=self._orchestrator.fleet.ready,
+            uptime_s=time.monotonic() - self._began_s,
+            **_usage(admission.usage),
+            max_in_flight=pipeline.limits.max_in_flight,
+            finished=totals.requests[RequestState.FINISHED],
+            failed=totals.requests[RequestState.FAILED],
+            cancelled=totals.requests[RequestState.CANCELLED],
+            callers=[
+                admin_pb2.CallerStatus(caller=caller.name, **_usage(caller))
+                for caller in nlargest(_MAX_CALLERS, admission.callers, key=_requests_of)
+            ],
+        )
+
+    def stages(self, totals: Totals) -> list[admin_pb2.StageStatus]:
+        """Returns the status of each stage. Producers precede consumers."""
+        return [self._stage(stage, totals) for stage in self._directory.pipeline.stages.values()]
+
+    def edges(self, totals: Totals) -> list[admin_pb2.EdgeStatus]:
+        return [self._edge(edge, totals) for edge in self._directory.pipeline.edges]
+
+    def snapshot(self, *, slowest: int) -> admin_pb2.WatchPipelineResponse:
+        """Returns the status of the pipeline, its stages, replicas and edges, and its slowest requests."""
+        totals = self.totals()
+        return admin_pb2.WatchPipelineResponse(
+            clock_s=time.monotonic(),
+            pipeline=self.pipeline(totals),
+            stages=self.stages(totals),
+            replicas=map(replica_status, self._directory.replicas),
+            edges=self.edges(totals),
+            slowest=self._slowest(slowest),
+        )
 
     def requests(
         self, *, states: Collection[RequestState] = (), target: str = ""
@@ -46,11 +100,6 @@ class Inspector:
             for timeline in known
             if timeline.state in wanted and (names is None or _has_step_on(timeline, names))
         )
-
-    def slowest(self, count: int) -> list[admin_pb2.RequestStatus]:
-        """Returns the summaries of the `count` oldest requests that have not ended, oldest first."""
-        oldest = nsmallest(count, self._running(), key=lambda timeline: timeline.number)
-        return [self._summary(timeline) for timeline in oldest]
 
     async def inspect(self, request_id: str) -> admin_pb2.GetRequestResponse:
         """Returns the summary of one request with the status of its steps and flows.
@@ -87,6 +136,30 @@ class Inspector:
                 metadata={"request_id": request_id, "state": timeline.state.value},
             )
         await self._orchestrator.cancel(request_id)
+
+    def _stage(self, stage: Stage, totals: Totals) -> admin_pb2.StageStatus:
+        replicas = self._directory.replicas_of(stage.name)
+        loads = [_load(replica) or _NO_LOAD for replica in replicas]
+        return to_message(
+            admin_pb2.StageStatus,
+            totals.stages.get(stage.name, StageTotals()),
+            name=stage.name,
+            engine=stage.engine,
+            model=stage.model_name,
+            replicas=len(replicas),
+            ready=sum(replica.state is ReplicaState.READY for replica in replicas),
+            work_s=max((load.work_s for load in loads), default=0.0),
+            **{name: sum(getattr(load, name) for load in loads) for name in _SUMMED},
+        )
+
+    def _edge(self, edge: Edge, totals: Totals) -> admin_pb2.EdgeStatus:
+        described = describe_edge(edge, self._orchestrator.fleet.edge_connectors.links_of(edge))
+        return to_message(admin_pb2.EdgeStatus, totals.edges.get(edge.name, EdgeTotals()), edge=described)
+
+    def _slowest(self, count: int) -> list[admin_pb2.RequestStatus]:
+        """Returns the summaries of the `count` oldest requests that have not ended, oldest first."""
+        oldest = nsmallest(count, self._running(), key=lambda timeline: timeline.number)
+        return [self._summary(timeline) for timeline in oldest]
 
     def _running(self) -> list[Timeline]:
         return [known.record.timeline for known in self._orchestrator.requests.running]
@@ -136,6 +209,27 @@ class Inspector:
         return [name for name in dict.fromkeys(consumers) if name in latest and latest[name].accepted_s is None]
 
 
+def replica_status(replica: Replica) -> admin_pb2.ReplicaStatus:
+    """Returns the status of a replica.
+
+    Includes the newest load report if the replica is loading, ready, draining or asleep.
+    """
+    load = _load(replica)
+    overdue = load is not None and replica.report_age_s > _OVERDUE_S
+    return to_message(
+        admin_pb2.ReplicaStatus,
+        replica,
+        state=replica.state.wire,
+        detail=replica.detail or (f"last load report {replica.report_age_s:.0f} s ago" if overdue else ""),
+        planned=replica.running,
+        load=load,
+    )
+
+
+def _load(replica: Replica) -> stage_pb2.WatchLoadResponse | None:
+    return replica.last_report if replica.state in _REPORTING_LOAD else None
+
+
 def _has_step_on(timeline: Timeline, names: Collection[str]) -> bool:
     over = timeline.state.is_over
     return any(step.replica in names and (over or step.ended_s is None) for step in timeline.steps)
@@ -152,9 +246,7 @@ def _step_status(notes: StepNotes, report: control_pb2.StepReport | None, waits_
     )
 
 
-def _flow_statuses(
-    steps: Sequence[tuple[StepNotes, control_pb2.StepReport | None]],
-) -> list[admin_pb2.FlowStatus]:
+def _flow_statuses(steps: Sequence[tuple[StepNotes, control_pb2.StepReport | None]]) -> list[admin_pb2.FlowStatus]:
     reported = [(notes.replica, report) for notes, report in steps if report is not None]
     sent = {(flow.edge, name, flow.peer): flow for name, report in reported for flow in report.outlets}
     received = {(flow.edge, flow.peer, name): flow for name, report in reported for flow in report.inlets}
@@ -204,3 +296,17 @@ def _inlet_wait(inlets: Sequence[control_pb2.FlowReport]) -> str:
         if not flow.ended and not flow.waiting_chunks:
             return f"chunk {flow.chunks} of edge {flow.edge} from {flow.peer}"
     return ""
+
+
+def _requests_of(caller: Caller) -> int:
+    return caller.running.requests + caller.waiting.requests
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    """Returns the fields of a status message that describe the running and the waiting requests."""
+    return {
+        "in_flight": usage.running.requests,
+        "in_flight_bytes": usage.running.size_bytes,
+        "queued": usage.waiting.requests,
+        "queued_bytes": usage.waiting.size_bytes,
+    }

@@ -39,12 +39,7 @@ class Lifecycle:
             replicas = self._directory.target(target)
             if not force:
                 self._check_others(replicas, action="draining")
-            # If the target is a stage, only its ready replicas are drained. If it is a replica that is not ready, the
-            # replica itself reports why it cannot be drained.
-            await _for_each(
-                [replica for replica in replicas if len(replicas) == 1 or replica.state is ReplicaState.READY],
-                partial(_drain, move_after_s=move_after_s),
-            )
+            await _for_each(replicas, ReplicaState.READY, partial(_drain, move_after_s=move_after_s))
             return replicas
 
     async def wait_idle(self, replicas: Sequence[Replica], *, timeout_s: float) -> None:
@@ -63,9 +58,7 @@ class Lifecycle:
     async def resume(self, target: str) -> list[Replica]:
         """Ends the drain of a replica, or of all draining replicas of a stage. Returns the replicas of the target."""
         replicas = self._directory.target(target)
-        await _for_each(
-            [replica for replica in replicas if len(replicas) == 1 or replica.state is ReplicaState.DRAINING], _resume
-        )
+        await _for_each(replicas, ReplicaState.DRAINING, _resume)
         return replicas
 
     async def restart(
@@ -149,10 +142,15 @@ async def _poll(condition: Callable[[], Awaitable[bool]]) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-async def _for_each(replicas: Sequence[Replica], act: Callable[[Replica], Awaitable[None]]) -> None:
-    """Calls `act` with every replica, even if some calls fail. Raises the first error afterwards."""
+async def _for_each(
+    replicas: Sequence[Replica], state: ReplicaState, act: Callable[[Replica], Awaitable[None]]
+) -> None:
+    """Calls `act` with every replica in `state`, even if some calls fail. Raises the first error afterwards.
+
+    A replica that is alone may be in any state. If the state is not suitable, the replica itself reports why.
+    """
     errors: list[StagemeshError] = []
-    for replica in replicas:
+    for replica in (each for each in replicas if len(replicas) == 1 or each.state is state):
         try:
             await act(replica)
         except StagemeshError as exc:

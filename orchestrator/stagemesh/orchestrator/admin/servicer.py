@@ -1,4 +1,4 @@
-"""Implements AdminService: converts its messages, and calls the inspector, the lifecycle and the status builder."""
+"""Implements AdminService: converts its messages, and calls the inspector and the lifecycle."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
@@ -11,9 +11,8 @@ from google.protobuf.message import Message
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.orchestrator.admin.directory import Directory
-from stagemesh.orchestrator.admin.inspection import Inspector
+from stagemesh.orchestrator.admin.inspection import Inspector, replica_status
 from stagemesh.orchestrator.admin.lifecycle import Lifecycle
-from stagemesh.orchestrator.admin.statuses import Statuses, replica_status
 from stagemesh.orchestrator.describe import describe_edge
 from stagemesh.orchestrator.fleet.replica import ReplicaState
 from stagemesh.orchestrator.orchestrator import Orchestrator
@@ -41,7 +40,7 @@ _REPLICA_STATES = {int(state.wire): state for state in ReplicaState}
 _REQUEST_STATES = {int(admin_pb2.RequestState.Value(f"REQUEST_STATE_{state.value}")): state for state in RequestState}
 
 
-def _answered(method: Callable[[Any, Any], Awaitable[Message]]) -> Callable[..., Awaitable[Message]]:
+def _answered(method: Callable[[Any, Any], Awaitable[Message]]) -> Callable[..., Awaitable[Any]]:
     """Decorates a method that returns the response to a request, so that its errors are converted to statuses."""
 
     @wraps(method)
@@ -60,16 +59,15 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._directory = directory
         self._inspector = Inspector(orchestrator, directory)
         self._lifecycle = Lifecycle(directory)
-        self._statuses = Statuses(orchestrator, directory, self._inspector)
 
     @_answered
     async def ListPipelines(self, request: admin_pb2.ListPipelinesRequest) -> admin_pb2.ListPipelinesResponse:
-        statuses = [self._statuses.pipeline(self._statuses.totals())]
+        statuses = [self._inspector.pipeline(self._inspector.totals())]
         return _page(admin_pb2.ListPipelinesResponse, request, field="pipelines", items=enumerate(statuses))
 
     @_answered
     async def ListStages(self, request: admin_pb2.ListStagesRequest) -> admin_pb2.ListStagesResponse:
-        statuses = self._statuses.stages(self._statuses.totals())
+        statuses = self._inspector.stages(self._inspector.totals())
         return _page(admin_pb2.ListStagesResponse, request, field="stages", items=enumerate(statuses))
 
     @_answered
@@ -83,7 +81,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     @_answered
     async def ListEdges(self, request: admin_pb2.ListEdgesRequest) -> admin_pb2.ListEdgesResponse:
-        statuses = self._statuses.edges(self._statuses.totals())
+        statuses = self._inspector.edges(self._inspector.totals())
         return _page(admin_pb2.ListEdgesResponse, request, field="edges", items=enumerate(statuses))
 
     @_answered
@@ -107,7 +105,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                     f"interval_s is {interval_s:g}; it must be at least {_MIN_INTERVAL_S:g}, or 0 for 1 s"
                 )
             while True:
-                yield self._statuses.snapshot(slowest=request.slowest or _DEFAULT_SLOWEST)
+                yield self._inspector.snapshot(slowest=request.slowest or _DEFAULT_SLOWEST)
                 await asyncio.sleep(interval_s)
 
     async def DrainReplicas(

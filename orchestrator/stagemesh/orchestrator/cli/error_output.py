@@ -64,7 +64,15 @@ def show_error(error: StagemeshError, *, as_json: bool) -> None:
     """Prints `error` and its remedy to stderr, as text or, if `as_json` is True, as one JSON document."""
     remedy = _remedy(error)
     if as_json:
-        _show_json(error, remedy)
+        document = {
+            "code": error.code.name,
+            "reason": error.reason,
+            "message": error.message,
+            "remedy": remedy,
+            "metadata": error.metadata,
+            "retry_after_s": error.retry_after_s,
+        }
+        sys.stderr.write(json.dumps({"error": document}, ensure_ascii=False) + "\n")
         return
     from rich.console import Console
     from rich.text import Text
@@ -76,20 +84,6 @@ def show_error(error: StagemeshError, *, as_json: bool) -> None:
         console.print(Text(f"  {line}"))
     if remedy:
         console.print(Text(f"  {remedy}", style="yellow"))
-
-
-def _show_json(error: StagemeshError, remedy: str) -> None:
-    document = {
-        "error": {
-            "code": error.code.name,
-            "reason": error.reason,
-            "message": error.message,
-            "remedy": remedy,
-            "metadata": error.metadata,
-            "retry_after_s": error.retry_after_s,
-        }
-    }
-    sys.stderr.write(json.dumps(document, ensure_ascii=False) + "\n")
 
 
 def _remedy(error: StagemeshError) -> str:

@@ -9,19 +9,111 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 
 from stagemesh.orchestrator.cli.error_output import AsJson
-from stagemesh.orchestrator.cli.options import DEFAULT_SERVER, Server, read_endpoints, read_pairs
-from stagemesh.orchestrator.cli.output import Column, make_table, number, print_json
-from stagemesh.orchestrator.cli.parameters import Parameter, argument, option
-from stagemesh.orchestrator.cli.sampling_options import SAMPLING, read_text
+from stagemesh.orchestrator.cli.options import (
+    DEFAULT_SERVER,
+    Parameter,
+    Server,
+    argument,
+    flag,
+    option,
+    read_endpoints,
+    read_pairs,
+)
+from stagemesh.orchestrator.cli.output import Column, fields, make_table, number, numbers, print_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from stagemesh.client import AsyncClient, Content, GenerateArguments, Image, Result
+    from stagemesh.client import Content, GenerateArguments, Image, Result
     from stagemesh.orchestrator.cli.output_sinks import Sinks
 
 _IMAGE_COLUMNS = 48
+
+_SAMPLING: Mapping[str, Parameter] = {
+    "max_tokens": option(int, "Generate at most this number of tokens. Uses the model's default if omitted.", min=1),
+    "temperature": option(
+        float,
+        "Scale the randomness of sampling: 0 always chooses the most probable token, 1 samples from the model's own "
+        "distribution. Uses the model's default if omitted.",
+        min=0.0,
+    ),
+    "top_p": option(
+        float,
+        "Sample only from the most probable tokens whose probabilities add up to this fraction, above 0 and at most "
+        "1. Uses the model's default if omitted.",
+    ),
+    "top_k": option(
+        int,
+        "Sample only from this number of most probable tokens. 0 means all tokens. Uses the model's default if "
+        "omitted.",
+        min=0,
+    ),
+    "min_p": option(
+        float,
+        "Drop tokens less probable than this fraction of the most probable token's probability. 0 drops none. Uses "
+        "the model's default if omitted.",
+        min=0.0,
+        max=1.0,
+    ),
+    "repetition_penalty": option(
+        float,
+        "Penalize tokens that occur in the prompt or in the output: values above 1 discourage them, values between 0 "
+        "and 1 encourage them, 1 has no effect. Uses the model's default if omitted.",
+    ),
+    "presence_penalty": option(
+        float,
+        "Penalize tokens that occur in the output, by this amount regardless of how often. Negative values encourage "
+        "them, 0 has no effect. Uses the model's default if omitted.",
+        min=-2.0,
+        max=2.0,
+    ),
+    "frequency_penalty": option(
+        float,
+        "Penalize tokens by this amount for each time they occur in the output. Negative values encourage them, 0 "
+        "has no effect. Uses the model's default if omitted.",
+        min=-2.0,
+        max=2.0,
+    ),
+    "seed": option(
+        int, "Set the random seed. The same seed reproduces the output. Chosen at random if omitted.", min=0
+    ),
+    "stop": option(
+        list[str],
+        "End the output when this text is generated. The text itself is not printed. Repeatable.",
+        metavar="TEXT",
+    ),
+    "stop_token_ids": option(
+        list[int],
+        "End the output when the token with this id is generated. Repeatable.",
+        "--stop-token",
+        metavar="ID",
+        min=0,
+    ),
+    "min_tokens": option(
+        int, "Do not end the output before this number of tokens. 0 sets no minimum. Uses 0 if omitted.", min=0
+    ),
+    "ignore_eos": flag("Continue generating after the model's end-of-sequence token.", "--ignore-eos"),
+    "bad_words": option(list[str], "Set a text that must not be generated. Repeatable.", "--bad-word", metavar="TEXT"),
+    "logprobs": option(
+        int,
+        "Return the log-probability of each token and of this number of alternatives. 0 returns no alternatives. "
+        "Printed with --json only.",
+        min=0,
+    ),
+    "json_schema": option(
+        Path, "Constrain the output to JSON that conforms to this file's schema.", exists=True, dir_okay=False
+    ),
+    "regex": option(str, "Constrain the output to match this regular expression."),
+    "choice": option(
+        list[str], "Constrain the output to one of the texts given by this option. Repeatable.", metavar="TEXT"
+    ),
+    "grammar": option(
+        Path, "Constrain the output to the grammar in this file, in Lark or GBNF format.", exists=True, dir_okay=False
+    ),
+    "adapter": option(str, "Use this LoRA adapter. The model is used without an adapter if omitted.", metavar="NAME"),
+}
+"""The options, by the name of the argument of `AsyncClient.generate` that each option sets."""
 
 PARAMETERS: Mapping[str, Parameter] = {
     "prompt": argument(str, "Send this prompt. A single - reads the prompt from standard input.", metavar="PROMPT"),
@@ -43,7 +135,7 @@ PARAMETERS: Mapping[str, Parameter] = {
     ),
     "attach": option(list[Path], "Put an image, audio or video file before the prompt. Repeatable.", metavar="FILE"),
     "negative_prompt": option(str, "Describe what generated images and videos must not show.", metavar="TEXT"),
-    **SAMPLING,
+    **_SAMPLING,
     "options": option(
         list[str],
         "Set an option that a stage of the pipeline declares, such as steps=20. Repeatable.",
@@ -71,7 +163,7 @@ PARAMETERS: Mapping[str, Parameter] = {
     "as_json": Parameter(AsJson, False),
 }
 # The parameters that are passed unchanged to the client.
-_CLIENT_ARGUMENTS = {*SAMPLING, "negative_prompt", "priority", "caller", "request_id"}
+_CLIENT_ARGUMENTS = {*_SAMPLING, "negative_prompt", "priority", "caller", "request_id"}
 
 
 def generate(**values: Any) -> None:
@@ -86,8 +178,8 @@ def generate(**values: Any) -> None:
     content = [*map(read_media, attach), text] if attach else text
     arguments = client_arguments(values)
     with Sinks(folder=values["output"], audio=values["audio"], image=values["image"], quiet=as_json) as sinks:
-        request = _request(values["server"], content, arguments=arguments, timeout_s=values["timeout"], sinks=sinks)
-        result = asyncio.run(request)
+        endpoints, timeout_s = read_endpoints(values["server"]), values["timeout"]
+        result = asyncio.run(run_request(endpoints, content, arguments=arguments, timeout_s=timeout_s, sinks=sinks))
     show_result(result, sinks, as_json=as_json)
 
 
@@ -99,7 +191,7 @@ def client_arguments(values: Mapping[str, Any]) -> "GenerateArguments":
     given = {name: value for name, value in values.items() if value not in (None, [], "")}
     arguments = {name: value for name, value in given.items() if name in _CLIENT_ARGUMENTS}
     for name in arguments.keys() & {"json_schema", "grammar"}:
-        arguments[name] = read_text(given[name], option=f"--{name.replace('_', '-')}")
+        arguments[name] = _read_text(given[name], option=f"--{name.replace('_', '-')}")
     if "outputs" in given:
         arguments["outputs"] = [name.strip() for name in given["outputs"].split(",")]
     if "options" in given:
@@ -107,17 +199,19 @@ def client_arguments(values: Mapping[str, Any]) -> "GenerateArguments":
     return cast("GenerateArguments", arguments)
 
 
-async def _request(
-    server: str, prompt: "Content", *, arguments: "GenerateArguments", timeout_s: float | None, sinks: "Sinks"
-) -> "Result":
-    from stagemesh.client import AsyncClient
+def _read_text(path: Path | None, *, option: str) -> str | None:
+    """Returns the text of the file at `path`, or None if `path` is None.
 
-    async with AsyncClient(*read_endpoints(server)) as client:
-        return await stream(client, prompt, arguments=arguments, timeout_s=timeout_s, sinks=sinks)
+    Raises BadParameter, which names `option`, if the file cannot be read as text.
+    """
+    try:
+        return path.read_text() if path is not None else None
+    except (OSError, UnicodeDecodeError) as exc:
+        raise typer.BadParameter(f"cannot read {path}: {exc}", param_hint=option) from exc
 
 
-async def stream(
-    client: "AsyncClient",
+async def run_request(
+    endpoints: Sequence[str],
     prompt: "Content",
     *,
     arguments: "GenerateArguments",
@@ -125,12 +219,14 @@ async def stream(
     sinks: "Sinks",
 ) -> "Result":
     """Runs a request until it finishes, passes each event to `sinks` as it arrives, and returns the result."""
+    from stagemesh.client import AsyncClient
     from stagemesh.client.results import ResultBuilder
 
     builder = ResultBuilder()
-    async for event in client.generate(prompt, timeout_s=timeout_s, **arguments):
-        builder.add(event)
-        sinks.write(event)
+    async with AsyncClient(*endpoints) as client:
+        async for event in client.generate(prompt, timeout_s=timeout_s, **arguments):
+            builder.add(event)
+            sinks.write(event)
     return builder.build()
 
 
@@ -170,12 +266,7 @@ def _summary(result: "Result") -> "Sequence[Table]":
         ("real-time factor", _real_time_factor(result), ""),
     )
     times = (Column("", lambda row: row[0]), Column("", lambda row: f"{row[1]:.2f}{row[2]}"))
-    edges = (
-        Column("edge", lambda edge: edge.edge),
-        Column("connector", lambda edge: edge.connector),
-        number("chunks", lambda edge: edge.chunks),
-        number("bytes", lambda edge: edge.size_bytes),
-    )
+    edges = (*fields("edge", "connector"), *numbers("chunks"), number("bytes", lambda edge: edge.size_bytes))
     timings = make_table(times, [row for row in rows if row[1] is not None])
     timings.show_header = False
     return timings, make_table(edges, result.finished.edges)

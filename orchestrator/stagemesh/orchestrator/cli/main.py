@@ -2,9 +2,9 @@
 
 import typer
 
-from stagemesh.orchestrator.cli import admin, demo, generate, models, pipeline, probe_transport, stages, top, up
+from stagemesh.orchestrator.cli import admin, generate, models, pipeline, probe_transport, stages_and_top, up_and_demo
 from stagemesh.orchestrator.cli.error_output import ErrorGroup
-from stagemesh.orchestrator.cli.parameters import with_parameters
+from stagemesh.orchestrator.cli.options import with_parameters
 
 app = typer.Typer(
     name="stagemesh",
@@ -23,14 +23,14 @@ def version() -> None:
     typer.echo(f"stagemesh {installed_version('stagemesh')}")
 
 
-app.command("up")(up.up)
+app.command("up")(up_and_demo.up)
 app.command("generate")(with_parameters(generate.generate, generate.PARAMETERS))
 app.add_typer(pipeline.app, name="pipeline")
-app.command("stages")(stages.stages)
+app.command("stages")(stages_and_top.stages)
 app.add_typer(admin.app, name="admin")
-app.command("top")(top.top)
+app.command("top")(stages_and_top.top)
 app.add_typer(models.app, name="models")
-app.command("demo")(with_parameters(demo.demo, demo.PARAMETERS))
+app.command("demo")(with_parameters(up_and_demo.demo, up_and_demo.DEMO_PARAMETERS))
 app.command("probe-transport")(probe_transport.probe_transport)
 app.command("version")(version)
 

@@ -1,12 +1,24 @@
-"""Options that several commands share, and the parsing of their values."""
+"""Options that several commands share, the parsing of their values, and tables of arguments and options.
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, TypeVar
+typer reads the tables as function signatures.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 import typer
 
 DEFAULT_PORT = 7780
 DEFAULT_ADMIN_PORT = DEFAULT_PORT + 1
+
+DEFAULT_SERVER = f"127.0.0.1:{DEFAULT_PORT}"
+DEFAULT_ADMIN_SERVER = f"127.0.0.1:{DEFAULT_ADMIN_PORT}"
+
+
+def _server_option(text: str) -> Any:
+    return typer.Option("--server", "-s", metavar="HOST:PORT", help=text)
+
 
 PipelineName = Annotated[
     str,
@@ -17,24 +29,12 @@ PipelineName = Annotated[
 ]
 Server = Annotated[
     str,
-    typer.Option(
-        "--server",
-        "-s",
-        metavar="HOST:PORT",
-        help="Set the address of the orchestrator. Several addresses, separated by commas, are tried in turn.",
-    ),
+    _server_option("Set the address of the orchestrator. Several addresses, separated by commas, are tried in turn."),
 ]
-DEFAULT_SERVER = f"127.0.0.1:{DEFAULT_PORT}"
 AdminServer = Annotated[
     str,
-    typer.Option(
-        "--server",
-        "-s",
-        metavar="HOST:PORT",
-        help="Set the address at which the orchestrator serves operators. `stagemesh up` prints this address.",
-    ),
+    _server_option("Set the address at which the orchestrator serves operators. `stagemesh up` prints this address."),
 ]
-DEFAULT_ADMIN_SERVER = f"127.0.0.1:{DEFAULT_ADMIN_PORT}"
 Settings = Annotated[
     list[str] | None,
     typer.Option(
@@ -88,3 +88,50 @@ def read_overrides(settings: Sequence[str] | None, replicas: Sequence[str] | Non
         **read_pairs(settings, option="--set", convert=str),
         **{f"stages.{stage}.replicas": str(count) for stage, count in counts.items()},
     }
+
+
+REQUIRED = inspect.Parameter.empty
+"""The value of `Parameter.default` that marks a parameter as required."""
+
+
+class Parameter(NamedTuple):
+    """An argument or an option of a command: its annotated type and its default."""
+
+    annotation: Any
+    default: Any = REQUIRED
+
+
+def argument(kind: Any, text: str, *, metavar: str, complete: Callable[..., list[str]] | None = None) -> Parameter:
+    """Returns a required argument of a command. `text` is the argument's help text."""
+    return Parameter(Annotated[kind, typer.Argument(metavar=metavar, help=text, autocompletion=complete)])
+
+
+def option(kind: Any, text: str, *names: str, default: Any = None, **settings: Any) -> Parameter:
+    """Returns an option of a command. `text` is the option's help text.
+
+    `names` are the option's names, such as "--server". If `names` is empty, typer derives the name from the parameter's
+    name. `settings` are passed to `typer.Option`. The help shows the default unless the default is None or empty.
+    """
+    info = typer.Option(*names, help=text, show_default=default not in {None, ""}, **settings)
+    return Parameter(Annotated[kind | None if default is None else kind, info], default)
+
+
+def flag(text: str, name: str) -> Parameter:
+    """Returns an option without a value, which is False if omitted. `text` is the option's help text."""
+    return option(bool, text, name, default=False)
+
+
+def with_parameters(function: Callable[..., None], parameters: Mapping[str, Parameter]) -> Callable[..., None]:
+    """Sets the signature of `function`, from which typer reads the parameters, and returns `function`.
+
+    `function` must accept keyword arguments.
+    """
+    command = cast("Any", function)
+    command.__annotations__ = {name: each.annotation for name, each in parameters.items()}
+    command.__signature__ = inspect.Signature(
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.annotation)
+            for name, each in parameters.items()
+        ]
+    )
+    return function

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import typer
@@ -20,21 +21,14 @@ if TYPE_CHECKING:
 
 _PIPE_COLUMNS = 240
 _MINUTE_S = 60
-_STYLES = {
-    "ready": "green",
-    "running": "green",
-    "starting": "cyan",
-    "loading": "cyan",
-    "queued": "cyan",
-    "draining": "yellow",
-    "asleep": "yellow",
-    "restarting": "yellow",
-    "cancelled": "yellow",
-    "failed": "red",
-    "unreachable": "red",
-    "stopped": "dim",
-    "finished": "dim",
+_STATES_BY_STYLE = {
+    "green": ("ready", "running"),
+    "cyan": ("starting", "loading", "queued"),
+    "yellow": ("draining", "asleep", "restarting", "cancelled"),
+    "red": ("failed", "unreachable"),
+    "dim": ("stopped", "finished"),
 }
+_STYLES = {state: style for style, states in _STATES_BY_STYLE.items() for state in states}
 
 Cell: TypeAlias = "str | int | list[tuple[str, str]]"
 """The content of a table cell: plain text, a count, or a list of segments (text, style)."""
@@ -55,6 +49,16 @@ class Column:
 def number(title: str, cell: Callable[[Any], Cell]) -> Column:
     """Returns a table column for numbers, whose cells are aligned to the right."""
     return Column(title, cell, right=True)
+
+
+def fields(*names: str) -> list[Column]:
+    """Returns a table column for each of these attributes, titled with its name."""
+    return [Column(name, attrgetter(name)) for name in names]
+
+
+def numbers(*names: str) -> list[Column]:
+    """Returns a table column for each of these numeric attributes, titled with its name, and aligned to the right."""
+    return [number(name, attrgetter(name)) for name in names]
 
 
 def make_table(columns: Sequence[Column], rows: Iterable[object], *, title: str | None = None) -> "Table":

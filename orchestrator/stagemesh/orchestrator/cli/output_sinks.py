@@ -3,8 +3,6 @@
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
@@ -14,26 +12,24 @@ from stagemesh.common.errors import InvalidRequestError
 _SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp"}
 
 
-class Sinks:
+class Sinks(ExitStack):
     """Writes the outputs of a request to stdout and to files.
 
     Text is written to stdout, and the queue position to stderr, unless `quiet` is True. The first audio output is
     written to the file `audio`, and the first image output to the file `image`. Other audio, images and tensors are
     written to files in `folder`, which are named after their outputs, or are discarded if `folder` is None. `files`
-    contains the paths of the written files by output name.
+    contains the paths of the written files by output name. The end of the `with` block completes the files and ends
+    the last line of text.
     """
 
     def __init__(self, *, folder: Path | None, audio: Path | None, image: Path | None = None, quiet: bool) -> None:
-        self._folder = folder
-        self._image = image
-        self._audio = audio
-        self._quiet = quiet
+        super().__init__()
+        self._folder, self._audio, self._image, self._quiet = folder, audio, image, quiet
         self._image_output: str | None = None
         self._writers: dict[str, WavWriter] = {}
-        self._tensors: dict[str, int] = {}
-        self._resources = ExitStack()
         self._mid_line = False
         self.files: dict[str, list[Path]] = {}
+        self.callback(self._end_line)
 
     def write(self, event: Event) -> None:
         """Writes the output in an event to stdout or to a file. Writes the queue position in an event to stderr."""
@@ -52,19 +48,6 @@ class Sinks:
                 self._end_line()
             case _:
                 pass
-
-    def close(self) -> None:
-        """Completes the files, and ends the last line of text."""
-        self._resources.close()
-        self._end_line()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _end_line(self) -> None:
         if self._mid_line:
@@ -89,7 +72,7 @@ class Sinks:
             path = self._audio_path(event.output)
             if path is None:
                 return
-            writer = self._writers[event.output] = self._resources.enter_context(WavWriter(path))
+            writer = self._writers[event.output] = self.enter_context(WavWriter(path))
             self.files[event.output] = [path]
         writer.write(event.samples, sample_rate_hz=event.sample_rate_hz)
 
@@ -117,12 +100,11 @@ class Sinks:
     def _write_tensor(self, event: TensorOutput) -> None:
         if self._folder is None:
             return
-        number = self._tensors.get(event.output, 0)
-        self._tensors[event.output] = number + 1
-        path = self._folder / f"{event.output}-{number}.npy"
+        paths = self.files.setdefault(event.output, [])
+        path = self._folder / f"{event.output}-{len(paths)}.npy"
         self._write_file(path, b"")
         np.save(path, event.tensor, allow_pickle=False)
-        self.files.setdefault(event.output, []).append(path)
+        paths.append(path)
 
     def _write_file(self, path: Path, content: bytes) -> None:
         try:

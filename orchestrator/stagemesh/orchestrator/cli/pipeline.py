@@ -8,7 +8,7 @@ import typer
 
 from stagemesh.orchestrator.cli.error_output import AsJson
 from stagemesh.orchestrator.cli.options import PipelineName, Replicas, Settings, read_overrides
-from stagemesh.orchestrator.cli.output import Column, make_table, print_all, print_json
+from stagemesh.orchestrator.cli.output import Column, fields, make_table, print_all, print_json
 
 app = typer.Typer(help="Check, explain and draw pipeline files without running them.", no_args_is_help=True)
 
@@ -59,12 +59,8 @@ def explain_pipeline(
         print_json([asdict(row) for row in pipeline.explanation])
         return
     folder = f"{pipeline.source.parent}/"
-    columns = (
-        Column("key", lambda row: row.key),
-        Column("value", lambda row: row.value),
-        Column("origin", lambda row: [(row.origin.replace(folder, ""), "dim")]),
-    )
-    print_all(make_table(columns, pipeline.explanation))
+    origin = Column("origin", lambda row: [(row.origin.replace(folder, ""), "dim")])
+    print_all(make_table((*fields("key", "value"), origin), pipeline.explanation))
 
 
 @app.command()

@@ -11,6 +11,7 @@ from stagemesh.orchestrator.cli.options import DEFAULT_ADMIN_SERVER
 from stagemesh.orchestrator.cli.output import (
     Cell,
     Column,
+    fields,
     links_table,
     make_table,
     print_json,
@@ -23,21 +24,23 @@ from stagemesh.v1.orchestrator_pb2 import EdgeDescription
 
 
 def make_display(*, as_json: bool) -> "Display":
-    """Returns a display of JSON lines if `as_json` is True, and otherwise a display of text.
-
-    The display of text is a live table if stderr is a terminal, and otherwise consists of plain lines.
-    """
-    console = Console(stderr=True, highlight=False)
-    if as_json:
-        return JsonDisplay(console)
-    return LiveDisplay(console) if console.is_terminal else Display(console)
+    """Returns a display of JSON lines if `as_json` is True, and otherwise a display of text."""
+    return JsonDisplay(live=False) if as_json else Display(live=True)
 
 
 class Display:
-    """Prints a line to stderr for each change of a process's status, which suits logs and pipes."""
+    """Displays the changes of processes' statuses on stderr.
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    If stderr is a terminal, updates a table in place until all processes are ready. Otherwise, and after that, prints
+    a line for each change, which suits logs and pipes.
+    """
+
+    def __init__(self, *, live: bool) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._statuses: dict[str, ProcessStatus] = {}
+        self._live = Live(console=self._console, refresh_per_second=8, transient=False)
+        if live and self._console.is_terminal:
+            self._live.start()
         self.restarts = 0
         """The total number of restarts of all processes."""
 
@@ -51,6 +54,7 @@ class Display:
 
         `endpoint` is the address for clients. `admin_endpoint` is the address for operators, or "" to display none.
         """
+        self._live.stop()
         if edges:
             self._console.print(links_table(edges), soft_wrap=True)
         self._print(Text.assemble(("ready", "bold green"), f" at {endpoint}; {hint}"))
@@ -60,39 +64,19 @@ class Display:
 
     def close(self, message: str = "") -> None:
         """Ends the display, and prints `message` unless it is empty. May be called more than once."""
+        self._live.stop()
         if message:
             self._print(Text(message))
-
-    def _show(self, status: ProcessStatus) -> None:
-        self._print(Text.assemble(f"{status.name}: ", to_text(_state(status))))
-
-    def _print(self, text: Text) -> None:
-        self._console.print(text, soft_wrap=True)
-
-
-class LiveDisplay(Display):
-    """Updates a table in place until all processes are ready, and prints lines after that."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(console)
-        self._statuses: dict[str, ProcessStatus] = {}
-        self._live = Live(console=console, refresh_per_second=8, transient=False)
-        self._live.start()
-
-    def ready(self, endpoint: str, *, edges: Sequence[EdgeDescription], hint: str, admin_endpoint: str = "") -> None:
-        self._live.stop()
-        super().ready(endpoint, edges=edges, hint=hint, admin_endpoint=admin_endpoint)
-
-    def close(self, message: str = "") -> None:
-        self._live.stop()
-        super().close(message)
 
     def _show(self, status: ProcessStatus) -> None:
         if self._live.is_started:
             self._statuses[status.name] = status
             self._live.update(make_table(_PROCESSES, self._statuses.values()))
         else:
-            super()._show(status)
+            self._print(Text.assemble(f"{status.name}: ", to_text(_state(status))))
+
+    def _print(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=True)
 
 
 class JsonDisplay(Display):
@@ -121,8 +105,4 @@ def _state(status: ProcessStatus) -> Cell:
     return state_cell(status.state.value, status.detail)
 
 
-_PROCESSES = (
-    Column("process", lambda status: status.name),
-    Column("endpoint", lambda status: status.endpoint),
-    Column("state", _state),
-)
+_PROCESSES = (Column("process", lambda status: status.name), *fields("endpoint"), Column("state", _state))

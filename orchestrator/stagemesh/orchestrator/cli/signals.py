@@ -2,7 +2,10 @@
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
 
 
 def stop_on_signals() -> asyncio.Event:
@@ -17,17 +20,13 @@ def stop_on_signals() -> asyncio.Event:
     return stopping
 
 
-async def done_before(stopping: asyncio.Event, work: Callable[[], Awaitable[None]]) -> bool:
-    """Runs `work` and returns True when `work` ends. If `stopping` is set first, cancels `work` and returns False."""
+async def result_before(stopping: asyncio.Event, work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result | None:
+    """Runs `work` and returns its result. If `stopping` is set first, cancels `work` and returns None."""
     async with asyncio.TaskGroup() as tasks:
-        working = tasks.create_task(_run(work))
+        working = tasks.create_task(work())
         waiting = tasks.create_task(stopping.wait())
         await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
         finished = working.done()
         working.cancel()
         waiting.cancel()
-    return finished
-
-
-async def _run(work: Callable[[], Awaitable[None]]) -> None:
-    await work()
+    return working.result() if finished else None

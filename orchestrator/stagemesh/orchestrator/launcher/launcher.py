@@ -60,8 +60,6 @@ class Launcher:
         self.endpoint = self._with_port(listen)
         self.admin_endpoint = self._next_to_clients() if admin_listen is None else self._with_port(admin_listen)
         self.processes: dict[str, ProcessStatus] = {}
-        self.edges: tuple[EdgeDescription, ...] = ()
-        """The descriptions of the edges with their connectors. Empty until the pipeline is ready."""
         self._ready = asyncio.Event()
 
     @asynccontextmanager
@@ -73,28 +71,26 @@ class Launcher:
         """
         check_listen(self.endpoint)
         check_listen(self.admin_endpoint, option="--admin-port")
-        folder = RunFolder.create(settings.runs_dir())
+        folder = RunFolder(settings.runs_dir())
         try:
-            specs = _plan_processes(
-                self._pipeline,
-                folder=folder,
-                listen=self.endpoint,
-                admin_listen=self.admin_endpoint,
-                overrides=self._overrides,
-                ports=self._ports,
-            )
+            specs = self._plan_processes(folder)
             self.processes = {
                 spec.name: ProcessStatus(spec.name, spec.stage, spec.endpoint, ProcessState.STARTING) for spec in specs
             }
-            async with _supervised(specs, policy=self._policy, listener=self._update):
+            async with asyncio.TaskGroup() as group:
+                tasks = {
+                    spec.name: group.create_task(Supervisor(spec, policy=self._policy, listener=self._update).run())
+                    for spec in specs
+                }
                 yield
+                await _stop(tasks)
         except BaseExceptionGroup as group:
             raise _root_cause(group) from group
         finally:
             folder.close()
 
-    async def wait_ready(self) -> None:
-        """Waits until every process has become ready and every edge has a connector.
+    async def wait_ready(self) -> tuple[EdgeDescription, ...]:
+        """Waits until every process has become ready and every edge has a connector. Returns the edges.
 
         Raises NotReadyError (CONNECTOR_UNAVAILABLE) if an edge's connector cannot work. If a process cannot become
         ready, this call is cancelled together with the block of `running`.
@@ -103,9 +99,54 @@ class Launcher:
             while True:
                 edges = await probe_edges(channel)
                 if edges is not None and self._ready.is_set():
-                    self.edges = edges
-                    return
+                    return edges
                 await asyncio.sleep(_POLL_S)
+
+    def _plan_processes(self, folder: RunFolder) -> tuple[ProcessSpec, ...]:
+        """Returns the specs of all processes of the pipeline: the orchestrator and all replicas.
+
+        Selects ports for the replicas, and writes the config files of all processes to `folder`.
+        """
+        stages = self._pipeline.stages.values()
+        addresses = {stage.name: self._addresses(stage) for stage in stages}
+        config = OrchestratorConfig(
+            pipeline=str(self._pipeline.source),
+            overrides=self._overrides,
+            replicas=addresses,
+            listen=self.endpoint,
+            admin_listen=self.admin_endpoint,
+            parent_pid=os.getpid(),
+        )
+        command = _command(
+            "stagemesh.orchestrator", folder.write_config(ORCHESTRATOR, dump_orchestrator_config(config))
+        )
+        log = folder.log_path(ORCHESTRATOR)
+        orchestrator = ProcessSpec(ORCHESTRATOR, "", self.endpoint, command, log, probe_health)
+        replicas = [self._plan_replica(stage, each, folder) for stage in stages for each in addresses[stage.name]]
+        return (orchestrator, *replicas)
+
+    def _addresses(self, stage: Stage) -> tuple[ReplicaAddress, ...]:
+        count = range(stage.replicas)
+        return tuple(ReplicaAddress(f"{stage.name}-{i}", f"{HOST}:{self._ports.pick()}") for i in count)
+
+    def _plan_replica(self, stage: Stage, address: ReplicaAddress, folder: RunFolder) -> ProcessSpec:
+        config = StageConfig(
+            pipeline=self._pipeline.name,
+            generation=self._pipeline.generation,
+            stage=stage.name,
+            replica=address.name,
+            engine=stage.engine,
+            function=stage.function,
+            model=None if stage.model_path is None else str(stage.model_path),
+            options=stage.options,
+            listen=address.endpoint,
+            data_plane=stage.data_plane,
+            stall_s=stage.stall_s,
+            parent_pid=os.getpid(),
+        )
+        command = _command("stagemesh.services.stage", folder.write_config(address.name, dump_stage_config(config)))
+        log = folder.log_path(address.name)
+        return ProcessSpec(address.name, stage.name, address.endpoint, command, log, probe_stage)
 
     def _with_port(self, listen: str) -> str:
         host, _, port = listen.rpartition(":")
@@ -123,23 +164,6 @@ class Launcher:
             self._listener(status)
 
 
-@asynccontextmanager
-async def _supervised(
-    specs: tuple[ProcessSpec, ...], *, policy: RestartPolicy, listener: Listener
-) -> AsyncGenerator[None]:
-    async with asyncio.TaskGroup() as group:
-        supervised = {
-            spec.name: group.create_task(Supervisor(spec, policy=policy, listener=listener).run()) for spec in specs
-        }
-        yield
-        # The orchestrator stops first, because requests that it finishes may have steps that have not started.
-        orchestrator = supervised.pop(ORCHESTRATOR)
-        orchestrator.cancel()
-        await asyncio.wait([orchestrator])
-        for task in supervised.values():
-            task.cancel()
-
-
 def _root_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Returns the first StagemeshError in a group of errors, or the first error if there is no StagemeshError."""
     cause: BaseException = group.subgroup(StagemeshError) or group
@@ -148,73 +172,13 @@ def _root_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return cause
 
 
-def _plan_processes(
-    pipeline: Pipeline,
-    *,
-    folder: RunFolder,
-    listen: str,
-    admin_listen: str,
-    overrides: Mapping[str, str],
-    ports: PortPicker,
-) -> tuple[ProcessSpec, ...]:
-    """Returns the specs of all processes of the pipeline: the orchestrator and all replicas.
-
-    Selects ports for the replicas, and writes the config files of all processes to `folder`.
-    """
-    addresses = {stage.name: _addresses(stage, ports) for stage in pipeline.stages.values()}
-    replicas = [
-        _plan_replica(pipeline, stage, address=address, folder=folder)
-        for stage in pipeline.stages.values()
-        for address in addresses[stage.name]
-    ]
-    config = OrchestratorConfig(
-        pipeline=str(pipeline.source),
-        overrides=overrides,
-        replicas=addresses,
-        listen=listen,
-        admin_listen=admin_listen,
-        parent_pid=os.getpid(),
-    )
-    path = folder.write_config(ORCHESTRATOR, dump_orchestrator_config(config))
-    orchestrator = ProcessSpec(
-        name=ORCHESTRATOR,
-        stage="",
-        endpoint=listen,
-        command=_command("stagemesh.orchestrator", path),
-        log=folder.log_path(ORCHESTRATOR),
-        probe=probe_health,
-    )
-    return (orchestrator, *replicas)
-
-
-def _addresses(stage: Stage, ports: PortPicker) -> tuple[ReplicaAddress, ...]:
-    return tuple(ReplicaAddress(f"{stage.name}-{i}", f"{HOST}:{ports.pick()}") for i in range(stage.replicas))
-
-
-def _plan_replica(pipeline: Pipeline, stage: Stage, *, address: ReplicaAddress, folder: RunFolder) -> ProcessSpec:
-    config = StageConfig(
-        pipeline=pipeline.name,
-        generation=pipeline.generation,
-        stage=stage.name,
-        replica=address.name,
-        engine=stage.engine,
-        function=stage.function,
-        model=None if stage.model_path is None else str(stage.model_path),
-        options=stage.options,
-        listen=address.endpoint,
-        data_plane=stage.data_plane,
-        stall_s=stage.stall_s,
-        parent_pid=os.getpid(),
-    )
-    path = folder.write_config(address.name, dump_stage_config(config))
-    return ProcessSpec(
-        name=address.name,
-        stage=stage.name,
-        endpoint=address.endpoint,
-        command=_command("stagemesh.services.stage", path),
-        log=folder.log_path(address.name),
-        probe=probe_stage,
-    )
+async def _stop(tasks: dict[str, asyncio.Task[None]]) -> None:
+    # The orchestrator stops first, because requests that it finishes may have steps that have not started.
+    orchestrator = tasks.pop(ORCHESTRATOR)
+    orchestrator.cancel()
+    await asyncio.wait([orchestrator])
+    for task in tasks.values():
+        task.cancel()
 
 
 def _command(module: str, config: Path) -> tuple[str, ...]:

@@ -16,12 +16,7 @@ class RunFolder:
     A file lock shows that the run is in progress. The kernel releases the lock when the run ends for any reason.
     """
 
-    def __init__(self, path: Path, lock: int) -> None:
-        self.path = path
-        self._lock: int | None = lock
-
-    @classmethod
-    def create(cls, runs_dir: Path) -> "RunFolder":
+    def __init__(self, runs_dir: Path) -> None:
         """Creates a folder for a new run in `runs_dir`.
 
         Removes the config files of all ended runs, and all files of ended runs except for the newest KEPT_RUNS.
@@ -30,9 +25,11 @@ class RunFolder:
         runs_lock = _lock(runs_dir, flags=fcntl.LOCK_EX)
         try:
             _remove_ended_runs(runs_dir)
-            path = runs_dir / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{time.monotonic_ns() % 1_000_000:06d}"
-            path.mkdir(mode=0o700)
-            return cls(path, _lock(path, flags=fcntl.LOCK_EX))
+            self.path = (
+                runs_dir / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{time.monotonic_ns() % 1_000_000:06d}"
+            )
+            self.path.mkdir(mode=0o700)
+            self._lock: int | None = _lock(self.path, flags=fcntl.LOCK_EX)
         finally:
             os.close(runs_lock)
 

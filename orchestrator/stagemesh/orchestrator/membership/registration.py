@@ -1,17 +1,27 @@
-"""Registers replicas as members. Each member has a lease, and leaves when it deregisters or when its lease expires.
+"""Registers replicas as members, and serves MembershipService, by which replicas register.
 
-Leases are measured with the event loop's clock, which does not jump when the system time is set.
+Each member has a lease, and leaves when it deregisters or when its lease expires. Leases are measured with the event
+loop's clock, which does not jump when the system time is set.
 """
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotReadyError, StaleAttemptError
 from stagemesh.orchestrator.membership.base import Member, MembershipListener, find_refusal
 from stagemesh.orchestrator.spec import Pipeline
-from stagemesh.v1 import membership_pb2
+from stagemesh.rpc.handlers import answering, streaming
+from stagemesh.v1 import membership_pb2, membership_pb2_grpc
+
+if TYPE_CHECKING:
+    import grpc
+
+SERVICE_NAME = membership_pb2.DESCRIPTOR.services_by_name["MembershipService"].full_name
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[membership_pb2.RegisterRequest, membership_pb2.RegisterResponse]"
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +32,6 @@ class Lease:
 
     member: Member
     incarnation: str
-    ends_at_s: float
     streams: int = 0
     """The number of open streams on which the replica can renew the lease. 0 if the replica is disconnected."""
     timer: asyncio.TimerHandle | None = None
@@ -73,7 +82,7 @@ class RegistrationSource:
             return held
         if held is not None:
             self._replace_holder(held, member)
-        lease = Lease(member, identity.incarnation, ends_at_s=0.0, streams=1)
+        lease = Lease(member, identity.incarnation, streams=1)
         self._leases[identity.replica] = lease
         self.renew(lease)
         self._listener.join(member)
@@ -90,10 +99,9 @@ class RegistrationSource:
             if holder is not None:
                 raise StaleAttemptError(f"another process has registered as {lease.member.name} since and replaces it")
             raise NotReadyError(f"the lease of {lease.member.name} has ended; register again", reason="LEASE_ENDED")
-        loop = asyncio.get_running_loop()
-        lease.ends_at_s = loop.time() + self.lease_s
-        if lease.timer is None:
-            lease.timer = loop.call_at(lease.ends_at_s, self._check_end, lease)
+        _stop_timer(lease)
+        why = f"it did not renew its lease of {self.lease_s:g} s"
+        lease.timer = asyncio.get_running_loop().call_later(self.lease_s, self._end, lease, why)
 
     def leave(self, lease: Lease) -> None:
         """Ends the lease of a replica that deregisters. Does nothing if the lease has already ended."""
@@ -137,13 +145,6 @@ class RegistrationSource:
             )
         self._end(held, "another process registered under its name")
 
-    def _check_end(self, lease: Lease) -> None:
-        loop = asyncio.get_running_loop()
-        if loop.time() < lease.ends_at_s:
-            lease.timer = loop.call_at(lease.ends_at_s, self._check_end, lease)
-        else:
-            self._end(lease, f"it did not renew its lease of {self.lease_s:g} s")
-
     def _end(self, lease: Lease, why: str) -> None:
         if self._leases.get(lease.member.name) is lease:
             del self._leases[lease.member.name]
@@ -171,3 +172,58 @@ def _check_complete(identity: membership_pb2.ReplicaIdentity) -> None:
             f"replica {identity.replica} registers with endpoint {identity.endpoint!r}; it must be host:port",
             reason="INVALID_REPLICA",
         )
+
+
+class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
+    """Serves MembershipService for one orchestrator. Rejects all registrations if `source` is None."""
+
+    def __init__(self, source: RegistrationSource | None) -> None:
+        self._source = source
+
+    @streaming
+    async def Register(
+        self, request_iterator: AsyncIterator[membership_pb2.RegisterRequest], context: _Context
+    ) -> AsyncIterator[membership_pb2.RegisterResponse]:
+        async with answering(context):
+            source = self._source
+            if source is None:
+                raise NotReadyError(
+                    "replicas cannot register with this orchestrator; list them in its config, or set "
+                    "`registration` there",
+                    reason="REGISTRATION_CLOSED",
+                )
+            first = await anext(request_iterator, None)
+            if first is None or not first.HasField("replica"):
+                raise InvalidRequestError(
+                    "the first message must contain the replica's identity", reason="INVALID_REPLICA"
+                )
+            lease = source.register(first.replica)
+            try:
+                yield membership_pb2.RegisterResponse(lease_s=source.lease_s)
+                while await _next(request_iterator, source.closed):
+                    source.renew(lease)
+                    yield membership_pb2.RegisterResponse(lease_s=source.lease_s)
+                # A broken connection may look like the orderly end of the replica's stream. This answer raises in that
+                # case.
+                yield membership_pb2.RegisterResponse(lease_s=source.lease_s)
+                source.leave(lease)
+            finally:
+                source.disconnect(lease)
+
+
+async def _next(requests: AsyncIterator[membership_pb2.RegisterRequest], closed: asyncio.Event) -> bool:
+    """Waits for the replica's next message.
+
+    Returns False if the replica closes its stream instead of sending a message.
+
+    Raises NotReadyError (NOT_RUNNING) if the orchestrator stops before.
+    """
+    reading, closing = asyncio.ensure_future(anext(requests, None)), asyncio.ensure_future(closed.wait())
+    try:
+        await asyncio.wait([reading, closing], return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():
+            raise NotReadyError("the orchestrator stops; register again", reason="NOT_RUNNING")
+        return reading.result() is not None
+    finally:
+        reading.cancel()
+        closing.cancel()

@@ -14,7 +14,6 @@ from stagemesh.common.versions import WIRE_VERSION
 from stagemesh.orchestrator.spec.checks.conditions import ConditionResolver, merge_options
 from stagemesh.orchestrator.spec.checks.edges import EdgeResolver, topological_order
 from stagemesh.orchestrator.spec.checks.flows import check_flows
-from stagemesh.orchestrator.spec.checks.shape import check_shape
 from stagemesh.orchestrator.spec.checks.stages_and_outputs import (
     Catalog,
     StageResolver,
@@ -22,9 +21,8 @@ from stagemesh.orchestrator.spec.checks.stages_and_outputs import (
     resolve_outputs,
 )
 from stagemesh.orchestrator.spec.model import ExplainedValue, Pipeline, Stage
-from stagemesh.orchestrator.spec.schema import Limits, PipelineFile
-from stagemesh.orchestrator.spec.source.document import read_document
-from stagemesh.orchestrator.spec.source.overrides import apply_overrides
+from stagemesh.orchestrator.spec.schema import Limits, PipelineFile, check_shape
+from stagemesh.orchestrator.spec.source.document import apply_overrides, read_document
 from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Origin, Problems, dotted
 
 _BUILT_IN_DIR = Path(str(files("stagemesh.orchestrator"))) / "pipelines"
@@ -75,9 +73,7 @@ def load_pipeline(
     _check_limits(file.limits, problems)
     problems.raise_any()
     stages = {name: stages[name] for name in topological_order(list(stages), {edge.arc for edge in edges})}
-    check_flows(catalog, problems, stages=stages, edges=edges, outputs=outputs)
-    problems.raise_any()
-    return Pipeline(
+    pipeline = Pipeline(
         name=file.name,
         generation=_generation(stages),
         stages=stages,
@@ -88,6 +84,9 @@ def load_pipeline(
         options=options,
         explanation=tuple(_explain(file, problems.origins)),
     )
+    check_flows(catalog, problems, pipeline)
+    problems.raise_any()
+    return pipeline
 
 
 def _find_file(name_or_path: str) -> Path:

@@ -1,9 +1,13 @@
-"""The schema of pipeline files. The checks convert each entry to its type in `spec.model`."""
+"""The schema of pipeline files, and the check of a file's structure against the schema.
+
+`check_shape` converts pydantic's errors to problems with a line and a remedy. The other checks convert each entry to
+its type in `spec.model`.
+"""
 
 import sys
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import (
     BaseModel,
@@ -15,6 +19,7 @@ from pydantic import (
     PlainSerializer,
     StringConstraints,
     Tag,
+    ValidationError,
     model_serializer,
     model_validator,
 )
@@ -25,6 +30,11 @@ from stagemesh.common.descriptors import OptionSpec
 from stagemesh.common.stage_config import STALL_S, DataPlaneConfig
 from stagemesh.connectors.edge import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.orchestrator.spec.conditions import Comparison, InputKind
+from stagemesh.orchestrator.spec.source.document import Document
+from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, dotted, suggest
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 Name: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$", max_length=63)]
 OptionName: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=63)]
@@ -250,3 +260,69 @@ class PipelineFile(Entry, frozen=True):
     outputs: Annotated[Mapping[OutputName, OutputEntry], Field(min_length=1)]
     options: Mapping[OptionName, OptionEntry] = {}
     limits: Limits = Limits()
+
+
+_TERMS = {"(option)": OptionTerm, "(input)": InputTerm, "(output)": OutputTerm}
+_TAGS = frozenset({*_TERMS, "(frames)", "(names)", "(word)"})
+_NAME_REMEDY = "use lower-case letters, digits and '-', a letter first"
+
+
+def check_shape(document: Document) -> PipelineFile:
+    """Validates the document against the schema, and returns the typed pipeline file.
+
+    Raises InvalidPipelineError with all problems found so far if the document is invalid.
+    """
+    file = None
+    try:
+        file = PipelineFile.model_validate(document.values, by_alias=True, by_name=False)
+    except ValidationError as exc:
+        for error in exc.errors(include_url=False):
+            path = tuple(part for part in error["loc"] if part not in _TAGS)
+            if not document.problems.has(path):
+                document.problems.add(path, _describe(error, path))
+    document.problems.raise_any()
+    assert file is not None, "every validation error is a problem"
+    return file
+
+
+def _describe(error: "ErrorDetails", path: KeyPath) -> str:
+    parent = path[:-1]
+    match error["type"]:
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            return f"unknown key {dotted(path)!r}; {suggest(str(path[-1]), _known_keys(error['loc'][:-1]))}"
+        case "missing":
+            return f"{dotted(parent) or 'the file'} has no {str(path[-1])!r}; add it"
+        case "string_pattern_mismatch" if path[-1] == "[key]":
+            return f"{dotted(parent)!r} is not a valid name; {_NAME_REMEDY}"
+        case "string_pattern_mismatch":
+            return f"{dotted(path)} is {error['input']!r}; {_NAME_REMEDY}"
+        case "too_short":
+            return f"{dotted(path)} is empty; add at least one item"
+        case _:
+            message = error["msg"]
+            return f"{dotted(path)} is {error['input']!r}; {message[:1].lower()}{message[1:]}"
+
+
+def _known_keys(path: KeyPath) -> set[str]:
+    entry: Any = PipelineFile
+    match path:
+        case ("stages", _):
+            entry = StageEntry
+        case ("stages", _, "data_plane"):
+            entry = DataPlaneEntry
+        case ("edges", _):
+            entry = EdgeEntry
+        case ("edges", _, "chunk", "(frames)"):
+            entry = FramesEntry
+        case ("stages" | "edges", _, "when", _, str() as tag):
+            entry = _TERMS[tag]
+        case ("options", _):
+            entry = OptionEntry
+        case ("limits",):
+            entry = Limits
+        case ("limits", "per_caller"):
+            entry = Bounds
+        case _:
+            pass
+    fields = entry.__pydantic_fields__
+    return {field.validation_alias or name for name, field in fields.items()}

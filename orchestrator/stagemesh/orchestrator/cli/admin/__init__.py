@@ -8,9 +8,8 @@ import typer
 
 from stagemesh.orchestrator.cli.admin.commands import COMMANDS, GROUPS, Command
 from stagemesh.orchestrator.cli.error_output import EXIT_FAILED, AsJson
-from stagemesh.orchestrator.cli.options import DEFAULT_ADMIN_SERVER, AdminServer
+from stagemesh.orchestrator.cli.options import DEFAULT_ADMIN_SERVER, AdminServer, Parameter, with_parameters
 from stagemesh.orchestrator.cli.output import print_all, print_json, to_json
-from stagemesh.orchestrator.cli.parameters import Parameter, with_parameters
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -45,11 +44,11 @@ def _answers(command: Command, values: dict[str, Any], *, server: str) -> "Itera
     """
     from contextlib import closing
 
-    from stagemesh.orchestrator.cli.admin.client import TIMEOUT_S, connected, is_control, is_stream, make_request
+    from stagemesh.orchestrator.cli.admin.client import TIMEOUT_S, AdminConnection, is_control, is_stream, make_request
 
     rpc = command.rpc if isinstance(command.rpc, str) else command.rpc(values)
     timeout_s = values.get("timeout", TIMEOUT_S)
-    with connected(server) as admin:
+    with AdminConnection(server) as admin:
         for replica in admin.replicas_of(values["target"]) if is_control(rpc) else ("",):
             values["replica"] = replica
             request = make_request(rpc, {**values, **command.fields(values)})
@@ -73,6 +72,6 @@ def _show(command: Command, answer: Any, values: dict[str, Any], *, replica: str
 _groups = {name: typer.Typer(help=text, no_args_is_help=True) for name, text in GROUPS.items()}
 for _command in COMMANDS:
     _group, _, _name = _command.name.rpartition(" ")
-    _groups.get(_group, app).command(_name, help=_command.help)(_callback(_command))
+    _groups.get(_group, app).command(_name, help=_command.description)(_callback(_command))
 for _name, _app in _groups.items():
     app.add_typer(_app, name=_name)

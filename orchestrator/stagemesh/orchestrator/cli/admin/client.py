@@ -1,7 +1,7 @@
 """The connection of the command line to AdminService, which also forwards calls to the control services of replicas."""
 
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -47,8 +47,11 @@ def make_request(rpc: str, values: dict[str, Any]) -> "Message":
     return GetMessageClass(message)(**fields)
 
 
-class AdminConnection:
-    """Calls RPCs of AdminService and StageControlService by name. Raises a StagemeshError if a call fails."""
+class AdminConnection(AbstractContextManager["AdminConnection"]):
+    """Calls RPCs of AdminService and StageControlService by name. Raises a StagemeshError if a call fails.
+
+    The end of the `with` block closes the connection.
+    """
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
@@ -88,8 +91,7 @@ class AdminConnection:
             raise NotFoundError(f"unknown replica or stage {target!r}", reason="UNKNOWN_TARGET")
         return found
 
-    def close(self) -> None:
-        """Closes the gRPC channel."""
+    def __exit__(self, *_: object) -> None:
         self._channel.close()
 
     def _replicas(self) -> Iterator[admin_pb2.ReplicaStatus]:
@@ -106,16 +108,6 @@ class AdminConnection:
         if isinstance(error, UnavailableError) and "peer" in error.metadata:
             error.reason = UNREACHABLE
         return error
-
-
-@contextmanager
-def connected(endpoint: str) -> Generator[AdminConnection]:
-    """Opens a connection to AdminService at `endpoint`, and closes the connection at the end of the `with` block."""
-    connection = AdminConnection(endpoint)
-    try:
-        yield connection
-    finally:
-        connection.close()
 
 
 def _method(rpc: str) -> "MethodDescriptor":

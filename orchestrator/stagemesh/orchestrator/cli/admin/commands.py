@@ -1,13 +1,17 @@
-"""The table of commands for operators: the name, RPC, parameters, request fields and display of each command."""
+"""The table of commands for operators: the name, RPC, parameters, request fields and display of each command.
+
+The shell completes the names of stages, replicas, edges and requests that the server knows.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from stagemesh.orchestrator.cli.admin import parameters as param
+import typer
+
 from stagemesh.orchestrator.cli.admin import views
+from stagemesh.orchestrator.cli.options import DEFAULT_ADMIN_SERVER, Parameter, argument, flag, option
 from stagemesh.orchestrator.cli.output import Column, enum_word, links_table, make_table, size
-from stagemesh.orchestrator.cli.parameters import Parameter
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,9 +24,20 @@ Display: TypeAlias = "Callable[[Any, Values], RenderableType]"
 _CHANGE_S = 600.0
 _LOAD_S = 300.0
 _RESTART_S = 3600.0
+_COMPLETION_TIMEOUT_S = 0.5
+# For each list RPC of AdminService: the answer's field with the items, and a function that returns an item's name.
+_LISTS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "ListStages": ("stages", lambda stage: stage.name),
+    "ListReplicas": ("replicas", lambda replica: replica.name),
+    "ListEdges": ("edges", lambda edge: edge.edge.name),
+    "ListRequests": ("requests", lambda request: request.request_id),
+}
 
 
-@dataclass(frozen=True)
+def _no_fields(_: Values) -> Values:
+    return {}
+
+
 class Command:
     """One command of `stagemesh admin`.
 
@@ -30,28 +45,32 @@ class Command:
     selects, one replica after the other.
     """
 
-    name: str
-    """The name of the command, preceded by the name of the command's group if there is one, for example "lora load"."""
-    help: str
-    rpc: str | Callable[[Values], str]
-    display: Display
-    parameters: Mapping[str, Parameter]
-    """The parameters of the command by name. A parameter that has the name of a request field sets that field."""
-    fields: Callable[[Values], Values] = lambda _: {}
-    """A function that computes further request fields from the values of the parameters."""
-    fails: Callable[[Any], bool] = lambda _: False
-    """A function that returns whether an answer makes the command exit with status 1."""
+    def __init__(
+        self,
+        name: str,
+        description: str,
+        rpc: str | Callable[[Values], str],
+        display: Display,
+        fields: Callable[[Values], Values] = _no_fields,
+        fails: Callable[[Any], bool] = lambda _: False,
+        /,
+        **parameters: Parameter,
+    ) -> None:
+        """Creates a command.
+
+        - `name` is preceded by the name of the command's group if there is one, for example "lora load".
+        - `description` is the command's help text.
+        - `fields` computes further request fields from the values of the parameters.
+        - `fails` returns whether an answer makes the command exit with status 1.
+        - `parameters` are the parameters by name. A parameter that has the name of a request field sets that field.
+        """
+        self.name, self.description, self.rpc, self.display = name, description, rpc, display
+        self.fields, self.fails, self.parameters = fields, fails, parameters
 
 
 def _table(columns: Sequence[Column], rows: str) -> Display:
     """Returns a display that shows the repeated field `rows` of an answer as a table."""
     return lambda answer, _: make_table(columns, getattr(answer, rows))
-
-
-def _request_in_full(answer: Any, _: Values) -> "RenderableType":
-    from stagemesh.orchestrator.cli.admin.request_view import request_view
-
-    return request_view(answer)
 
 
 def _restart_phase(answer: Any, _: Values) -> str:
@@ -93,10 +112,68 @@ def _busy_policy(values: Values) -> Values:
     return {"when_busy": "BUSY_POLICY_DRAIN" if values["drain"] else "BUSY_POLICY_REFUSE"}
 
 
-_TARGET = {"target": param.TARGET}
-_ID = {"request_id": param.REQUEST_ID}
-_PAGE = {"page_size": param.PAGE_SIZE, "page_token": param.PAGE_TOKEN}
-_ADAPTER = {**_TARGET, "name": param.LOADED_ADAPTER}
+def _complete(*rpcs: str) -> Callable[[typer.Context, str], list[str]]:
+    """Returns a shell completion callback for the names in the answers of these list RPCs.
+
+    The callback completes nothing if the server does not answer.
+    """
+
+    def complete(ctx: typer.Context, incomplete: str) -> list[str]:
+        from stagemesh.common.errors import StagemeshError
+        from stagemesh.orchestrator.cli.admin.client import AdminConnection
+
+        try:
+            with AdminConnection(ctx.params.get("server") or DEFAULT_ADMIN_SERVER) as admin:
+                return [name for rpc in rpcs for name in _names(admin, rpc) if name.startswith(incomplete)]
+        except StagemeshError:
+            return []
+
+    return complete
+
+
+def _names(admin: Any, rpc: str) -> Sequence[str]:
+    from stagemesh.orchestrator.cli.admin.client import make_request
+
+    items, name = _LISTS[rpc]
+    answer = admin.call(rpc, make_request(rpc, {}), timeout_s=_COMPLETION_TIMEOUT_S)
+    return [name(item) for item in getattr(answer, items)]
+
+
+def _seconds(text: str, name: str, *, default: float = 0.0, least: float = 0) -> Parameter:
+    return option(float, text, name, default=default, min=least, metavar="SECONDS")
+
+
+def _timeout(default_s: float) -> Parameter:
+    text = "Fail if the command takes longer than this number of seconds."
+    return _seconds(text, "--timeout", default=default_s, least=0.1)
+
+
+_ReplicaState = StrEnum("_ReplicaState", ["LOADING", "READY", "DRAINING", "FAILED", "ASLEEP", "UNREACHABLE"])
+_RequestState = StrEnum("_RequestState", ["QUEUED", "RUNNING", "FINISHED", "FAILED", "CANCELLED"])
+
+_complete_target = _complete("ListStages", "ListReplicas")
+_complete_replica = _complete("ListReplicas")
+
+_TARGET = {
+    "target": argument(
+        str,
+        "Select the replica with this name, or all replicas of the stage with this name.",
+        metavar="TARGET",
+        complete=_complete_target,
+    )
+}
+_ID = {
+    "request_id": argument(str, "Select the request with this id.", metavar="ID", complete=_complete("ListRequests"))
+}
+_PAGE = {
+    "page_size": option(int, "List at most this number of items. 0 means 100.", default=0, min=0),
+    "page_token": option(
+        str,
+        "Continue a list at the token that was printed with its previous page. Starts at the first item if omitted.",
+        metavar="TOKEN",
+    ),
+}
+_ADAPTER = {**_TARGET, "name": argument(str, "Select the loaded adapter with this name.", metavar="NAME")}
 
 GROUPS = {
     "lora": "Load, list, pin and unload the LoRA adapters of stages.",
@@ -108,44 +185,67 @@ COMMANDS = (
         "List the pipelines that the orchestrator serves, their request counts, and the callers with requests in each.",
         "ListPipelines",
         lambda answer, _: views.pipelines_view(answer.pipelines),
-        _PAGE,
+        **_PAGE,
     ),
     Command(
         "stages",
         "List the stages of the pipeline with the work on their replicas.",
         "ListStages",
         _table(views.STAGES, "stages"),
-        _PAGE,
+        **_PAGE,
     ),
     Command(
         "replicas",
         "List the replicas of the stages with their state and their load.",
         "ListReplicas",
         _table(views.REPLICAS, "replicas"),
-        {"stage": param.STAGE_FILTER, "state": param.REPLICA_STATE_FILTER, **_PAGE},
         lambda values: {"state": values["state"] and f"REPLICA_STATE_{values['state'].name}"},
+        stage=option(
+            str,
+            "List only the replicas of this stage. Lists the replicas of all stages if omitted.",
+            "--stage",
+            metavar="STAGE",
+            autocompletion=_complete("ListStages"),
+        ),
+        state=option(
+            _ReplicaState, "List only replicas in this state. Lists replicas in all states if omitted.", "--state"
+        ),
+        **_PAGE,
     ),
     Command(
         "edges",
         "List the edges with the connectors that their replicas use, and the number of chunks and bytes transferred.",
         "ListEdges",
         lambda answer, _: views.edges_view(answer.edges),
-        _PAGE,
+        **_PAGE,
     ),
     Command(
         "requests",
         "List the queued and running requests, oldest first. Use --state to list requests that have ended recently.",
         "ListRequests",
         _table(views.REQUESTS, "requests"),
-        {"target": param.ON_TARGET, "states": param.REQUEST_STATE_FILTER, **_PAGE},
         lambda values: {"states": [f"REQUEST_STATE_{state.name}" for state in values["states"] or ()]},
+        target=option(
+            str,
+            "List only requests with a step on this replica or stage. Lists all requests if omitted.",
+            "--on",
+            metavar="TARGET",
+            autocompletion=_complete_target,
+        ),
+        states=option(
+            list[_RequestState],
+            "List only requests in this state. Repeatable. Lists queued and running requests if omitted. Ended "
+            "requests are listed for a limited time.",
+            "--state",
+        ),
+        **_PAGE,
     ),
     Command(
         "request",
         "Show one request: the steps on its stages, what each step waits for, its chunks in flight and its timeline.",
         "GetRequest",
-        _request_in_full,
-        _ID,
+        lambda answer, _: views.request_view(answer),
+        **_ID,
     ),
     Command(
         "drain",
@@ -153,22 +253,26 @@ COMMANDS = (
         "--move.",
         "DrainReplicas",
         _table(views.REPLICA_STATES, "replicas"),
-        {
-            **_TARGET,
-            "wait": param.WAIT,
-            "move": param.MOVE,
-            "grace_s": param.GRACE,
-            "force": param.FORCE_DRAIN,
-            "timeout": param.timeout(_CHANGE_S),
-        },
         lambda values: {"move_after_s": values["grace_s"] if values["move"] else None},
+        **_TARGET,
+        wait=flag("Return only after all requests on the drained replicas have ended.", "--wait"),
+        move=flag("Move running requests to other replicas instead of letting them finish.", "--move"),
+        grace_s=_seconds(
+            "With --move, wait this number of seconds for requests to finish before moving them. 0 moves them at once.",
+            "--grace",
+        ),
+        force=flag(
+            "Drain even if the stage would have no ready replica left. Requests that need the stage are then rejected.",
+            "--force",
+        ),
+        timeout=_timeout(_CHANGE_S),
     ),
     Command(
         "resume",
         "End a drain, so that new requests are placed on the replica or the stage again.",
         "ResumeReplicas",
         _table(views.REPLICA_STATES, "replicas"),
-        _TARGET,
+        **_TARGET,
     ),
     Command(
         "restart",
@@ -176,19 +280,23 @@ COMMANDS = (
         "then waits until its supervisor has started it again and it is ready.",
         "RestartReplicas",
         _restart_phase,
-        {
-            **_TARGET,
-            "drain_s": param.DRAIN_TIME,
-            "force": param.FORCE_RESTART,
-            "timeout": param.timeout(_RESTART_S),
-        },
+        **_TARGET,
+        drain_s=_seconds(
+            "Wait at most this number of seconds for the requests on each replica to finish. 0 means 300 seconds.",
+            "--drain",
+        ),
+        force=flag(
+            "Restart even if no ready replica would remain, and stop requests that are still running after --drain.",
+            "--force",
+        ),
+        timeout=_timeout(_RESTART_S),
     ),
     Command(
         "cancel",
         "Cancel a request. Returns after every stage has released it.",
         "CancelRequest",
         lambda _, values: f"cancelled {values['request_id']}; every stage has released it",
-        _ID,
+        **_ID,
     ),
     Command(
         "probe",
@@ -196,83 +304,139 @@ COMMANDS = (
         "status 1 if a negotiation fails.",
         "ProbeEdge",
         lambda answer, _: links_table([answer.edge]),
-        {"edge": param.EDGE, "producer": param.PRODUCER, "consumer": param.CONSUMER},
-        fails=lambda answer: any(link.HasField("error") for link in answer.edge.links),
+        _no_fields,
+        lambda answer: any(link.HasField("error") for link in answer.edge.links),
+        edge=argument(
+            str, "Select the edge with this name, for example 'a->b'.", metavar="EDGE", complete=_complete("ListEdges")
+        ),
+        producer=option(
+            str,
+            "Probe only from this producing replica. Probes from all producing replicas if omitted.",
+            metavar="REPLICA",
+            autocompletion=_complete_replica,
+        ),
+        consumer=option(
+            str,
+            "Probe only to this consuming replica. Probes to all consuming replicas if omitted.",
+            metavar="REPLICA",
+            autocompletion=_complete_replica,
+        ),
     ),
     Command(
         "sleep",
         "Free the device memory of replicas. The replicas reject requests until `stagemesh admin wake`.",
         "Sleep",
         _asleep,
-        {
-            **_TARGET,
-            "level": param.SLEEP_LEVEL,
-            "drain": param.DRAIN_STEPS,
-            "timeout": param.timeout(_CHANGE_S),
-        },
         _busy_policy,
+        **_TARGET,
+        level=option(
+            int,
+            "Set the sleep level. Level 1 keeps the weights in host memory. Level 2 drops the weights, and `wake` "
+            "reads them again.",
+            default=1,
+            min=1,
+            max=2,
+        ),
+        drain=flag(
+            "Wait until running steps have ended. Without this option, the command fails if steps are running.",
+            "--drain",
+        ),
+        timeout=_timeout(_CHANGE_S),
     ),
     Command(
         "wake",
         "Allocate the device memory of sleeping replicas again, so that they accept requests.",
         "Wake",
         _asleep,
-        {**_TARGET, "tags": param.WAKE_TAGS, "timeout": param.timeout(_CHANGE_S)},
+        **_TARGET,
+        tags=option(
+            list[str],
+            "Allocate only the part of the device memory with this tag, which `sleep` printed. Repeatable. "
+            "Allocates all parts if omitted.",
+            "--tag",
+            metavar="TAG",
+        ),
+        timeout=_timeout(_CHANGE_S),
     ),
     Command(
         "cache",
         "Show the size and hit rate of an engine's cache, or delete the cached data with --clear.",
         lambda values: "ClearCaches" if values["clear"] else "GetCacheStatistics",
         _cache,
-        {**_TARGET, "clear": param.CLEAR_CACHE, "preempt_running": param.PREEMPT},
+        **_TARGET,
+        clear=flag("Delete the cached data instead of showing the cache's statistics.", "--clear"),
+        preempt_running=flag(
+            "With --clear, also delete cached data that running requests use, so that they compute it again. "
+            "Without this option, --clear fails if running requests use the cache.",
+            "--preempt",
+        ),
     ),
     Command(
         "lora load",
         "Load a LoRA adapter from a folder, so that requests can select it by its name.",
         "LoadAdapter",
         lambda answer, _: f"loaded {answer.adapter.name}, rank {answer.adapter.rank}",
-        {
-            **_TARGET,
-            "name": param.ADAPTER_NAME,
-            "path": param.ADAPTER_FOLDER,
-            "timeout": param.timeout(_LOAD_S),
-        },
+        **_TARGET,
+        name=argument(str, "Set the name by which requests select the adapter.", metavar="NAME"),
+        path=argument(
+            str,
+            "Read the adapter from this folder on the replica's machine. The path must be absolute.",
+            metavar="FOLDER",
+        ),
+        timeout=_timeout(_LOAD_S),
     ),
     Command(
         "lora unload",
         "Unload a LoRA adapter and free its memory.",
         "UnloadAdapter",
         lambda _, values: f"unloaded {values['name']}",
-        {**_ADAPTER, "drain": param.DRAIN_ADAPTER, "timeout": param.timeout(_LOAD_S)},
         _busy_policy,
+        **_ADAPTER,
+        drain=flag(
+            "Wait until requests that use the adapter have ended. Without this option, the command fails if "
+            "requests use the adapter.",
+            "--drain",
+        ),
+        timeout=_timeout(_LOAD_S),
     ),
     Command(
         "lora pin",
         "Keep a LoRA adapter on the device until it is unloaded, so that no request waits for it.",
         "PinAdapter",
         lambda answer, _: f"pinned {answer.adapter.name}",
-        _ADAPTER,
+        **_ADAPTER,
     ),
     Command(
-        "lora list",
-        "List the LoRA adapters that replicas have loaded.",
-        "ListAdapters",
-        _adapters,
-        {**_TARGET, **_PAGE},
+        "lora list", "List the LoRA adapters that replicas have loaded.", "ListAdapters", _adapters, **_TARGET, **_PAGE
     ),
     Command(
         "profile start",
         "Start recording a performance profile of an engine. Each replica writes to a subfolder with its own name.",
         "StartProfile",
         lambda answer, _: f"records into {answer.folder}",
-        {**_TARGET, "folder": param.PROFILE_FOLDER, "max_steps": param.PROFILE_STEPS},
         lambda values: {"folder": f"{values['folder']}/{values['replica']}"},
+        **_TARGET,
+        folder=option(
+            str,
+            "Write the files to this folder, which is relative to the folder in the stage's option profile_dir.",
+            "--folder",
+            default="profile",
+            metavar="FOLDER",
+        ),
+        max_steps=option(
+            int,
+            "Stop recording after this number of engine steps. Records until `stagemesh admin profile stop` if "
+            "omitted.",
+            "--steps",
+            min=1,
+        ),
     ),
     Command(
         "profile stop",
         "Stop recording a performance profile, and print the paths of its files on each replica's machine.",
         "StopProfile",
         lambda answer, _: "".join(f"\n  {file}" for file in answer.files) or "no files",
-        {**_TARGET, "timeout": param.timeout(_LOAD_S)},
+        **_TARGET,
+        timeout=_timeout(_LOAD_S),
     ),
 )

@@ -1,7 +1,8 @@
-"""Tables for the lists of AdminService: pipelines, callers, stages, replicas, edges and requests."""
+"""Displays the answers of AdminService: tables of lists, and one request with its steps, flows and timeline."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stagemesh.orchestrator.cli.output import (
     Cell,
@@ -9,17 +10,23 @@ from stagemesh.orchestrator.cli.output import (
     connector_name,
     duration,
     enum_word,
+    fields,
     links_table,
     make_table,
     number,
+    numbers,
     size,
     state_cell,
+    to_text,
 )
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from stagemesh.v1 import admin_pb2
+    from stagemesh.v1 import admin_pb2, control_pb2
+
+# The reason that a drained replica reports for a step that continues on another replica.
+_MOVED = "DRAINED"
 
 
 def request_state(request: Any) -> Cell:
@@ -33,7 +40,8 @@ def replica_state(replica: Any) -> Cell:
     """Returns a table cell with the state of a replica in the color of the state, followed by its detail."""
     from stagemesh.v1 import stage_pb2
 
-    return state_cell(enum_word(stage_pb2.ReplicaState.DESCRIPTOR, replica.state), replica.detail)
+    state = enum_word(stage_pb2.ReplicaState.DESCRIPTOR, replica.state) if replica.state else ""
+    return state_cell(state, replica.detail)
 
 
 def ready_replicas(stage: Any) -> Cell:
@@ -54,10 +62,7 @@ PIPELINES = (
     Column("generation", lambda each: each.generation),
     Column("state", lambda each: [("ready", "green") if each.ready else ("not ready", "red")]),
     number("in flight", lambda each: f"{each.in_flight} of {each.max_in_flight}"),
-    number("queued", lambda each: each.queued),
-    number("finished", lambda each: each.finished),
-    number("failed", lambda each: each.failed),
-    number("cancelled", lambda each: each.cancelled),
+    *numbers("queued", "finished", "failed", "cancelled"),
     number("up", lambda each: duration(each.uptime_s)),
 )
 CALLERS = (
@@ -69,18 +74,14 @@ CALLERS = (
 )
 STAGE_WORK = (
     number("ready", ready_replicas),
-    number("running", lambda each: each.running),
-    number("queued", lambda each: each.queued),
+    *numbers("running", "queued"),
     number("work left", lambda each: duration(each.work_s)),
 )
 STAGES = (
     Column("stage", lambda each: each.name),
-    Column("engine", lambda each: each.engine),
-    Column("model", lambda each: each.model),
+    *fields("engine", "model"),
     *STAGE_WORK,
-    number("finished", lambda each: each.finished),
-    number("failed", lambda each: each.failed),
-    number("outputs", lambda each: each.outputs),
+    *numbers("finished", "failed", "outputs"),
     number("arena", arena),
 )
 REPLICA_WORK = (
@@ -92,8 +93,7 @@ REPLICA_WORK = (
 )
 REPLICAS = (
     Column("replica", lambda each: each.name),
-    Column("stage", lambda each: each.stage),
-    Column("endpoint", lambda each: each.endpoint),
+    *fields("stage", "endpoint"),
     Column("state", replica_state),
     *REPLICA_WORK,
     number("memory free", lambda each: size(each.load.free_memory_bytes) if each.HasField("load") else ""),
@@ -140,3 +140,133 @@ def edges_view(edges: "Sequence[admin_pb2.EdgeStatus]") -> "RenderableType":
     if not edges:
         return "the pipeline has no edges"
     return Group(make_table(EDGES, edges), "", links_table(each.edge for each in edges))
+
+
+class Moment(NamedTuple):
+    """One entry of a request's timeline. `at_s` is in seconds since the request was received."""
+
+    at_s: float
+    source: str
+    event: str
+
+
+def request_view(answer: "admin_pb2.GetRequestResponse") -> "RenderableType":
+    """Returns a display of everything that the server reports about a request."""
+    from rich.console import Group
+
+    parts: list[RenderableType] = [_summary(answer.request), "", make_table(_STEPS, answer.steps)]
+    if answer.flows:
+        parts += ["", make_table(_FLOWS, answer.flows)]
+    return Group(*parts, "", make_table(_TIMELINE, moments(answer)))
+
+
+def moments(answer: "admin_pb2.GetRequestResponse") -> list[Moment]:
+    """Returns the timeline of a request, earliest entry first."""
+    timeline = [Moment(0.0, "", "received")]
+    if answer.HasField("planned_s"):
+        timeline.append(Moment(answer.planned_s, "", "admitted and planned"))
+    for step in answer.steps:
+        timeline.extend(_step_moments(step))
+    return sorted(timeline, key=lambda moment: moment.at_s)
+
+
+def _summary(request: "admin_pb2.RequestStatus") -> "RenderableType":
+    from rich.console import Group
+    from rich.text import Text
+
+    received = datetime.fromtimestamp(request.received_at_s).astimezone().isoformat(sep=" ", timespec="seconds")
+    left = f", {duration(request.left_s)} until its deadline" if request.left_s else ""
+    lines = [
+        Text.assemble((request.request_id, "bold"), "  ", to_text(request_state(request))),
+        Text(
+            f"received {received}, age {duration(request.age_s)}{left}; priority {request.priority}; "
+            f"outputs {', '.join(request.outputs)}: {request.pieces:,} messages, {size(request.size_bytes)}"
+        ),
+    ]
+    if request.HasField("error"):
+        lines.append(Text(request.error.message, "red"))
+    return Group(*lines)
+
+
+def _step_count(step: Any) -> str:
+    return f"{step.steps:,}" + (f" of {step.total_steps}" if step.HasField("total_steps") else "")
+
+
+def _step_state(step: Any) -> Cell:
+    if step.error.reason == _MOVED:
+        return [("moved to another replica", "dim")]
+    if step.HasField("error"):
+        return [(f"failed: {step.error.message}", "red")]
+    if step.HasField("ended_s"):
+        return [("finished" if step.HasField("finished") else "ended", "dim")]
+    return [(f"waits for {step.waits_for}", "yellow") if step.waits_for else ("computes", "green")]
+
+
+_STEPS = (
+    *fields("stage", "replica"),
+    *numbers("attempt", "outputs"),
+    number("steps", _step_count),
+    number("last report", lambda step: f"at {duration(step.heard_s)}" if step.HasField("heard_s") else ""),
+    Column("state", _step_state),
+)
+
+
+def _newest(flow: Any) -> "control_pb2.FlowReport":
+    """Returns the producer's report of a flow, or the consumer's report if the producer sent none."""
+    report: control_pb2.FlowReport = flow.sent if flow.HasField("sent") else flow.received
+    return report
+
+
+def _waiting(flow: Any, end: str) -> str:
+    if not flow.HasField(end):
+        return ""
+    report: control_pb2.FlowReport = getattr(flow, end)
+    return f"{report.waiting_chunks:,} ({size(report.waiting_bytes)})" if report.waiting_chunks else "0"
+
+
+_FLOWS = (
+    Column("edge", lambda flow: flow.edge),
+    Column("from", lambda flow: flow.producer),
+    Column("to", lambda flow: flow.consumer),
+    Column("connector", lambda flow: connector_name(_newest(flow).connector)),
+    number(
+        "sent",
+        lambda flow: f"{flow.sent.chunks:,}{' (all)' if flow.sent.ended else ''}" if flow.HasField("sent") else "",
+    ),
+    number("in flight", lambda flow: _waiting(flow, "sent")),
+    number("unread", lambda flow: _waiting(flow, "received")),
+    number("credit left", lambda flow: size(_newest(flow).credit_bytes)),
+)
+_TIMELINE = (number("time", lambda moment: duration(moment.at_s)), *fields("source", "event"))
+
+
+def _step_moments(step: "admin_pb2.StepStatus") -> Iterator[Moment]:
+    source = step.replica if step.attempt == 1 else f"{step.replica} (attempt {step.attempt})"
+    if step.HasField("sent_s"):
+        yield Moment(step.sent_s, source, "was sent the step")
+    if step.HasField("accepted_s"):
+        queued = f", {step.queue_position} before it in the queue" if step.queue_position else ""
+        resumed = f" and resumes after engine step {step.resumed_steps:,}" if step.HasField("resumed_steps") else ""
+        yield Moment(step.accepted_s, source, f"accepted the step{resumed}{queued}")
+    for each in step.rebindings:
+        yield Moment(each.at_s, source, f"was connected to another replica on {' and '.join(each.edges)}")
+    if step.HasField("first_output_s"):
+        yield Moment(step.first_output_s, source, "sent its first output")
+    if step.HasField("ended_s"):
+        yield Moment(step.ended_s, source, _ending(step))
+    elif step.HasField("heard_s") and step.outputs + step.steps:
+        yield Moment(step.heard_s, source, f"last report: {step.outputs:,} outputs, {step.steps:,} engine steps")
+
+
+def _ending(step: "admin_pb2.StepStatus") -> str:
+    if step.error.reason == _MOVED:
+        return "released the step for another replica, because it is drained"
+    if step.HasField("error"):
+        return f"failed: {step.error.message}"
+    if not step.HasField("finished"):
+        return "ended"
+    sent = "".join(
+        f"; sent {edge.chunks:,} chunks ({size(edge.size_bytes)}) on {edge.edge} by {edge.connector}"
+        for edge in step.finished.edges
+    )
+    return f"finished: {step.outputs:,} outputs, {step.steps:,} engine steps{sent}"

@@ -6,14 +6,7 @@ from dataclasses import dataclass, replace
 from stagemesh.common.descriptors import OptionSpec
 from stagemesh.orchestrator.spec import schema
 from stagemesh.orchestrator.spec.checks.request_sets import find_facts
-from stagemesh.orchestrator.spec.conditions import (
-    Comparison,
-    Condition,
-    Fact,
-    InputKind,
-    Term,
-    describe_condition,
-)
+from stagemesh.orchestrator.spec.conditions import Comparison, Condition, Fact, InputKind, Term, describe_condition
 from stagemesh.orchestrator.spec.model import Stage
 from stagemesh.orchestrator.spec.schema import InputTerm, OptionTerm, OutputTerm
 from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Problems, suggest

@@ -26,10 +26,10 @@ class Endpoint(NamedTuple):
 
 
 class EdgeTensors(NamedTuple):
-    """The names of the tensors that an edge transfers (`carried`) and that the consumer then receives (`brought`)."""
+    """The names of the tensors that an edge transfers (`tensors`) and that the consumer then receives (`brings`)."""
 
-    carried: tuple[str, ...]
-    brought: tuple[str, ...]
+    tensors: tuple[str, ...] = ()
+    brings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,10 @@ class EdgeResolver:
                 mismatched.add(entry.consumer)
             resolved: dict[str, Any] = {
                 "name": entry.edge_name,
-                "tensors": tensors.carried if tensors is not None else (),
-                "brings": tensors.brought if tensors is not None else (),
                 "apart": _is_apart(entry, file.stages[entry.consumer]),
                 "condition": self.conditions.resolve(("edges", i, "when"), entry.when or ()),
             }
-            edges.append(Edge.model_construct(**{**dict(entry), **resolved}))
+            edges.append(Edge.model_construct(**{**dict(entry), **(tensors or EdgeTensors())._asdict(), **resolved}))
         # An edge to an unknown stage is already reported, and the intended stage may seem to have no input.
         for stage in stages.values() if len(known) == len(file.edges) else ():
             if stage.name not in mismatched:
@@ -121,17 +119,17 @@ class EdgeResolver:
 
     def _check_fed(self, stage: Stage, incoming: Sequence[Edge]) -> None:
         accepts = stage.signature.accepts
-        if incoming and not accepts:
-            text = f"stage {stage.name!r} takes the client's prompt and no tensors; remove its edges"
-            self.problems.add(("stages", stage.name), text)
-        if not incoming and accepts:
-            text = f"no edge leads to stage {stage.name!r}, which accepts {list_specs(accepts)}; add one to `edges`"
-            self.problems.add(("stages", stage.name), text)
         brought = stage.signature.optional.union(*(edge.brings for edge in incoming))
         missing = {name: spec for name, spec in accepts.items() if name not in brought}
-        if incoming and missing:
+        if incoming and not accepts:
+            text = f"stage {stage.name!r} takes the client's prompt and no tensors; remove its edges"
+        elif accepts and not incoming:
+            text = f"no edge leads to stage {stage.name!r}, which accepts {list_specs(accepts)}; add one to `edges`"
+        elif missing:
             text = f"no edge brings stage {stage.name!r} its {list_specs(missing)}; add one, or change a transform"
-            self.problems.add(("stages", stage.name), text)
+        else:
+            return
+        self.problems.add(("stages", stage.name), text)
 
     def _tensors(self, index: int, edge: EdgeEntry, *, producer: Stage, consumer: Stage) -> EdgeTensors | None:
         """Returns the tensors on an edge, or None if their types do not match.

@@ -1,31 +1,24 @@
 """Checks that a pipeline can serve every request: stages receive their inputs, and requested outputs are produced."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from itertools import chain, combinations
 
 from stagemesh.orchestrator.spec.checks.request_sets import NONE, RequestSet, RequestSets, TooManyCasesError
 from stagemesh.orchestrator.spec.checks.stages_and_outputs import Catalog
 from stagemesh.orchestrator.spec.conditions import Condition, Facts, describe_condition, describe_facts, wanted
-from stagemesh.orchestrator.spec.model import Edge, PipelineOutput, Stage
+from stagemesh.orchestrator.spec.model import Edge, Pipeline, PipelineOutput, Stage
 from stagemesh.orchestrator.spec.source.problem_lines import Problems
 
 
-def check_flows(
-    catalog: Catalog,
-    problems: Problems,
-    *,
-    stages: Mapping[str, Stage],
-    edges: Sequence[Edge],
-    outputs: Mapping[str, PipelineOutput],
-) -> None:
+def check_flows(catalog: Catalog, problems: Problems, pipeline: Pipeline) -> None:
     """Checks that the pipeline can serve every request. Reports errors to `problems`.
 
-    The stages, edges and outputs must already be valid individually. `stages` must list producers before consumers.
-    `edges` must be in the order of the file.
+    The stages, edges and outputs must already be valid individually. Stages must list producers before consumers. Edges
+    must be in the order of the file.
     """
     try:
-        _FlowChecker(catalog, problems, stages, edges, outputs).check()
+        _FlowChecker(catalog, problems, pipeline).check()
     except TooManyCasesError:
         problems.add(
             ("stages",), "the conditions (`when`) distinguish too many cases to check them; use fewer conditions"
@@ -35,39 +28,34 @@ def check_flows(
 class _FlowChecker:
     """Computes for which requests each stage runs and each edge carries packets, and checks these sets of requests."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        problems: Problems,
-        stages: Mapping[str, Stage],
-        edges: Sequence[Edge],
-        outputs: Mapping[str, PipelineOutput],
-    ) -> None:
-        self._catalog, self._problems = catalog, problems
-        self._stages, self._edges, self._outputs = stages, edges, outputs
+    def __init__(self, catalog: Catalog, problems: Problems, pipeline: Pipeline) -> None:
+        self._catalog, self._problems, self._pipeline = catalog, problems, pipeline
+        stages = pipeline.stages
         # Diagrams remain small if the facts of connected stages are close to each other in the order of facts.
         conditions = [
-            *((wanted(name),) for name in outputs),
+            *((wanted(name),) for name in pipeline.outputs),
             *(each for stage in stages.values() for each in self._conditions_at(stage)),
         ]
         self._sets = sets = RequestSets(chain.from_iterable(conditions))
         # The requests for which each edge carries packets, provided that its consumer runs.
-        self._open = {edge.name: sets.where(edge.condition + stages[edge.producer].condition) for edge in edges}
+        self._open = {
+            edge.name: sets.where(edge.condition + stages[edge.producer].condition) for edge in pipeline.edges
+        }
         self._runs: dict[str, RequestSet] = {}
         for stage in reversed(list(stages.values())):
             self._runs[stage.name] = self._runs_when(stage)
 
     def check(self) -> None:
         """Reports each error once, at the line of the file that must be changed."""
-        for output in self._outputs.values():
+        for output in self._pipeline.outputs.values():
             self._check_made(output)
-        for stage in self._stages.values():
+        for stage in self._pipeline.stages.values():
             if self._check_runs(stage):
                 self._check_fed(stage)
                 self._check_joined(stage)
 
     def _conditions_at(self, stage: Stage) -> list[Condition]:
-        return [stage.condition, *(edge.condition for edge in self._incoming(stage))]
+        return [stage.condition, *(edge.condition for edge in self._pipeline.incoming(stage.name))]
 
     def _runs_when(self, stage: Stage) -> RequestSet:
         """Returns the set of requests for which a stage runs.
@@ -76,16 +64,13 @@ class _FlowChecker:
         consumer.
         """
         sets = self._sets
-        ways = [sets.where((wanted(output.name),)) for output in self._outputs.values() if output.stage == stage.name]
-        ways += [
-            sets.both(self._open[edge.name], self._runs[edge.consumer])
-            for edge in self._edges
-            if edge.producer == stage.name
-        ]
+        outputs, edges = self._pipeline.outputs.values(), self._pipeline.outgoing(stage.name)
+        ways = [sets.where((wanted(output.name),)) for output in outputs if output.stage == stage.name]
+        ways += [sets.both(self._open[edge.name], self._runs[edge.consumer]) for edge in edges]
         return sets.both(sets.where(stage.condition), reduce(sets.either, ways, NONE))
 
     def _check_made(self, output: PipelineOutput) -> None:
-        stage = self._stages[output.stage]
+        stage = self._pipeline.stages[output.stage]
         facts = self._sets.find_facts(
             self._sets.difference(self._sets.where((wanted(output.name),)), self._sets.where(stage.condition))
         )
@@ -105,7 +90,7 @@ class _FlowChecker:
                 "contradict each other; change one",
             )
             return False
-        for index, edge in enumerate(self._edges):
+        for index, edge in enumerate(self._pipeline.edges):
             if edge.consumer == stage.name and self._find(stage, [edge]) is None:
                 self._problems.add(
                     ("edges", index),
@@ -116,7 +101,7 @@ class _FlowChecker:
         return True
 
     def _check_fed(self, stage: Stage) -> None:
-        incoming = self._incoming(stage)
+        incoming = self._pipeline.incoming(stage.name)
         facts = self._find(stage, unless=incoming) if incoming else None
         if facts is not None:
             self._problems.add(
@@ -131,8 +116,8 @@ class _FlowChecker:
 
     def _check_brought(self, stage: Stage, tensor: str) -> None:
         """Reports an error if some request would send the stage an input without the required tensor `tensor`."""
-        together = [edge for edge in self._incoming(stage) if not edge.apart]
-        for edge in self._incoming(stage):
+        together = [edge for edge in self._pipeline.incoming(stage.name) if not edge.apart]
+        for edge in self._pipeline.incoming(stage.name):
             if edge.apart and tensor not in edge.brings:
                 self._problems.add(
                     ("stages", stage.name),
@@ -153,7 +138,7 @@ class _FlowChecker:
 
     def _check_joined(self, stage: Stage) -> None:
         joins = self._catalog.engine(stage.engine).joins
-        for first, second in combinations(self._incoming(stage), 2):
+        for first, second in combinations(self._pipeline.incoming(stage.name), 2):
             both = sorted(set(first.brings) & set(second.brings))
             clash = bool(both) and not first.apart and not second.apart
             if (joins and not clash) or self._find(stage, [first, second]) is None:
@@ -168,10 +153,7 @@ class _FlowChecker:
                     f"edges {first.name!r} and {second.name!r} both bring stage {stage.name!r} its {', '.join(both)}; "
                     "give it `join: any`, rename one by a transform, or give them conditions that exclude each other"
                 )
-            self._problems.add(("edges", self._edges.index(second)), text)
-
-    def _incoming(self, stage: Stage) -> list[Edge]:
-        return [edge for edge in self._edges if edge.consumer == stage.name]
+            self._problems.add(("edges", self._pipeline.edges.index(second)), text)
 
     def _find(self, stage: Stage, taken: Sequence[Edge] = (), *, unless: Sequence[Edge] = ()) -> Facts | None:
         """Returns the facts of one request for which the stage runs, or None if there is no such request.

@@ -1,4 +1,4 @@
-"""`stagemesh top`: shows the current state of a running pipeline, and updates it until Ctrl-C."""
+"""`stagemesh stages` and `stagemesh top`: show the current state of a running pipeline."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -7,11 +7,12 @@ import typer
 
 from stagemesh.orchestrator.cli.admin import views
 from stagemesh.orchestrator.cli.error_output import AsJson
-from stagemesh.orchestrator.cli.options import DEFAULT_ADMIN_SERVER, AdminServer
+from stagemesh.orchestrator.cli.options import DEFAULT_ADMIN_SERVER, DEFAULT_SERVER, AdminServer, Server, read_endpoints
 from stagemesh.orchestrator.cli.output import (
     Column,
     connector_name,
     duration,
+    links_table,
     make_table,
     number,
     print_all,
@@ -22,9 +23,45 @@ from stagemesh.orchestrator.cli.output import (
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
     from rich.text import Text
 
-    from stagemesh.v1 import admin_pb2
+    from stagemesh.v1 import admin_pb2, orchestrator_pb2
+
+
+def stages(server: Server = DEFAULT_SERVER, as_json: AsJson = False) -> None:
+    """List the stages and replicas of a running pipeline, and the connectors that its edges use."""
+    from stagemesh.client import Client
+
+    with Client(*read_endpoints(server)) as client:
+        pipeline = client.describe()
+    if as_json:
+        print_json(to_json(pipeline))
+        return
+    print_all(_stages_table(pipeline))
+    if pipeline.edges:
+        typer.echo()
+        print_all(links_table(pipeline.edges))
+
+
+def _stages_table(pipeline: "orchestrator_pb2.DescribePipelineResponse") -> "Table":
+    from stagemesh.v1 import orchestrator_pb2
+
+    title = (
+        f"{pipeline.pipeline} {pipeline.generation}: {pipeline.in_flight} of {pipeline.max_in_flight} requests in "
+        f"flight, {pipeline.queued} of {pipeline.max_queued} queued"
+    )
+    none = orchestrator_pb2.ReplicaDescription(name="none")
+    columns = (
+        Column("stage", lambda row: row[0].name),
+        Column("engine", lambda row: row[0].engine),
+        Column("replica", lambda row: row[1].name),
+        Column("endpoint", lambda row: row[1].endpoint),
+        Column("state", lambda row: views.replica_state(row[1])),
+        number("running", lambda row: row[1].running),
+    )
+    rows = [(stage, replica) for stage in pipeline.stages for replica in stage.replicas or (none,)]
+    return make_table(columns, rows, title=title)
 
 
 def top(
@@ -42,11 +79,11 @@ def top(
     """Show the stages, replicas, edges, rates and slowest requests of a running pipeline. Update them until Ctrl-C."""
     from contextlib import closing
 
-    from stagemesh.orchestrator.cli.admin.client import connected
+    from stagemesh.orchestrator.cli.admin.client import AdminConnection
     from stagemesh.v1 import admin_pb2
 
     request = admin_pb2.WatchPipelineRequest(interval_s=interval, slowest=slowest)
-    with connected(server) as admin, closing(admin.stream("WatchPipeline", request)) as snapshots:
+    with AdminConnection(server) as admin, closing(admin.stream("WatchPipeline", request)) as snapshots:
         if as_json:
             for snapshot in snapshots:
                 print_json(to_json(snapshot))
