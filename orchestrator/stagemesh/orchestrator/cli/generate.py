@@ -125,7 +125,7 @@ async def stream(
     sinks: "Sinks",
 ) -> "Result":
     """Runs a request until it finishes, passes each event to `sinks` as it arrives, and returns the result."""
-    from stagemesh.client.results import ResultBuilder
+    from stagemesh.client.responses import ResultBuilder
 
     builder = ResultBuilder()
     async for event in client.generate(prompt, timeout_s=timeout_s, **arguments):

@@ -5,8 +5,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from stagemesh.common.stage_config import StageConfig, dump_stage_config
-from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress, dump_orchestrator_config
+from stagemesh.common.process_config import dump_config
+from stagemesh.common.stage_config import StageConfig
+from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
 from stagemesh.orchestrator.launcher.ports import HOST, PortPicker
 from stagemesh.orchestrator.launcher.probes import probe_health, probe_stage
 from stagemesh.orchestrator.launcher.process_states import ORCHESTRATOR
@@ -42,7 +43,7 @@ def plan_processes(
         admin_listen=admin_listen,
         parent_pid=os.getpid(),
     )
-    path = folder.write_config(ORCHESTRATOR, dump_orchestrator_config(config))
+    path = folder.write_config(ORCHESTRATOR, dump_config(config))
     orchestrator = ProcessSpec(
         name=ORCHESTRATOR,
         stage="",
@@ -73,7 +74,7 @@ def _plan_replica(pipeline: Pipeline, stage: Stage, *, address: ReplicaAddress, 
         stall_s=stage.stall_s,
         parent_pid=os.getpid(),
     )
-    path = folder.write_config(address.name, dump_stage_config(config))
+    path = folder.write_config(address.name, dump_config(config))
     return ProcessSpec(
         name=address.name,
         stage=stage.name,
