@@ -49,25 +49,17 @@ class Journal(Generic[T]):
 
     def __init__(self, *, on_abandoned: Callable[[], None] | None = None) -> None:
         self.on_abandoned = on_abandoned
-        self._items: list[T] = []
-        self._closed = False
-        self._error: StagemeshError | None = None
-        self._readers = 0
-        self._changed = Notifier()
-
-    @property
-    def readers(self) -> int:
+        self.readers = 0
         """The number of readers that have started and not yet stopped."""
-        return self._readers
-
-    @property
-    def closed(self) -> bool:
+        self.closed = False
         """Whether `close` was called, so that no further item can be appended."""
-        return self._closed
+        self._items: list[T] = []
+        self._error: StagemeshError | None = None
+        self._changed = Notifier()
 
     def append(self, item: T) -> int:
         """Appends an item, which all current and later readers receive. Returns the item's index."""
-        assert not self._closed, "the journal is closed"
+        assert not self.closed, "the journal is closed"
         self._items.append(item)
         self._changed.fire()
         return len(self._items) - 1
@@ -81,11 +73,11 @@ class Journal(Generic[T]):
 
         Closing twice is harmless.
         """
-        if self._closed:
+        if self.closed:
             return
         # The owner of `on_abandoned` often references the journal, and so do the frames in an error's traceback.
         # Dropping the callback and the traceback (a copy has none) avoids reference cycles.
-        self._closed, self._error, self.on_abandoned = True, copy(error), None
+        self.closed, self._error, self.on_abandoned = True, copy(error), None
         self._changed.fire()
 
     async def follow(self) -> AsyncGenerator[T]:
@@ -94,10 +86,10 @@ class Journal(Generic[T]):
         After the last item, raises the error that was passed to `close`, if any. Iterate within `contextlib.aclosing`,
         so that the journal notices immediately when the reader stops.
         """
-        self._readers += 1
+        self.readers += 1
         try:
             position, items = 0, self._items
-            while position < len(items) or not self._closed:
+            while position < len(items) or not self.closed:
                 if position == len(items):
                     await self._changed.wait()
                     continue
@@ -107,6 +99,6 @@ class Journal(Generic[T]):
                 # Each reader raises a copy, because tracebacks of several tasks would mix in a shared object.
                 raise copy(self._error)
         finally:
-            self._readers -= 1
-            if not self._readers and self.on_abandoned is not None:
+            self.readers -= 1
+            if not self.readers and self.on_abandoned is not None:
                 self.on_abandoned()

@@ -4,7 +4,6 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial, wraps
-from types import TracebackType
 from typing import Any, Protocol, TypeVar, cast
 
 import grpc
@@ -19,9 +18,6 @@ _log = logging.getLogger(__name__)
 # HTTP/2 trailers contain a status's message twice, and gRPC may reject trailers of 8 KiB or more.
 _MAX_STATUS_MESSAGE_BYTES = 1024
 
-Servicer = TypeVar("Servicer")
-Request = TypeVar("Request")
-Response = TypeVar("Response")
 Handler = TypeVar("Handler", bound=Callable[..., AsyncIterator[Any]])
 
 
@@ -54,9 +50,7 @@ class _Answering(AbstractAsyncContextManager[None]):
     async def __aenter__(self) -> None:
         bind_log_context(**self._where)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
         if not isinstance(exc, Exception) or isinstance(exc, grpc.aio.AbortError | grpc.aio.UsageError):
             return
         error = to_error(exc, self._where)
