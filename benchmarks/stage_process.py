@@ -14,7 +14,8 @@ from typing import Self
 import grpc
 
 from benchmarks.edge_ways.worker import WorkerError
-from stagemesh.common.stage_config import StageConfig, dump_stage_config
+from stagemesh.common.process_config import dump_config
+from stagemesh.common.stage_config import StageConfig
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
 READY_S = 180.0
@@ -37,7 +38,7 @@ class StageProcess:
         self.endpoint = f"127.0.0.1:{_free_port()}"
         self._log = folder / f"{config.stage}.log"
         file = folder / f"{config.stage}.json"
-        file.write_bytes(dump_stage_config(replace(config, listen=self.endpoint, parent_pid=os.getpid())))
+        file.write_bytes(dump_config(replace(config, listen=self.endpoint, parent_pid=os.getpid())))
         module, *arguments = command
         with self._log.open("w") as log:
             self._process = subprocess.Popen(

@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.ar_variants.loop_probe import LoopProbe
+from stagemesh.common.process_config import load_config
 from stagemesh.common.process_lifecycle import run_service
-from stagemesh.common.stage_config import StageConfig, load_stage_config
+from stagemesh.common.stage_config import StageConfig
 from stagemesh.services.stage.process import serve
 
 
@@ -48,7 +49,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--probe", type=int, required=True)
     arguments = parser.parse_args()
-    config = load_stage_config(arguments.config)
+    config = load_config(StageConfig, arguments.config)
     with socket.socket(fileno=arguments.probe) as control:
         return run_service(partial(_serve, config, control), parent_pid=config.parent_pid)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from stagemesh.orchestrator.config import OrchestratorConfig, Registration, dump_orchestrator_config
+from stagemesh.common.process_config import dump_config
+from stagemesh.orchestrator.config import OrchestratorConfig, Registration
 from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc, stage_pb2
@@ -74,7 +75,7 @@ async def deployed(
     settings = OrchestratorConfig(
         str(file), {}, endpoint, registration=Registration(), admin_listen=admin_endpoint, drain_s=0.0
     )
-    config.write_bytes(dump_orchestrator_config(settings))
+    config.write_bytes(dump_config(settings))
     async with AsyncExitStack() as stack:
         orchestrator = await stack.enter_async_context(started("stagemesh.orchestrator", "--config", str(config)))
         for farm in range(farms):

@@ -15,7 +15,8 @@ import numpy as np
 from grpc_health.v1 import health_pb2
 from pydantic import JsonValue
 
-from stagemesh.common.stage_config import StageConfig, dump_stage_config
+from stagemesh.common.process_config import dump_config
+from stagemesh.common.stage_config import StageConfig
 from stagemesh.common.tensors import Array, read_inline
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.services.engines.diffusion import signature_of
@@ -51,7 +52,7 @@ def diffusion_config(model: str, folder: Path, **options: JsonValue) -> StageCon
 def stage_process(config: StageConfig, folder: Path) -> Generator[str]:
     """Starts a stage process. Yields its endpoint once it is ready."""
     path = folder / f"{config.replica}.json"
-    path.write_bytes(dump_stage_config(config))
+    path.write_bytes(dump_config(config))
     process = subprocess.Popen(
         [sys.executable, "-m", "stagemesh.services.stage", "--config", str(path)],
         stderr=subprocess.PIPE,

@@ -9,12 +9,8 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.orchestrator.config import (
-    OrchestratorConfig,
-    ReplicaAddress,
-    dump_orchestrator_config,
-    load_orchestrator_config,
-)
+from stagemesh.common.process_config import dump_config, load_config
+from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
 from stagemesh.rpc.channels import open_channel
 from tests.orchestrator.mesh import CHAIN
 from tests.rpc.health_calls import Request, Response, watch
@@ -24,7 +20,7 @@ def _config(folder: Path, *, port: int, stages: str = "abc") -> Path:
     pipeline, config = folder / "chain.yaml", folder / "orchestrator.json"
     pipeline.write_text(CHAIN)
     replicas = {stage: (ReplicaAddress(f"{stage}-0", "127.0.0.1:1"),) for stage in stages}
-    config.write_bytes(dump_orchestrator_config(OrchestratorConfig(str(pipeline), replicas, f"127.0.0.1:{port}")))
+    config.write_bytes(dump_config(OrchestratorConfig(str(pipeline), replicas, f"127.0.0.1:{port}")))
     return config
 
 
@@ -74,7 +70,7 @@ async def test_a_config_without_all_stages_ends_the_process_with_the_cause(tmp_p
 
 
 def test_a_config_is_the_same_after_writing_and_reading(tmp_path: Path) -> None:
-    config = load_orchestrator_config(_config(tmp_path, port=7))
+    config = load_config(OrchestratorConfig, _config(tmp_path, port=7))
     assert config.replicas["b"] == (ReplicaAddress("b-0", "127.0.0.1:1"),)
 
 
@@ -82,7 +78,7 @@ def test_an_unknown_key_in_a_config_is_named(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"pipeline": "x", "replicas": {}, "listen": "h:1", "lisen": "h:2"}')
     with pytest.raises(InvalidRequestError, match="lisen"):
-        load_orchestrator_config(path)
+        load_config(OrchestratorConfig, path)
 
 
 def test_the_admin_port_must_differ_from_the_port_for_clients() -> None:

@@ -8,8 +8,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from stagemesh.common.process_config import dump_config
 from stagemesh.common.settings import variables
-from stagemesh.common.stage_config import StageConfig, dump_stage_config
+from stagemesh.common.stage_config import StageConfig
 from tests.engines.support import stage_config
 from tests.repository.installed import make_environment
 
@@ -81,7 +82,7 @@ def test_a_stage_starts_with_only_the_extra_of_its_engine(
     python = make_environment(tmp_path / "venv", extras=extras)
     packages = next((tmp_path / "venv").glob("lib/python*/site-packages"))
     config = tmp_path / "stage.json"
-    config.write_bytes(dump_stage_config(make_config(packages)))
+    config.write_bytes(dump_config(make_config(packages)))
     with _stage(python, config) as endpoint, grpc.insecure_channel(endpoint) as channel:
         _wait_serving(channel)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
 
 from stagemesh.client import Event
-from stagemesh.client.events import Admitted, AudioChunk, Finished, TensorOutput, Text
+from stagemesh.client.responses import Admitted, AudioChunk, Finished, TensorOutput, Text
 from tests.soak.workload import Request
 
 _BEGINNING_BYTES = 16

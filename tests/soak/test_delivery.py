@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.client.events import Admitted, AudioChunk, Finished, TensorOutput, Text, Timings
+from stagemesh.client.responses import Admitted, AudioChunk, Finished, TensorOutput, Text, Timings
 from tests.soak.delivery import Arrivals, Delivery, Flaws, flaws
 from tests.soak.workload import Request, requests, units
 

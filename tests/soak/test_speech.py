@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from stagemesh.client.events import Admitted, AudioChunk, Finished, Text, Timings
+from stagemesh.client.responses import Admitted, AudioChunk, Finished, Text, Timings
 from tests.deployment import deployed
 from tests.soak.delivery import Delivery, Flaws
 from tests.soak.faults import FaultKind

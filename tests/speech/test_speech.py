@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from stagemesh.client import AudioChunk, Result, Text, WavWriter
-from stagemesh.client.results import ResultBuilder
+from stagemesh.client.responses import ResultBuilder
 from stagemesh.common.errors import InvalidRequestError
 from tests.deployment import Deployment, deployed, eventually
 from tests.speech.whisper import transcribe, word_error_rate

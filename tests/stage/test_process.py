@@ -14,7 +14,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from stagemesh.common.stage_config import StageConfig, dump_stage_config
+from stagemesh.common.process_config import dump_config
+from stagemesh.common.stage_config import StageConfig
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 from tests.stage.replicas import stage_config, step_request
 
@@ -88,7 +89,7 @@ def test_bad_config_is_a_usage_error(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
     path.unlink()
     result = subprocess.run(_command(path), capture_output=True, text=True, check=False, timeout=LIMIT_S)
-    assert (result.returncode, result.stderr) == (2, f"{path}: No such file or directory\n")
+    assert (result.returncode, result.stderr) == (2, f"{path} cannot be read: No such file or directory\n")
 
 
 def _command(path: Path) -> list[str]:
@@ -97,7 +98,7 @@ def _command(path: Path) -> list[str]:
 
 def _write(config: StageConfig, folder: Path) -> list[str]:
     path = folder / "stage.json"
-    path.write_bytes(dump_stage_config(config))
+    path.write_bytes(dump_config(config))
     return _command(path)
 
 

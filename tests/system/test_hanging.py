@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from stagemesh.client import Admitted, Text
-from stagemesh.client.results import ResultBuilder
+from stagemesh.client.responses import ResultBuilder
 from stagemesh.v1 import admin_pb2
 from stagemesh.v1.admin_pb2_grpc import AdminServiceStub
 from tests.deployment import Deployment, deployed

@@ -13,9 +13,10 @@ import grpc
 import pytest
 
 from stagemesh.client import AsyncClient, Client, Generation, Result, Text
-from stagemesh.client.results import ResultBuilder
+from stagemesh.client.responses import ResultBuilder
 from stagemesh.common.errors import UnavailableError
-from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress, dump_orchestrator_config
+from stagemesh.common.process_config import dump_config
+from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
 from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.rpc.channels import CHANNEL_OPTIONS
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, stage_pb2
@@ -144,7 +145,7 @@ def _orchestrator(up: Deployment, folder: Path, *, drain_s: float = 10.0) -> "Ge
         replicas[name.rpartition("-")[0]] = (address,)
     pipeline = relays(folder, steps=STEPS, step_s=0.04)
     config = folder / "orchestrator.json"
-    config.write_bytes(dump_orchestrator_config(OrchestratorConfig(str(pipeline), replicas, endpoint, drain_s=drain_s)))
+    config.write_bytes(dump_config(OrchestratorConfig(str(pipeline), replicas, endpoint, drain_s=drain_s)))
     with Popen([sys.executable, "-m", "stagemesh.orchestrator", "--config", str(config)]) as process:
         try:
             with Client(endpoint) as client:

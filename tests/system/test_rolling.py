@@ -14,8 +14,9 @@ import pytest
 
 from stagemesh.client import AsyncClient
 from stagemesh.common.errors import UnavailableError
-from stagemesh.common.stage_config import StageConfig, dump_stage_config
-from stagemesh.orchestrator.config import OrchestratorConfig, Registration, dump_orchestrator_config
+from stagemesh.common.process_config import dump_config
+from stagemesh.common.stage_config import StageConfig
+from stagemesh.orchestrator.config import OrchestratorConfig, Registration
 from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.orchestrator.spec import load_pipeline
 from stagemesh.rpc.channels import CHANNEL_OPTIONS
@@ -46,7 +47,7 @@ class _Cluster:
         path = write_pipeline(folder, replicas=1, step_s=_STEP_S)
         self._pipeline = load_pipeline(str(path))
         config = OrchestratorConfig(str(path), {}, self.endpoint, registration=Registration())
-        self._orchestrator = self._run("stagemesh.orchestrator", dump_orchestrator_config(config), name="orchestrator")
+        self._orchestrator = self._run("stagemesh.orchestrator", dump_config(config), name="orchestrator")
         self._replicas: dict[str, Popen[bytes]] = {}
 
     def start(self, name: str) -> None:
@@ -83,7 +84,7 @@ class _Cluster:
             orchestrators=(self.endpoint,),
             parent_pid=os.getpid(),
         )
-        return self._run("stagemesh.services.stage", dump_stage_config(config), name=config.replica)
+        return self._run("stagemesh.services.stage", dump_config(config), name=config.replica)
 
     def _run(self, module: str, config: bytes, *, name: str) -> "Popen[bytes]":
         path = self._folder / f"{name}.json"

@@ -1,6 +1,6 @@
 """Exponential backoff: the pause before a retry doubles with each failure, up to a limit."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 def backoff_s(failures: int, *, first_s: float, longest_s: float) -> float:
@@ -17,7 +17,7 @@ class Backoff:
 
     first_s: float
     longest_s: float
-    _failures: int = 0
+    _failures: int = field(default=0, init=False)
 
     def next_s(self) -> float:
         """Records a failure, and returns the pause in seconds before the next attempt."""

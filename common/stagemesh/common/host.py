@@ -56,11 +56,8 @@ def available_bytes(root: Path = _ROOT) -> int | None:
 
 
 def _free_on_host(root: Path) -> int | None:
-    for line in _lines(root / "proc/meminfo"):
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            return int(rest.split()[0]) << 10
-    return None
+    lines = (line.split() for line in _lines(root / "proc/meminfo"))
+    return next((int(words[1]) << 10 for words in lines if words[:1] == ["MemAvailable:"]), None)
 
 
 def _left_by_groups(root: Path) -> list[int]:

@@ -1,7 +1,7 @@
 """Objects that wake asyncio tasks: `Notifier` at a state change, and `Journal` when a run has produced an item."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from copy import copy
 from typing import Generic, TypeVar
 
@@ -49,48 +49,36 @@ class Journal(Generic[T]):
 
     def __init__(self, *, on_abandoned: Callable[[], None] | None = None) -> None:
         self.on_abandoned = on_abandoned
-        self._items: list[T] = []
-        self._closed = False
-        self._error: StagemeshError | None = None
-        self._readers = 0
-        self._changed = Notifier()
-
-    @property
-    def readers(self) -> int:
+        self.readers = 0
         """The number of readers that have started and not yet stopped."""
-        return self._readers
-
-    @property
-    def items(self) -> Sequence[T]:
-        """All items so far."""
-        return self._items
-
-    @property
-    def closed(self) -> bool:
+        self.closed = False
         """Whether `close` was called, so that no further item can be appended."""
-        return self._closed
+        self.items: list[T] = []
+        """All items so far."""
+        self._error: StagemeshError | None = None
+        self._changed = Notifier()
 
     def append(self, item: T) -> int:
         """Appends an item, which all current and later readers receive. Returns the item's index."""
-        assert not self._closed, "the journal is closed"
-        self._items.append(item)
+        assert not self.closed, "the journal is closed"
+        self.items.append(item)
         self._changed.fire()
-        return len(self._items) - 1
+        return len(self.items) - 1
 
     def replace(self, index: int, item: T) -> None:
         """Replaces the item at `index`. Readers that have already received the old item do not receive the new one."""
-        self._items[index] = item
+        self.items[index] = item
 
     def close(self, error: StagemeshError | None = None) -> None:
         """Ends the iteration of every reader after the last item. Readers then raise `error`, unless `error` is None.
 
         Closing twice is harmless.
         """
-        if self._closed:
+        if self.closed:
             return
         # The owner of `on_abandoned` often references the journal, and so do the frames in an error's traceback.
         # Dropping the callback and the traceback (a copy has none) avoids reference cycles.
-        self._closed, self._error, self.on_abandoned = True, copy(error), None
+        self.closed, self._error, self.on_abandoned = True, copy(error), None
         self._changed.fire()
 
     async def follow(self) -> AsyncGenerator[T]:
@@ -99,10 +87,10 @@ class Journal(Generic[T]):
         After the last item, raises the error that was passed to `close`, if any. Iterate within `contextlib.aclosing`,
         so that the journal notices immediately when the reader stops.
         """
-        self._readers += 1
+        self.readers += 1
         try:
-            position, items = 0, self._items
-            while position < len(items) or not self._closed:
+            position, items = 0, self.items
+            while position < len(items) or not self.closed:
                 if position == len(items):
                     await self._changed.wait()
                     continue
@@ -112,6 +100,6 @@ class Journal(Generic[T]):
                 # Each reader raises a copy, because tracebacks of several tasks would mix in a shared object.
                 raise copy(self._error)
         finally:
-            self._readers -= 1
-            if not self._readers and self.on_abandoned is not None:
+            self.readers -= 1
+            if not self.readers and self.on_abandoned is not None:
                 self.on_abandoned()

@@ -8,13 +8,13 @@ without axes counts as one row. Each event of a step (`ExecuteStepResponse`) cou
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TypeVar
+from typing import TypeAlias, overload
 
 from stagemesh.common.errors import InvalidChunkError
 from stagemesh.common.tensors import checked_layout
 from stagemesh.v1 import request_pb2, stage_pb2, tensor_pb2
 
-Piece = TypeVar("Piece", request_pb2.Output, stage_pb2.ExecuteStepResponse)
+Piece: TypeAlias = request_pb2.Output | stage_pb2.ExecuteStepResponse
 
 _START: Mapping[str, int] = MappingProxyType({})
 
@@ -52,6 +52,14 @@ class Position:
         begin = self._counts.get(name, 0)
         self._counts[name] = begin + count
         return begin
+
+    @overload
+    def remainder(self, piece: request_pb2.Output, *, replayed: "Position") -> request_pb2.Output | None: ...
+
+    @overload
+    def remainder(
+        self, piece: stage_pb2.ExecuteStepResponse, *, replayed: "Position"
+    ) -> stage_pb2.ExecuteStepResponse | None: ...
 
     def remainder(self, piece: Piece, *, replayed: "Position") -> Piece | None:
         """Returns the part of an output fragment that the receiver does not have yet, or None if there is no such part.

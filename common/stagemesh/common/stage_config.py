@@ -2,11 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from pydantic import JsonValue, TypeAdapter, ValidationError
-
-from stagemesh.common.errors import InvalidRequestError
+from pydantic import JsonValue
 
 STALL_S = 300.0
 """The default of `StageConfig.stall_s` in seconds.
@@ -77,24 +74,3 @@ class StageConfig:
     def __post_init__(self) -> None:
         if not self.stall_s >= 0:
             raise ValueError(f"stall_s is {self.stall_s:g}; it must be a positive number of seconds, or 0 for never")
-
-
-_STAGE_CONFIG = TypeAdapter(StageConfig)
-
-
-def load_stage_config(path: Path) -> StageConfig:
-    """Returns the configuration in the JSON file at `path`.
-
-    Raises InvalidRequestError (INVALID_CONFIG), with the name of the invalid field, or if the file cannot be read.
-    """
-    try:
-        return _STAGE_CONFIG.validate_json(path.read_bytes())
-    except ValidationError as exc:
-        raise InvalidRequestError(f"{path}: {exc}", reason="INVALID_CONFIG") from exc
-    except OSError as exc:
-        raise InvalidRequestError(f"{path}: {exc.strerror}", reason="INVALID_CONFIG") from exc
-
-
-def dump_stage_config(config: StageConfig) -> bytes:
-    """Returns the configuration as JSON, in the format that `load_stage_config` reads."""
-    return _STAGE_CONFIG.dump_json(config)

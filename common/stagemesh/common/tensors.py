@@ -119,16 +119,10 @@ def checked_layout(message: tensor_pb2.Tensor, *, size_bytes: int) -> tuple[np.d
     return dtype, shape
 
 
-def describe_tensor(name: str, tensor: Array) -> tensor_pb2.Tensor:
-    """Returns a protobuf message with the name, dtype and shape of a tensor, but without its bytes."""
-    return tensor_pb2.Tensor(name=name, dtype=dtype_to_wire(dtype_name(tensor)), shape=tensor.shape)
-
-
 def inline_tensor(name: str, tensor: Array) -> tensor_pb2.Tensor:
     """Returns a protobuf message with the name, dtype, shape and bytes of a tensor."""
-    message = describe_tensor(name, tensor)
-    message.inline = tensor.tobytes()
-    return message
+    dtype = dtype_to_wire(dtype_name(tensor))
+    return tensor_pb2.Tensor(name=name, dtype=dtype, shape=tensor.shape, inline=tensor.tobytes())
 
 
 def read_inline(message: tensor_pb2.Tensor) -> Array:

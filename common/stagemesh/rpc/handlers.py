@@ -4,7 +4,6 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial, wraps
-from types import TracebackType
 from typing import Any, Protocol, TypeVar, cast
 
 import grpc
@@ -12,17 +11,13 @@ import grpc
 from stagemesh.common.errors import DeadlineError, InternalError, StagemeshError
 from stagemesh.common.logs import bind_log_context
 from stagemesh.rpc.error_mapping import to_status
-from stagemesh.v1 import stage_pb2, stage_pb2_grpc
+from stagemesh.v1 import stage_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
 # HTTP/2 trailers contain a status's message twice, and gRPC may reject trailers of 8 KiB or more.
 _MAX_STATUS_MESSAGE_BYTES = 1024
-_STAGE_SERVICE = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 
-Servicer = TypeVar("Servicer")
-Request = TypeVar("Request")
-Response = TypeVar("Response")
 Handler = TypeVar("Handler", bound=Callable[..., AsyncIterator[Any]])
 
 
@@ -55,9 +50,7 @@ class _Answering(AbstractAsyncContextManager[None]):
     async def __aenter__(self) -> None:
         bind_log_context(**self._where)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
         if not isinstance(exc, Exception) or isinstance(exc, grpc.aio.AbortError | grpc.aio.UsageError):
             return
         error = to_error(exc, self._where)
@@ -127,35 +120,34 @@ def add_stage_service(servicer: stage_pb2_grpc.StageServiceServicer, server: grp
     add_with_raw_methods(
         partial(stage_pb2_grpc.add_StageServiceServicer_to_server, servicer),
         server,
-        service=_STAGE_SERVICE,
         raw={"PutChunk": raw_stream(servicer.PutChunk), "ExecuteSteps": raw_stream(servicer.ExecuteSteps)},
     )
 
 
 def add_with_raw_methods(
-    add: Callable[[grpc.aio.Server], None], server: grpc.aio.Server, *, service: str, raw: Mapping[str, Any]
+    add: Callable[[grpc.aio.Server], None], server: grpc.aio.Server, *, raw: Mapping[str, Any]
 ) -> None:
     """Adds a service to `server` and replaces some of its generated handlers.
 
     Args:
         add: The generated function that adds the service to a server.
         server: The server to which the service is added.
-        service: The service's full name.
         raw: The replacement handlers by method name.
     """
     generated = _HandlerCollector()
     add(cast("grpc.aio.Server", generated))
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {**generated.by_method, **raw}),))
+    handlers = {**generated.by_method, **raw}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(generated.service, handlers),))
 
 
 class _HandlerCollector:
-    """A substitute for a grpc.aio.Server that collects the handlers that generated code registers."""
+    """A substitute for a grpc.aio.Server that stores the handlers that generated code registers for one service."""
 
-    def __init__(self) -> None:
-        self.by_method: dict[str, Any] = {}
+    service: str
+    by_method: Mapping[str, Any]
 
-    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:  # noqa: ARG002
-        self.by_method.update(handlers)
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        self.service, self.by_method = service, handlers
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
         """Does nothing, because generated code passes the same handlers to `add_registered_method_handlers`."""

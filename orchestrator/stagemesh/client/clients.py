@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 import grpc
 import grpc.aio
 
-from stagemesh.client.events import Event
 from stagemesh.client.requests import Content, GenerateArguments, build_request
-from stagemesh.client.results import Result, ResultBuilder
+from stagemesh.client.responses import Event, Result, ResultBuilder
 from stagemesh.client.session import BaseClient, BaseGeneration, RetryPolicy, main_error
 from stagemesh.common.errors import StagemeshError
 from stagemesh.rpc import channels

@@ -11,7 +11,7 @@ from typing import Generic, Self, TypeVar
 import grpc
 import grpc.aio
 
-from stagemesh.client.events import Admitted, Event, Progress, Queued, decode_event
+from stagemesh.client.responses import Admitted, Event, Progress, Queued, decode_event
 from stagemesh.common.backoff import backoff_s
 from stagemesh.common.errors import (
     CancelledRequestError,

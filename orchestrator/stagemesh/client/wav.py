@@ -63,9 +63,8 @@ def _create(path: Path) -> BinaryIO:
 
 def _begin(raw: BinaryIO, *, channels: int, sample_rate_hz: int) -> wave.Wave_write:
     file = wave.open(raw, "wb")  # noqa: SIM115 - the writer closes the file
-    file.setnchannels(channels)
-    file.setsampwidth(2)
-    file.setframerate(sample_rate_hz)
+    # The 0 stands for the number of frames, which the file determines when it is closed.
+    file.setparams((channels, 2, sample_rate_hz, 0, "NONE", "not compressed"))
     return file
 
 

@@ -5,13 +5,10 @@ It is one JSON file, which is written by the launcher or mounted by Kubernetes.
 
 from collections.abc import Mapping
 from dataclasses import field
-from pathlib import Path
 from typing import Annotated
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
-
-from stagemesh.common.errors import InvalidRequestError
 
 
 @dataclass(frozen=True)
@@ -91,21 +88,3 @@ class OrchestratorConfig:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"replicas contains {', '.join(twice)} more than once; names must be unique")
-
-
-_CONFIG = TypeAdapter(OrchestratorConfig)
-
-
-def load_orchestrator_config(path: Path) -> OrchestratorConfig:
-    """Reads a config file. Raises InvalidRequestError (INVALID_CONFIG), with the name of the invalid field."""
-    try:
-        return _CONFIG.validate_json(path.read_bytes())
-    except ValidationError as exc:
-        raise InvalidRequestError(f"{path}: {exc}", reason="INVALID_CONFIG") from exc
-    except OSError as exc:
-        raise InvalidRequestError(f"{path} cannot be read: {exc.strerror}", reason="INVALID_CONFIG") from exc
-
-
-def dump_orchestrator_config(config: OrchestratorConfig) -> bytes:
-    """Converts a config to the content of a config file."""
-    return _CONFIG.dump_json(config)

@@ -34,9 +34,9 @@ def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePi
         stages=[_stage(stage, replicas.get(stage.name, ())) for stage in pipeline.stages.values()],
         edges=[describe_edge(edge, orchestrator.fleet.edge_connectors.links_of(edge)) for edge in pipeline.edges],
         outputs=[to_message(orchestrator_pb2.OutputDescription, output) for output in pipeline.outputs.values()],
-        in_flight=orchestrator.admission.usage.running.requests,
+        in_flight=orchestrator.admission.loads.running.requests,
         max_in_flight=pipeline.limits.max_in_flight,
-        queued=orchestrator.admission.usage.waiting.requests,
+        queued=orchestrator.admission.loads.waiting.requests,
         max_queued=pipeline.limits.max_queued,
     )
 

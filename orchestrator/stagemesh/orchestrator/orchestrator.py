@@ -86,11 +86,10 @@ class Orchestrator:
         valid = validate(request, self.pipeline)
         content = fingerprint(request)
         seed = request.parameters.seed if request.parameters.HasField("seed") else None
-        known = self.requests.find_same(valid.request_id, content, seed=seed)
-        while known is not None and known.record.callers.abandoned:
+        find_known = partial(self.requests.find_same, valid.request_id, content, seed=seed)
+        while (known := find_known()) is not None and known.record.callers.abandoned:
             # The request is about to end, and no caller has received its result. It is therefore started again.
             await asyncio.wait([known.ended])
-            known = self.requests.find_same(valid.request_id, content, seed=seed)
         if known is None:
             known = self._start(valid, content, time_left_s=time_left_s)
         known.record.callers.expect(linger_s=request.linger_s)

@@ -55,6 +55,5 @@ def add_orchestrator_service(servicer: OrchestratorServicer, server: grpc.aio.Se
     add_with_raw_methods(
         partial(orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server, servicer),
         server,
-        service=SERVICE_NAME,
         raw={"Generate": by_stream(servicer.Generate, orchestrator_pb2.GenerateRequest.FromString)},
     )

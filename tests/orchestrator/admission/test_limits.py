@@ -42,7 +42,7 @@ def test_the_average_output_of_the_kind_is_reserved() -> None:
     driver.run_before(took_s=1.0, kind="text", made_bytes=1, times=100)
     recorded = [driver.ask(kind=kind) for kind in ("picture", "text", "picture")]
     assert [each.runs for each in recorded] == [True, True, False]
-    assert driver.admission.usage.running.size_bytes == 61
+    assert driver.admission.loads.running.size_bytes == 61
 
 
 def test_the_bytes_in_the_queue_are_limited() -> None:
@@ -103,14 +103,14 @@ def test_a_higher_priority_displaces_from_a_full_queue() -> None:
         driver.ask(priority=-1)
 
 
-def test_the_usage_of_the_pipeline_and_of_each_caller_is_known() -> None:
+def test_the_load_of_the_pipeline_and_of_each_caller_is_known() -> None:
     driver = AdmissionDriver(1)
     driver.ask(caller="a", input_bytes=5)
     driver.ask(caller="b", input_bytes=7)
-    usage = driver.admission.usage
-    assert (usage.running, usage.waiting) == (Load(1, 5), Load(1, 7))
-    loads = [(caller.name, caller.running, caller.waiting) for caller in driver.admission.callers]
-    assert loads == [("a", Load(1, 5), Load()), ("b", Load(), Load(1, 7))]
+    loads = driver.admission.loads
+    assert (loads.running, loads.waiting) == (Load(1, 5), Load(1, 7))
+    by_caller = [(caller.name, caller.running, caller.waiting) for caller in driver.admission.callers]
+    assert by_caller == [("a", Load(1, 5), Load()), ("b", Load(), Load(1, 7))]
 
 
 def test_callers_without_requests_are_dropped() -> None:
@@ -148,7 +148,7 @@ def test_closing_rejects_waiting_requests_only() -> None:
     running, waiting = driver.ask(), [driver.ask(caller=caller) for caller in "ab"]
     driver.admission.close(UnavailableError("it stops"))
     assert (running.runs, [str(recorded.error) for recorded in waiting]) == (True, ["it stops"] * 2)
-    assert driver.admission.usage.waiting.requests == 0
+    assert driver.admission.loads.waiting.requests == 0
 
 
 _ASKS = st.tuples(st.sampled_from("abc"), st.integers(-1, 1), st.sampled_from([1.0, 9.0, 99.0]), st.integers(0, 40))
@@ -195,10 +195,10 @@ def _check(driver: AdmissionDriver, here: list[RecordedRequest]) -> None:
         [recorded for recorded in here if recorded.runs],
         [recorded for recorded in here if recorded.waits],
     )
-    usage = driver.admission.usage
-    assert (usage.running.requests, usage.waiting.requests) == (len(running), len(waiting))
-    assert usage.running.size_bytes == sum(recorded.request.input_bytes for recorded in running) <= 100
-    assert usage.waiting.size_bytes == sum(recorded.request.input_bytes for recorded in waiting) <= 90
+    loads = driver.admission.loads
+    assert (loads.running.requests, loads.waiting.requests) == (len(running), len(waiting))
+    assert loads.running.size_bytes == sum(recorded.request.input_bytes for recorded in running) <= 100
+    assert loads.waiting.size_bytes == sum(recorded.request.input_bytes for recorded in waiting) <= 90
     assert len(running) <= 4
     assert len(waiting) <= 6
     assert all(count <= 3 for count in Counter(recorded.request.caller for recorded in running).values())
@@ -207,4 +207,4 @@ def _check(driver: AdmissionDriver, here: list[RecordedRequest]) -> None:
         for recorded in waiting
         if sum(other.request.caller == recorded.request.caller for other in running) < 3
     ]
-    assert not could_run or len(running) == 4 or usage.running.size_bytes > 60
+    assert not could_run or len(running) == 4 or loads.running.size_bytes > 60

@@ -81,7 +81,7 @@ def test_a_waiting_request_that_becomes_late_is_rejected() -> None:
     driver.clock.now_s += 0.2
     driver.admission.tick()
     assert isinstance(waiting.error, DeadlineError)
-    assert (waiting.error.reason, driver.admission.usage.waiting.requests) == ("DEADLINE_UNREACHABLE", 0)
+    assert (waiting.error.reason, driver.admission.loads.waiting.requests) == ("DEADLINE_UNREACHABLE", 0)
 
 
 def test_a_late_request_is_rejected_in_its_turn() -> None:

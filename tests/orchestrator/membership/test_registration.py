@@ -12,7 +12,8 @@ import grpc
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
-from stagemesh.common.stage_config import StageConfig, dump_stage_config
+from stagemesh.common.process_config import dump_config
+from stagemesh.common.stage_config import StageConfig
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration, ReplicaAddress
 from stagemesh.orchestrator.service import serving
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
@@ -223,7 +224,7 @@ async def test_an_unreachable_address_is_not_advertised(pipeline: Pipeline) -> N
 async def test_a_stage_process_registers_and_leaves_at_sigterm(path: Path, pipeline: Pipeline, tmp_path: Path) -> None:
     async with _orchestrator(path) as orchestrator:
         config = replace(_config(pipeline, "b"), orchestrators=(orchestrator.endpoint,))
-        (tmp_path / "stage.json").write_bytes(dump_stage_config(config))
+        (tmp_path / "stage.json").write_bytes(dump_config(config))
         command = (sys.executable, "-m", "stagemesh.services.stage", "--config", str(tmp_path / "stage.json"))
         process = await asyncio.create_subprocess_exec(*command)
         try:

@@ -106,7 +106,7 @@ async def test_a_cancelled_task_releases_its_admission(admitted: bool) -> None:
         await task
     if not admitted:
         await _run(first, _request(), _nothing_to_do)
-    assert (admission.usage.running.requests, admission.usage.waiting.requests) == (0, 0)
+    assert (admission.loads.running.requests, admission.loads.waiting.requests) == (0, 0)
 
 
 class _FailingClient:

@@ -8,7 +8,7 @@ from heapq import nlargest, nsmallest
 from stagemesh.common.errors import NotFoundError, NotReadyError, StagemeshError
 from stagemesh.connectors.stream.wire import error_to_wire
 from stagemesh.orchestrator.admin.directory import Directory
-from stagemesh.orchestrator.admission.queue import Caller, Usage
+from stagemesh.orchestrator.admission.queue import Caller, Loads
 from stagemesh.orchestrator.describe import describe_edge, to_message
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
 from stagemesh.orchestrator.orchestrator import Orchestrator
@@ -52,13 +52,13 @@ class Inspector:
             generation=pipeline.generation,
             ready=self._orchestrator.fleet.ready,
             uptime_s=time.monotonic() - self._began_s,
-            **_usage(admission.usage),
+            **_loads(admission.loads),
             max_in_flight=pipeline.limits.max_in_flight,
             finished=totals.requests[RequestState.FINISHED],
             failed=totals.requests[RequestState.FAILED],
             cancelled=totals.requests[RequestState.CANCELLED],
             callers=[
-                admin_pb2.CallerStatus(caller=caller.name, **_usage(caller))
+                admin_pb2.CallerStatus(caller=caller.name, **_loads(caller))
                 for caller in nlargest(_MAX_CALLERS, admission.callers, key=_requests_of)
             ],
         )
@@ -302,11 +302,11 @@ def _requests_of(caller: Caller) -> int:
     return caller.running.requests + caller.waiting.requests
 
 
-def _usage(usage: Usage) -> dict[str, int]:
+def _loads(loads: Loads) -> dict[str, int]:
     """Returns the fields of a status message that describe the running and the waiting requests."""
     return {
-        "in_flight": usage.running.requests,
-        "in_flight_bytes": usage.running.size_bytes,
-        "queued": usage.waiting.requests,
-        "queued_bytes": usage.waiting.size_bytes,
+        "in_flight": loads.running.requests,
+        "in_flight_bytes": loads.running.size_bytes,
+        "queued": loads.waiting.requests,
+        "queued_bytes": loads.waiting.size_bytes,
     }

@@ -7,12 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from copy import copy
 from itertools import islice
+from operator import attrgetter
 
 from sortedcontainers import SortedKeyList
 
 from stagemesh.common.errors import DeadlineError, OverloadedError, StagemeshError
 from stagemesh.orchestrator.admission.estimates import RequestEstimates, RetrySchedule
-from stagemesh.orchestrator.admission.queue import AdmissionQueue, Caller, QueuePosition, Usage
+from stagemesh.orchestrator.admission.queue import AdmissionQueue, Caller, Loads, QueuePosition
 from stagemesh.orchestrator.admission.ticket import AdmissionRequest, Listener, Ticket, TicketState
 from stagemesh.orchestrator.spec import Bounds, Limits
 
@@ -23,10 +24,6 @@ _MEASURED_FRACTION = 0.5
 # At most this fraction of the queue is reserved for rejected requests that may be sent again.
 _RESERVED_FRACTION = 1 / 8
 _MAX_CALLER_SCHEDULES = 256
-
-
-def _latest_start_s(ticket: Ticket) -> tuple[float, int]:
-    return ticket.latest_start_s, ticket.number
 
 
 class Admission:
@@ -40,9 +37,9 @@ class Admission:
         self.limits = limits
         self._clock = clock
         self._queue = AdmissionQueue(limits)
-        self.usage = self._queue.usage
+        self.loads = self._queue.loads
         """The current numbers and bytes of the running and the waiting requests."""
-        self._waiting = SortedKeyList[Ticket](key=_latest_start_s)
+        self._waiting = SortedKeyList[Ticket](key=attrgetter("latest_start_s", "number"))
         self._estimates = RequestEstimates()
         self._schedule = RetrySchedule()
         self._caller_schedules = OrderedDict[str, RetrySchedule]()
@@ -58,9 +55,9 @@ class Admission:
     @property
     def expected_wait_s(self) -> float:
         """The expected wait in seconds of a new request, if it has priority 0 and its caller has no other requests."""
-        if self.usage.running.requests < self.limits.max_in_flight and self._queue.next() is None:
+        if self.loads.running.requests < self.limits.max_in_flight and self._queue.next() is None:
             return 0.0
-        return self._queue.position(AdmissionRequest("", caller="\0")) * self._interval_s(self.usage)
+        return self._queue.position(AdmissionRequest("", caller="\0")) * self._interval_s(self.loads)
 
     @property
     def returning(self) -> int:
@@ -83,7 +80,7 @@ class Admission:
             latest_start_s=request.deadline_s - _MEASURED_FRACTION * self._estimates.fastest_s(request.kind, now_s),
         )
         caller = self._queue.caller(request.caller)
-        may_run = caller.may_run(ticket, self.limits.per_caller) and self.usage.may_run(ticket, self.limits)
+        may_run = caller.may_run(ticket, self.limits.per_caller) and self.loads.may_run(ticket, self.limits)
         if may_run and self._queue.next() is None:
             _check_deadline(ticket, now_s, wait_s=0.0)
             self._admit(ticket, now_s)
@@ -135,7 +132,7 @@ class Admission:
             late = True
         if late:
             self._fill()
-        if self.usage.waiting.requests:
+        if self.loads.waiting.requests:
             self._report_some(now_s)
         else:
             self._to_report = iter(())
@@ -160,7 +157,7 @@ class Admission:
         If the first request does not fit into the limit on bytes, no later request overtakes it.
         """
         now_s = self._clock()
-        while (ticket := self._queue.next()) is not None and self.usage.may_run(ticket, self.limits):
+        while (ticket := self._queue.next()) is not None and self.loads.may_run(ticket, self.limits):
             if ticket.latest_start_s <= now_s:
                 self._reject(ticket, _deadline_error(ticket, now_s, wait_s=0.0))
             else:
@@ -192,12 +189,12 @@ class Admission:
         if not caller.may_wait(request, bounds, reserved=reserved):
             raise self._caller_error(request, caller, now_s)
         reserved = _reserved(self._schedule, request, now_s, limits=self.limits)
-        may_wait = self.usage.may_wait(request, self.limits, reserved=reserved)
+        may_wait = self.loads.may_wait(request, self.limits, reserved=reserved)
         displaced: list[Ticket] = []
         while not may_wait and (other := self._queue.displaced_by(request)) is not None:
             self._queue.remove(other)
             displaced.append(other)
-            may_wait = self.usage.may_wait(request, self.limits, reserved=0)
+            may_wait = self.loads.may_wait(request, self.limits, reserved=0)
         if not may_wait:
             # A request that is rejected must not displace other requests.
             for other in displaced:
@@ -224,16 +221,16 @@ class Admission:
         if (schedule := self._caller_schedules.get(request.caller)) is not None:
             schedule.remove(request.request_id)
 
-    def _interval_s(self, usage: Usage) -> float:
-        """Returns the expected time in seconds between the ends of two consecutive running requests of `usage`."""
-        return self._estimates.duration_s.value / max(1, usage.running.requests)
+    def _interval_s(self, loads: Loads) -> float:
+        """Returns the expected time in seconds between the ends of two consecutive running requests of `loads`."""
+        return self._estimates.duration_s.value / max(1, loads.running.requests)
 
     def _wait_s(self, ticket: Ticket, caller: Caller, *, position: int, in_caller_queue: int) -> float:
         """Returns the expected time in seconds until the limits allow the request to run.
 
         `position` and `in_caller_queue` are its positions in the order of admission and in the queue of its caller.
         """
-        wait_s = position * self._interval_s(self.usage)
+        wait_s = position * self._interval_s(self.loads)
         if caller.may_run(ticket, self.limits.per_caller):
             return wait_s
         return max(wait_s, min(in_caller_queue, caller.waiting.requests + 1) * self._interval_s(caller))
@@ -256,10 +253,10 @@ class Admission:
             self._to_report = self._queue.positions()
 
     def _full_error(self, request: AdmissionRequest, now_s: float) -> OverloadedError:
-        limits, usage = self.limits, self.usage
-        retry_after_s = self._schedule.assign(request.request_id, now_s, interval_s=self._interval_s(usage))
+        limits, loads = self.limits, self.loads
+        retry_after_s = self._schedule.assign(request.request_id, now_s, interval_s=self._interval_s(loads))
         return OverloadedError(
-            f"{usage.running.requests} requests run and {usage.waiting.requests} wait, which reaches the pipeline's "
+            f"{loads.running.requests} requests run and {loads.waiting.requests} wait, which reaches the pipeline's "
             f"limits (max_in_flight {limits.max_in_flight}, max_queued {limits.max_queued}, or the limits on bytes); "
             f"retry in {retry_after_s:.1f} s with the same request_id",
             reason="ADMISSION_LIMIT",

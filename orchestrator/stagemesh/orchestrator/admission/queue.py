@@ -15,6 +15,7 @@ requests and of the limit on bytes.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from sortedcontainers import SortedKeyList
@@ -57,7 +58,7 @@ class Load:
 
 
 @dataclass(eq=False)
-class Usage:
+class Loads:
     """The running and the waiting requests of the pipeline, of one priority or of one caller."""
 
     running: Load = field(default_factory=Load)
@@ -76,7 +77,7 @@ class Usage:
         )
 
 
-class Caller(Usage):
+class Caller(Loads):
     """The running and waiting requests of one caller, over all priorities.
 
     All requests without a caller name belong to the caller "".
@@ -97,15 +98,7 @@ class QueuePosition(NamedTuple):
     in_caller_queue: int
 
 
-def _deadline_of(ticket: Ticket) -> tuple[float, int]:
-    return ticket.request.deadline_s, ticket.number
-
-
-def _number_of(ticket: Ticket) -> int:
-    return ticket.number
-
-
-class _CallerQueue(Usage):
+class _CallerQueue(Loads):
     """The requests of one caller with one priority."""
 
     def __init__(self, caller: Caller, within: "_PriorityClass") -> None:
@@ -113,9 +106,9 @@ class _CallerQueue(Usage):
         self.caller, self.within = caller, within
         self.turn = within.next_turn(caller.name)
         """The round-robin round in which a request of this queue is admitted next."""
-        self.by_deadline = SortedKeyList[Ticket](key=_deadline_of)
+        self.by_deadline = SortedKeyList[Ticket](key=attrgetter("request.deadline_s", "number"))
         """The waiting tickets. The earliest deadline is first."""
-        self.by_age = SortedKeyList[Ticket](key=_number_of)
+        self.by_age = SortedKeyList[Ticket](key=attrgetter("number"))
         """The waiting tickets. The ticket that has waited longest is first."""
 
 
@@ -146,7 +139,7 @@ class _Ranking:
         return self._queues[0] if self._queues else None
 
 
-class _PriorityClass(Usage):
+class _PriorityClass(Loads):
     """The requests and the queues of all callers for one priority."""
 
     def __init__(self, priority: int) -> None:
@@ -187,7 +180,7 @@ class AdmissionQueue:
     """
 
     def __init__(self, limits: Limits) -> None:
-        self.usage = Usage()
+        self.loads = Loads()
         """The running and waiting requests of all callers."""
         self._limits = limits
         self._callers: dict[str, Caller] = {}
@@ -260,8 +253,8 @@ class AdmissionQueue:
         queue = self._queue_of(ticket)
         queue.by_deadline.add(ticket)
         queue.by_age.add(ticket)
-        for usage in self._usages(queue):
-            usage.waiting.add(ticket.request.input_bytes)
+        for loads in self._loads_of(queue):
+            loads.waiting.add(ticket.request.input_bytes)
         self._rank(queue)
 
     def remove(self, ticket: Ticket) -> None:
@@ -273,8 +266,8 @@ class AdmissionQueue:
     def run(self, ticket: Ticket) -> None:
         """Counts a ticket as running, and removes it from the queue if it was waiting."""
         queue = self._queue_of(ticket)
-        for usage in self._usages(queue):
-            usage.running.add(ticket.size_bytes)
+        for loads in self._loads_of(queue):
+            loads.running.add(ticket.size_bytes)
         if ticket.state is TicketState.WAITING:
             queue.within.serve(queue, by_age=self._is_by_age)
             self._turns += 1
@@ -284,8 +277,8 @@ class AdmissionQueue:
     def end(self, ticket: Ticket) -> None:
         """Stops counting a ticket as running."""
         queue = self._queue_of(ticket)
-        for usage in self._usages(queue):
-            usage.running.subtract(ticket.size_bytes)
+        for loads in self._loads_of(queue):
+            loads.running.subtract(ticket.size_bytes)
         self._rank_all(queue.caller)
         self._drop_if_idle(queue)
 
@@ -315,15 +308,15 @@ class AdmissionQueue:
             caller.queues[priority] = _CallerQueue(caller, self._classes[priority])
         return caller.queues[priority]
 
-    def _usages(self, queue: _CallerQueue) -> tuple[Usage, ...]:
+    def _loads_of(self, queue: _CallerQueue) -> tuple[Loads, ...]:
         """Returns the objects that count a request of `queue`."""
-        return self.usage, queue.within, queue.caller, queue
+        return self.loads, queue.within, queue.caller, queue
 
     def _remove_from(self, queue: _CallerQueue, ticket: Ticket) -> None:
         queue.by_deadline.remove(ticket)
         queue.by_age.remove(ticket)
-        for usage in self._usages(queue):
-            usage.waiting.subtract(ticket.request.input_bytes)
+        for loads in self._loads_of(queue):
+            loads.waiting.subtract(ticket.request.input_bytes)
 
     def _drop_if_idle(self, queue: _CallerQueue) -> None:
         if not queue.running.requests and not queue.waiting.requests:

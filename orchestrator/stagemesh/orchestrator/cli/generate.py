@@ -220,7 +220,7 @@ async def run_request(
 ) -> "Result":
     """Runs a request until it finishes, passes each event to `sinks` as it arrives, and returns the result."""
     from stagemesh.client import AsyncClient
-    from stagemesh.client.results import ResultBuilder
+    from stagemesh.client.responses import ResultBuilder
 
     builder = ResultBuilder()
     async with AsyncClient(*endpoints) as client:

@@ -10,8 +10,9 @@ from typing import cast
 
 from stagemesh.common import settings
 from stagemesh.common.errors import StagemeshError
-from stagemesh.common.stage_config import StageConfig, dump_stage_config
-from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress, dump_orchestrator_config
+from stagemesh.common.process_config import dump_config
+from stagemesh.common.stage_config import StageConfig
+from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
 from stagemesh.orchestrator.launcher.ports import HOST, PortPicker, check_listen
 from stagemesh.orchestrator.launcher.probes import (
     ORCHESTRATOR,
@@ -117,9 +118,7 @@ class Launcher:
             admin_listen=self.admin_endpoint,
             parent_pid=os.getpid(),
         )
-        command = _command(
-            "stagemesh.orchestrator", folder.write_config(ORCHESTRATOR, dump_orchestrator_config(config))
-        )
+        command = _command("stagemesh.orchestrator", folder.write_config(ORCHESTRATOR, dump_config(config)))
         log = folder.log_path(ORCHESTRATOR)
         orchestrator = ProcessSpec(ORCHESTRATOR, "", self.endpoint, command, log, probe_health)
         replicas = [self._plan_replica(stage, each, folder) for stage in stages for each in addresses[stage.name]]
@@ -144,7 +143,7 @@ class Launcher:
             stall_s=stage.stall_s,
             parent_pid=os.getpid(),
         )
-        command = _command("stagemesh.services.stage", folder.write_config(address.name, dump_stage_config(config)))
+        command = _command("stagemesh.services.stage", folder.write_config(address.name, dump_config(config)))
         log = folder.log_path(address.name)
         return ProcessSpec(address.name, stage.name, address.endpoint, command, log, probe_stage)
 
