@@ -38,7 +38,7 @@ def _replica(replica: Replica) -> orchestrator_pb2.ReplicaDescription:
     return orchestrator_pb2.ReplicaDescription(
         name=replica.name,
         endpoint=replica.endpoint,
-        state=replica.state.wire,
+        state=replica.state.value,
         detail=replica.detail,
         running=replica.running,
     )

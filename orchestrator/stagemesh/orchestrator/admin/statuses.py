@@ -11,8 +11,7 @@ from stagemesh.orchestrator.admission.snapshot import CallerLoad
 from stagemesh.orchestrator.describe import describe_edge
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
 from stagemesh.orchestrator.orchestrator import Orchestrator
-from stagemesh.orchestrator.request.history import EdgeTotals, StageTotals, Totals
-from stagemesh.orchestrator.request.timeline import RequestState, Timeline
+from stagemesh.orchestrator.request.timeline import EdgeTotals, RequestState, StageTotals, Timeline, Totals
 from stagemesh.orchestrator.spec import Edge, Stage
 from stagemesh.v1 import admin_pb2, stage_pb2
 
@@ -149,7 +148,7 @@ def replica_status(replica: Replica) -> admin_pb2.ReplicaStatus:
         name=replica.name,
         stage=replica.stage,
         endpoint=replica.endpoint,
-        state=replica.state.wire,
+        state=replica.state.value,
         detail=replica.detail or (f"last load report {replica.report_age_s:.0f} s ago" if overdue else ""),
         planned=replica.running,
         load=load,
