@@ -48,7 +48,7 @@ def _stage(stage: Stage, replicas: tuple[Replica, ...]) -> orchestrator_pb2.Stag
 
 
 def _replica(replica: Replica) -> orchestrator_pb2.ReplicaDescription:
-    return to_message(orchestrator_pb2.ReplicaDescription, replica, state=replica.state.wire)
+    return to_message(orchestrator_pb2.ReplicaDescription, replica, state=replica.state.value)
 
 
 def describe_edge(edge: Edge, links: Sequence[EdgeLink]) -> orchestrator_pb2.EdgeDescription:

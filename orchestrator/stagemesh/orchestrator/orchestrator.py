@@ -19,10 +19,9 @@ from stagemesh.orchestrator.admission import Admission, AdmissionRequest
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import Choice, Plan, Planner
-from stagemesh.orchestrator.request.history import History, Totals
 from stagemesh.orchestrator.request.lifecycle import RequestLifecycle, RequestRegistry, fingerprint
 from stagemesh.orchestrator.request.output_record import RequestRecord
-from stagemesh.orchestrator.request.timeline import Timeline
+from stagemesh.orchestrator.request.timeline import History, Timeline, Totals
 from stagemesh.orchestrator.request.validation import ValidRequest, validate
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import orchestrator_pb2
@@ -87,12 +86,12 @@ class Orchestrator:
         content = fingerprint(request)
         seed = request.parameters.seed if request.parameters.HasField("seed") else None
         find_known = partial(self.requests.find_same, valid.request_id, content, seed=seed)
-        while (known := find_known()) is not None and known.record.callers.abandoned:
+        while (known := find_known()) is not None and known.record.abandoned:
             # The request is about to end, and no caller has received its result. It is therefore started again.
             await asyncio.wait([known.ended])
         if known is None:
             known = self._start(valid, content, time_left_s=time_left_s)
-        known.record.callers.expect(linger_s=request.linger_s)
+        known.record.expect(linger_s=request.linger_s)
         return known.record.follow(next_seqs=request.next_seqs, next_positions=request.next_positions)
 
     async def cancel(self, request_id: str, *, when_left: bool = False) -> None:
@@ -109,7 +108,7 @@ class Orchestrator:
                 metadata={"request_id": request_id},
             )
         if when_left:
-            known.record.callers.dismiss()
+            known.record.dismiss()
             return
         known.stop(CancelledRequestError("the request was cancelled by CancelRequest"))
         await asyncio.wait([known.ended])
@@ -137,7 +136,7 @@ class Orchestrator:
             failover=self._failover,
             clock=self._clock,
         )
-        record.callers.stop_by(known.stop, max_unread_bytes=self.pipeline.limits.max_unread_bytes)
+        record.stop_by(known.stop, max_unread_bytes=self.pipeline.limits.max_unread_bytes)
         self.requests.add(request.request_id, known)
         self._group.create_task(self._run(request, known), name=request.request_id)
         return known
@@ -160,7 +159,7 @@ class Orchestrator:
         record.timeline.end(error)
         self.totals.add(record.timeline)
         self.history.add(record.timeline)
-        if known.has_run and not record.callers.abandoned:
+        if known.has_run and not record.abandoned:
             self.requests.end(request.request_id)
         else:
             self.requests.forget(request.request_id)

@@ -17,9 +17,8 @@ from stagemesh.orchestrator.admin.lifecycle import Lifecycle, count_running
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
-from stagemesh.orchestrator.request.history import History
 from stagemesh.orchestrator.request.lifecycle import RequestRegistry
-from stagemesh.orchestrator.request.timeline import Timeline
+from stagemesh.orchestrator.request.timeline import History, Timeline
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.server import Server

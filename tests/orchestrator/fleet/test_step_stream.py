@@ -209,10 +209,10 @@ async def test_a_step_that_is_cancelled_before_it_was_accepted_is_freed_at_once(
     async with _calling(_never_accept) as caller:
         held = _Held()
         gone = weakref.ref(held)
-        replica = cast("Replica", SimpleNamespace(client=caller.client, end_cause=None))
+        replica = cast("Replica", SimpleNamespace(stage="a", client=caller.client, end_cause=None))
         order = stage_pb2.ExecuteStepRequest(request_id="r", step_id="r/a/1").SerializeToString()
         deadline_s = asyncio.get_running_loop().time() + BOUND_S
-        following = asyncio.create_task(follow_step(replica, order, stage="a", deadline_s=deadline_s, take=held.take))
+        following = asyncio.create_task(follow_step(replica, order, deadline_s=deadline_s, take=held.take))
         await _until(lambda: caller.stage.running == 1)
         following.cancel()
         await asyncio.wait([following])

@@ -115,7 +115,7 @@ def test_another_replica_of_the_generation_is_chosen_again(pipeline: Pipeline) -
     ready_replica("b-new", pipeline, registry=registry, generation="new")
     planner = Planner(pipeline, registry)
     plan = planner.plan(pipeline.route(["last"]))
-    lost = plan.steps[1].replica
+    lost = plan.steps["b"].replica
     again = planner.choose_again("b", plan, avoid=[lost])
     assert again in set(registry.of("b")[:2]) - {lost}
     with pytest.raises(UnavailableError, match="no replica of stage 'b'"):

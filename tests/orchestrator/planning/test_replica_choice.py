@@ -81,7 +81,7 @@ def test_a_plan_keeps_adjacent_stages_on_one_host(pipeline: Pipeline) -> None:
     planner = Planner(pipeline, registry)
     for _ in range(20):
         plan = planner.plan(pipeline.route(["last"]))
-        assert len({step.replica.host for step in plan.steps}) == 1
+        assert len({step.replica.host for step in plan.steps.values()}) == 1
         plan.release()
 
 

@@ -169,7 +169,8 @@ async def _joined(
 
 async def test_a_record_keeps_the_order_for_late_readers() -> None:
     record = RequestRecord()
-    record.add_admitted(request_id="r1", seed=1, replicas={})
+    admitted = orchestrator_pb2.RequestAdmitted(request_id="r1", seed=1)
+    record.add(orchestrator_pb2.GenerateResponse(admitted=admitted))
     for text in ("one", "two"):
         record.add_output("text", request_pb2.Output(name="t", seq=9, text=text))
     record.finish()

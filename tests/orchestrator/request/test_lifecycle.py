@@ -49,7 +49,7 @@ def _life_of(admission: Admission, request_id: str) -> RequestLifecycle:
 
 
 def _nothing_to_do() -> Plan:
-    return Plan((), Route((), (), {}))
+    return Plan({}, Route((), (), {}))
 
 
 def _no_replica() -> Plan:
@@ -128,7 +128,7 @@ async def test_a_failed_run_without_references_is_freed_at_once(tmp_path: Path, 
     )
     step = PlannedStep(stage, cast("Replica", replica), lambda: None)
     run = RequestRun(
-        _request(), Plan((step,), Route((stage,), (), {})), RequestRecord(), failover=FAILOVER, timeout_s=10
+        _request(), Plan({"a": step}, Route((stage,), (), {})), RequestRecord(), failover=FAILOVER, timeout_s=10
     )
     error = await run.run()
     ended = weakref.ref(run)

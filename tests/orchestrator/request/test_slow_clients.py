@@ -45,7 +45,7 @@ async def test_a_client_that_does_not_read_stops_its_request_and_later_gets_the_
 
 def _record(stopped: list[str], *, limit_bytes: int = 1000) -> RequestRecord:
     record = RequestRecord()
-    record.callers.stop_by(lambda error: stopped.append(error.reason), max_unread_bytes=limit_bytes)
+    record.stop_by(lambda error: stopped.append(error.reason), max_unread_bytes=limit_bytes)
     return record
 
 

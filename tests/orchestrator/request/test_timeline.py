@@ -2,8 +2,7 @@ import pytest
 
 from stagemesh.common.errors import CancelledRequestError, InternalError
 from stagemesh.orchestrator.admin.inspection import describe_wait
-from stagemesh.orchestrator.request.history import History, Totals
-from stagemesh.orchestrator.request.timeline import RequestState, StepNotes, Timeline
+from stagemesh.orchestrator.request.timeline import History, RequestState, StepNotes, Timeline, Totals
 from stagemesh.v1 import control_pb2, request_pb2, stage_pb2
 
 

@@ -12,8 +12,7 @@ from stagemesh.orchestrator.admission.queue import Caller, Loads
 from stagemesh.orchestrator.describe import describe_edge, to_message
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
 from stagemesh.orchestrator.orchestrator import Orchestrator
-from stagemesh.orchestrator.request.history import EdgeTotals, StageTotals, Totals
-from stagemesh.orchestrator.request.timeline import RequestState, StepNotes, Timeline
+from stagemesh.orchestrator.request.timeline import EdgeTotals, RequestState, StageTotals, StepNotes, Timeline, Totals
 from stagemesh.orchestrator.spec import Edge, Stage
 from stagemesh.v1 import admin_pb2, control_pb2, stage_pb2
 
@@ -219,7 +218,7 @@ def replica_status(replica: Replica) -> admin_pb2.ReplicaStatus:
     return to_message(
         admin_pb2.ReplicaStatus,
         replica,
-        state=replica.state.wire,
+        state=replica.state.value,
         detail=replica.detail or (f"last load report {replica.report_age_s:.0f} s ago" if overdue else ""),
         planned=replica.running,
         load=load,

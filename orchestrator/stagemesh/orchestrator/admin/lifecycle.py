@@ -125,7 +125,7 @@ class Lifecycle:
         others = [replica for replica in self._directory.replicas_of(stage) if replica.name not in names]
         if any(replica.state is ReplicaState.READY for replica in others):
             return
-        states = ", ".join(f"{replica.name} is {replica.state.value.lower()}" for replica in others)
+        states = ", ".join(f"{replica.name} is {replica.state.name.lower()}" for replica in others)
         raise NotReadyError(
             f"{action} {', '.join(sorted(names))} would leave stage {stage!r} without a ready replica "
             f"({states or 'it has no other replica'}), and requests that need it would be rejected",
@@ -210,7 +210,7 @@ async def _resume(replica: Replica) -> None:
     # In any other state, only the fleet can determine whether the replica belongs to the pipeline and which process
     # serves it.
     if replica.state is ReplicaState.DRAINING and replica.incarnation == described.incarnation:
-        replica.observe(ReplicaState.from_wire(described.state), described.detail)
+        replica.observe(ReplicaState(described.state), described.detail)
 
 
 async def _control(replica: Replica, method: str, request: Message) -> bytes:

@@ -36,7 +36,7 @@ _MAX_WAIT_S = 3600.0
 _LOGGED_FIELDS = ("request_id", "edge")
 # The error that explains a failed wait must arrive before the caller's deadline.
 _MARGIN_S = 0.5
-_REPLICA_STATES = {int(state.wire): state for state in ReplicaState}
+_REPLICA_STATES = {int(state.value): state for state in ReplicaState}
 _REQUEST_STATES = {int(admin_pb2.RequestState.Value(f"REQUEST_STATE_{state.value}")): state for state in RequestState}
 
 

@@ -25,7 +25,7 @@ from stagemesh.common.errors import (
 )
 from stagemesh.connectors.stream.wire import EdgeProbe
 from stagemesh.orchestrator.fleet.replica import Hold, Replica
-from stagemesh.orchestrator.fleet.replica_registry import RandomPool
+from stagemesh.orchestrator.fleet.replica_registry import RandomPools
 from stagemesh.orchestrator.spec import Edge
 
 _log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class EdgeConnectors:
         self._edges = edges
         self._partners = partners
         self._rng = rng or random.Random()  # noqa: S311
-        self._pools: dict[tuple[str, str], RandomPool[Replica]] = {}
+        self._pools: RandomPools[Replica] = RandomPools()
         """The replicas that other replicas can connect to, by stage name and generation."""
         self._links: dict[str, dict[tuple[Replica, Replica], EdgeLink]] = {edge.name: {} for edge in edges}
         self._by_replica: dict[Replica, dict[EdgeLink, None]] = {}
@@ -142,7 +142,7 @@ class EdgeConnectors:
     def join(self, replica: Replica) -> None:
         """Links a replica that is now ready to replicas of the adjacent stages."""
         self._by_replica[replica] = {}
-        self._pools.setdefault((replica.stage, replica.generation), RandomPool()).add(replica)
+        self._pools.add((replica.stage, replica.generation), replica)
         for edge in self._edges:
             if replica.stage in (edge.producer, edge.consumer):
                 self._link(edge, replica)
@@ -150,10 +150,7 @@ class EdgeConnectors:
 
     def leave(self, replica: Replica) -> None:
         """Removes the links of a replica that is no longer ready. Does nothing if the replica has no links."""
-        pool = self._pools.get((replica.stage, replica.generation), RandomPool())
-        pool.discard(replica)
-        if not pool:
-            self._pools.pop((replica.stage, replica.generation), None)
+        self._pools.discard((replica.stage, replica.generation), replica)
         for link in self._by_replica.pop(replica, {}):
             self._drop(link)
             other = link.consumer if link.producer is replica else link.producer
@@ -196,7 +193,7 @@ class EdgeConnectors:
     def _link(self, edge: Edge, replica: Replica) -> None:
         produces = replica.stage == edge.producer
         other_side = (edge.consumer if produces else edge.producer, replica.generation)
-        for other in self._pools.get(other_side, RandomPool()).draw(self._partners, self._rng):
+        for other in self._pools[other_side].draw(self._partners, self._rng):
             producer, consumer = (replica, other) if produces else (other, replica)
             self._add(EdgeLink(edge, producer=producer, consumer=consumer))
 

@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Map
 from contextlib import aclosing, asynccontextmanager, suppress
 
 from stagemesh.common.backoff import Backoff
-from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.fleet.edge_connectors import EdgeConnectors
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState, StepCost
-from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient
+from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
 from stagemesh.orchestrator.membership.base import Member, MemberSource
 from stagemesh.orchestrator.spec import Pipeline
@@ -121,11 +121,7 @@ class Fleet:
     def create_replica(self, member: Member, client: ReplicaClient) -> Replica:
         """Returns the state of a new process at the member's address. The replica is not registered yet."""
         replica = Replica(
-            member,
-            client,
-            on_change=lambda: self._update(replica),
-            cost=self._costs[member.stage],
-            clock=self._clock,
+            member, client, on_change=lambda: self._update(replica), cost=self._costs[member.stage], clock=self._clock
         )
         return replica
 
@@ -229,13 +225,13 @@ class ReplicaWatcher:
         self._backoff.reset()
         failed = description.state == stage_pb2.REPLICA_STATE_FAILED
         if self.replica.is_described and self.replica.incarnation != description.incarnation:
-            self.replica.end(_ended(self.replica, "restarted", reason="REPLICA_RESTARTED"))
+            self.replica.end(self.replica.loss("restarted", reason="REPLICA_RESTARTED"))
             self._replace()
         elif self.replica.end_cause is not None and not failed:
             self._replace()
         self._fleet.admit(self.replica, description)
         if failed:
-            self.replica.end(_ended(self.replica, f"failed ({description.detail})"))
+            self.replica.end(self.replica.loss(f"failed ({description.detail})"))
         elif self._load_reports is None and self.replica.state is not ReplicaState.FAILED:
             self._load_reports = self._tasks.create_task(self._record_loads(self.replica))
 
@@ -272,15 +268,6 @@ class ReplicaWatcher:
         if not self.replica.is_described or self.replica.end_cause is not None:
             return
         if await self._client.is_port_closed():
-            self.replica.end(_ended(self.replica, f"terminated ({cause.message})"))
+            self.replica.end(self.replica.loss(f"terminated ({cause.message})"))
         elif now_s - self._lost_at_s > GIVE_UP_S:
-            self.replica.end(_ended(self.replica, f"is unreachable ({cause.message})"), died=False)
-
-
-def _ended(replica: Replica, event: str, *, reason: str = REPLICA_LOST) -> UnavailableError:
-    return UnavailableError(
-        f"replica {replica.name} of stage {replica.stage!r} at {replica.endpoint} {event}; try again",
-        reason=reason,
-        metadata={"stage": replica.stage, "replica": replica.name},
-        retry_after_s=1.0,
-    )
+            self.replica.end(self.replica.loss(f"is unreachable ({cause.message})"), died=False)

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Collection
 from enum import Enum
 
-from stagemesh.common.errors import StagemeshError
+from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.common.notification import Notifier
-from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
+from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient
 from stagemesh.orchestrator.membership.base import Member, find_refusal
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import stage_pb2
@@ -17,27 +17,20 @@ _FIRST_GUESS_S = 1.0
 
 
 class ReplicaState(Enum):
-    """The state of a replica. Each value is the name of the protobuf enum value without its prefix."""
+    """The state of a replica. Each value is the number of the state in the protobuf enum."""
 
-    LOADING = "LOADING"
-    READY = "READY"
-    DRAINING = "DRAINING"
-    FAILED = "FAILED"
-    ASLEEP = "ASLEEP"
-    UNREACHABLE = "UNREACHABLE"
-
-    @property
-    def wire(self) -> stage_pb2.ReplicaState.ValueType:
-        """The value of this state in the protobuf enum."""
-        return stage_pb2.ReplicaState.Value(f"REPLICA_STATE_{self.value}")
+    LOADING = stage_pb2.REPLICA_STATE_LOADING
+    READY = stage_pb2.REPLICA_STATE_READY
+    DRAINING = stage_pb2.REPLICA_STATE_DRAINING
+    FAILED = stage_pb2.REPLICA_STATE_FAILED
+    ASLEEP = stage_pb2.REPLICA_STATE_ASLEEP
+    UNREACHABLE = stage_pb2.REPLICA_STATE_UNREACHABLE
 
     @classmethod
-    def from_wire(cls, value: stage_pb2.ReplicaState.ValueType) -> "ReplicaState":
-        """Converts a state from the protobuf enum. An unknown value becomes FAILED."""
-        return _BY_NUMBER.get(value, cls.FAILED)
-
-
-_BY_NUMBER = {state.wire: state for state in ReplicaState}
+    def _missing_(cls, value: object) -> "ReplicaState":
+        """Returns FAILED for a number that is unknown here."""
+        del value
+        return cls.FAILED
 
 
 class Hold(Enum):
@@ -262,6 +255,15 @@ class Replica:
             callback(cause)
         self.load.idle.fire()
 
+    def loss(self, event: str, *, reason: str = REPLICA_LOST) -> UnavailableError:
+        """Returns the error of the replica's requests after `event`, which completes the sentence "replica X …"."""
+        return UnavailableError(
+            f"replica {self.name} of stage {self.stage!r} at {self.endpoint} {event}; try again",
+            reason=reason,
+            metadata={"stage": self.stage, "replica": self.name},
+            retry_after_s=1.0,
+        )
+
     async def wait_until_idle(self) -> None:
         """Waits until the replica runs no request of this orchestrator, or until the replica ends."""
         while self.running and self.end_cause is None:
@@ -300,7 +302,7 @@ class Replica:
         if refusal:
             self.observe(ReplicaState.FAILED, f"refused: {refusal}")
         else:
-            self.observe(ReplicaState.from_wire(description.state), description.detail)
+            self.observe(ReplicaState(description.state), description.detail)
 
     @property
     def _first_hold(self) -> Hold:

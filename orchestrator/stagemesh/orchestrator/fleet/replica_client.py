@@ -3,15 +3,15 @@
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import contextmanager
 from contextvars import Context, copy_context
 from copy import copy
-from typing import Any, Protocol, TypeAlias, cast
+from typing import TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from stagemesh.common.connector_descriptors import ConnectorName, number_of
 from stagemesh.common.errors import Code, InternalError, InvalidRequestError, StagemeshError, UnavailableError
@@ -32,7 +32,7 @@ _DIAL_S = 1.0
 _BROKEN = frozenset({Code.UNAVAILABLE, Code.CANCELLED, Code.UNKNOWN, Code.INTERNAL})
 
 TakeEvent: TypeAlias = Callable[[stage_pb2.ExecuteStepResponse], None]
-_UnaryBytes: TypeAlias = Callable[..., Awaitable[bytes]]
+_UnaryBytes: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]"
 
 
 class ReplicaClient:
@@ -42,7 +42,11 @@ class ReplicaClient:
         """Creates a client, which closes the channel in `close`."""
         self._channel, self._endpoint = channel, endpoint
         self._stub = stage_pb2_grpc.StageServiceStub(channel)
-        self._health = health_pb2_grpc.HealthStub(channel)
+        self._watch_health = channel.unary_stream(
+            "/grpc.health.v1.Health/Watch",
+            health_pb2.HealthCheckRequest.SerializeToString,
+            health_pb2.HealthCheckResponse.FromString,
+        )
         self._errors = _ReplicaErrors(stage=stage, replica=replica, endpoint=endpoint)
         self._steps: _StepStream | None = None
 
@@ -109,7 +113,7 @@ class ReplicaClient:
         Raises a StagemeshError if the replica becomes unreachable.
         """
         with self._errors.mapped():
-            call = _watch_health(self._health)
+            call = self._watch_health(health_pb2.HealthCheckRequest())
             try:
                 async for answer in call:
                     if answer.status != health_pb2.HealthCheckResponse.SERVING:
@@ -132,7 +136,7 @@ class ReplicaClient:
 
     async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
         """Calls the named method of StageControlService. The request and the response are serialized messages."""
-        call = cast("_UnaryBytes", cast("Any", self._channel).unary_unary(f"/{CONTROL_NAME}/{method}"))
+        call: _UnaryBytes = self._channel.unary_unary(f"/{CONTROL_NAME}/{method}", None, None)
         with self._errors.mapped():
             return await call(request, timeout=timeout_s)
 
@@ -316,6 +320,7 @@ class _Call:
 
     def raise_failure(self) -> None:
         """Raises the error with which the step failed, if any. Must be called only once."""
+        # The error refers to frames that refer to this call.
         failure, self._failure = self._failure, None
         try:
             if failure is not None:
@@ -339,15 +344,3 @@ def _detached(event: stage_pb2.ExecuteStepResponse) -> stage_pb2.ExecuteStepResp
     own = stage_pb2.ExecuteStepResponse()
     own.CopyFrom(event)
     return own
-
-
-class _HealthWatch(Protocol):
-    def __aiter__(self) -> AsyncIterator[health_pb2.HealthCheckResponse]: ...
-
-    def cancel(self) -> bool: ...
-
-
-def _watch_health(health: health_pb2_grpc.HealthStub) -> _HealthWatch:
-    # The published annotations declare only Check.
-    watch = cast("Callable[[health_pb2.HealthCheckRequest], _HealthWatch]", vars(health)["Watch"])
-    return watch(health_pb2.HealthCheckRequest())

@@ -48,7 +48,19 @@ class RandomPool(Generic[T]):
         return [self._items[index] for index in rng.sample(range(len(self._items)), count)]
 
 
-_EMPTY: RandomPool[Replica] = RandomPool()
+class RandomPools(dict[tuple[str, str], RandomPool[T]]):
+    """Random pools by key. A pool without items is not stored, so that a missing key stands for an empty pool."""
+
+    def __missing__(self, key: tuple[str, str]) -> RandomPool[T]:
+        return RandomPool()
+
+    def add(self, key: tuple[str, str], item: T) -> None:
+        self.setdefault(key, RandomPool()).add(item)
+
+    def discard(self, key: tuple[str, str], item: T) -> None:
+        self[key].discard(item)
+        if not self[key]:
+            self.pop(key, None)
 
 
 class ReadyReplicas:
@@ -56,33 +68,29 @@ class ReadyReplicas:
 
     def __init__(self) -> None:
         self.all: RandomPool[Replica] = RandomPool()
-        self._by_host: dict[str, RandomPool[Replica]] = {}
-        self._by_zone: dict[str, RandomPool[Replica]] = {}
+        self._by_location: RandomPools[Replica] = RandomPools()
 
     def on_host(self, host: str) -> RandomPool[Replica]:
         """Returns the ready replicas on a host. Returns an empty pool if `host` is an empty string."""
-        return self._by_host.get(host, _EMPTY)
+        return self._by_location["host", host]
 
     def in_zone(self, zone: str) -> RandomPool[Replica]:
         """Returns the ready replicas in a zone. Returns an empty pool if `zone` is an empty string."""
-        return self._by_zone.get(zone, _EMPTY)
+        return self._by_location["zone", zone]
 
     def add(self, replica: Replica) -> None:
         self.all.add(replica)
-        for pools, location in self._locations(replica):
-            pools.setdefault(location, RandomPool()).add(replica)
+        for location in _locations(replica):
+            self._by_location.add(location, replica)
 
     def discard(self, replica: Replica) -> None:
         self.all.discard(replica)
-        for pools, location in self._locations(replica):
-            pool = pools.get(location, _EMPTY)
-            pool.discard(replica)
-            if not pool:
-                pools.pop(location, None)
+        for location in _locations(replica):
+            self._by_location.discard(location, replica)
 
-    def _locations(self, replica: Replica) -> list[tuple[dict[str, RandomPool[Replica]], str]]:
-        locations = ((self._by_host, replica.host), (self._by_zone, replica.zone))
-        return [(pools, location) for pools, location in locations if location]
+
+def _locations(replica: Replica) -> list[tuple[str, str]]:
+    return [(kind, name) for kind, name in (("host", replica.host), ("zone", replica.zone)) if name]
 
 
 class ReplicaRegistry:
@@ -94,7 +102,6 @@ class ReplicaRegistry:
     def __init__(self) -> None:
         self._replicas: dict[str, dict[Replica, None]] = {}
         self._ready: dict[str, dict[str, ReadyReplicas]] = {}
-        self._entered: dict[Replica, ReadyReplicas] = {}
 
     def __contains__(self, replica: Replica) -> bool:
         return replica in self._replicas.get(replica.stage, {})
@@ -114,12 +121,10 @@ class ReplicaRegistry:
 
         Must be called after each possible change of the state.
         """
-        is_ready = replica.state is ReplicaState.READY and replica in self
-        if is_ready and replica not in self._entered:
-            ready = self._ready.setdefault(replica.generation, {}).setdefault(replica.stage, ReadyReplicas())
-            ready.add(replica)
-            self._entered[replica] = ready
-        elif not is_ready:
+        if replica.state is ReplicaState.READY and replica in self:
+            by_stage = self._ready.setdefault(replica.generation, {})
+            by_stage.setdefault(replica.stage, ReadyReplicas()).add(replica)
+        else:
             self._withdraw(replica)
 
     def of(self, stage: str) -> tuple[Replica, ...]:
@@ -142,12 +147,12 @@ class ReplicaRegistry:
         return any(stage in by_stage for by_stage in self._ready.values())
 
     def _withdraw(self, replica: Replica) -> None:
-        ready = self._entered.pop(replica, None)
+        by_stage = self._ready.get(replica.generation, {})
+        ready = by_stage.get(replica.stage)
         if ready is None:
             return
         ready.discard(replica)
         if not ready.all:
-            by_stage = self._ready[replica.generation]
             del by_stage[replica.stage]
-            if not by_stage:
-                del self._ready[replica.generation]
+        if not by_stage:
+            del self._ready[replica.generation]

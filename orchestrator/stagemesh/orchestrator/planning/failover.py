@@ -1,28 +1,17 @@
-"""Finds replacement replicas for the stages of running requests."""
+"""Finds replacement replicas for the stages of running requests, and limits the checkpoints that they resume from."""
 
 import asyncio
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import UnavailableError
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.planning.planner import Plan, Planner
-from stagemesh.orchestrator.planning.state_budget import StateBudget
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5
-
-
-class Placement(NamedTuple):
-    """A replica that was chosen for a stage, and a function that ends the replica's reservation.
-
-    The function is idempotent.
-    """
-
-    replica: Replica
-    release: Callable[[], None]
 
 
 class Failover:
@@ -37,7 +26,7 @@ class Failover:
         self._planner = planner
         self._reserving: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def find(self, stage: str, plan: Callable[[], Plan], *, avoid: Collection[Replica]) -> Placement:
+    async def find(self, stage: str, plan: Plan, *, avoid: Collection[Replica]) -> Replica:
         """Waits until a replica of the stage is ready, and returns it.
 
         Chooses a replica in `avoid` only if no other replica is ready.
@@ -45,25 +34,70 @@ class Failover:
         backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         while True:
             for avoided in (avoid, ()):
-                try:
-                    return Placement(self._planner.choose_again(stage, plan(), avoid=avoided), lambda: None)
-                except UnavailableError:
-                    continue
+                with suppress(UnavailableError):
+                    return self._planner.choose_again(stage, plan, avoid=avoided)
             await asyncio.sleep(backoff.next_s())
 
-    async def find_alone(self, stage: str, plan: Callable[[], Plan], *, avoid: Collection[Replica]) -> Placement:
+    async def find_alone(
+        self, stage: str, plan: Plan, *, avoid: Collection[Replica], reservation: ExitStack
+    ) -> Replica:
         """Reserves a replica for one request, and waits until it runs no other request of this orchestrator.
 
-        The reservation ends when the returned placement is released.
+        The reservation ends when `reservation` is closed.
         """
-        with ExitStack() as reservation:
+        with ExitStack() as reserved:
             await self._reserving[stage].acquire()
-            reservation.callback(self._reserving[stage].release)
+            reserved.callback(self._reserving[stage].release)
             while True:
-                replica = (await self.find(stage, plan, avoid=avoid)).replica
+                replica = await self.find(stage, plan, avoid=avoid)
                 with ExitStack() as hold:
                     hold.callback(replica.reserve("it runs one request alone, which may have terminated processes"))
                     await replica.wait_until_idle()
                     if replica.end_cause is None:
-                        reservation.push(hold.pop_all())
-                        return Placement(replica, reservation.pop_all().close)
+                        reserved.push(hold.pop_all())
+                        reservation.push(reserved.pop_all())
+                        return replica
+
+
+class _KeptState(NamedTuple):
+    size_bytes: int
+    drop: Callable[[], None]
+
+
+class StateBudget:
+    """Limits the total bytes of the checkpoints from which steps can resume if their replicas terminate.
+
+    The oldest checkpoints are dropped first. A step whose checkpoint was dropped restarts from its beginning if its
+    replica terminates. A checkpoint that was sent to a restarted step is not counted, because it is part of the step's
+    request.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.size_bytes = 0
+        """The total size of the retained checkpoints in bytes."""
+        self._limit_bytes = limit_bytes
+        # By `id`, because owners need not be hashable. An owner stays alive at least until its state is released.
+        self._states: OrderedDict[int, _KeptState] = OrderedDict()
+
+    def keep(self, owner: object, size_bytes: int, *, drop: Callable[[], None]) -> bool:
+        """Replaces the owner's checkpoint. Returns False if the new checkpoint alone exceeds the limit.
+
+        In that case, the owner must not retain the checkpoint. `drop` is called if the checkpoint is later displaced by
+        newer checkpoints of other owners.
+        """
+        self.release(owner)
+        if size_bytes > self._limit_bytes:
+            return False
+        self._states[id(owner)] = _KeptState(size_bytes, drop)
+        self.size_bytes += size_bytes
+        while self.size_bytes > self._limit_bytes:
+            _, oldest = self._states.popitem(last=False)
+            self.size_bytes -= oldest.size_bytes
+            oldest.drop()
+        return True
+
+    def release(self, owner: object) -> None:
+        """Removes the owner's checkpoint from the total size. Does nothing if the owner has none."""
+        state = self._states.pop(id(owner), None)
+        if state is not None:
+            self.size_bytes -= state.size_bytes

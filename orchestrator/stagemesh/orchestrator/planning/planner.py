@@ -12,7 +12,7 @@ of random replicas on the host and in the zone of each upstream and downstream r
 
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from stagemesh.common.errors import UnavailableError
@@ -78,14 +78,12 @@ class PlannedStep:
     """Removes the step from the load of its replica. Idempotent."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Plan:
-    """The steps of one request, ordered so that producers precede consumers.
+    """The replicas that run one request. Each step counts as load on its replica until it is released."""
 
-    Each step counts as load on its replica until it is released.
-    """
-
-    steps: tuple[PlannedStep, ...]
+    steps: dict[str, PlannedStep]
+    """The newest step of each stage, by stage name. Producers precede consumers."""
     route: Route
     generation: str = ""
     """The generation to which all replicas of the plan belong."""
@@ -93,16 +91,16 @@ class Plan:
     @property
     def replicas(self) -> Mapping[str, str]:
         """The name of the replica of each stage, by stage name."""
-        return {step.stage.name: step.replica.name for step in self.steps}
+        return {stage: step.replica.name for stage, step in self.steps.items()}
 
-    def moved(self, stage: str, replica: Replica) -> "Plan":
-        """Returns a plan in which `replica` runs the stage. The step then counts as load on that replica."""
-        steps = tuple(_step(step.stage, replica) if step.stage.name == stage else step for step in self.steps)
-        return replace(self, steps=steps)
+    def move(self, stage: str, replica: Replica) -> PlannedStep:
+        """Moves a stage, whose previous step was released, to `replica`. Returns the new step."""
+        step = self.steps[stage] = _step(self.steps[stage].stage, replica)
+        return step
 
     def release(self) -> None:
         """Removes every step from the load of its replica. Skips steps that were already released."""
-        for step in self.steps:
+        for step in self.steps.values():
             step.release()
 
 
@@ -137,7 +135,8 @@ class Planner:
             replica = self._choice.choose(ready[stage.name], near=self._adjacent(stage.name, chosen))
             assert replica is not None, "the generation has a ready replica of each stage"
             chosen[stage.name] = replica
-        return Plan(tuple(_step(stage, chosen[stage.name]) for stage in route.stages), route, generation)
+        steps = {stage.name: _step(stage, chosen[stage.name]) for stage in route.stages}
+        return Plan(steps, route, generation)
 
     def choose_again(self, stage: str, plan: Plan, *, avoid: Collection[Replica]) -> Replica:
         """Returns a replacement replica for one stage of a plan: ready, of the plan's generation, and not in `avoid`.
@@ -145,7 +144,7 @@ class Planner:
         Raises UnavailableError (STAGE_NOT_READY) if there is no such replica.
         """
         ready = self._registry.ready([stage]).get(plan.generation, {}).get(stage)
-        chosen = {step.stage.name: step.replica for step in plan.steps if step.stage.name != stage}
+        chosen = {name: step.replica for name, step in plan.steps.items() if name != stage}
         replica = ready and self._choice.choose(ready, near=self._adjacent(stage, chosen), avoid=avoid)
         if not replica:
             raise self._not_ready(stage)
@@ -204,7 +203,7 @@ def _may_become_ready(replica: Replica) -> bool:
 
 def _describe(replica: Replica) -> str:
     detail = f" ({replica.detail})" if replica.detail else ""
-    return f"{replica.name} {replica.state.value.lower()}{detail}"
+    return f"{replica.name} {replica.state.name.lower()}{detail}"
 
 
 def _distance_s(replica: Replica, near: Sequence[Replica]) -> float:

@@ -8,10 +8,10 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from typing import NamedTuple
 
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import ExistsError, StagemeshError
@@ -156,7 +156,10 @@ class RequestLifecycle:
         try:
             self.record.timeline.note_planned()
             if not self.has_run:
-                self.record.add_admitted(request_id=request.request_id, seed=request.seed, replicas=plan.replicas)
+                admitted = orchestrator_pb2.RequestAdmitted(
+                    request_id=request.request_id, seed=request.seed, replicas=plan.replicas
+                )
+                self.record.add(orchestrator_pb2.GenerateResponse(admitted=admitted))
             self.has_run = True
             timeout_s = self._admission_request.deadline_s - self._clock()
             self._run = RequestRun(request, plan, self.record, failover=self._failover, timeout_s=timeout_s)
@@ -167,15 +170,21 @@ class RequestLifecycle:
     # -- called by the admission
 
     def queued(self, *, position: int, expected_wait_s: float) -> None:
-        self.record.add_queued(
+        queued = orchestrator_pb2.RequestQueued(
             request_id=self._admission_request.request_id, position=position, expected_wait_s=expected_wait_s
         )
+        self.record.add(orchestrator_pb2.GenerateResponse(queued=queued))
 
     def admitted(self) -> None:
         self._admitted.set_result(None)
 
     def refused(self, error: StagemeshError) -> None:
         self._admitted.set_exception(error)
+
+
+class _Retention(NamedTuple):
+    size_bytes: int
+    timer: asyncio.TimerHandle
 
 
 class RequestRegistry:
@@ -188,20 +197,19 @@ class RequestRegistry:
     def __init__(self, *, keep_s: float = KEEP_S, keep_bytes: int = KEEP_BYTES) -> None:
         self._keep_s = keep_s
         self._keep_bytes = keep_bytes
-        self._running: dict[str, RequestLifecycle] = {}
-        self._ended = OrderedDict[str, RequestLifecycle]()
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._sizes: dict[str, int] = {}
+        self._known: dict[str, RequestLifecycle] = {}
+        self._ended: dict[str, _Retention] = {}
+        """The ended requests among `_known`, in the order of their ends."""
         self._kept_bytes = 0
 
     @property
     def running(self) -> tuple[RequestLifecycle, ...]:
         """The requests that have not ended, including queued requests."""
-        return tuple(self._running.values())
+        return tuple(known for request_id, known in self._known.items() if request_id not in self._ended)
 
     def find(self, request_id: str) -> RequestLifecycle | None:
         """Returns the request with this id, or None if the id is unknown or its request was dropped."""
-        return self._running.get(request_id) or self._ended.get(request_id)
+        return self._known.get(request_id)
 
     def find_same(self, request_id: str, fingerprint: bytes, *, seed: int | None = None) -> RequestLifecycle | None:
         """Returns the request with this id, or None if there is none.
@@ -221,18 +229,18 @@ class RequestRegistry:
     def add(self, request_id: str, known: RequestLifecycle) -> None:
         """Adds a queued or running request. Its id must be unknown."""
         assert self.find(request_id) is None, "request ids are unique"
-        self._running[request_id] = known
+        self._known[request_id] = known
 
     def forget(self, request_id: str) -> None:
         """Drops a request that ended before it ran, so that a repeated call starts it again."""
-        del self._running[request_id]
+        del self._known[request_id]
 
     def end(self, request_id: str) -> None:
         """Moves a running request to the ended requests, which are retained for a limited time."""
-        known = self._ended[request_id] = self._running.pop(request_id)
-        self._sizes[request_id] = known.record.size_bytes
-        self._kept_bytes += known.record.size_bytes
-        self._timers[request_id] = asyncio.get_running_loop().call_later(self._keep_s, self._drop, request_id)
+        size_bytes = self._known[request_id].record.size_bytes
+        timer = asyncio.get_running_loop().call_later(self._keep_s, self._drop, request_id)
+        self._ended[request_id] = _Retention(size_bytes, timer)
+        self._kept_bytes += size_bytes
         while self._kept_bytes > self._keep_bytes:
             self._drop(next(iter(self._ended)))
 
@@ -242,9 +250,10 @@ class RequestRegistry:
             self._drop(request_id)
 
     def _drop(self, request_id: str) -> None:
-        del self._ended[request_id]
-        self._kept_bytes -= self._sizes.pop(request_id)
-        self._timers.pop(request_id).cancel()
+        del self._known[request_id]
+        ended = self._ended.pop(request_id)
+        self._kept_bytes -= ended.size_bytes
+        ended.timer.cancel()
 
 
 def fingerprint(request: orchestrator_pb2.GenerateRequest) -> bytes:

@@ -1,4 +1,4 @@
-"""The events of one request, retained so that every caller can read them from the start."""
+"""The events of one request, retained so that every caller can read them from the start. Tracks the callers."""
 
 import asyncio
 import sys
@@ -10,7 +10,7 @@ from stagemesh.common.errors import CancelledRequestError, OverloadedError, Stag
 from stagemesh.common.notification import Journal
 from stagemesh.common.output_position import Position
 from stagemesh.orchestrator.request.timeline import Timeline
-from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
+from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 MAX_LINGER_S = 60
 
@@ -18,34 +18,35 @@ MAX_LINGER_S = 60
 class RequestRecord:
     """The events of one request, merged over all stages: queued, admitted, progress, output and finished.
 
-    The fragments of each output are numbered from 0.
+    The fragments of each output are numbered from 0. Stops the request if all of its callers have left, or if all
+    callers are too many bytes behind.
     """
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         self.timeline = timeline or Timeline()
         self.journal: Journal[bytes] = Journal()
         """The serialized events. A parsed message with one token's text would need over ten times as much memory."""
-        self.callers = Callers(self.journal)
         self.size_bytes = 0
+        self.abandoned = False
+        """Whether the request was stopped because its last caller left and no caller attached in time."""
         self._first_output_s: float | None = None
         self._next_seqs = Counter[str]()
+        self._stop: Callable[[StagemeshError], None] = _ignore
+        self._max_unread_bytes = sys.maxsize
+        self._read_bytes = 0
+        """The number of bytes of the record that the fastest caller has read."""
+        self._linger_s = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self.journal.on_abandoned = self._wait_for_return
 
-    def add_admitted(self, *, request_id: str, seed: int, replicas: Mapping[str, str]) -> None:
-        """Adds the event that the request was planned. `replicas` contains the name of the replica of each stage."""
-        admitted = orchestrator_pb2.RequestAdmitted(request_id=request_id, seed=seed, replicas=replicas)
-        self._append(orchestrator_pb2.GenerateResponse(admitted=admitted))
-
-    def add_queued(self, *, request_id: str, position: int, expected_wait_s: float) -> None:
-        """Adds the event that the request waits for admission. `position` counts from 1."""
-        queued = orchestrator_pb2.RequestQueued(
-            request_id=request_id, position=position, expected_wait_s=expected_wait_s
-        )
-        self._append(orchestrator_pb2.GenerateResponse(queued=queued))
-
-    def add_progress(self, stage: str, progress: stage_pb2.StepProgress) -> None:
-        """Adds the event that a stage has completed engine steps."""
-        event = orchestrator_pb2.RequestProgress(stage=stage, progress=progress)
-        self._append(orchestrator_pb2.GenerateResponse(progress=event))
+    def add(self, event: orchestrator_pb2.GenerateResponse) -> None:
+        """Adds an event. Ignores it if the record is closed."""
+        # A stopped stage may still send events.
+        if not self.journal.closed:
+            item = event.SerializeToString()
+            self.size_bytes += len(item)
+            self.journal.append(item)
+            self._check_read()
 
     def add_output(self, name: str, output: request_pb2.Output) -> None:
         """Adds a fragment of the pipeline output `name`, and numbers the fragment."""
@@ -55,7 +56,7 @@ class RequestRecord:
         piece, seq = event.output, self._next_seqs[name]
         piece.name, piece.seq = name, seq
         self._next_seqs[name] = seq + 1
-        self._append(event)
+        self.add(event)
 
     @property
     def edges(self) -> Iterator[request_pb2.EdgeUsage]:
@@ -75,63 +76,15 @@ class RequestRecord:
             finished_s=self.timeline.elapsed_s(),
         )
         finished = orchestrator_pb2.RequestFinished(stages=self.timeline.finished_steps, timings=timings)
-        self._append(orchestrator_pb2.GenerateResponse(finished=finished))
+        self.add(orchestrator_pb2.GenerateResponse(finished=finished))
         self.close(None)
 
     def close(self, error: StagemeshError | None) -> None:
         """Closes the record, so that `follow` ends. If the request failed, `follow` raises `error`. Idempotent."""
-        self.callers.close()
+        self._cancel_timer()
+        # The function that stops the request usually refers to its record. A reference cycle would keep both alive.
+        self._stop = _ignore
         self.journal.close(error)
-
-    async def follow(
-        self, *, next_seqs: Mapping[str, int], next_positions: Mapping[str, int] | None = None
-    ) -> AsyncGenerator[bytes]:
-        """Yields all events of the request, past and future, each as a serialized GenerateResponse.
-
-        Omits outputs that the caller already has. An output in `next_positions` starts at that position, for example
-        the index of a token or audio sample. Any other output starts at the fragment whose number is in `next_seqs`.
-
-        Raises the error with which the request ended. Iterate within `aclosing`.
-        """
-        resumption = Resumption(next_seqs=next_seqs, next_positions=next_positions or {})
-        # A caller that attaches late must have time to read the earlier events.
-        read_bytes = 0
-        self.callers.note_read(self.size_bytes)
-        async with aclosing(self.journal.follow()) as events:
-            async for item in events:
-                # The caller asks for this event because it has read the previous event.
-                self.callers.note_read(read_bytes)
-                read_bytes += len(item)
-                rest = _remainder(item, resumption) if resumption.is_behind else item
-                if rest is not None:
-                    yield rest
-
-    def _append(self, event: orchestrator_pb2.GenerateResponse) -> None:
-        # A stopped stage may still send events.
-        if not self.journal.closed:
-            item = event.SerializeToString()
-            self.size_bytes += len(item)
-            self.journal.append(item)
-            self.callers.check_read(self.size_bytes)
-
-
-class Callers:
-    """Tracks the callers that read a request's events.
-
-    Stops the request if all callers have left, or if all callers are too many bytes behind.
-    """
-
-    def __init__(self, journal: Journal[bytes]) -> None:
-        self.abandoned = False
-        """Whether the request was stopped because its last caller left and no caller attached in time."""
-        self._journal = journal
-        self._stop: Callable[[StagemeshError], None] = _ignore
-        self._max_unread_bytes = sys.maxsize
-        self._read_bytes = 0
-        """The number of bytes of the record that the fastest caller has read."""
-        self._linger_s = 0
-        self._timer: asyncio.TimerHandle | None = None
-        journal.on_abandoned = self._wait_for_return
 
     def stop_by(self, stop: Callable[[StagemeshError], None], *, max_unread_bytes: int = sys.maxsize) -> None:
         """Sets the function that stops the request, and the maximum number of unread bytes before it is called."""
@@ -148,25 +101,37 @@ class Callers:
     def dismiss(self) -> None:
         """Stops the request as soon as it has no caller, without waiting for a caller to return."""
         self.expect(linger_s=0)
-        if not self._journal.readers:
+        if not self.journal.readers:
             self._abandon()
 
-    def note_read(self, size_bytes: int) -> None:
-        """Notes that some caller has read the first `size_bytes` of the record."""
-        self._read_bytes = max(self._read_bytes, size_bytes)
+    async def follow(
+        self, *, next_seqs: Mapping[str, int], next_positions: Mapping[str, int] | None = None
+    ) -> AsyncGenerator[bytes]:
+        """Yields all events of the request, past and future, each as a serialized GenerateResponse.
 
-    def check_read(self, size_bytes: int) -> None:
-        """Stops the request (CLIENT_TOO_SLOW) if every caller has too many unread bytes of a record of `size_bytes`."""
-        if size_bytes - self._read_bytes > self._max_unread_bytes and self._journal.readers:
+        Omits outputs that the caller already has. An output in `next_positions` starts at that position, for example
+        the index of a token or audio sample. Any other output starts at the fragment whose number is in `next_seqs`.
+
+        Raises the error with which the request ended. Iterate within `aclosing`.
+        """
+        resumption = Resumption(next_seqs=next_seqs, next_positions=next_positions or {})
+        # A caller that attaches late must have time to read the earlier events.
+        read_bytes = 0
+        self._read_bytes = self.size_bytes
+        async with aclosing(self.journal.follow()) as events:
+            async for item in events:
+                # The caller asks for this event because it has read the previous event.
+                self._read_bytes = max(self._read_bytes, read_bytes)
+                read_bytes += len(item)
+                rest = _remainder(item, resumption) if resumption.is_behind else item
+                if rest is not None:
+                    yield rest
+
+    def _check_read(self) -> None:
+        if self.size_bytes - self._read_bytes > self._max_unread_bytes and self.journal.readers:
             limit = f"more than {self._max_unread_bytes:,} bytes (limits.max_unread_bytes)"
             message = f"the client is {limit} behind the request's outputs; read them faster, or request less"
             self._stop(OverloadedError(message, reason="CLIENT_TOO_SLOW"))
-
-    def close(self) -> None:
-        """Stops tracking. From now on, no request is stopped because of its callers. Idempotent."""
-        self._cancel_timer()
-        # The function that stops the request usually refers to its record. A reference cycle would keep both alive.
-        self._stop = _ignore
 
     def _wait_for_return(self) -> None:
         if not self._linger_s:
@@ -176,7 +141,7 @@ class Callers:
         self._timer = asyncio.get_running_loop().call_later(self._linger_s, self._abandon)
 
     def _abandon(self) -> None:
-        if not self._journal.readers and not self._journal.closed:
+        if not self.journal.readers and not self.journal.closed:
             self.abandoned = True
             self._stop(CancelledRequestError("the client disconnected"))
 

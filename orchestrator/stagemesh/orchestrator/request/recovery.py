@@ -11,6 +11,7 @@ restarts from the beginning (`fresh`), and so do its own producers if necessary.
 its consumers continue to run, because they have received the rows before the checkpoint.
 """
 
+import asyncio
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,8 +21,8 @@ from typing import TypeAlias
 from stagemesh.common.output_position import Position
 from stagemesh.connectors.edge import StepPolicy, WholePolicy
 from stagemesh.orchestrator.fleet.replica import Replica
+from stagemesh.orchestrator.planning.failover import StateBudget
 from stagemesh.orchestrator.planning.planner import PlannedStep
-from stagemesh.orchestrator.planning.state_budget import StateBudget
 from stagemesh.orchestrator.request.timeline import StepNotes
 from stagemesh.orchestrator.spec import Edge, Route
 from stagemesh.v1 import stage_pb2
@@ -105,6 +106,10 @@ class StepState(AttemptState):
     avoid: frozenset[Replica] = frozenset()
     """The replicas on which the stage was lost. They are chosen again only if no other replica is ready."""
     superseded: list[SupersededAttempt] = field(default_factory=list[SupersededAttempt])
+    tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+    """The running tasks of the newest attempt."""
+    busy: asyncio.Task[None] | None = None
+    """The task that places or rebinds the stage. At most one such task runs."""
     arrangements: ExitStack = field(default_factory=ExitStack)
     """Callbacks for the release of the replica: they end its reservation and stop observing its end."""
 
@@ -143,6 +148,8 @@ class StepState(AttemptState):
         if self.at_work or self.phase is Phase.FINISHED:
             self.superseded.append(SupersededAttempt(self.replica, self.attempt))
         self.release_replica()
+        for task in list(self.tasks):
+            task.cancel()
         if not restart.resumes:
             self.discard_checkpoint()
         self.resumed = self.checkpoint
@@ -150,7 +157,7 @@ class StepState(AttemptState):
         self.first_rows = self.checkpoint_rows or {}
         self.position = self.resumed.position.copy() if self.resumed is not None else Position()
         self.next_seqs = {}
-        self.notes = None
+        self.notes = self.busy = None
         self.restarts += 1
 
     def release_replica(self) -> None:

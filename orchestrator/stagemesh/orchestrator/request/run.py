@@ -51,8 +51,8 @@ class RequestRun:
         self._timeout_s, self._deadline_s = timeout_s, 0.0
         self._route = plan.route
         self._states = {
-            step.stage.name: StepState(step=step, attempt=request.first_attempt, budget=failover.kept_states)
-            for step in plan.steps
+            name: StepState(step=step, attempt=request.first_attempt, budget=failover.kept_states)
+            for name, step in plan.steps.items()
         }
         self._changed = Notifier()
         """The notifier that wakes the loop. An `asyncio.Event` would need a kilobyte of memory."""
@@ -61,9 +61,6 @@ class RequestRun:
             request, plan.route, self._states, record=record, failures=self._failures, changed=self._changed
         )
         self._stopped: StagemeshError | None = None
-        self._tasks: dict[str, set[asyncio.Task[None]]] = {name: set() for name in self._states}
-        self._busy: dict[str, asyncio.Task[None]] = {}
-        """The tasks that place or rebind stages, by stage name. At most one such task runs for each stage."""
         self._cancelling: set[asyncio.Task[None]] = set()
         """The running tasks that cancel superseded attempts on their replicas."""
         self._group: asyncio.TaskGroup | None = None
@@ -89,8 +86,9 @@ class RequestRun:
                 if error is not None:
                     _log.warning("request failed: %s", error.message)
                     await self._cancel_steps(error)
-                for tasks in (self._cancelling, *self._tasks.values()):
-                    _cancel(tasks)
+                for tasks in (self._cancelling, *(state.tasks for state in self._states.values())):
+                    for task in list(tasks):
+                        task.cancel()
         finally:
             for state in self._states.values():
                 state.release_replica()
@@ -143,8 +141,6 @@ class RequestRun:
                 self._failures.add_final(stage, cause)
             if state.notes is not None:
                 state.notes.end(cause)
-            _cancel(self._tasks[stage])
-            self._busy.pop(stage, None)
             state.restart(restart)
 
     def _advance(self) -> None:
@@ -155,9 +151,10 @@ class RequestRun:
             state = self._states[action.stage]
             if action.kind is ActionKind.START:
                 self._start(state)
-            elif action.stage not in self._busy:
-                task = self._busy[action.stage] = self._spawn(state, self._place_or_rebind(state, action))
-                task.add_done_callback(partial(self._end_busy, action.stage))
+            elif state.busy is None:
+                work = self._place_or_rebind(state, action)
+                state.busy = self._spawn(work, state.tasks, name=f"{state.name}/{action.kind.name}")
+                state.busy.add_done_callback(partial(self._end_busy, state))
 
     async def _place_or_rebind(self, state: StepState, action: Action) -> None:
         if action.kind is ActionKind.PLACE:
@@ -188,12 +185,13 @@ class RequestRun:
             failures = state.restarts - _QUICK_RESTARTS
             await asyncio.sleep(backoff_s(failures, first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S))
         state.alone = len(state.dead_replicas) >= _SUSPECT_DEATHS
-        find = self._failover.find_alone if state.alone else self._failover.find
-        placement = await find(state.name, lambda: self._plan, avoid=state.avoid)
-        self._plan = self._plan.moved(state.name, placement.replica)
-        for step in self._plan.steps:
-            self._states[step.stage.name].step = step
-        state.arrangements.callback(placement.release)
+        if state.alone:
+            replica = await self._failover.find_alone(
+                state.name, self._plan, avoid=state.avoid, reservation=state.arrangements
+            )
+        else:
+            replica = await self._failover.find(state.name, self._plan, avoid=state.avoid)
+        state.step = self._plan.move(state.name, replica)
         state.phase = Phase.PLACED
         self._note_placed(state)
 
@@ -210,10 +208,10 @@ class RequestRun:
         state.phase = Phase.STARTING
         # The tasks that followed these attempts have ended by now.
         for attempt in state.superseded:
-            self._cancelling.add(task := self._create_task(self._calls.cancel(attempt), name="cancel superseded"))
-            task.add_done_callback(self._cancelling.discard)
+            self._spawn(self._calls.cancel(attempt), self._cancelling, name="cancel superseded")
         state.superseded.clear()
-        self._spawn(state, self._follow(state, self._calls.execute(state).SerializeToString()))
+        request = self._calls.execute(state).SerializeToString()
+        self._spawn(self._follow(state, request), state.tasks, name=f"{state.name}/{state.attempt}")
 
     async def _follow(self, state: StepState, request: bytes) -> None:
         """Executes a step until it ends. If the step fails, adds the failure to `_failures`."""
@@ -223,7 +221,7 @@ class RequestRun:
         notes.note_sent()
         try:
             take = partial(self._calls.take, state, attempt)
-            await follow_step(state.replica, request, stage=state.name, deadline_s=self._deadline_s, take=take)
+            await follow_step(state.replica, request, deadline_s=self._deadline_s, take=take)
         except StagemeshError as exc:
             notes.end(exc)
             self._failures.add(state, attempt, exc)
@@ -252,7 +250,6 @@ class RequestRun:
                     self._failures.require_fresh(name, exc)
             else:
                 self._failures.add(state, attempt, _not_rebound(state, exc))
-        self._changed.fire()
 
     async def _rebind_outputs(self, state: StepState, edges: Collection[str]) -> None:
         """Makes a step send all of its chunks to the consumers that replaced its previous consumers.
@@ -263,7 +260,6 @@ class RequestRun:
             await self._calls.rebind_outputs(state, edges)
         except StagemeshError as exc:
             self._failures.require_fresh(state.name, _not_rebound(state, exc))
-        self._changed.fire()
 
     # -- the end
 
@@ -276,38 +272,31 @@ class RequestRun:
         running = [state for state in self._states.values() if state.at_work and state.replica.stage not in failed]
         attempts = [SupersededAttempt(state.replica, state.attempt) for state in running]
         attempts += [attempt for state in self._states.values() for attempt in state.superseded]
-        cancels = [self._create_task(self._calls.cancel(attempt, error), name="cancel") for attempt in attempts]
-        cancels += self._cancelling
-        if not cancels:
+        for attempt in attempts:
+            self._spawn(self._calls.cancel(attempt, error), self._cancelling, name="cancel")
+        if not self._cancelling:
             return
-        _, pending = await asyncio.wait(cancels, timeout=_RELEASE_WAIT_S)
+        _, pending = await asyncio.wait(self._cancelling, timeout=_RELEASE_WAIT_S)
         if pending:
             self._record.close(error)
             await asyncio.wait(pending)
 
     # -- tasks
 
-    def _create_task(self, work: Coroutine[object, object, None], *, name: str) -> asyncio.Task[None]:
+    def _spawn(
+        self, work: Coroutine[object, object, None], tasks: "set[asyncio.Task[None]]", *, name: str
+    ) -> asyncio.Task[None]:
+        """Starts a task, which is in `tasks` while it runs."""
         assert self._group is not None, "only while it runs"
-        return self._group.create_task(work, name=name)
-
-    def _spawn(self, state: StepState, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
-        """Starts a task on behalf of a stage. The task is cancelled if the stage restarts."""
-        task = self._create_task(work, name=f"{state.name}/{state.attempt}")
-        tasks = self._tasks[state.name]
+        task = self._group.create_task(work, name=name)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
         return task
 
-    def _end_busy(self, stage: str, task: "asyncio.Task[None]") -> None:
-        if self._busy.get(stage) is task:
-            del self._busy[stage]
+    def _end_busy(self, state: StepState, task: "asyncio.Task[None]") -> None:
+        if state.busy is task:
+            state.busy = None
             self._changed.fire()
-
-
-def _cancel(tasks: "set[asyncio.Task[None]]") -> None:
-    for task in list(tasks):
-        task.cancel()
 
 
 def _not_rebound(state: StepState, error: StagemeshError) -> UnavailableError:

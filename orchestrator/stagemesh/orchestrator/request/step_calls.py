@@ -28,7 +28,7 @@ from stagemesh.orchestrator.request.recovery import (
 from stagemesh.orchestrator.request.validation import ValidRequest
 from stagemesh.orchestrator.spec import Edge, Route
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
-from stagemesh.v1 import request_pb2, stage_pb2
+from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -154,7 +154,8 @@ class StepCalls:
                 # A restarted stage repeats earlier progress, which the client must not see again.
                 if event.progress.steps > state.shown_steps or not state.restarts:
                     state.shown_steps = max(state.shown_steps, event.progress.steps)
-                    self._record.add_progress(state.name, event.progress)
+                    progress = orchestrator_pb2.RequestProgress(stage=state.name, progress=event.progress)
+                    self._record.add(orchestrator_pb2.GenerateResponse(progress=progress))
             case "accepted" if state.phase is Phase.STARTING:
                 state.notes.note_accepted(event.accepted)
                 state.phase = Phase.RUNNING
@@ -290,7 +291,7 @@ def policy_to_wire(policy: ChunkPolicy) -> stage_pb2.ChunkPolicy:
     return stage_pb2.ChunkPolicy()
 
 
-async def follow_step(replica: Replica, request: bytes, *, stage: str, deadline_s: float, take: TakeEvent) -> None:
+async def follow_step(replica: Replica, request: bytes, *, deadline_s: float, take: TakeEvent) -> None:
     """Executes a step to its end, and calls `take` exactly once for each event. The first event is the acceptance.
 
     - `request` is a serialized ExecuteStepRequest. It is retained until the step ends, and a parsed message would need
@@ -304,7 +305,7 @@ async def follow_step(replica: Replica, request: bytes, *, stage: str, deadline_
     unreachable for REATTACH_S.
     """
     loop = asyncio.get_running_loop()
-    relay, broken_s = _EventRelay(take, stage=stage), 0.0
+    relay, broken_s = _EventRelay(take, stage=replica.stage), 0.0
     backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
     while True:
         try:
@@ -315,7 +316,11 @@ async def follow_step(replica: Replica, request: bytes, *, stage: str, deadline_
                 del message
                 await running
         except TimeoutError as exc:
-            raise _not_accepted(replica, stage=stage) from exc
+            raise UnavailableError(
+                f"stage {replica.stage!r} (replica {replica.name} at {replica.endpoint}) did not accept the request "
+                f"within {ACCEPT_S:.0f} s; try again, and see its log",
+                reason="NOT_ACCEPTED",
+            ) from exc
         except StagemeshError as exc:
             if exc.reason != REPLICA_LOST:
                 raise
@@ -326,10 +331,10 @@ async def follow_step(replica: Replica, request: bytes, *, stage: str, deadline_
             if replica.end_cause is not None or loop.time() - broken_s >= REATTACH_S:
                 raise
             await asyncio.sleep(backoff.next_s())
-            await _check_incarnation(replica, stage=stage, timeout_s=max(0.0, broken_s + REATTACH_S - loop.time()))
+            await _check_incarnation(replica, timeout_s=max(0.0, broken_s + REATTACH_S - loop.time()))
         else:
             if not relay.has_events:
-                raise _acceptance_missing(stage)
+                raise _acceptance_missing(replica.stage)
             return
         finally:
             # A timeout refers to its task. If the task is cancelled, its frames would keep it alive.
@@ -367,15 +372,7 @@ def _acceptance_missing(stage: str) -> InternalError:
     return InternalError(f"stage {stage!r} did not report that it accepted the request; see its log")
 
 
-def _not_accepted(replica: Replica, *, stage: str) -> UnavailableError:
-    return UnavailableError(
-        f"stage {stage!r} (replica {replica.name} at {replica.endpoint}) did not accept the request within "
-        f"{ACCEPT_S:.0f} s; try again, and see its log",
-        reason="NOT_ACCEPTED",
-    )
-
-
-async def _check_incarnation(replica: Replica, *, stage: str, timeout_s: float) -> None:
+async def _check_incarnation(replica: Replica, *, timeout_s: float) -> None:
     """Raises the replica's end cause if the replica has ended.
 
     First asks the address for its incarnation. If a different process answers, the replica has ended. That process does
@@ -384,11 +381,6 @@ async def _check_incarnation(replica: Replica, *, stage: str, timeout_s: float) 
     with suppress(StagemeshError):
         description = await replica.client.describe(timeout_s=timeout_s)
         if description.incarnation != replica.incarnation:
-            restarted = UnavailableError(
-                f"replica {replica.name} of stage {stage!r} at {replica.endpoint} restarted while it ran the request",
-                reason="REPLICA_RESTARTED",
-                metadata={"stage": stage, "replica": replica.name},
-            )
-            replica.end(restarted)
+            replica.end(replica.loss("restarted while it ran the request", reason="REPLICA_RESTARTED"))
     if replica.end_cause is not None:
         raise replica.end_cause

@@ -1,13 +1,16 @@
 """Records the events in the life of a request, as a few numbers for each attempt of each stage.
 
+When a request ends, it is added to the totals, and its timeline to the history. No total is updated for each output.
+
 Times are in seconds since the request was received. Because the notes are updated for every output, each update must
 take well under a microsecond. Values that can be computed later are not stored.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy, deepcopy
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -113,29 +116,27 @@ class StepNotes:
         return self.clock() - self.began_s
 
 
+@dataclass(eq=False, slots=True)
 class Timeline:
     """The state and the times of one request. `number` increases with the time of receipt."""
 
-    def __init__(
-        self,
-        request_id: str = "",
-        *,
-        number: int = 0,
-        priority: int = 0,
-        outputs: Sequence[str] = (),
-        timeout_s: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.request_id, self.number, self.priority = request_id, number, priority
-        self.outputs, self.timeout_s = tuple(outputs), timeout_s
-        self.received_at_s = time.time()
-        """The wall-clock time of receipt in seconds since the Unix epoch. Used only for display."""
-        self.steps: list[StepNotes] = []
-        self.planned_s: float | None = None
-        self.ended_s: float | None = None
-        self.error: StagemeshError | None = None
-        self._clock = clock
-        self._began_s = clock()
+    request_id: str = ""
+    _: KW_ONLY
+    number: int = 0
+    priority: int = 0
+    outputs: tuple[str, ...] = ()
+    timeout_s: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    received_at_s: float = field(default_factory=time.time)
+    """The wall-clock time of receipt in seconds since the Unix epoch. Used only for display."""
+    steps: list[StepNotes] = field(default_factory=list[StepNotes])
+    planned_s: float | None = None
+    ended_s: float | None = None
+    error: StagemeshError | None = None
+    _began_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._began_s = self.clock()
 
     @property
     def state(self) -> RequestState:
@@ -167,7 +168,7 @@ class Timeline:
 
     def elapsed_s(self) -> float:
         """Returns the seconds since the request was received."""
-        return self._clock() - self._began_s
+        return self.clock() - self._began_s
 
     def note_planned(self) -> None:
         """Notes the time of the request's first plan. Ignores later calls."""
@@ -176,7 +177,7 @@ class Timeline:
 
     def begin(self, stage: str, *, replica: str, attempt: int) -> StepNotes:
         """Creates the notes of a new attempt of a stage, adds them to the timeline, and returns them."""
-        notes = StepNotes(stage=stage, replica=replica, attempt=attempt, began_s=self._began_s, clock=self._clock)
+        notes = StepNotes(stage=stage, replica=replica, attempt=attempt, began_s=self._began_s, clock=self.clock)
         self.steps.append(notes)
         return notes
 
@@ -185,6 +186,82 @@ class Timeline:
         self.ended_s, self.error = self.elapsed_s(), _without_frames(error)
         for step in self.steps:
             step.end(error)
+
+
+@dataclass
+class StageTotals:
+    """The numbers of outputs, engine steps, and finished and failed attempts of one stage, summed over all requests."""
+
+    outputs: int = 0
+    steps: int = 0
+    finished: int = 0
+    failed: int = 0
+
+    def add(self, notes: StepNotes) -> None:
+        """Adds the counts of one attempt."""
+        self.outputs += notes.outputs
+        self.steps += notes.steps
+        self.finished += notes.finished is not None
+        self.failed += notes.ended_s is not None and notes.finished is None
+
+
+@dataclass
+class EdgeTotals:
+    """The chunks and bytes that one edge has transferred in all requests. Counted when the edge's producer finishes."""
+
+    chunks: int = 0
+    size_bytes: int = 0
+
+
+class Totals:
+    """Sums over requests: the number of requests by state, and the work by stage and by edge."""
+
+    def __init__(self) -> None:
+        self.requests = Counter[RequestState]()
+        self.stages: dict[str, StageTotals] = {}
+        self.edges: dict[str, EdgeTotals] = {}
+
+    def add(self, timeline: Timeline) -> None:
+        """Adds a request in its current state, with the work of its attempts so far."""
+        self.requests[timeline.state] += 1
+        for notes in timeline.steps:
+            self.stages.setdefault(notes.stage, StageTotals()).add(notes)
+            for usage in notes.finished.edges if notes.finished is not None else ():
+                edge = self.edges.setdefault(usage.edge, EdgeTotals())
+                edge.chunks += usage.chunks
+                edge.size_bytes += usage.size_bytes
+
+    def together_with(self, running: Iterable[Timeline]) -> "Totals":
+        """Returns new totals that also include the requests in `running`. Leaves these totals unchanged."""
+        both = deepcopy(self)
+        for timeline in running:
+            both.add(timeline)
+        return both
+
+
+class History:
+    """Retains the timelines of the last `keep` requests that ended. A timeline needs a few kilobytes."""
+
+    def __init__(self, *, keep: int = 512) -> None:
+        self._keep = keep
+        self._timelines: dict[str, Timeline] = {}
+
+    def __iter__(self) -> Iterator[Timeline]:
+        return iter(self._timelines.values())
+
+    def find(self, request_id: str) -> Timeline | None:
+        """Returns the timeline of the ended request with this id, or None if there is none.
+
+        If several had the id, the last.
+        """
+        return self._timelines.get(request_id)
+
+    def add(self, timeline: Timeline) -> None:
+        """Adds the timeline of a request that has ended. Drops the oldest timeline if there are more than `keep`."""
+        self._timelines.pop(timeline.request_id, None)
+        self._timelines[timeline.request_id] = timeline
+        if len(self._timelines) > self._keep:
+            del self._timelines[next(iter(self._timelines))]
 
 
 def _without_frames(error: StagemeshError | None) -> StagemeshError | None:

@@ -75,11 +75,10 @@ def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> V
     check_pipeline(request.pipeline, pipeline)
     if request.request_id:
         check_request_id(request.request_id)
-    _check_caller(request.caller)
+    _check_caller(request)
     outputs = _check_outputs(request.outputs, pipeline)
     _check_outputs(request.next_seqs, pipeline)
     _check_outputs(request.next_positions, pipeline)
-    _check_earlier_calls(request.earlier_calls)
     check_input(request.input)
     if not has_prompt(request.input) and (request.input.WhichOneof("prompt") or not request.input.tensors):
         raise empty_prompt_error()
@@ -111,18 +110,16 @@ def check_pipeline(name: str, pipeline: Pipeline) -> None:
         )
 
 
-def _check_caller(caller: str) -> None:
-    if _CALLER.fullmatch(caller) is None:
+def _check_caller(request: orchestrator_pb2.GenerateRequest) -> None:
+    if _CALLER.fullmatch(request.caller) is None:
         raise InvalidRequestError(
-            f'caller is {caller[:140]!r}; use at most 128 letters, digits and "._:@/-", or omit it',
+            f'caller is {request.caller[:140]!r}; use at most 128 letters, digits and "._:@/-", or omit it',
             reason="INVALID_CALLER",
         )
-
-
-def _check_earlier_calls(earlier_calls: int) -> None:
-    if earlier_calls > _MAX_EARLIER_CALLS:
+    if request.earlier_calls > _MAX_EARLIER_CALLS:
         raise InvalidRequestError(
-            f"earlier_calls is {earlier_calls}; it may be at most {_MAX_EARLIER_CALLS}", reason="INVALID_EARLIER_CALLS"
+            f"earlier_calls is {request.earlier_calls}; it may be at most {_MAX_EARLIER_CALLS}",
+            reason="INVALID_EARLIER_CALLS",
         )
 
 
