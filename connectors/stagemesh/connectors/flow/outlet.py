@@ -49,12 +49,11 @@ class Outlet:
         connector: ConnectorName,
         *,
         policy: ChunkPolicy,
-        arena: Arena,
         retention: Retention,
         rebind_s: float = 0.0,
         on_over: Callable[[], None] = lambda: None,
     ) -> None:
-        """Creates the first attempt, which requests `connector`.
+        """Creates the first attempt, which requests `connector`. Chunks are written into the arena of `retention`.
 
         `on_over` is called when the flow is committed or aborted, or when it has failed and cannot continue.
         """
@@ -62,7 +61,7 @@ class Outlet:
         self.is_over = False
         """Whether the flow can no longer send data to any consumer."""
         self._chunker = None if isinstance(policy, StepPolicy) else Chunker(policy)
-        self._arena, self._account = arena, MemoryAccount()
+        self._arena, self._account = retention.arena, MemoryAccount()
         self._rebind_s, self._on_over = rebind_s, on_over
         self._digest = wire.FlowDigest()
         self._shape: wire.PacketShape | None = None

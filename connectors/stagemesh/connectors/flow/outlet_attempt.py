@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
+from typing import TypeAlias
 
 from stagemesh.common.connector_descriptors import GRPC, ConnectorName, number_of
 from stagemesh.common.errors import InvalidChunkError, StagemeshError
@@ -43,6 +44,10 @@ class Phase(Enum):
     """An error or a successor ended the attempt."""
 
 
+OnOver: TypeAlias = Callable[[StagemeshError | None], None]
+"""Called once when an attempt ends, with None if the attempt is committed, or with the error if it fails."""
+
+
 class OutletAttempt:
     """Sends an outlet's chunks to one consumer within the consumer's credit.
 
@@ -50,18 +55,8 @@ class OutletAttempt:
     pulls messages from the attempt.
     """
 
-    def __init__(
-        self,
-        key: EdgeKey,
-        wanted: ConnectorName,
-        chunks: SentChunks,
-        *,
-        on_over: Callable[[StagemeshError | None], None],
-    ) -> None:
-        """Creates an attempt that requests the connector `wanted`, which may be AUTO.
-
-        `on_over` is called once, with None if the attempt is committed, or with the error if it fails.
-        """
+    def __init__(self, key: EdgeKey, wanted: ConnectorName, chunks: SentChunks, *, on_over: OnOver) -> None:
+        """Creates an attempt that requests the connector `wanted`, which may be AUTO."""
         self.key, self.wanted, self.connector = key, wanted, wanted
         self.wire_key = wire.key_to_wire(key)
         self.phase = Phase.WAITING

@@ -218,7 +218,7 @@ class StageRuntime:
         """Returns the current load of the engine and of the data plane."""
         engine = EngineLoad(0, 0) if self.state is ReplicaState.LOADING else self._engine.load()
         plane = self.data_plane
-        arena, landing = plane.arena, plane.landing
+        arena, landing = plane.arena, plane.landing.present
         return StageLoad(
             running=engine.running,
             queued=engine.queued,
