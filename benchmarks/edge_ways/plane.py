@@ -148,7 +148,7 @@ class PlaneReceiver(Receiver):
 
     async def copied_bytes(self) -> int:
         """Returns the bytes that this replica has copied into its arenas, without fetched or streamed bytes."""
-        landing = self._plane.landing
+        landing = self._plane.landing.present
         return self._plane.arena.copied_bytes + (landing.copied_bytes if landing else 0)
 
     async def receive(self, size_bytes: int) -> Bytes:  # noqa: ARG002 - the message tells

@@ -64,11 +64,11 @@ async def test_flow_continues_after_many_chunks_and_bytes(connector: str, start:
         _advance_inlet(inlet, start)
         await _carry(a, outlet, inlet)
         # The End, too, has a number.
-        assert (outlet.ledger.next_seq, inlet.attempt.next_seq) == (start + CHUNKS + 1,) * 2
+        assert (outlet.chunks.next_seq, inlet.attempt.next_seq) == (start + CHUNKS + 1,) * 2
 
 
 def _advance_outlet(outlet: Any, start: int) -> None:
-    outlet.ledger.next_seq = outlet.ledger.acked = outlet.ledger.sent_bytes = start
+    outlet.chunks.next_seq = outlet.chunks.acked = outlet.chunks.sent_bytes = start
 
 
 def _advance_inlet(inlet: Any, start: int) -> None:

@@ -39,17 +39,20 @@ class DataPlane:
         window_bytes: int = 8 << 20,
         inline_limit_bytes: int = 4 << 10,
     ) -> None:
+        self.incarnation = secrets.token_hex(8)
+        """The random id of this data plane. A restarted replica has a different id."""
         self._identity = stage_pb2.Hello(
-            replica=replica, incarnation=secrets.token_hex(8), pipeline=pipeline, generation=generation
+            replica=replica, incarnation=self.incarnation, pipeline=pipeline, generation=generation
         )
         self._inline_limit_bytes = inline_limit_bytes
         self.arena = Arena(arena_bytes)
         """The memory into which this replica writes its outgoing tensors."""
         self._retention = Retention(self.arena)
         self.arena.on_pressure = self._retention.evict_oldest
-        self._landing = LandingArena(self.arena.size_bytes)
+        self.landing = LandingArena(self.arena.size_bytes)
+        """The memory into which chunks are fetched, which is created when it is first needed."""
         self._connectors = ReplicaConnectors(
-            self.arena, landing=self._landing.get, replica=replica, incarnation=self.incarnation
+            self.arena, landing=self.landing.get, replica=replica, incarnation=self.incarnation
         )
         self._links: dict[tuple[str, str], ConsumerLink] = {}
         self._background: set[asyncio.Task[object]] = set()
@@ -58,7 +61,7 @@ class DataPlane:
         self.consumer = Consumer(
             self._identity,
             connectors=self._connectors,
-            landing=self._landing,
+            landing=self.landing,
             window_bytes=window_bytes,
             max_chunk_bytes=lambda: self.arena.max_region_bytes,
             welcome=stage_pb2.Welcome(
@@ -70,16 +73,6 @@ class DataPlane:
             run_in_background=self._run_in_background,
         )
         """The consumer side of the data plane: the expected flows and the known producers."""
-
-    @property
-    def incarnation(self) -> str:
-        """The random id of this data plane. A restarted replica has a different id."""
-        return self._identity.incarnation
-
-    @property
-    def landing(self) -> Arena | None:
-        """The memory into which chunks are fetched, or None if that memory has not been created."""
-        return self._landing.present
 
     # -- producing
 
@@ -106,14 +99,7 @@ class DataPlane:
             rebind_s: The number of seconds for which a flow that has lost its consumer waits for `rebind_outlet`.
         """
         link = self._link(consumer, endpoint, connector)
-        outlet = Outlet(
-            key,
-            connector,
-            policy=policy,
-            arena=self.arena,
-            retention=self._retention,
-            rebind_s=rebind_s,
-        )
+        outlet = Outlet(key, connector, policy=policy, retention=self._retention, rebind_s=rebind_s)
         link.add(outlet.attempt)
         return outlet
 
@@ -196,7 +182,7 @@ class DataPlane:
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._connectors.close()
         self.arena.close()
-        await self._landing.close()
+        await self.landing.close()
 
     # -- inner workings
 

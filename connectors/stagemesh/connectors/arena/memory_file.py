@@ -121,7 +121,7 @@ def when_gone(arrays: Sequence[Array], call: Callable[[], None]) -> None:
 
     `call` runs in the thread that deletes the last view, and can interrupt any code of that thread.
     """
-    assert arrays, "the deletion of nothing is never noticed"
+    assert arrays, "at least one array is needed"
     total, gone_arrays = len(arrays), itertools.count(1)
 
     def gone(reference: "weakref.ref[Array]") -> None:
@@ -152,7 +152,7 @@ def page_bytes_for(size_bytes: int) -> int:
 def create_memory(data_bytes: int, token: bytes, *, shared: bool) -> tuple[int, mmap.mmap]:
     """Creates the memory of an arena and allocates all of it.
 
-    Returns the writable mapping, and a read-only file descriptor for readers, which is -1 if the memory is not shared.
+    Returns a read-only file descriptor for readers, which is -1 if the memory is not shared, and the writable mapping.
     Raises NotReadyError (NO_MEMORY) if not enough memory is available.
     """
     size_bytes = data_offset(data_bytes) + data_bytes

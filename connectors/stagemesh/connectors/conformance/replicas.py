@@ -94,7 +94,7 @@ class Host(stage_pb2_grpc.StageServiceServicer):
     @property
     def used_bytes(self) -> int:
         """The number of bytes in use in the arena and in the memory for fetched chunks."""
-        landing = self.plane.landing
+        landing = self.plane.landing.present
         return self.plane.arena.used_bytes + (landing.used_bytes if landing is not None else 0)
 
 

@@ -165,11 +165,10 @@ class InletAttempt:
     def __init__(
         self,
         key: EdgeKey,
-        *,
         packets: PacketQueue,
+        *,
         producer: str,
-        window_bytes: int,
-        max_chunk_bytes: int,
+        credit: Credit,
         on_closed: Callable[["InletAttempt"], None],
     ) -> None:
         self.key = key
@@ -191,8 +190,7 @@ class InletAttempt:
         """The number of the next chunk to accept. All chunks with lower numbers have arrived."""
         self.landing_account = MemoryAccount()
         """The memory account that is charged for the attempt's fetched chunks."""
-        self._credit = Credit(window_bytes)
-        self._max_chunk_bytes, self._on_closed = max_chunk_bytes, on_closed
+        self._credit, self._on_closed = credit, on_closed
         self._reported_seq = 0
         self._arriving: deque[_Arrival] = deque()
         self._replies: list[stage_pb2.PutReply] = []
@@ -364,11 +362,12 @@ class InletAttempt:
 
         Rejects the producer if the chunk exceeds the consumer's size limit for chunks.
         """
-        if size_bytes > self._max_chunk_bytes:
+        limit_bytes = self._credit.max_chunk_bytes
+        if size_bytes > limit_bytes:
             self.reject(
                 InvalidChunkError(
                     f"a chunk of {size_bytes} bytes on edge {self.key.edge} exceeds the consumer's limit of "
-                    f"{self._max_chunk_bytes}; cut it with `chunk: {{frames: N}}` or raise data_plane.arena_bytes",
+                    f"{limit_bytes}; cut it with `chunk: {{frames: N}}` or raise data_plane.arena_bytes",
                     reason="CHUNK_TOO_LARGE",
                 )
             )

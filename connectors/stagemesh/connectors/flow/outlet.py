@@ -49,43 +49,42 @@ class Outlet:
         connector: ConnectorName,
         *,
         policy: ChunkPolicy,
-        arena: Arena,
         retention: Retention,
         rebind_s: float = 0.0,
     ) -> None:
-        """Creates the first attempt, which requests `connector`."""
-        self.ledger = SentChunks(retention)
+        """Creates the first attempt, which requests `connector`. Chunks are written into the arena of `retention`."""
+        self.chunks = SentChunks(retention)
         self.is_over = False
         """Whether the flow can no longer send data to any consumer."""
         self._chunker = None if isinstance(policy, StepPolicy) else Chunker(policy)
-        self._arena, self._account = arena, MemoryAccount()
+        self._arena, self._account = retention.arena, MemoryAccount()
         self._rebind_s = rebind_s
         self._digest = wire.FlowDigest()
         self._shape: wire.PacketShape | None = None
         self._error: StagemeshError | None = None
         self._rebind_timer: asyncio.TimerHandle | None = None
-        self.attempt = OutletAttempt(key, connector, self.ledger, on_over=self._attempt_over)
+        self.attempt = OutletAttempt(key, connector, self.chunks, on_over=self._attempt_over)
 
     @property
     def usage(self) -> FlowUsage:
         """The number of chunks and bytes that the flow has sent."""
-        attempt, ledger = self.attempt, self.ledger
-        return FlowUsage(attempt.key.edge, attempt.connector, ledger.next_seq - ledger.ended, ledger.sent_bytes)
+        attempt, chunks = self.attempt, self.chunks
+        return FlowUsage(attempt.key.edge, attempt.connector, chunks.next_seq - chunks.ended, chunks.sent_bytes)
 
     @property
     def status(self) -> FlowStatus:
         """A snapshot of the flow's state."""
-        attempt, ledger = self.attempt, self.ledger
+        attempt, chunks = self.attempt, self.chunks
         return FlowStatus(
             edge=attempt.key.edge,
             connector=attempt.connector,
             connected=attempt.phase is Phase.OPEN,
-            chunks=ledger.next_seq,
-            waiting_chunks=len(ledger.unacked),
-            waiting_bytes=sum(sent.size_bytes for sent in ledger.unacked),
-            credit_bytes=max(0, attempt.limit_bytes - ledger.sent_bytes),
-            wanted_bytes=ledger.wanted_bytes,
-            ended=ledger.ended,
+            chunks=chunks.next_seq,
+            waiting_chunks=len(chunks.unacked),
+            waiting_bytes=sum(sent.size_bytes for sent in chunks.unacked),
+            credit_bytes=max(0, attempt.limit_bytes - chunks.sent_bytes),
+            wanted_bytes=chunks.wanted_bytes,
+            ended=chunks.ended,
         )
 
     @property
@@ -95,7 +94,7 @@ class Outlet:
 
     def has_credit(self, size_bytes: int) -> bool:
         """Returns whether the consumer has granted credit for `size_bytes` more payload bytes."""
-        return self.ledger.sent_bytes + size_bytes <= self.attempt.limit_bytes
+        return self.chunks.sent_bytes + size_bytes <= self.attempt.limit_bytes
 
     async def send(self, packet: Packet) -> None:
         """Sends a packet. Returns after waiting for credit and arena space, but does not wait for the delivery.
@@ -113,23 +112,23 @@ class Outlet:
         for chunk in self._chunker.finish() if self._chunker else ():
             await self._send(chunk)
         self._check_error()
-        if not self.ledger.ended:
-            self._append(SentChunk(self.ledger.next_seq, tail=self._digest.end()))
-        while not self.ledger.is_delivered:
+        if not self.chunks.ended:
+            self._append(SentChunk(self.chunks.next_seq, tail=self._digest.end()))
+        while not self.chunks.is_delivered:
             self._check_error()
-            await self.ledger.changed.wait()
+            await self.chunks.changed.wait()
 
     def abort(self, error: StagemeshError) -> None:
         """Sends an Abort with `error` unless the flow has ended. Prevents a later rebind. Never raises."""
         if self.is_over:
             return
-        edge, ledger = self.attempt.key.edge, self.ledger
+        edge, chunks = self.attempt.key.edge, self.chunks
         if self.is_lost:
-            ledger.release()
-        elif not ledger.ended:
+            chunks.release()
+        elif not chunks.ended:
             # The attempt continues until the Abort has arrived.
-            ledger.drop_beyond(self.attempt.limit_bytes)
-            self._append(SentChunk(ledger.next_seq, tail=chunk_pb2.ChunkAbort(error=wire.error_to_wire(error))))
+            chunks.drop_beyond(self.attempt.limit_bytes)
+            self._append(SentChunk(chunks.next_seq, tail=chunk_pb2.ChunkAbort(error=wire.error_to_wire(error))))
         self._error = CancelledRequestError(f"edge {edge} was aborted: {error.message}", reason="ABORTED")
         self._end()
 
@@ -137,7 +136,7 @@ class Outlet:
 
     def check_rebindable(self) -> None:
         """Raises NotReadyError (CHUNK_GONE) if some chunks are no longer available for another consumer."""
-        if self.is_over or self.ledger.retained_from(0) is None:
+        if self.is_over or self.chunks.retained_from(0) is None:
             edge = self.attempt.key.edge
             raise NotReadyError(
                 f"the first chunks of edge {edge} are no longer retained; run its producer again",
@@ -151,9 +150,9 @@ class Outlet:
             self._rebind_timer.cancel()
         # Ends the previous attempt first, because the next attempt may use the same key on the same link.
         self.attempt.supersede()
-        self.ledger.restart()
-        self.attempt = OutletAttempt(key, connector, self.ledger, on_over=self._attempt_over)
-        self.ledger.changed.fire()
+        self.chunks.restart()
+        self.attempt = OutletAttempt(key, connector, self.chunks, on_over=self._attempt_over)
+        self.chunks.changed.fire()
 
     # -- inner workings
 
@@ -166,19 +165,19 @@ class Outlet:
         if error is not None and not self.is_over and self._rebind_s and is_recoverable(error):
             loop = asyncio.get_running_loop()
             self._rebind_timer = loop.call_later(self._rebind_s, self._fail, error)
-            self.ledger.changed.fire()
+            self.chunks.changed.fire()
         else:
             self._fail(error)
 
     def _fail(self, error: StagemeshError | None) -> None:
         self._error = self._error or error
-        self.ledger.release()
+        self.chunks.release()
         self._end()
 
     def _end(self) -> None:
         if self._rebind_timer is not None:
             self._rebind_timer.cancel()
-        self.ledger.changed.fire()
+        self.chunks.changed.fire()
         self.is_over = True
 
     def _check_error(self) -> None:
@@ -196,30 +195,30 @@ class Outlet:
             await self._wait_for_credit(size_bytes)
         if size_bytes <= self.attempt.inline_limit_bytes:
             copies = {name: tensor.copy() for name, tensor in packet.tensors.items()}
-            sent = SentChunk(self.ledger.next_seq, shape, copies, packet.metadata)
+            sent = SentChunk(self.chunks.next_seq, shape, copies, packet.metadata)
         else:
             sent = self._found(packet, shape) or await self._written(packet, shape)
         self._digest.add(shape)
         self._append(sent)
 
     async def _wait_for_credit(self, size_bytes: int) -> None:
-        self.ledger.wanted_bytes = size_bytes
+        self.chunks.wanted_bytes = size_bytes
         try:
             while not self.has_credit(size_bytes):
                 self.attempt.mark_ready()
-                await self.ledger.changed.wait()
+                await self.chunks.changed.wait()
                 self._check_error()
         finally:
-            self.ledger.wanted_bytes = 0
+            self.chunks.wanted_bytes = 0
 
     def _append(self, sent: SentChunk) -> None:
-        self.ledger.append(sent)
+        self.chunks.append(sent)
         self.attempt.add(sent)
-        if sent.size_bytes > BULK_BYTES and not self.ledger.is_bulk:
-            self.ledger.is_bulk = True
+        if sent.size_bytes > BULK_BYTES and not self.chunks.is_bulk:
+            self.chunks.is_bulk = True
             if self.attempt.connector == GRPC:
                 self.attempt.reopen()
-        self.ledger.changed.fire()
+        self.chunks.changed.fire()
 
     def _found(self, packet: Packet, shape: wire.PacketShape) -> SentChunk | None:
         """Returns the chunk of a packet whose tensors are already in the arena, or None if any tensor is not."""
@@ -236,7 +235,7 @@ class Outlet:
                 places.append(_NOWHERE)
         for region in regions:
             region.retain()
-        return SentChunk(self.ledger.next_seq, shape, packet.tensors, packet.metadata, tuple(regions), places)
+        return SentChunk(self.chunks.next_seq, shape, packet.tensors, packet.metadata, tuple(regions), places)
 
     async def _written(self, packet: Packet, shape: wire.PacketShape) -> SentChunk:
         """Returns the chunk of a packet whose tensors were copied into the arena."""
@@ -244,7 +243,7 @@ class Outlet:
         if self._error is not None:
             region.release()
             self._check_error()
-        return SentChunk(self.ledger.next_seq, shape, tensors, packet.metadata, (region,), places)
+        return SentChunk(self.chunks.next_seq, shape, tensors, packet.metadata, (region,), places)
 
 
 class FanOut:

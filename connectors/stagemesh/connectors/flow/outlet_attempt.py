@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
+from typing import TypeAlias
 
 from stagemesh.common.connector_descriptors import GRPC, ConnectorName, number_of
 from stagemesh.common.errors import InvalidChunkError, StagemeshError
@@ -43,6 +44,10 @@ class Phase(Enum):
     """An error or a successor ended the attempt."""
 
 
+OnOver: TypeAlias = Callable[[StagemeshError | None], None]
+"""Called once when an attempt ends, with None if the attempt is committed, or with the error if it fails."""
+
+
 class OutletAttempt:
     """Sends an outlet's chunks to one consumer within the consumer's credit.
 
@@ -50,25 +55,15 @@ class OutletAttempt:
     pulls messages from the attempt.
     """
 
-    def __init__(
-        self,
-        key: EdgeKey,
-        wanted: ConnectorName,
-        chunks: SentChunks,
-        *,
-        on_over: Callable[[StagemeshError | None], None],
-    ) -> None:
-        """Creates an attempt that requests the connector `wanted`, which may be AUTO.
-
-        `on_over` is called once, with None if the attempt is committed, or with the error if it fails.
-        """
+    def __init__(self, key: EdgeKey, wanted: ConnectorName, chunks: SentChunks, *, on_over: OnOver) -> None:
+        """Creates an attempt that requests the connector `wanted`, which may be AUTO."""
         self.key, self.wanted, self.connector = key, wanted, wanted
         self.wire_key = wire.key_to_wire(key)
         self.phase = Phase.WAITING
         self.limit_bytes = _NO_CREDIT
         """The credit limit: the number of payload bytes, counted from the flow's first chunk, that may be sent."""
         self.inline_limit_bytes = 0
-        self.ledger, self._on_over = chunks, on_over
+        self.chunks, self._on_over = chunks, on_over
         self._leases = Leases()
         self._attend: Callable[[OutletAttempt], None] = lambda _: None
         self._queue: ReadyQueue[OutletAttempt] | None = None
@@ -86,11 +81,11 @@ class OutletAttempt:
 
     def add(self, sent: SentChunk) -> None:
         """Makes a new chunk pending if the attempt is open. Otherwise, opening the attempt makes the chunk pending."""
-        ledger = self.ledger
-        if len(ledger.unacked) == 1:
+        chunks = self.chunks
+        if len(chunks.unacked) == 1:
             self._note_answer()
         if self.phase is Phase.OPEN:
-            ledger.pending.append(sent)
+            chunks.pending.append(sent)
             self.mark_ready()
 
     def mark_ready(self) -> None:
@@ -157,12 +152,13 @@ class OutletAttempt:
         self.acknowledge(reply.next_seq)
         if self.is_over:
             return
-        self.ledger.resend(self._leases)
+        self.chunks.resend(self._leases)
         self.phase, self._demanded_bytes = Phase.OPEN, 0
-        self._window_bytes = self._window_bytes or reply.credit_limit_bytes
+        if not self.was_opened:
+            self._window_bytes = reply.credit_limit_bytes
         self.grant(reply.credit_limit_bytes)
         self.mark_ready()
-        self.ledger.changed.fire()
+        self.chunks.changed.fire()
 
     def reopen(self) -> None:
         """Asks the link to open the attempt again. Does nothing if the attempt has ended."""
@@ -178,41 +174,45 @@ class OutletAttempt:
         self._resyncs += 1
         if self._resyncs > MAX_RESYNCS:
             raise InvalidChunkError(
-                f"edge {self.key.edge}: the consumer requested resyncs again and again at chunk {self.ledger.acked}: "
+                f"edge {self.key.edge}: the consumer requested resyncs again and again at chunk {self.chunks.acked}: "
                 f"{error.message}"
             )
         self.reopen()
 
     def grant(self, limit_bytes: int) -> None:
-        """Raises the credit limit to `limit_bytes`. Does nothing if the current limit is at least as high."""
-        if limit_bytes > self.limit_bytes:
+        """Raises the credit limit to `limit_bytes`.
+
+        Does nothing if the current limit is at least as high, or if the consumer has not answered the last OpenEdge,
+        because its answer contains the current limit.
+        """
+        if self.phase is Phase.OPEN and limit_bytes > self.limit_bytes:
             self.limit_bytes = limit_bytes
             self._note_answer()
             self.mark_ready()
-            self.ledger.changed.fire()
+            self.chunks.changed.fire()
 
     def acknowledge(self, next_seq: int) -> None:
         """Marks all chunks below `next_seq` as delivered.
 
         Raises InvalidChunkError if the consumer acknowledges a chunk that was never sent.
         """
-        if self.ledger.acknowledge(next_seq):
+        if self.chunks.acknowledge(next_seq):
             self._resyncs = 0
             self._note_answer()
-            if self.ledger.is_delivered:
-                if self.ledger.is_aborted:
+            if self.chunks.is_delivered:
+                if self.chunks.is_aborted:
                     self.commit()
-                self.ledger.changed.fire()
+                self.chunks.changed.fire()
 
     def commit(self) -> None:
         """Ends the attempt, because the consumer has received all chunks.
 
         Raises InvalidChunkError if the flow has not ended.
         """
-        if not self.ledger.ended:
+        if not self.chunks.ended:
             raise InvalidChunkError(f"edge {self.key.edge}: the consumer committed the flow before its end")
         if not self.is_over:
-            self.ledger.acked = self.ledger.next_seq
+            self.chunks.acked = self.chunks.next_seq
             self._leave(Phase.COMMITTED)
             self._on_over(None)
 
@@ -227,8 +227,8 @@ class OutletAttempt:
 
         `now_s` is the current time of the event loop in seconds.
         """
-        ledger = self.ledger
-        if not (ledger.unacked or ledger.wanted_bytes or self.phase is not Phase.OPEN or ledger.ended):
+        chunks = self.chunks
+        if not (chunks.unacked or chunks.wanted_bytes or self.phase is not Phase.OPEN or chunks.ended):
             # No answer is expected, so silence does not count.
             self._heard_s = now_s
         elif now_s - self._heard_s > self._patience_s:
@@ -246,7 +246,7 @@ class OutletAttempt:
     def sends_fragments(self) -> bool:
         """Whether the next chunk is sent as fragments, each in its own message."""
         return self._fragments is not None or (
-            self.connector == GRPC and self._has_chunk and bool(self.ledger.pending[0].regions)
+            self.connector == GRPC and self._has_chunk and bool(self.chunks.pending[0].regions)
         )
 
     def fill(self, request: stage_pb2.PutChunkRequest, budget_bytes: int) -> int:
@@ -256,7 +256,7 @@ class OutletAttempt:
         chunks that are sent as fragments.
         """
         used_bytes = 0
-        pending = self.ledger.pending
+        pending = self.chunks.pending
         if self._demands_credit:
             demand = request.items.add().demand
             demand.key.CopyFrom(self.wire_key)
@@ -269,7 +269,7 @@ class OutletAttempt:
 
     def take_fragment(self) -> bytes:
         """Returns the message with the next fragment. A chunk's last fragment is in the same message as the chunk."""
-        sent = self.ledger.pending[0]
+        sent = self.chunks.pending[0]
         assert sent.tensors is not None, "only data is sent as fragments"
         if self._fragments is None:
             self._fragments = wire.fragments(
@@ -279,7 +279,7 @@ class OutletAttempt:
         if fragment.message.offset + len(fragment.payload) < fragment.message.total_bytes:
             return wire.encode_fragment(fragment)
         self._fragments = None
-        self.ledger.pending.popleft()
+        self.chunks.pending.popleft()
         rest = stage_pb2.PutChunkRequest()
         self._encode(rest.items.add().chunk, sent, transfer_id=fragment.message.transfer_id)
         return wire.encode_fragment(fragment, rest=rest.SerializeToString())
@@ -292,7 +292,7 @@ class OutletAttempt:
     @property
     def _has_chunk(self) -> bool:
         """Whether the credit limit covers the next pending chunk."""
-        pending = self.ledger.pending
+        pending = self.chunks.pending
         return bool(pending) and pending[0].end_bytes <= self.limit_bytes
 
     @property
@@ -301,11 +301,11 @@ class OutletAttempt:
 
         Zeros if no chunk waits for credit.
         """
-        pending, wanted_bytes = self.ledger.pending, self.ledger.wanted_bytes
+        pending, wanted_bytes = self.chunks.pending, self.chunks.wanted_bytes
         if pending:
             sent = pending[0]
             return (sent.size_bytes, sent.end_bytes) if sent.end_bytes > self.limit_bytes else (0, 0)
-        return (wanted_bytes, self.ledger.sent_bytes + wanted_bytes) if wanted_bytes else (0, 0)
+        return (wanted_bytes, self.chunks.sent_bytes + wanted_bytes) if wanted_bytes else (0, 0)
 
     @property
     def _demands_credit(self) -> bool:
@@ -336,7 +336,7 @@ class OutletAttempt:
     def disconnect(self) -> None:
         """Detaches the attempt from its stream. The link later opens the attempt again."""
         self.phase, self._fragments = Phase.WAITING, None
-        self.ledger.stop_sending()
+        self.chunks.stop_sending()
         if self._queue is not None:
             self._queue.discard(self)
             self._queue = None

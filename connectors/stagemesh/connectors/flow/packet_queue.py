@@ -164,7 +164,9 @@ class PacketQueue:
 class Credit:
     """The credit of one producer: the number of payload bytes that it may send, counted from the flow's first chunk."""
 
-    def __init__(self, window_bytes: int) -> None:
+    def __init__(self, window_bytes: int, *, max_chunk_bytes: int) -> None:
+        """Starts with credit for `window_bytes`. Chunks of more than `max_chunk_bytes` never receive credit."""
+        self.max_chunk_bytes = max_chunk_bytes
         self.limit_bytes = self._window_bytes = self._reported_bytes = window_bytes
         self.received_bytes = self._consumed_bytes = self._demanded_bytes = 0
 

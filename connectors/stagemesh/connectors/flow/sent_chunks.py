@@ -108,8 +108,8 @@ class SentChunks:
         self.next_seq = self.acked = 0
         self.sent_bytes = 0
         """The sum of the payload bytes of all chunks that have been appended."""
-        self.ended = False
-        """Whether the flow's End or Abort has been appended."""
+        self.ended = self.is_aborted = False
+        """Whether the flow's End or Abort has been appended, and whether it is an Abort."""
         self.is_bulk = False
         """Whether the flow has large chunks, which must not delay the chunks of other flows on the main stream."""
         self.wanted_bytes = 0
@@ -128,17 +128,11 @@ class SentChunks:
         """Whether the consumer has received all chunks, including End or Abort."""
         return self.ended and self.acked == self.next_seq
 
-    @property
-    def is_aborted(self) -> bool:
-        """Whether the last chunk of the flow is an Abort."""
-        chunks = self.unacked or self._kept
-        return bool(chunks) and isinstance(chunks[-1].tail, chunk_pb2.ChunkAbort)
-
     def append(self, sent: SentChunk) -> None:
         """Adds the next chunk of the flow. Its number must be `next_seq`."""
         self.next_seq += 1
         self.sent_bytes += sent.size_bytes
-        self.ended = sent.tail is not None
+        self.ended, self.is_aborted = sent.tail is not None, isinstance(sent.tail, chunk_pb2.ChunkAbort)
         sent.end_bytes = self.sent_bytes
         self.unacked.append(sent)
 
@@ -220,13 +214,13 @@ class SentChunks:
 
 
 class Retention:
-    """Retains delivered chunks of a replica's flows within a memory budget, so that they can be sent again.
+    """Retains delivered chunks of a replica's flows within a budget of arena memory, so that they can be sent again.
 
     Each worker's partition of the arena has its own budget, because the worker cannot write elsewhere.
     """
 
     def __init__(self, arena: Arena) -> None:
-        self._arena = arena
+        self.arena = arena
         # Unlike a dict, an OrderedDict finds its first key in constant time after many keys were removed.
         self._kept: defaultdict[int, OrderedDict[SentChunk, SentChunks]] = defaultdict(OrderedDict)
         """The retained chunks of each partition, oldest first, with the chunks of their flow."""
@@ -239,7 +233,7 @@ class Retention:
         self._kept_bytes[partition] += sent.size_bytes
         while self._kept_bytes[partition] > size_bytes // RETAINED_FRACTION:
             self.evict_oldest(partition)
-        self._arena.wake()
+        self.arena.wake()
 
     def forget(self, sent: SentChunk) -> None:
         """Removes a chunk that its flow no longer retains as delivered. Call it before the chunk is released."""
@@ -258,4 +252,4 @@ class Retention:
 
     def _partition_of(self, sent: SentChunk) -> tuple[int, int]:
         """Returns the number and the size in bytes of the partition that contains a chunk."""
-        return self._arena.partition_of(sent.regions[0]) if sent.regions else (_ARENA, self._arena.size_bytes)
+        return self.arena.partition_of(sent.regions[0]) if sent.regions else (_ARENA, self.arena.size_bytes)

@@ -16,7 +16,7 @@ from stagemesh.connectors.arena.memory_file import when_gone
 from stagemesh.connectors.base import Bytes, Producer, Reader
 from stagemesh.connectors.edge import EdgeKey, ReadyQueue
 from stagemesh.connectors.flow.inlet import Inlet, InletAttempt
-from stagemesh.connectors.flow.packet_queue import PacketQueue
+from stagemesh.connectors.flow.packet_queue import Credit, PacketQueue
 from stagemesh.connectors.replica_connectors import ReplicaConnectors
 from stagemesh.connectors.stream.local_socket import DeathWatch, watch_peer
 from stagemesh.v1 import stage_pb2
@@ -295,14 +295,8 @@ class Consumer:
     def _expect(self, key: EdgeKey, producer: str, packets: PacketQueue) -> InletAttempt:
         if key in self._flows:
             raise ExistsError(f"edge {key.edge} of request {key.request_id} is open already", reason="FLOW_EXISTS")
-        flow = InletAttempt(
-            key,
-            packets=packets,
-            producer=producer,
-            window_bytes=self._window_bytes,
-            max_chunk_bytes=self._max_chunk_bytes(),
-            on_closed=self._forget,
-        )
+        credit = Credit(self._window_bytes, max_chunk_bytes=self._max_chunk_bytes())
+        flow = InletAttempt(key, packets, producer=producer, credit=credit, on_closed=self._forget)
         self._flows[key] = flow
         # The same request may be sent again a long time after it has ended.
         self._committed.pop(key, None)

@@ -202,7 +202,7 @@ class ConsumerLink:
                 continue
             if connector is None:
                 continue
-            stream = connection.stream(connector, bulk=flow.ledger.is_bulk)
+            stream = connection.stream(connector, bulk=flow.chunks.is_bulk)
             if stream is None:
                 continue
             del self._to_open[flow]

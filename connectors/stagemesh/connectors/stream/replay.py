@@ -15,10 +15,10 @@ async def replay(flow: OutletAttempt, *, first_seq: int) -> AsyncGenerator[stage
 
     Raises NotFoundError (CHUNK_GONE) if a chunk is no longer retained.
     """
-    ledger: SentChunks = flow.ledger
+    chunks: SentChunks = flow.chunks
     seq = first_seq
     while True:
-        kept = ledger.retained_from(seq)
+        kept = chunks.retained_from(seq)
         if kept is None:
             raise NotFoundError(f"chunk {seq} of edge {flow.key.edge} is no longer kept", reason="CHUNK_GONE")
         for sent in kept[:1]:
@@ -26,9 +26,9 @@ async def replay(flow: OutletAttempt, *, first_seq: int) -> AsyncGenerator[stage
                 yield response
             seq = sent.seq + 1
         if not kept:
-            if ledger.ended or flow.phase is Phase.FAILED:
+            if chunks.ended or flow.phase is Phase.FAILED:
                 return
-            await ledger.changed.wait()
+            await chunks.changed.wait()
 
 
 async def replay_packet(key: EdgeKey, packet: Packet) -> AsyncGenerator[stage_pb2.GetChunkResponse]:

@@ -238,7 +238,7 @@ class StageRuntime:
         """Returns the current load of the engine and of the data plane."""
         engine = EngineLoad(0, 0) if self.state is ReplicaState.LOADING else self.engine.load()
         plane = self.data_plane
-        arena, landing = plane.arena, plane.landing
+        arena, landing = plane.arena, plane.landing.present
         return stage_pb2.WatchLoadResponse(
             running=engine.running,
             queued=engine.queued,
