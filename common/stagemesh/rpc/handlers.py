@@ -1,5 +1,6 @@
 """Wrappers for RPC handlers that convert errors to statuses, bind the log context and close response generators."""
 
+import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
@@ -65,6 +66,28 @@ class _Answering(AbstractAsyncContextManager[None]):
         exc.__traceback__ = None
         del kind, exc, traceback, error
         await self._context.abort(*status)
+
+
+def answered(servicer: type[Servicer]) -> type[Servicer]:
+    """Decorates a servicer class, so that each RPC method runs within `answering`.
+
+    Log records and errors contain the servicer's attribute `where`, and the request id and the edge of the request.
+    """
+    for name, method in list(vars(servicer).items()):
+        if inspect.iscoroutinefunction(method) and not name.startswith("_"):
+            setattr(servicer, name, _answered(method))
+    return servicer
+
+
+def _answered(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    @wraps(method)
+    async def answer(servicer: Any, request: Any, context: Any) -> Any:
+        source = getattr(request, "key", request)
+        named = {name: str(value) for name in ("request_id", "edge") if (value := getattr(source, name, ""))}
+        async with answering(context, **servicer.where, **named):
+            return await method(servicer, request, context)
+
+    return answer
 
 
 def to_error(exc: Exception, where: Mapping[str, str]) -> StagemeshError:
