@@ -106,7 +106,7 @@ def to_error(exc: Exception, where: Mapping[str, str]) -> StagemeshError:
 
 
 def streaming(method: Handler) -> Handler:
-    """Decorates a method that yields responses, so that the generator is closed when the RPC ends.
+    """Decorates a method that returns a generator of responses, so that it is closed when the RPC ends.
 
     If the caller disconnects, grpc.aio leaves the generator to the garbage collector. This decorator closes the
     generator in the RPC's task, so that the generator's `finally` clauses run immediately.

@@ -1,13 +1,12 @@
 """The gRPC service StageControlService. Converts messages, and calls `StageRuntime` and the abilities of its engine."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from stagemesh.rpc.handlers import answered
 from stagemesh.services.engines.abilities import AdapterControl, CacheControl
-from stagemesh.services.engines.profiles import Profiles
 from stagemesh.services.stage.replica.runtime import StageRuntime
 from stagemesh.v1 import control_pb2, control_pb2_grpc
 
@@ -22,8 +21,7 @@ DEFAULT_PAGE, MAX_PAGE = 100, 1000
 ItemT = TypeVar("ItemT")
 
 
-@dataclass(frozen=True)
-class Page(Generic[ItemT]):
+class Page(NamedTuple, Generic[ItemT]):
     """One page of a sorted list. `next_token` is the `page_token` of the next page, or empty on the last page."""
 
     items: Sequence[ItemT]
@@ -45,8 +43,7 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
     """The servicer of StageControlService for one replica."""
 
     def __init__(self, runtime: StageRuntime) -> None:
-        self._runtime = runtime
-        self.where = {"stage": runtime.config.stage, "replica": runtime.config.replica}
+        self._runtime, self.where = runtime, runtime.where
 
     async def LoadAdapter(
         self, request: control_pb2.LoadAdapterRequest, context: _Context
@@ -85,13 +82,15 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
         self, request: control_pb2.StartProfileRequest, context: _Context
     ) -> control_pb2.StartProfileResponse:
         max_steps = request.max_steps if request.HasField("max_steps") else None
-        folder = await self._profiles().start(request.folder, max_steps=max_steps)
+        profiles = self._runtime.require(self._runtime.engine.abilities.profiles, "profile")
+        folder = await profiles.start(request.folder, max_steps=max_steps)
         return control_pb2.StartProfileResponse(folder=folder)
 
     async def StopProfile(
         self, request: control_pb2.StopProfileRequest, context: _Context
     ) -> control_pb2.StopProfileResponse:
-        return control_pb2.StopProfileResponse(files=await self._profiles(ready=False).stop())
+        profiles = self._runtime.require(self._runtime.engine.abilities.profiles, "profile", ready=False)
+        return control_pb2.StopProfileResponse(files=await profiles.stop())
 
     async def ClearCaches(
         self, request: control_pb2.ClearCachesRequest, context: _Context
@@ -126,9 +125,6 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
 
     def _adapters(self, *, ready: bool = True) -> AdapterControl:
         return self._runtime.require(self._runtime.engine.abilities.adapters, "adapters", ready=ready)
-
-    def _profiles(self, *, ready: bool = True) -> Profiles:
-        return self._runtime.require(self._runtime.engine.abilities.profiles, "profile", ready=ready)
 
     def _caches(self, *, ready: bool = True) -> CacheControl:
         return self._runtime.require(self._runtime.engine.abilities.caches, "caches", ready=ready)

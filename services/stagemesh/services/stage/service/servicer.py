@@ -52,8 +52,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     """The servicer of StageService for one replica."""
 
     def __init__(self, runtime: StageRuntime) -> None:
-        self._runtime = runtime
-        self.where = {"stage": runtime.config.stage, "replica": runtime.config.replica}
+        self._runtime, self.where = runtime, runtime.where
 
     @streaming
     def ExecuteStep(
