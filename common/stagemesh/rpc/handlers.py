@@ -1,5 +1,6 @@
 """RPC handlers: their errors, log context and response generators, and methods whose messages are not parsed."""
 
+import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
@@ -62,6 +63,28 @@ class _Answering(AbstractAsyncContextManager[None]):
         await self._context.abort(status.code, status.details, status.trailing_metadata)
 
 
+def answered(servicer: type[Servicer]) -> type[Servicer]:
+    """Decorates a servicer class, so that each RPC method runs within `answering`.
+
+    Log records and errors contain the servicer's attribute `where`, and the request id and the edge of the request.
+    """
+    for name, method in list(vars(servicer).items()):
+        if inspect.iscoroutinefunction(method) and not name.startswith("_"):
+            setattr(servicer, name, _answered(method))
+    return servicer
+
+
+def _answered(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    @wraps(method)
+    async def answer(servicer: Any, request: Any, context: Any) -> Any:
+        source = getattr(request, "key", request)
+        named = {name: str(value) for name in ("request_id", "edge") if (value := getattr(source, name, ""))}
+        async with answering(context, **servicer.where, **named):
+            return await method(servicer, request, context)
+
+    return answer
+
+
 def to_error(exc: Exception, where: Mapping[str, str]) -> StagemeshError:
     """Returns the error to report to the caller of an RPC that raised `exc`. Adds `where` to the error's metadata.
 
@@ -78,7 +101,7 @@ def to_error(exc: Exception, where: Mapping[str, str]) -> StagemeshError:
 
 
 def streaming(method: Handler) -> Handler:
-    """Decorates a method that yields responses, so that the generator is closed when the RPC ends.
+    """Decorates a method that returns a generator of responses, so that it is closed when the RPC ends.
 
     If the caller disconnects, grpc.aio leaves the generator to the garbage collector. This decorator closes the
     generator in the RPC's task, so that the generator's `finally` clauses run immediately.

@@ -100,10 +100,7 @@ async def _unless(stopping: asyncio.Event, doing: Coroutine[object, object, None
 def _make_runtime(config: StageConfig) -> StageRuntime:
     descriptor = load_engine_descriptor(config.engine)
     data_plane = DataPlane(
-        replica=config.replica,
-        pipeline=config.pipeline,
-        generation=config.generation,
-        **asdict(config.data_plane),
+        replica=config.replica, pipeline=config.pipeline, generation=config.generation, **asdict(config.data_plane)
     )
     engine: Engine = import_factory(descriptor.factory)(config)
     return StageRuntime(engine, data_plane, config, descriptor.signature(config.function, config.options))

@@ -66,7 +66,8 @@ class StageRuntime:
         self.on_shutdown: Callable[[], None] = lambda: None
         """Called to end the process. The effect is the same as that of SIGTERM."""
         self.engine = engine
-        self._where = {"stage": config.stage, "replica": config.replica}
+        self.where = {"stage": config.stage, "replica": config.replica}
+        """The names of the stage and of the replica, for log records and errors."""
         self._runs = RunRegistry()
         self.states = PausedStates()
         """The states from which paused requests can resume."""
@@ -88,12 +89,12 @@ class StageRuntime:
             await self.engine.start(self._report)
         except StagemeshError as exc:
             self._fail(exc.message)
-            raise exc.located(**self._where) from exc
+            raise exc.located(**self.where) from exc
         except Exception as exc:
             _log.exception("the engine failed to load with an unexpected exception")
             self._fail(f"{type(exc).__name__}: {exc}")
             message = f"engine {self.config.engine} of stage {self.config.stage} failed to load: {self.detail}"
-            raise NotReadyError(message, reason="LOAD_FAILED", metadata=self._where) from exc
+            raise NotReadyError(message, reason="LOAD_FAILED", metadata=self.where) from exc
         self._pin_arena()
         if self.state is ReplicaState.LOADING:
             self.state, self.detail = ReplicaState.READY, ""
@@ -105,7 +106,7 @@ class StageRuntime:
         cause = await self._wait_engine_failed()
         self._fail(cause)
         self.on_serving(False)
-        error = UnavailableError(f"stage {self.config.stage}: {cause}", reason="ENGINE_DIED", metadata=self._where)
+        error = UnavailableError(f"stage {self.config.stage}: {cause}", reason="ENGINE_DIED", metadata=self.where)
         with contextlib.suppress(TimeoutError):
             # An engine that hangs may not release its steps. These steps end with the process.
             async with asyncio.timeout(_RELEASE_S):
@@ -224,7 +225,7 @@ class StageRuntime:
         self.states.forget(request_id)
         self._runs.release_edges(request_id, up_to_attempt=attempt)
         runs = self._runs.running(request_id, up_to_attempt=attempt)
-        await self._stop(runs, CancelledRequestError(reason or "the step was cancelled", metadata=self._where))
+        await self._stop(runs, CancelledRequestError(reason or "the step was cancelled", metadata=self.where))
         return len(runs)
 
     def rebind(self, rebinding: Rebinding) -> None:
@@ -308,7 +309,7 @@ class StageRuntime:
         self._handed_over = True
         if self._can_pause:
             await self._pause_runs(_PAUSE_S)
-        await self._stop(self._runs.running(), drained_error(self._where))
+        await self._stop(self._runs.running(), drained_error(self.where))
 
     @property
     def _can_pause(self) -> bool:
@@ -366,7 +367,7 @@ class StageRuntime:
             data_plane=self.data_plane,
             signature=self.signature,
             states=self.states,
-            where=self._where,
+            where=self.where,
         )
         self._runs.add(run)
         run.start(deadline_s=deadline_s, on_ended=self._runs.retire)

@@ -1,13 +1,12 @@
 """The gRPC service StageControlService. Converts messages, and calls `StageRuntime` and the abilities of its engine."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-from stagemesh.rpc.handlers import answering
+from stagemesh.rpc.handlers import answered
 from stagemesh.services.engines.abilities import AdapterControl, CacheControl
-from stagemesh.services.engines.controls import Profiles
 from stagemesh.services.stage.replica.runtime import StageRuntime
 from stagemesh.v1 import control_pb2, control_pb2_grpc
 
@@ -22,8 +21,7 @@ DEFAULT_PAGE, MAX_PAGE = 100, 1000
 ItemT = TypeVar("ItemT")
 
 
-@dataclass(frozen=True)
-class Page(Generic[ItemT]):
+class Page(NamedTuple, Generic[ItemT]):
     """One page of a sorted list. `next_token` is the `page_token` of the next page, or empty on the last page."""
 
     items: Sequence[ItemT]
@@ -40,108 +38,93 @@ def page_of(items: Iterable[ItemT], key: Callable[[ItemT], str], *, page_size: i
     return Page(page, key(page[-1]) if len(page) < len(left) else "")
 
 
+@answered
 class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
     """The servicer of StageControlService for one replica."""
 
     def __init__(self, runtime: StageRuntime) -> None:
-        self._runtime = runtime
-        self._where = {"stage": runtime.config.stage, "replica": runtime.config.replica}
+        self._runtime, self.where = runtime, runtime.where
 
     async def LoadAdapter(
         self, request: control_pb2.LoadAdapterRequest, context: _Context
     ) -> control_pb2.LoadAdapterResponse:
-        async with answering(context, **self._where):
-            adapter = await self._adapters().load(request.name, request.path)
-            return control_pb2.LoadAdapterResponse(adapter=control_pb2.Adapter(**asdict(adapter)))
+        adapter = await self._adapters().load(request.name, request.path)
+        return control_pb2.LoadAdapterResponse(adapter=control_pb2.Adapter(**asdict(adapter)))
 
     async def UnloadAdapter(
         self, request: control_pb2.UnloadAdapterRequest, context: _Context
     ) -> control_pb2.UnloadAdapterResponse:
-        async with answering(context, **self._where):
-            await self._adapters().unload(request.name, drain=_drains(request.when_busy))
-            return control_pb2.UnloadAdapterResponse()
+        await self._adapters().unload(request.name, drain=_drains(request.when_busy))
+        return control_pb2.UnloadAdapterResponse()
 
     async def ListAdapters(
         self, request: control_pb2.ListAdaptersRequest, context: _Context
     ) -> control_pb2.ListAdaptersResponse:
-        async with answering(context, **self._where):
-            adapters = self._adapters(ready=False).list_adapters()
-            page = page_of(adapters, attrgetter("name"), page_size=request.page_size, page_token=request.page_token)
-            messages = [control_pb2.Adapter(**asdict(each)) for each in page.items]
-            return control_pb2.ListAdaptersResponse(adapters=messages, next_page_token=page.next_token)
+        adapters = self._adapters(ready=False).list_adapters()
+        page = page_of(adapters, attrgetter("name"), page_size=request.page_size, page_token=request.page_token)
+        messages = [control_pb2.Adapter(**asdict(each)) for each in page.items]
+        return control_pb2.ListAdaptersResponse(adapters=messages, next_page_token=page.next_token)
 
     async def PinAdapter(
         self, request: control_pb2.PinAdapterRequest, context: _Context
     ) -> control_pb2.PinAdapterResponse:
-        async with answering(context, **self._where):
-            adapter = await self._adapters().pin(request.name)
-            return control_pb2.PinAdapterResponse(adapter=control_pb2.Adapter(**asdict(adapter)))
+        adapter = await self._adapters().pin(request.name)
+        return control_pb2.PinAdapterResponse(adapter=control_pb2.Adapter(**asdict(adapter)))
 
     async def Sleep(self, request: control_pb2.SleepRequest, context: _Context) -> control_pb2.SleepResponse:
-        async with answering(context, **self._where):
-            asleep = await self._runtime.sleep(request.level, drain=_drains(request.when_busy))
-            return control_pb2.SleepResponse(asleep=asleep)
+        asleep = await self._runtime.sleep(request.level, drain=_drains(request.when_busy))
+        return control_pb2.SleepResponse(asleep=asleep)
 
     async def Wake(self, request: control_pb2.WakeRequest, context: _Context) -> control_pb2.WakeResponse:
-        async with answering(context, **self._where):
-            return control_pb2.WakeResponse(asleep=await self._runtime.wake(request.tags))
+        return control_pb2.WakeResponse(asleep=await self._runtime.wake(request.tags))
 
     async def StartProfile(
         self, request: control_pb2.StartProfileRequest, context: _Context
     ) -> control_pb2.StartProfileResponse:
-        async with answering(context, **self._where):
-            max_steps = request.max_steps if request.HasField("max_steps") else None
-            folder = await self._profiles().start(request.folder, max_steps=max_steps)
-            return control_pb2.StartProfileResponse(folder=folder)
+        max_steps = request.max_steps if request.HasField("max_steps") else None
+        profiles = self._runtime.require(self._runtime.engine.abilities.profiles, "profile")
+        folder = await profiles.start(request.folder, max_steps=max_steps)
+        return control_pb2.StartProfileResponse(folder=folder)
 
     async def StopProfile(
         self, request: control_pb2.StopProfileRequest, context: _Context
     ) -> control_pb2.StopProfileResponse:
-        async with answering(context, **self._where):
-            return control_pb2.StopProfileResponse(files=await self._profiles(ready=False).stop())
+        profiles = self._runtime.require(self._runtime.engine.abilities.profiles, "profile", ready=False)
+        return control_pb2.StopProfileResponse(files=await profiles.stop())
 
     async def ClearCaches(
         self, request: control_pb2.ClearCachesRequest, context: _Context
     ) -> control_pb2.ClearCachesResponse:
-        async with answering(context, **self._where):
-            await self._caches().clear_caches(preempt=request.preempt_running)
-            return control_pb2.ClearCachesResponse()
+        await self._caches().clear_caches(preempt=request.preempt_running)
+        return control_pb2.ClearCachesResponse()
 
     async def GetCacheStatistics(
         self, request: control_pb2.GetCacheStatisticsRequest, context: _Context
     ) -> control_pb2.GetCacheStatisticsResponse:
-        async with answering(context, **self._where):
-            statistics = self._caches(ready=False).cache_statistics()
-            return control_pb2.GetCacheStatisticsResponse(**asdict(statistics))
+        statistics = self._caches(ready=False).cache_statistics()
+        return control_pb2.GetCacheStatisticsResponse(**asdict(statistics))
 
     async def Drain(self, request: control_pb2.DrainRequest, context: _Context) -> control_pb2.DrainResponse:
-        async with answering(context, **self._where):
-            move_after_s = request.move_after_s if request.HasField("move_after_s") else None
-            return control_pb2.DrainResponse(running=self._runtime.start_drain(move_after_s=move_after_s))
+        move_after_s = request.move_after_s if request.HasField("move_after_s") else None
+        return control_pb2.DrainResponse(running=self._runtime.start_drain(move_after_s=move_after_s))
 
     async def Resume(self, request: control_pb2.ResumeRequest, context: _Context) -> control_pb2.ResumeResponse:
-        async with answering(context, **self._where):
-            self._runtime.end_drain()
-            return control_pb2.ResumeResponse()
+        self._runtime.end_drain()
+        return control_pb2.ResumeResponse()
 
     async def Shutdown(self, request: control_pb2.ShutdownRequest, context: _Context) -> control_pb2.ShutdownResponse:
-        async with answering(context, **self._where):
-            self._runtime.on_shutdown()
-            return control_pb2.ShutdownResponse()
+        self._runtime.on_shutdown()
+        return control_pb2.ShutdownResponse()
 
     async def ListSteps(
         self, request: control_pb2.ListStepsRequest, context: _Context
     ) -> control_pb2.ListStepsResponse:
-        async with answering(context, **self._where):
-            reports = self._runtime.reports(request.request_id)
-            page = page_of(reports, attrgetter("step_id"), page_size=request.page_size, page_token=request.page_token)
-            return control_pb2.ListStepsResponse(steps=page.items, next_page_token=page.next_token)
+        reports = self._runtime.reports(request.request_id)
+        page = page_of(reports, attrgetter("step_id"), page_size=request.page_size, page_token=request.page_token)
+        return control_pb2.ListStepsResponse(steps=page.items, next_page_token=page.next_token)
 
     def _adapters(self, *, ready: bool = True) -> AdapterControl:
         return self._runtime.require(self._runtime.engine.abilities.adapters, "adapters", ready=ready)
-
-    def _profiles(self, *, ready: bool = True) -> Profiles:
-        return self._runtime.require(self._runtime.engine.abilities.profiles, "profile", ready=ready)
 
     def _caches(self, *, ready: bool = True) -> CacheControl:
         return self._runtime.require(self._runtime.engine.abilities.caches, "caches", ready=ready)

@@ -19,7 +19,7 @@ from stagemesh.common.tensors import spec_to_wire
 from stagemesh.common.versions import WIRE_VERSION
 from stagemesh.connectors.stream.wire import error_to_wire, key_from_wire, probe_to_wire
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
-from stagemesh.rpc.handlers import answering, checked_time_left_s, streaming, time_left_s, to_error
+from stagemesh.rpc.handlers import answered, checked_time_left_s, streaming, time_left_s, to_error
 from stagemesh.rpc.message_streams import ServerStream
 from stagemesh.services.stage.replica.runtime import StageRuntime
 from stagemesh.services.stage.step.spec import STATE_EDGE, rebinding_from_wire, spec_from_wire
@@ -46,117 +46,94 @@ _WAITING_BYTES = 1 << 20
 _READ_S = 0.5
 
 
+@answered
 class StageServicer(stage_pb2_grpc.StageServiceServicer):
     """The servicer of StageService for one replica."""
 
     def __init__(self, runtime: StageRuntime) -> None:
-        self._runtime = runtime
-        self._where = {"stage": runtime.config.stage, "replica": runtime.config.replica}
+        self._runtime, self.where = runtime, runtime.where
 
     @streaming
-    async def ExecuteStep(
+    def ExecuteStep(
         self, request: stage_pb2.ExecuteStepRequest, context: _Context
     ) -> AsyncIterator[stage_pb2.ExecuteStepResponse]:
-        async with (
-            answering(context, **self._where, request_id=request.request_id),
-            aclosing(self._execute(request, time_left_s(context))) as events,
-        ):
-            async for event in events:
-                yield event
+        return self._execute(request, time_left_s(context))
 
     @streaming
-    async def ExecuteSteps(  # type: ignore[override]
+    def ExecuteSteps(  # type: ignore[override]
         self, request_iterator: AsyncIterator[bytes], context: _Context
     ) -> AsyncIterator[bytes]:
         """Messages are serialized bytes, because `add_stage_service` registers this method without protobuf codecs."""
-        async with answering(context, **self._where):
-            session = StepSession(self._execute, closing=self._runtime.closed, where=self._where)
-            async with aclosing(session.serve(request_iterator)) as messages:
-                async for message in messages:
-                    yield message
-                    del message
+        session = StepSession(self._execute, closing=self._runtime.closed, where=self.where)
+        return session.serve(request_iterator)
 
     async def RebindStep(self, request: stage_pb2.RebindStepRequest, context: _Context) -> stage_pb2.RebindStepResponse:
-        async with answering(context, **self._where, request_id=request.request_id):
-            self._runtime.rebind(rebinding_from_wire(request))
-            return stage_pb2.RebindStepResponse()
+        self._runtime.rebind(rebinding_from_wire(request))
+        return stage_pb2.RebindStepResponse()
 
     @streaming
-    async def PutChunk(  # type: ignore[override]
+    def PutChunk(  # type: ignore[override]
         self, request_iterator: AsyncIterator[bytes], context: _Context
     ) -> AsyncIterator[bytes]:
         """Messages are serialized bytes, because `add_stage_service` registers this method without protobuf codecs."""
-        async with answering(context, **self._where):
-            replies = self._runtime.data_plane.serve_put(request_iterator)
-            async with aclosing(replies):
-                async for reply in replies:
-                    yield reply
+        return self._runtime.data_plane.serve_put(request_iterator)
 
     @streaming
-    async def GetChunk(
+    def GetChunk(
         self, request: stage_pb2.GetChunkRequest, context: _Context
     ) -> AsyncIterator[stage_pb2.GetChunkResponse]:
-        async with answering(context, **self._where, request_id=request.key.request_id):
-            key = key_from_wire(request.key)
-            if key.edge == STATE_EDGE:
-                parts = self._runtime.states.read(key)
-            else:
-                parts = self._runtime.data_plane.replay(key, first_seq=request.first_seq)
-            async with aclosing(parts):
-                async for part in parts:
-                    yield part
+        key = key_from_wire(request.key)
+        if key.edge == STATE_EDGE:
+            return self._runtime.states.read(key)
+        return self._runtime.data_plane.replay(key, first_seq=request.first_seq)
 
     async def Describe(self, request: stage_pb2.DescribeRequest, context: _Context) -> stage_pb2.DescribeResponse:
         runtime, config, signature = self._runtime, self._runtime.config, self._runtime.signature
-        async with answering(context, **self._where):
-            return stage_pb2.DescribeResponse(
-                pipeline=config.pipeline,
-                generation=config.generation,
-                stage=config.stage,
-                replica=config.replica,
-                incarnation=runtime.data_plane.incarnation,
-                engine=config.engine,
-                model=config.model or "",
-                state=stage_pb2.ReplicaState.Value(f"REPLICA_STATE_{runtime.state.name}"),
-                detail=runtime.detail,
-                accepts=[spec_to_wire(name, spec) for name, spec in signature.accepts.items()],
-                emits=[spec_to_wire(name, emitted.spec) for name, emitted in signature.emits.items()],
-                connectors=[number_of(each.name) for each in descriptors().values() if not each.missing()],
-                wire_version=WIRE_VERSION,
-                host=host_token(),
-                zone=settings.zone() if config.zone is None else config.zone,
-            )
+        return stage_pb2.DescribeResponse(
+            pipeline=config.pipeline,
+            generation=config.generation,
+            stage=config.stage,
+            replica=config.replica,
+            incarnation=runtime.data_plane.incarnation,
+            engine=config.engine,
+            model=config.model or "",
+            state=stage_pb2.ReplicaState.Value(f"REPLICA_STATE_{runtime.state.name}"),
+            detail=runtime.detail,
+            accepts=[spec_to_wire(name, spec) for name, spec in signature.accepts.items()],
+            emits=[spec_to_wire(name, emitted.spec) for name, emitted in signature.emits.items()],
+            connectors=[number_of(each.name) for each in descriptors().values() if not each.missing()],
+            wire_version=WIRE_VERSION,
+            host=host_token(),
+            zone=settings.zone() if config.zone is None else config.zone,
+        )
 
     @streaming
     async def WatchLoad(
         self, request: stage_pb2.WatchLoadRequest, context: _Context
     ) -> AsyncIterator[stage_pb2.WatchLoadResponse]:
-        async with answering(context, **self._where):
-            interval_s = _checked_interval_s(request)
-            intervals = idle_intervals = max(1, round(request.idle_interval_s / interval_s))
-            was_busy = False
-            while not self._runtime.closed.is_set():
-                load = self._runtime.load()
-                is_busy = bool(load.running or load.queued)
-                # A change from busy to idle is reported at once.
-                if is_busy or was_busy or intervals >= idle_intervals:
-                    intervals = 0
-                    yield load
-                intervals, was_busy = intervals + 1, is_busy
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._runtime.closed.wait(), interval_s)
+        interval_s = _checked_interval_s(request)
+        intervals = idle_intervals = max(1, round(request.idle_interval_s / interval_s))
+        was_busy = False
+        while not self._runtime.closed.is_set():
+            load = self._runtime.load()
+            is_busy = bool(load.running or load.queued)
+            # A change from busy to idle is reported at once.
+            if is_busy or was_busy or intervals >= idle_intervals:
+                intervals = 0
+                yield load
+            intervals, was_busy = intervals + 1, is_busy
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._runtime.closed.wait(), interval_s)
 
     async def CancelStep(self, request: stage_pb2.CancelStepRequest, context: _Context) -> stage_pb2.CancelStepResponse:
-        async with answering(context, **self._where, request_id=request.request_id):
-            stopped = await self._runtime.cancel(request.request_id, attempt=request.attempt, reason=request.reason)
-            return stage_pb2.CancelStepResponse(stopped=stopped)
+        stopped = await self._runtime.cancel(request.request_id, attempt=request.attempt, reason=request.reason)
+        return stage_pb2.CancelStepResponse(stopped=stopped)
 
     async def ProbeEdge(self, request: stage_pb2.ProbeEdgeRequest, context: _Context) -> stage_pb2.ProbeEdgeResponse:
-        async with answering(context, **self._where, edge=request.edge):
-            found = await self._runtime.data_plane.probe(
-                consumer=request.consumer, endpoint=request.endpoint, connector=name_of(request.connector)
-            )
-            return probe_to_wire(found)
+        found = await self._runtime.data_plane.probe(
+            consumer=request.consumer, endpoint=request.endpoint, connector=name_of(request.connector)
+        )
+        return probe_to_wire(found)
 
     def _execute(self, request: stage_pb2.ExecuteStepRequest, time_left_s: float | None) -> _Events:
         return self._runtime.execute(spec_from_wire(request), time_left_s=time_left_s)

@@ -250,9 +250,7 @@ def _make_transform(name: str) -> Transform | None:
 
     Raises NotFoundError if the name is unknown.
     """
-    if not name:
-        return None
-    transform: Transform = import_factory(load_transform_descriptor(name).factory)()
+    transform: Transform | None = import_factory(load_transform_descriptor(name).factory)() if name else None
     return transform
 
 
