@@ -1,13 +1,11 @@
 """Operator controls of a diffusion engine: sleep, profiling and the prompt cache. `adapters` contains the adapter
 controls."""
 
-import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.abilities import CacheStatistics
-from stagemesh.services.engines.controls import Profiles, SleepState, private_folder, run_to_completion
+from stagemesh.services.engines.controls import Profiles, SleepManager, private_folder
 from stagemesh.services.engines.diffusion.adapters.manager import DiffusionAdapters
 from stagemesh.services.engines.diffusion.executor import Executor
 
@@ -15,14 +13,12 @@ LEVELS = (1, 2)
 WEIGHTS, BUFFERS = "weights", "buffers"
 
 
-class SleepController:
-    """Puts the engine's worker to sleep, which frees memory, and wakes the worker. Implements
-    `abilities.SleepControl`."""
+class SleepController(SleepManager):
+    """Puts the engine's worker to sleep, which frees memory, and wakes the worker."""
 
     def __init__(self, executor: Executor, adapters: DiffusionAdapters, *, stage: str) -> None:
+        super().__init__(stage=stage)
         self._executor, self._adapters = executor, adapters
-        self._lock = asyncio.Lock()
-        self._state = SleepState(stage=stage)
 
     def check_sleep(self, level: int) -> None:
         if level not in LEVELS:
@@ -30,35 +26,17 @@ class SleepController:
                 f"level is {level}; it must be 1 (frees the memory of the weights) or 2 (frees all memory)"
             )
 
-    def check_awake(self) -> None:
-        """Raises NotReadyError unless the engine is completely awake."""
-        self._state.check_awake()
-
-    def asleep(self) -> Sequence[str]:
-        return self._state.asleep()
-
-    async def sleep(self, level: int) -> None:
-        self.check_sleep(level)
-        async with self._lock:
-            self._state.check_awake()
-            await run_to_completion(self._sleep(level))
-
-    async def wake(self, tags: Sequence[str]) -> None:
-        async with self._lock:
-            await run_to_completion(self._wake(self._state.select(tags)))
-
     # -- inner workings
 
-    async def _sleep(self, level: int) -> None:
+    async def _engine_sleep(self, level: int) -> set[str]:
         await self._executor.call("sleep", level)
-        self._state.tags = {WEIGHTS} if level == 1 else {WEIGHTS, BUFFERS}
+        return {WEIGHTS} if level == 1 else {WEIGHTS, BUFFERS}
 
-    async def _wake(self, tags: set[str]) -> None:
+    async def _engine_wake(self, tags: set[str]) -> None:
         # Buffers need no call, because they are allocated when they are used.
         if WEIGHTS in tags and await self._executor.call("wake"):
             for adapter in self._adapters.list_adapters():
                 await self._executor.call("load_adapter", adapter.name, adapter.path)
-        self._state.tags -= tags
 
 
 class PromptCacheControl:
