@@ -75,7 +75,7 @@ class Echo:
         return [[] if call.packet is None else [call.packet] for call in batch]
 
 
-class Telling(OpensWithout[frozenset[str]]):
+class AbsentNames(OpensWithout[frozenset[str]]):
     """Emits the length of the name of each absent tensor, and nothing else."""
 
     def __init__(self, model: object, options: Mapping[str, object]) -> None:
@@ -104,9 +104,9 @@ ECHO = FunctionDescriptor(
     Signature(emits={"text": Emitted(TensorSpec("uint8", ("bytes",)), kind="text")}),
     factory="tests.engines.functions:Echo",
 )
-TELLING = FunctionDescriptor(
+ABSENT_NAMES = FunctionDescriptor(
     Signature(
         accepts={"x": NUMBERS, "side": NUMBERS}, emits={"y": Emitted(NUMBERS)}, optional=frozenset({"x", "side"})
     ),
-    factory="tests.engines.functions:Telling",
+    factory="tests.engines.functions:AbsentNames",
 )

@@ -12,7 +12,7 @@ from stagemesh.common.errors import InternalError, InvalidChunkError, InvalidReq
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import Progress, Task, Usage
 from stagemesh.services.engines.function.engine import FunctionEngine
-from tests.engines.functions import ECHO, ENTERED, GATE, SUMMING, TELLING
+from tests.engines.functions import ABSENT_NAMES, ECHO, ENTERED, GATE, SUMMING
 from tests.engines.support import collect, numbers_task, packets, stage_config, stream, text_of
 
 
@@ -106,7 +106,7 @@ async def test_an_edge_that_ends_early_is_named(engine: FunctionEngine) -> None:
 
 
 async def test_a_function_is_notified_of_absent_tensors() -> None:
-    engine = make(TELLING)
+    engine = make(ABSENT_NAMES)
     await engine.start(quiet)
     events = await collect(engine.submit(Task("r", 0, inlets={"in": stream([1])}, absent=frozenset({"side"}))))
     assert values(packets(events)[-1]) == [len("side")]

@@ -19,6 +19,7 @@ _log = logging.getLogger(__name__)
 # HTTP/2 trailers contain a status's message twice, and gRPC may reject trailers of 8 KiB or more.
 _MAX_STATUS_MESSAGE_BYTES = 1024
 
+Servicer = TypeVar("Servicer")
 Handler = TypeVar("Handler", bound=Callable[..., AsyncIterator[Any]])
 
 

@@ -1,4 +1,4 @@
-"""Parts of operator controls that several engines share: profiles, the sleep state, and calls that must complete."""
+"""Parts of operator controls that several engines share: profiles, sleep, and calls that must complete."""
 
 import asyncio
 import shutil
@@ -29,38 +29,65 @@ async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-class SleepState:
-    """The tags of the parts of an engine that are asleep."""
+class SleepManager(ABC):
+    """Puts an engine to sleep and wakes it. Implements `abilities.SleepControl`."""
 
     def __init__(self, *, stage: str) -> None:
-        self.tags: set[str] = set()
         self._stage = stage
+        self._lock = asyncio.Lock()
+        self._tags = set[str]()
+        """The tags of the parts that are asleep."""
 
     def asleep(self) -> Sequence[str]:
-        """Returns the tags of the parts that are asleep, sorted."""
-        return sorted(self.tags)
+        return sorted(self._tags)
 
     def check_awake(self) -> None:
-        """Raises NotReadyError if any part is asleep."""
-        if self.tags:
+        """Raises NotReadyError if any part of the engine is asleep."""
+        if self._tags:
             raise NotReadyError(
                 f"the engine of stage {self._stage} is asleep ({', '.join(self.asleep())}); wake it first",
                 metadata={"asleep": ",".join(self.asleep())},
             )
 
-    def select(self, tags: Sequence[str]) -> set[str]:
-        """Returns `tags`, or the tags of all sleeping parts if `tags` is empty.
+    async def sleep(self, level: int) -> None:
+        self.check_sleep(level)
+        async with self._lock:
+            self.check_awake()
+            await run_to_completion(self._sleep(level))
 
-        Raises InvalidRequestError if one of the tags is not asleep.
-        """
-        wanted = set(tags) or set(self.tags)
-        if not wanted <= self.tags:
-            raise InvalidRequestError(
-                f"stage {self._stage}: {', '.join(sorted(wanted - self.tags))} is not asleep; asleep: "
-                f"{', '.join(self.asleep()) or 'nothing'}",
-                reason="UNKNOWN_TAG",
-            )
-        return wanted
+    async def wake(self, tags: Sequence[str]) -> None:
+        async with self._lock:
+            wanted = set(tags) or set(self._tags)
+            if not wanted <= self._tags:
+                raise InvalidRequestError(
+                    f"stage {self._stage}: {', '.join(sorted(wanted - self._tags))} is not asleep; asleep: "
+                    f"{', '.join(self.asleep()) or 'nothing'}",
+                    reason="UNKNOWN_TAG",
+                )
+            if wanted:
+                await run_to_completion(self._wake(wanted))
+
+    # -- to be implemented by an engine
+
+    @abstractmethod
+    def check_sleep(self, level: int) -> None: ...
+
+    @abstractmethod
+    async def _engine_sleep(self, level: int) -> set[str]:
+        """Puts the engine to sleep. Returns the tags of the parts that are now asleep."""
+
+    @abstractmethod
+    async def _engine_wake(self, tags: set[str]) -> None:
+        """Wakes the parts with these tags."""
+
+    # -- internal
+
+    async def _sleep(self, level: int) -> None:
+        self._tags = await self._engine_sleep(level)
+
+    async def _wake(self, tags: set[str]) -> None:
+        await self._engine_wake(tags)
+        self._tags -= tags
 
 
 def private_folder(base: str) -> str:

@@ -1,13 +1,12 @@
 """Operator controls of a diffusion engine: LoRA adapters, sleep, the prompt cache and profiles."""
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.abilities import CacheStatistics
 from stagemesh.services.engines.adapters.manager import AdapterManager, Entry
-from stagemesh.services.engines.controls import Profiles, SleepState, private_folder, run_to_completion
+from stagemesh.services.engines.controls import Profiles, SleepManager, private_folder
 from stagemesh.services.engines.diffusion.executor import Executor
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 
@@ -40,15 +39,14 @@ class DiffusionAdapters(AdapterManager):
         """Does nothing, because the engine loads all adapters again when it wakes up."""
 
 
-class WorkerControls:
+class WorkerControls(SleepManager):
     """Controls the engine's worker. Implements `abilities.SleepControl` and `abilities.CacheControl`."""
 
     def __init__(
         self, executor: Executor, adapters: DiffusionAdapters, options: DiffusionOptions, *, stage: str
     ) -> None:
+        super().__init__(stage=stage)
         self._executor, self._adapters = executor, adapters
-        self._lock = asyncio.Lock()
-        self._state = SleepState(stage=stage)
         self.prompt_cache = CacheStatistics(limit_bytes=options.prompt_cache_bytes)
         """Statistics of the prompt cache, as last reported by the worker."""
         self.profiles = WorkerProfiles(executor, stage=stage, profile_dir=options.profile_dir)
@@ -58,23 +56,6 @@ class WorkerControls:
             raise InvalidRequestError(
                 f"level is {level}; it must be 1 (frees the memory of the weights) or 2 (frees all memory)"
             )
-
-    def check_awake(self) -> None:
-        """Raises NotReadyError unless the engine is completely awake."""
-        self._state.check_awake()
-
-    def asleep(self) -> Sequence[str]:
-        return self._state.asleep()
-
-    async def sleep(self, level: int) -> None:
-        self.check_sleep(level)
-        async with self._lock:
-            self._state.check_awake()
-            await run_to_completion(self._sleep(level))
-
-    async def wake(self, tags: Sequence[str]) -> None:
-        async with self._lock:
-            await run_to_completion(self._wake(self._state.select(tags)))
 
     async def clear_caches(self, *, preempt: bool) -> None:
         # Running requests retain the embeddings that they have read, so clearing needs no preemption.
@@ -86,16 +67,15 @@ class WorkerControls:
 
     # -- inner workings
 
-    async def _sleep(self, level: int) -> None:
+    async def _engine_sleep(self, level: int) -> set[str]:
         await self._executor.call("sleep", level)
-        self._state.tags = {WEIGHTS} if level == 1 else {WEIGHTS, BUFFERS}
+        return {WEIGHTS} if level == 1 else {WEIGHTS, BUFFERS}
 
-    async def _wake(self, tags: set[str]) -> None:
+    async def _engine_wake(self, tags: set[str]) -> None:
         # Buffers need no call, because they are allocated when they are used.
         if WEIGHTS in tags and await self._executor.call("wake"):
             for adapter in self._adapters.list_adapters():
                 await self._executor.call("runner.adapters.load", adapter.name, adapter.path)
-        self._state.tags -= tags
 
 
 class WorkerProfiles(Profiles):

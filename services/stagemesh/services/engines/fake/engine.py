@@ -229,10 +229,10 @@ class FakeRun:
         A task that must pause on request does not wait for its remaining inputs. The replica that resumes the task
         receives all inputs from the start.
         """
-        if self._task.pause_requested.is_set():
+        if self._task.pause_requested.is_set() or (self._is_source and self._step < self._source_steps):
             return Checkpoint(self._step, tensors=step_state(self._step))
         if self._is_source:
-            return Checkpoint(self._step, tensors=step_state(self._step)) if self._step < self._source_steps else None
+            return None
         left = [{name: np.array(tensor) for name, tensor in given.items()} async for given in inputs]
         return Checkpoint(self._step, tensors=pack(left)) if left else None
 

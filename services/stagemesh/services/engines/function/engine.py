@@ -6,11 +6,12 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar, cast
+from typing import Annotated, NamedTuple, TypeVar, cast
 
-from pydantic import JsonValue
+from pydantic import Field
 
 from stagemesh.common.descriptors import FunctionDescriptor, import_factory, load_function_descriptor
 from stagemesh.common.errors import (
@@ -27,13 +28,19 @@ from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Progress, Task, Usage
 from stagemesh.services.engines.function.base import Call, Function, OpensWithout
 from stagemesh.services.engines.input_join import packets_of
-from stagemesh.services.engines.options import request_options
+from stagemesh.services.engines.options import parse_options, request_options
 
 _logger = logging.getLogger(__name__)
-_DEFAULT_MAX_BATCH = 32
 _EWMA_WEIGHT = 0.2
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class _OwnOptions:
+    """The options that the engine reads itself. All other options belong to the function."""
+
+    max_batch: Annotated[int, Field(ge=1, strict=True)] = 32
 
 
 class _Waiting(NamedTuple):
@@ -55,7 +62,9 @@ class FunctionEngine:
         self._name = config.function
         self._descriptor = descriptor or load_function_descriptor(config.function)
         self._model = Path(config.model) if config.model is not None else None
-        self._max_batch, self._options = _split_options(config)
+        own = {name: value for name, value in config.options.items() if name == "max_batch"}
+        self._max_batch = parse_options(_OwnOptions, own, stage=config.stage).max_batch
+        self._options = {name: value for name, value in config.options.items() if name not in own}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=config.function)
         self._function: Function[object] | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -206,14 +215,3 @@ def _open(function: Function[object], task: Task, options: Mapping[str, float]) 
         opens = cast("OpensWithout[object]", function)
         return opens.open_without(task.absent, seed=task.seed, options=options)
     return function.open(seed=task.seed, options=options)
-
-
-def _split_options(config: StageConfig) -> tuple[int, Mapping[str, JsonValue]]:
-    options = dict(config.options)
-    max_batch = options.pop("max_batch", _DEFAULT_MAX_BATCH)
-    if not isinstance(max_batch, int) or max_batch < 1:
-        raise InvalidRequestError(
-            f"stage {config.stage}: option max_batch is {max_batch!r}; it must be a whole number from 1",
-            reason="INVALID_OPTION",
-        )
-    return max_batch, options

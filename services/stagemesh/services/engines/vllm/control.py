@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from stagemesh.common.errors import InvalidRequestError, NotReadyError, Unsuppor
 from stagemesh.services.engines.abilities import CacheStatistics
 from stagemesh.services.engines.adapters.files import AdapterFiles, Sizes, read_adapter
 from stagemesh.services.engines.adapters.manager import AdapterManager, Entry, check_rank
-from stagemesh.services.engines.controls import Profiles, SleepState, run_to_completion
+from stagemesh.services.engines.controls import Profiles, SleepManager
 from stagemesh.services.engines.vllm.core_calls import CoreRefusalError, core_call, worker_call
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class VllmProfiles(Profiles):
         await core_call(self._llm, self._llm.stop_profile())
 
 
-class Control(SleepState):
+class Control(SleepManager):
     """The operator controls of one running AsyncLLM.
 
     At most one of these changes runs at a time: sleep, wake-up, clearing caches, or changing adapters.
@@ -109,7 +109,6 @@ class Control(SleepState):
     def __init__(self, llm: "AsyncLLM", *, stage: str, profile_dir: str | None) -> None:
         super().__init__(stage=stage)
         self.llm = llm
-        self._lock = asyncio.Lock()
         self._level = 0
         self._prompt_tokens = self._cached_tokens = 0
         self.adapters = VllmAdapters(llm, stage=stage, lock=self._lock, check_awake=self.check_awake)
@@ -130,17 +129,6 @@ class Control(SleepState):
                 f"stage {self._stage} was started without sleep mode; start it with the option enable_sleep_mode",
                 reason="SLEEP_DISABLED",
             )
-
-    async def sleep(self, level: int) -> None:
-        self.check_sleep(level)
-        async with self._lock:
-            self.check_awake()
-            await run_to_completion(self._sleep(level))
-
-    async def wake(self, tags: Sequence[str]) -> None:
-        async with self._lock:
-            if wanted := self.select(tags):
-                await run_to_completion(self._wake(wanted))
 
     async def clear_caches(self, *, preempt: bool) -> None:
         async with self._lock:
@@ -168,14 +156,14 @@ class Control(SleepState):
 
     # -- internals
 
-    async def _sleep(self, level: int) -> None:
+    async def _engine_sleep(self, level: int) -> set[str]:
         # Mode "wait", because requests that were just aborted may still have a step to finish.
         await core_call(self.llm, self.llm.sleep(level, mode="wait"))
-        self._level, self.tags = level, set(_TAGS)
+        self._level = level
+        return set(_TAGS)
 
-    async def _wake(self, tags: set[str]) -> None:
+    async def _engine_wake(self, tags: set[str]) -> None:
         await core_call(self.llm, self.llm.wake_up(sorted(tags)))
         if _WEIGHTS in tags and self._level > 1:
             await worker_call(self.llm, "reload_weights")
             await self.adapters.restore()
-        self.tags -= tags

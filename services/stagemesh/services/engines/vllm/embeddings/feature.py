@@ -81,13 +81,9 @@ class EmbeddingTicket:
 class EmbeddingMemory:
     """The mapping of the shared memory into one process."""
 
-    def __init__(self, ticket: EmbeddingTicket, *, own: int | None = None) -> None:
-        """Maps the memory into this process. Raises NotReadyError if the memory's file cannot be opened.
-
-        `own` is the file descriptor that `close` closes, or None if another process owns the file.
-        """
+    def __init__(self, ticket: EmbeddingTicket) -> None:
+        """Maps the memory into this process. Raises NotReadyError if the memory's file cannot be opened."""
         self.ticket = ticket
-        self._own = own
         path = f"/proc/{ticket.process_id}/fd/{ticket.file_descriptor}"
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -113,27 +109,10 @@ class EmbeddingMemory:
         offset = slot * ticket.slot_bytes + position * ticket.width * dtype.itemsize
         return np.frombuffer(self._mapping, dtype, count * ticket.width, offset).reshape(count, ticket.width)
 
-    def close(self) -> None:
-        """Closes the file if this process owns it. Existing mappings remain valid. Idempotent."""
-        if self._own is not None:
-            os.close(self._own)
-            self._own = None
-
     def clear(self, slot: int) -> None:
         """Frees the memory pages of a slot. The slot contains zeros afterwards."""
         size_bytes = self.ticket.slot_bytes
         self._mapping.madvise(mmap.MADV_REMOVE, slot * size_bytes, size_bytes)
-
-
-def create_memory(*, slots: int, positions: int, width: int, dtype: str) -> EmbeddingMemory:
-    """Creates the shared memory of a replica, with `slots` slots of `positions` rows of `width` values.
-
-    The memory is an anonymous file (`memfd_create`), which the kernel frees after the processes that use it have ended.
-    """
-    fd = os.memfd_create("stagemesh-embeddings", os.MFD_CLOEXEC)
-    ticket = EmbeddingTicket(os.getpid(), fd, slots, positions, width, dtype)
-    os.ftruncate(fd, slots * ticket.slot_bytes)
-    return EmbeddingMemory(ticket, own=fd)
 
 
 class EmbeddingFlow(RequestHook):
@@ -294,12 +273,19 @@ class Embeddings(RequestFeature):
     async def start(self, llm: "AsyncLLM") -> None:
         await super().start(llm)
         model, slots = llm.model_config, llm.vllm_config.scheduler_config.max_num_seqs
-        self._memory = create_memory(
-            slots=slots, positions=model.max_model_len, width=model.get_inputs_embeds_size(), dtype=self._dtype
-        )
+        fd = os.memfd_create("stagemesh-embeddings", os.MFD_CLOEXEC)
+        try:
+            ticket = EmbeddingTicket(
+                os.getpid(), fd, slots, model.max_model_len, model.get_inputs_embeds_size(), self._dtype
+            )
+            os.ftruncate(fd, slots * ticket.slot_bytes)
+            self._memory = EmbeddingMemory(ticket)
+            await runner_call(llm, "attach_embeddings", msgspec.msgpack.encode(ticket))
+        finally:
+            # Every process has mapped the anonymous file. The kernel frees it after the last of them has ended.
+            os.close(fd)
         for slot in range(slots):
             self._free_slots.put_nowait(slot)
-        await runner_call(llm, "attach_embeddings", msgspec.msgpack.encode(self._memory.ticket))
 
     async def read_prompt(self, task: Task, name: str, held: AsyncExitStack) -> RequestPrompt | None:
         """Waits for a free slot, then reads embeddings until the prompt's length is known.
@@ -333,10 +319,6 @@ class Embeddings(RequestFeature):
         flow.start(request.limit, partial(self.llm.abort, request.name))
         held.push_async_callback(flow.stop)
         return flow
-
-    def close(self) -> None:
-        if self._memory is not None:
-            self._memory.close()
 
     # -- internals
 
