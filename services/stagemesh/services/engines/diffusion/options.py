@@ -12,7 +12,6 @@ from stagemesh.services.engines.options import parse_options
 
 Part = Literal["all", "encode", "denoise", "decode"]
 """The part of a pipeline that a stage runs. A stage loads only the model components that its part needs."""
-QuantizationBackend = Literal["torchao", "bitsandbytes_4bit", "bitsandbytes_8bit", "quanto"]
 _STRICT = ConfigDict(extra="forbid")
 
 
@@ -23,7 +22,7 @@ class QuantizationOptions:
     The library must be installed in addition to Stagemesh.
     """
 
-    backend: QuantizationBackend
+    backend: Literal["torchao", "bitsandbytes_4bit", "bitsandbytes_8bit", "quanto"]
     parameters: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
     """Arguments for diffusers' configuration class for the backend. For torchao, `quant_type` is the name of a class in
     torchao.quantization, such as Int8WeightOnlyConfig."""

@@ -6,6 +6,7 @@ recorded calls of all requests. In the second run, the stand-in returns the requ
 forward pass.
 """
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,18 +45,30 @@ class TransformerStandIn:
     """Replaces the transformer in a pipeline's blocks. Passes calls to the function `predict`, and reads all other
     attributes from the real model."""
 
-    def __init__(self, model: Any, predict: Callable[[Mapping[str, Any]], Prediction]) -> None:
-        self._model, self._predict = model, predict
-        kind: Any = type(model)
-        # The class's method, because hooks replace the object's `forward` with a function that accepts anything.
-        self.forward = kind.forward.__get__(model)
-        """The model's own `forward`. Pipeline blocks inspect its signature but never call it."""
+    def __init__(
+        self, model: Any, forward: "ForwardSignature", predict: Callable[[Mapping[str, Any]], Prediction]
+    ) -> None:
+        self._model, self.forward, self._predict = model, forward, predict
 
     def __call__(self, **inputs: Any) -> Prediction:
         return self._predict(inputs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+class ForwardSignature:
+    """A callable with the signature of a model's `forward`. Pipeline blocks inspect it at each step but never call
+    it."""
+
+    def __init__(self, model: Any) -> None:
+        kind: Any = type(model)
+        # The class's method, because hooks replace the object's `forward` with a function that accepts anything. Its
+        # signature is computed only once, because each computation leaks memory in Python 3.11.
+        self.__signature__ = inspect.signature(kind.forward.__get__(model))
+
+    def __call__(self) -> None:
+        raise NotImplementedError
 
 
 class CallRecorder:
@@ -93,8 +106,14 @@ class SharedForwards:
         self.split_calls: SplitCalls | None = None
         """Distributes transformer calls across processes. None if this process computes all calls."""
         self._family, self.model = family, model
+        self._signature = ForwardSignature(model) if model is not None else None
         has_mixed_lengths = family.mixed_lengths and model is not None and not model.zero_cond_t
         self._mixed_lengths = MixedLengthForward(model) if has_mixed_lengths else None
+
+    def stand_in(self, predict: Callable[[Mapping[str, Any]], Prediction]) -> TransformerStandIn:
+        """Returns a stand-in for the transformer that passes its calls to `predict`."""
+        assert self._signature is not None, "a stage that denoises has a transformer"
+        return TransformerStandIn(self.model, self._signature, predict)
 
     def forward_alone(self, state: DiffusionRequestState) -> Callable[[Mapping[str, Any]], Prediction]:
         """Returns a function that computes each transformer call of one request in a separate forward pass."""

@@ -26,7 +26,6 @@ from stagemesh.services.engines.diffusion.batching.shared_forwards import (
     Call,
     CallRecorder,
     SharedForwards,
-    TransformerStandIn,
     replay,
 )
 from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
@@ -256,7 +255,7 @@ class ModularStepPipeline:
 
     def _denoise(self, state: DiffusionRequestState, forward: Any) -> torch.Tensor:
         view = self._view(state)
-        view.transformer = TransformerStandIn(self.components.transformer, forward)
+        view.transformer = self.forwards.stand_in(forward)
         noise: torch.Tensor = self._run_step(self._phases.denoise, state, view)["noise_pred"]
         return noise
 

@@ -5,7 +5,7 @@ import copy
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import diffusers as _diffusers
 from diffusers.modular_pipelines.modular_pipeline import BlockState, PipelineState
@@ -118,7 +118,7 @@ class RequestTransfer:
             "values": self._values(state, STATE),
             "kinds": state.values.kwargs_mapping,
             "loop": state.loop.as_dict() if state.loop is not None else None,
-            "scheduler": _attributes(state.scheduler),
+            "scheduler": {name: value for name, value in vars(state.scheduler).items() if name != _CONFIG},
             "kept": self._caches.export(state.request_id) if self._caches is not None else [],
         }
 
@@ -137,13 +137,12 @@ def fingerprint(folder: Path) -> str:
 
 
 def _prompt_digest(inputs: DiffusionInputs) -> str:
-    image = hashlib.blake2b(inputs.image or b"").digest()
-    return hashlib.blake2b(repr((inputs.prompt, inputs.negative_prompt, image)).encode(), digest_size=16).hexdigest()
-
-
-def _attributes(scheduler: Any) -> dict[str, Tree]:
-    attributes = cast("dict[str, Any]", vars(scheduler))
-    return {name: value for name, value in attributes.items() if name != _CONFIG}
+    digest = hashlib.blake2b(digest_size=16)
+    for name in _PROMPT_FIELDS:
+        value = getattr(inputs, name) or ""
+        data = value if isinstance(value, bytes) else value.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
 
 
 def _names(params: Iterable[Any]) -> set[str]:
