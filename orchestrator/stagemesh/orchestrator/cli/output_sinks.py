@@ -34,16 +34,19 @@ class Sinks(ExitStack):
     def write(self, event: Event) -> None:
         """Writes the output in an event to stdout or to a file. Writes the queue position in an event to stderr."""
         match event:
-            case Queued():
-                self._write_queued(event)
-            case Text():
-                self._write_text(event)
+            case Queued() if not self._quiet:
+                sys.stderr.write(f"queued: position {event.position}, about {event.expected_wait_s:.0f} s\n")
+                sys.stderr.flush()
+            case Text() if not self._quiet and event.delta:
+                sys.stdout.write(event.delta)
+                sys.stdout.flush()
+                self._mid_line = not event.delta.endswith("\n")
             case AudioChunk():
                 self._write_audio(event)
             case Image():
                 self._write_image(event)
-            case TensorOutput():
-                self._write_tensor(event)
+            case TensorOutput() if self._folder is not None:
+                self._write_tensor(event, self._folder)
             case Finished():
                 self._end_line()
             case _:
@@ -54,17 +57,6 @@ class Sinks(ExitStack):
             sys.stdout.write("\n")
             sys.stdout.flush()
             self._mid_line = False
-
-    def _write_queued(self, event: Queued) -> None:
-        if not self._quiet:
-            sys.stderr.write(f"queued: position {event.position}, about {event.expected_wait_s:.0f} s\n")
-            sys.stderr.flush()
-
-    def _write_text(self, event: Text) -> None:
-        if not self._quiet and event.delta:
-            sys.stdout.write(event.delta)
-            sys.stdout.flush()
-            self._mid_line = not event.delta.endswith("\n")
 
     def _write_audio(self, event: AudioChunk) -> None:
         writer = self._writers.get(event.output)
@@ -97,11 +89,9 @@ class Sinks(ExitStack):
             return self._image
         return self._folder / f"{event.output}{_SUFFIXES.get(event.media_type, '.bin')}" if self._folder else None
 
-    def _write_tensor(self, event: TensorOutput) -> None:
-        if self._folder is None:
-            return
+    def _write_tensor(self, event: TensorOutput, folder: Path) -> None:
         paths = self.files.setdefault(event.output, [])
-        path = self._folder / f"{event.output}-{len(paths)}.npy"
+        path = folder / f"{event.output}-{len(paths)}.npy"
         self._write_file(path, b"")
         np.save(path, event.tensor, allow_pickle=False)
         paths.append(path)

@@ -120,10 +120,8 @@ def _check_limits(limits: Limits, problems: Problems) -> None:
     for key in limits.per_caller.model_fields_set:
         value, most = getattr(limits.per_caller, key), getattr(limits, key)
         if value > most:
-            problems.add(
-                ("limits", "per_caller", key),
-                f"limits.per_caller.{key} is {value}, more than limits.{key} ({most}); lower it, or remove it",
-            )
+            text = f"limits.per_caller.{key} is {value}, more than limits.{key} ({most}); lower it, or remove it"
+            problems.add(("limits", "per_caller", key), text)
 
 
 def _generation(stages: Mapping[str, Stage]) -> str:

@@ -42,15 +42,14 @@ class ConditionResolver:
                 return self._option_terms(path, entry.option, entry.comparisons)
             case InputTerm() if entry.input in _MEDIA and not self.media:
                 text = f"no stage accepts {entry.input}, and requests with it are rejected; remove the condition"
-                self.problems.add(path, text)
-                return ()
             case InputTerm():
                 return (Term(Fact("input", entry.input), Comparison.IS, float(entry.given)),)
             case OutputTerm() if entry.output not in self.outputs:
-                self.problems.add(path, f"unknown output {entry.output!r}; {suggest(entry.output, self.outputs)}")
-                return ()
+                text = f"unknown output {entry.output!r}; {suggest(entry.output, self.outputs)}"
             case OutputTerm():
                 return (Term(Fact("output", entry.output), Comparison.IS, float(entry.wanted)),)
+        self.problems.add(path, text)
+        return ()
 
     def _option_terms(self, path: KeyPath, name: str, comparisons: Mapping[Comparison, float]) -> Condition:
         if name not in self.options:
@@ -71,13 +70,12 @@ class ConditionResolver:
     def _makes_a_difference(self, path: KeyPath, term: Term) -> bool:
         bounds = f"the option is between {term.bounds.minimum:g} and {term.bounds.maximum:g}"
         if find_facts((term,)) is None:
-            self.problems.add(path, f"{term}: this never holds ({bounds}); compare it with another value")
+            text = f"{term}: this never holds ({bounds}); compare it with another value"
         elif find_facts((), unless=[(term,)]) is None:
-            self.problems.add(
-                path, f"{term}: this always holds ({bounds}); remove it, or compare it with another value"
-            )
+            text = f"{term}: this always holds ({bounds}); remove it, or compare it with another value"
         else:
             return True
+        self.problems.add(path, text)
         return False
 
 

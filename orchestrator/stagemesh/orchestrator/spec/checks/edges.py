@@ -76,10 +76,10 @@ class EdgeResolver:
             names = {each for edge in file.edges if edge.consumer == name for each in (edge.edge_name, edge.producer)}
             for joined in stage.join if isinstance(stage.join, list) else ():
                 if joined not in names:
-                    self.problems.add(
-                        ("stages", name, "join"),
-                        f"no edge to stage {name!r} has the name or the producer {joined!r}; {suggest(joined, names)}",
+                    text = (
+                        f"no edge to stage {name!r} has the name or the producer {joined!r}; {suggest(joined, names)}"
                     )
+                    self.problems.add(("stages", name, "join"), text)
 
     def _check_ends(self, index: int, edge: EdgeEntry, file: PipelineFile) -> bool:
         ends = {"from": edge.producer, "to": edge.consumer}
@@ -104,9 +104,8 @@ class EdgeResolver:
     def _check_connector(self, index: int, edge: EdgeEntry) -> None:
         known = (AUTO, *descriptors())
         if edge.connector not in known:
-            self.problems.add(
-                ("edges", index, "connector"), f"unknown connector {edge.connector!r}; use one of {', '.join(known)}"
-            )
+            text = f"unknown connector {edge.connector!r}; use one of {', '.join(known)}"
+            self.problems.add(("edges", index, "connector"), text)
 
     def _check_frames(self, index: int, edge: EdgeEntry, producer: Stage) -> None:
         first_axes = {spec.shape[:1] for spec in emitted(producer).values()}
@@ -160,10 +159,8 @@ class EdgeResolver:
             return None
         taken = Endpoint(f"transform {name!r}", transform.takes)
         if not given.tensors.keys() >= taken.tensors.keys():
-            self.problems.add(
-                ("edges", index, "transform"),
-                f"{taken.name} takes {taken}, but {given.name} emits {given}; choose another transform",
-            )
+            text = f"{taken.name} takes {taken}, but {given.name} emits {given}; choose another transform"
+            self.problems.add(("edges", index, "transform"), text)
             return None
         return Endpoint(taken.name, transform.gives) if self._fits(index, given, taken) else None
 

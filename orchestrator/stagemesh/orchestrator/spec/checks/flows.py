@@ -20,9 +20,8 @@ def check_flows(catalog: Catalog, problems: Problems, pipeline: Pipeline) -> Non
     try:
         _FlowChecker(catalog, problems, pipeline).check()
     except TooManyCasesError:
-        problems.add(
-            ("stages",), "the conditions (`when`) distinguish too many cases to check them; use fewer conditions"
-        )
+        text = "the conditions (`when`) distinguish too many cases to check them; use fewer conditions"
+        problems.add(("stages",), text)
 
 
 class _FlowChecker:

@@ -80,9 +80,8 @@ class StageResolver:
         for option in entry.options:
             if engine.stage_options is not None and option not in engine.stage_options:
                 remedy = suggest(option, engine.stage_options)
-                self.problems.add(
-                    (*path, "options", option), f"engine {entry.engine!r} has no option {option!r}; {remedy}"
-                )
+                text = f"engine {entry.engine!r} has no option {option!r}; {remedy}"
+                self.problems.add((*path, "options", option), text)
 
     def _find_model(self, path: KeyPath, entry: StageEntry, engine: EngineDescriptor) -> Path | None:
         if entry.model is None:
@@ -94,9 +93,8 @@ class StageResolver:
         found = settings.find_model(entry.model)
         if found is None:
             searched = " and ".join(str(place) for place in (Path(entry.model), settings.models_dir() / entry.model))
-            self.problems.add(
-                (*path, "model"), f"model {entry.model!r} is missing (searched {searched}); {self.fetch_hint}"
-            )
+            text = f"model {entry.model!r} is missing (searched {searched}); {self.fetch_hint}"
+            self.problems.add((*path, "model"), text)
         return found
 
 
@@ -107,10 +105,8 @@ def resolve_outputs(
     outputs: dict[str, PipelineOutput] = {}
     for name, entry in file.outputs.items():
         if entry.stage not in file.stages:
-            problems.add(
-                ("outputs", name),
-                f"output {name!r} names an unknown stage {entry.stage!r}; {suggest(entry.stage, file.stages)}",
-            )
+            text = f"output {name!r} names an unknown stage {entry.stage!r}; {suggest(entry.stage, file.stages)}"
+            problems.add(("outputs", name), text)
         elif stage := stages.get(entry.stage):
             _add_output(outputs, name, stage, tensor=entry.tensor, problems=problems)
     return outputs
@@ -127,10 +123,8 @@ def check_all_used(file: PipelineFile, edges: Sequence[Edge], problems: Problems
     used = ancestors(targets, {edge.arc for edge in edges})
     for name in file.stages:
         if name not in used:
-            problems.add(
-                ("stages", name),
-                f"no output depends on stage {name!r}; name it in `outputs`, add an edge, or remove it",
-            )
+            text = f"no output depends on stage {name!r}; name it in `outputs`, add an edge, or remove it"
+            problems.add(("stages", name), text)
 
 
 def _add_output(
