@@ -225,13 +225,17 @@ async def test_a_service_without_the_method_does_not_count_as_lost() -> None:
     endpoint = f"127.0.0.1:{await server.start()}"
     async with open_channel(endpoint) as channel:
         client = ReplicaClient(channel, stage="a", replica="a-0", endpoint=endpoint)
-        with pytest.raises(StagemeshError) as caught:
-            await client.execute(stage_pb2.ExecuteStepRequest(), timeout_s=BOUND_S, take=lambda _: None)
+        errors: list[StagemeshError] = []
+        # gRPC hides the status if a write fails just before the status arrives. `follow_step` then calls again.
+        while not errors or (errors[-1].reason == REPLICA_LOST and len(errors) < 5):
+            with pytest.raises(StagemeshError) as caught:
+                await client.execute(stage_pb2.ExecuteStepRequest(), timeout_s=BOUND_S, take=lambda _: None)
+            errors.append(caught.value)
         await client.close()
     await server.stop(grace_s=0)
-    assert caught.value.reason != REPLICA_LOST
-    assert caught.value.metadata["replica"] == "a-0"
-    assert caught.value.message.startswith("replica a-0: ")
+    assert errors[-1].reason != REPLICA_LOST
+    assert errors[-1].metadata["replica"] == "a-0"
+    assert errors[-1].message.startswith("replica a-0: ")
 
 
 async def _until(condition: Callable[[], bool]) -> None:

@@ -69,8 +69,6 @@ class EdgeLink:
 
     async def ask(self) -> None:
         """Asks the producer which connector it would use. Stores the answer in `probe`, or the error in `error`."""
-        probe: EdgeProbe | None = None
-        error: StagemeshError | None = None
         try:
             probe = await self.producer.client.probe_edge(
                 self.edge.name,
@@ -81,19 +79,22 @@ class EdgeLink:
             )
         except StagemeshError as exc:
             error = self._located(exc)
-        if error is not None and (self.error is None or self.error.message != error.message):
-            _log.warning("%s", error.message)
-        if probe is not None and probe != self.probe:
-            ends = (self.edge.name, self.producer.name, self.consumer.name)
-            _log.info("edge %s from %s to %s uses %s", *ends, probe.connector)
-        self.probe, self.error = probe, error
+            if self.error is None or self.error.message != error.message:
+                _log.warning("%s", error.message)
+            self.probe, self.error = None, error
+        else:
+            if probe != self.probe:
+                _log.info("%s uses %s", self, probe.connector)
+            self.probe, self.error = probe, None
+
+    def __str__(self) -> str:
+        return f"edge {self.edge.name} from {self.producer.name} to {self.consumer.name}"
 
     def _located(self, error: StagemeshError) -> StagemeshError:
-        producer, consumer = self.producer.name, self.consumer.name
         return error_class(error.code, error.reason)(
-            f"edge {self.edge.name} from {producer} to {consumer}: {error.message}",
+            f"{self}: {error.message}",
             reason=error.reason,
-            metadata={"edge": self.edge.name, "producer": producer, "consumer": consumer},
+            metadata={"edge": self.edge.name, "producer": self.producer.name, "consumer": self.consumer.name},
         )
 
 

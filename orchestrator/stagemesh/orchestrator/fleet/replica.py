@@ -226,21 +226,17 @@ class Replica:
         self.last_report, self._reported_at_s = report, self._clock()
         self.load.report(report.work_s, steps=report.running + report.queued)
 
-    def on_end(self, callback: Callable[[StagemeshError], None]) -> Callable[[], None]:
+    def on_end(self, callback: Callable[[StagemeshError], None]) -> Callable[[], object]:
         """Registers a callback for the replica's end, and returns a function that removes the callback.
 
         The callback receives the cause. It is called at once if the replica has already ended.
         """
+        key = object()
         if self.end_cause is not None:
             callback(self.end_cause)
-            return lambda: None
-        key = object()
-        self._end_callbacks[key] = callback
-
-        def remove() -> None:
-            self._end_callbacks.pop(key, None)
-
-        return remove
+        else:
+            self._end_callbacks[key] = callback
+        return lambda: self._end_callbacks.pop(key, None)
 
     def end(self, cause: StagemeshError, *, died: bool = True) -> None:
         """Marks the replica as ended, and calls the callbacks with the cause. Idempotent.

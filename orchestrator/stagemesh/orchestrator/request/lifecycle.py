@@ -98,23 +98,18 @@ class RequestLifecycle:
         made: int | None = None
         try:
             await self._admitted
-        except StagemeshError as exc:
-            return exc.with_traceback(None)
-        except asyncio.CancelledError:
-            self._admission.withdraw(self._ticket)
-            if self._ticket.state is TicketState.RUNNING:
-                self._admission.release(self._ticket)
-            raise
-        try:
             error = await self._run_or_take_over(request, plan)
             made = made_bytes(self.record) if error is None else None
         except StagemeshError as exc:
-            return copy(exc)
+            # A traceback refers to the frames that the error passed, and these to the request.
+            return copy(exc.with_traceback(None))
         else:
             return error
         finally:
             self._run = None
-            self._admission.release(self._ticket, made_bytes=made)
+            self._admission.withdraw(self._ticket)
+            if self._ticket.state is TicketState.RUNNING:
+                self._admission.release(self._ticket, made_bytes=made)
 
     async def _run_or_take_over(self, request: ValidRequest, plan: Callable[[], Plan]) -> StagemeshError | None:
         """Runs the request.

@@ -1,10 +1,11 @@
 """Decides how a request recovers after stages are lost.
 
-The functions decide which stages restart, whether each restarts from its checkpoint, and in which order the other
-stages are rebound. They are pure: their results depend only on the request's route and on the states of its stages.
-`run` executes the resulting actions. Each stage counts its own attempts, and only lost stages restart. The attempt of a
-flow is the higher of its producer's attempt and its consumer's attempt. Both stages must be notified of the flow's
-attempt.
+`StepState` is the state of one stage of a request. The functions decide which stages restart, whether each of them
+restarts from its checkpoint, and in which order the other stages are rebound. They are pure: their results depend only
+on the request's route and on the states of its stages. `run` executes the resulting actions.
+
+Each stage counts its own attempts, and only lost stages restart. The attempt of a flow is the higher of its producer's
+attempt and its consumer's attempt. Both stages must be notified of the flow's attempt.
 
 Producers resend their retained data to a restarted stage. A producer that no longer retains all of its data also
 restarts from the beginning (`fresh`), and so do its own producers if necessary. A stage resumes from its checkpoint if
@@ -241,8 +242,7 @@ def plan_restarts(
     restarting = _with_producers(route, states, (fallen | set(fresh)) - unneeded)
     restarted = {
         stage: Restart(
-            attempt=1
-            + max((attempt_of(edge, states) for edge in _edges_of(route, stage)), default=states[stage].attempt),
+            attempt=_next_attempt(route, states, stage),
             resumes=stage not in fresh and _can_resume(route, states, stage, restarting),
         )
         for stage in states
@@ -312,8 +312,9 @@ def _is_expected(edge: Edge, states: States) -> bool:
     return states[edge.consumer].phase is Phase.RUNNING and not _is_stale(edge, states, edge.consumer)
 
 
-def _edges_of(route: Route, stage: str) -> tuple[Edge, ...]:
-    return (*route.incoming[stage], *route.outgoing[stage])
+def _next_attempt(route: Route, states: States, stage: str) -> int:
+    edges = (*route.incoming[stage], *route.outgoing[stage])
+    return 1 + max([states[stage].attempt, *(attempt_of(edge, states) for edge in edges)])
 
 
 def _is_unneeded(route: Route, states: States, stage: str, restarting: Collection[str]) -> bool:

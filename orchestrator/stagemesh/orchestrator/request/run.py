@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine
+from collections.abc import Coroutine
 from contextlib import suppress
 from functools import partial
 
@@ -152,17 +152,9 @@ class RequestRun:
             if action.kind is ActionKind.START:
                 self._start(state)
             elif state.busy is None:
-                work = self._place_or_rebind(state, action)
+                work = self._place(state) if action.kind is ActionKind.PLACE else self._rebind(state, action)
                 state.busy = self._spawn(work, state.tasks, name=f"{state.name}/{action.kind.name}")
                 state.busy.add_done_callback(partial(self._end_busy, state))
-
-    async def _place_or_rebind(self, state: StepState, action: Action) -> None:
-        if action.kind is ActionKind.PLACE:
-            await self._place(state)
-        elif action.kind is ActionKind.REBIND_INPUTS:
-            await self._rebind_inputs(state, action.edges)
-        else:
-            await self._rebind_outputs(state, action.edges)
 
     async def _wait_for_conclusive_cause(self) -> None:
         with suppress(TimeoutError):
@@ -236,30 +228,23 @@ class RequestRun:
 
     # -- rebinding
 
-    async def _rebind_inputs(self, state: StepState, edges: Collection[str]) -> None:
-        """Notifies a running step of the producers that replaced its previous producers."""
+    async def _rebind(self, state: StepState, action: Action) -> None:
+        """Notifies a step of the replicas that replaced its previous producers or its previous consumers."""
         attempt = state.attempt
         try:
-            await self._calls.rebind_inputs(state, edges)
+            await self._calls.rebind(state, action.edges)
         except StagemeshError as exc:
-            producers = [edge.producer for edge in self._route.incoming[state.name] if edge.name in edges]
+            producers = [edge.producer for edge in self._route.incoming[state.name] if edge.name in action.edges]
             resumed = [name for name in producers if self._states[name].resumed is not None]
-            if isinstance(exc, NotReadyError) and resumed:
+            if action.kind is ActionKind.REBIND_OUTPUTS:
+                # The step's replica no longer retains the first chunks, which the new consumers need.
+                self._failures.require_fresh(state.name, _not_rebound(state, exc))
+            elif isinstance(exc, NotReadyError) and resumed:
                 # The step has not received all rows that a resumed producer would omit.
                 for name in resumed:
                     self._failures.require_fresh(name, exc)
             else:
                 self._failures.add(state, attempt, _not_rebound(state, exc))
-
-    async def _rebind_outputs(self, state: StepState, edges: Collection[str]) -> None:
-        """Makes a step send all of its chunks to the consumers that replaced its previous consumers.
-
-        Restarts the stage if its replica no longer retains the first chunks.
-        """
-        try:
-            await self._calls.rebind_outputs(state, edges)
-        except StagemeshError as exc:
-            self._failures.require_fresh(state.name, _not_rebound(state, exc))
 
     # -- the end
 

@@ -101,22 +101,27 @@ class StepCalls:
         has_state = bool(checkpoint.token_ids or checkpoint.tensors)
         return has_state and self._input_bytes + checkpoint.ByteSize() + _BINDINGS_BYTES <= MAX_MESSAGE_BYTES
 
-    async def rebind_inputs(self, state: StepState, edges: Collection[str]) -> None:
-        """Notifies the stage's replica of new producers on these edges. Raises the error that the replica returns."""
-        rebindings = [
-            stage_pb2.InputRebinding(
-                binding=self._input_binding(edge),
-                first_rows=carried_rows(edge, self._states[edge.producer].first_rows),
-            )
-            for edge in self._route.incoming[state.name]
-            if edge.name in edges
-        ]
-        await self._rebind(state, inputs=rebindings)
+    async def rebind(self, state: StepState, edges: Collection[str]) -> None:
+        """Notifies the stage's replica of the new producers and consumers on these edges.
 
-    async def rebind_outputs(self, state: StepState, edges: Collection[str]) -> None:
-        """Notifies the stage's replica of new consumers on these edges. Raises the error that the replica returns."""
-        outputs = [self._output_binding(edge) for edge in self._route.outgoing[state.name] if edge.name in edges]
-        await self._rebind(state, outputs=outputs)
+        Raises the error that the replica returns.
+        """
+        if state.replica.end_cause is not None:
+            raise copy(state.replica.end_cause)
+        incoming = [edge for edge in self._route.incoming[state.name] if edge.name in edges]
+        outgoing = [edge for edge in self._route.outgoing[state.name] if edge.name in edges]
+        attempts = {edge.name: attempt_of(edge, self._states) for edge in (*incoming, *outgoing)}
+        request = stage_pb2.RebindStepRequest(
+            request_id=self._request.request_id,
+            step_id=self._step_id(state),
+            inputs=map(self._input_rebinding, incoming),
+            outputs=map(self._output_binding, outgoing),
+        )
+        await state.replica.client.rebind(request, timeout_s=_REBIND_S)
+        assert state.notes is not None, "its replica is chosen"
+        state.bound = {**state.bound, **attempts}
+        state.notes.note_rebound(list(attempts))
+        _log.info("stage %s continues with other replicas on %s", state.name, ", ".join(attempts))
 
     async def cancel(self, attempt: SupersededAttempt, error: StagemeshError | None = None) -> None:
         """Cancels an attempt on its replica. If the call fails, logs the error instead of raising it.
@@ -186,26 +191,6 @@ class StepCalls:
             state.notes.end(None)
         self._changed.fire()
 
-    async def _rebind(
-        self,
-        state: StepState,
-        *,
-        inputs: Collection[stage_pb2.InputRebinding] = (),
-        outputs: Collection[stage_pb2.OutputBinding] = (),
-    ) -> None:
-        if state.replica.end_cause is not None:
-            raise copy(state.replica.end_cause)
-        request = stage_pb2.RebindStepRequest(
-            request_id=self._request.request_id, step_id=self._step_id(state), inputs=inputs, outputs=outputs
-        )
-        await state.replica.client.rebind(request, timeout_s=_REBIND_S)
-        assert state.notes is not None, "its replica is chosen"
-        attempts = {each.binding.edge: each.binding.attempt for each in inputs}
-        attempts |= {each.edge: each.attempt for each in outputs}
-        state.bound = {**state.bound, **attempts}
-        state.notes.note_rebound(list(attempts))
-        _log.info("stage %s continues with other replicas on %s", state.name, ", ".join(attempts))
-
     def _step_id(self, state: StepState) -> str:
         return f"{self._request.request_id}/{state.name}/{state.attempt}"
 
@@ -220,6 +205,10 @@ class StepCalls:
             transform=edge.transform or "",
             apart=edge.apart,
         )
+
+    def _input_rebinding(self, edge: Edge) -> stage_pb2.InputRebinding:
+        first_rows = carried_rows(edge, self._states[edge.producer].first_rows)
+        return stage_pb2.InputRebinding(binding=self._input_binding(edge), first_rows=first_rows)
 
     def _output_binding(self, edge: Edge) -> stage_pb2.OutputBinding:
         consumer = self._states[edge.consumer].replica

@@ -31,16 +31,16 @@ def test_a_checkpoint_is_useful_if_it_fits_into_a_message_with_the_input(
 ) -> None:
     state = tensor_pb2.Tensor(name="state", inline=bytes(state_bytes))
     checkpoint = stage_pb2.Checkpoint(steps=3, tensors=[state])
-    assert _requests(tmp_path, prompt_bytes).can_resume_from(checkpoint) is fits
+    assert _calls(tmp_path, prompt_bytes).can_resume_from(checkpoint) is fits
 
 
 def test_a_checkpoint_without_a_state_is_useless(tmp_path: Path) -> None:
-    requests = _requests(tmp_path, prompt_bytes=10)
-    assert not requests.can_resume_from(stage_pb2.Checkpoint(steps=3, rows={"text": 3}))
-    assert requests.can_resume_from(stage_pb2.Checkpoint(steps=3, token_ids=[5, 6, 7]))
+    calls = _calls(tmp_path, prompt_bytes=10)
+    assert not calls.can_resume_from(stage_pb2.Checkpoint(steps=3, rows={"text": 3}))
+    assert calls.can_resume_from(stage_pb2.Checkpoint(steps=3, token_ids=[5, 6, 7]))
 
 
-def _requests(folder: Path, prompt_bytes: int) -> StepCalls:
+def _calls(folder: Path, prompt_bytes: int) -> StepCalls:
     (folder / "chain.yaml").write_text(CHAIN)
     given = orchestrator_pb2.GenerateRequest(input=request_pb2.Input(text="x" * prompt_bytes))
     request, changed = validate(given, load_pipeline(str(folder / "chain.yaml"))), Notifier()
