@@ -1,14 +1,11 @@
-"""The consumer side of a flow. Delivers the packets of a series of attempts to an engine exactly once and in order.
-
-An inlet has one attempt at a time. If a producer is lost, a new attempt receives from another producer.
-"""
+"""The consumer side of a flow. Delivers the packets of a series of attempts to an engine exactly once and in order."""
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from copy import copy
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from stagemesh.common.connector_descriptors import AUTO, GRPC, ConnectorName, number_of
 from stagemesh.common.errors import CancelledRequestError, InvalidChunkError, StagemeshError, UnavailableError
@@ -156,6 +153,10 @@ class _Arrival(NamedTuple):
     """The task that fetches the chunk's bytes, or None if they have arrived with the chunk."""
 
 
+OnClosed: TypeAlias = Callable[["InletAttempt"], None]
+"""Called once, when an attempt has closed."""
+
+
 class InletAttempt:
     """Receives an inlet's chunks from one producer. Ensures order and exactly-once delivery, and manages credit.
 
@@ -163,13 +164,7 @@ class InletAttempt:
     """
 
     def __init__(
-        self,
-        key: EdgeKey,
-        packets: PacketQueue,
-        *,
-        producer: str,
-        credit: Credit,
-        on_closed: Callable[["InletAttempt"], None],
+        self, key: EdgeKey, packets: PacketQueue, *, producer: str, credit: Credit, on_closed: OnClosed
     ) -> None:
         self.key = key
         self.wire_key = wire.key_to_wire(key)

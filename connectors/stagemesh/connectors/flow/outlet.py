@@ -196,8 +196,14 @@ class Outlet:
         if size_bytes <= self.attempt.inline_limit_bytes:
             copies = {name: tensor.copy() for name, tensor in packet.tensors.items()}
             sent = SentChunk(self.chunks.next_seq, shape, copies, packet.metadata)
+        elif (found := self._found(packet, shape)) is not None:
+            sent = found
         else:
-            sent = self._found(packet, shape) or await self._written(packet, shape)
+            region, tensors, places = await self._arena.write(packet.tensors, self._account, shape.layout)
+            sent = SentChunk(self.chunks.next_seq, shape, tensors, packet.metadata, (region,), places)
+            if self._error is not None:
+                sent.release()
+                self._check_error()
         self._digest.add(shape)
         self._append(sent)
 
@@ -236,14 +242,6 @@ class Outlet:
         for region in regions:
             region.retain()
         return SentChunk(self.chunks.next_seq, shape, packet.tensors, packet.metadata, tuple(regions), places)
-
-    async def _written(self, packet: Packet, shape: wire.PacketShape) -> SentChunk:
-        """Returns the chunk of a packet whose tensors were copied into the arena."""
-        region, tensors, places = await self._arena.write(packet.tensors, self._account, shape.layout)
-        if self._error is not None:
-            region.release()
-            self._check_error()
-        return SentChunk(self.chunks.next_seq, shape, tensors, packet.metadata, (region,), places)
 
 
 class FanOut:

@@ -45,6 +45,8 @@ class SentChunk:
     """
     lease_id: int = 0
     """The id of the consumer's lease on the regions, or 0 if the consumer has no lease."""
+    partition: int = 0
+    """The number of the arena's partition in whose budget the chunk is retained. 0 if the chunk is in no partition."""
     reader: Connector | None = None
     """The connector through which the consumer is expected to read the chunk, or None if no read is expected."""
 
@@ -228,7 +230,10 @@ class Retention:
 
     def keep(self, chunks: SentChunks, sent: SentChunk) -> None:
         """Adds a delivered chunk. Evicts the oldest chunks if the memory budget is exceeded."""
-        partition, size_bytes = self._partition_of(sent)
+        size_bytes = self.arena.size_bytes
+        if sent.regions:
+            sent.partition, size_bytes = self.arena.partition_of(sent.regions[0])
+        partition = sent.partition
         self._kept[partition][sent] = chunks
         self._kept_bytes[partition] += sent.size_bytes
         while self._kept_bytes[partition] > size_bytes // RETAINED_FRACTION:
@@ -236,10 +241,9 @@ class Retention:
         self.arena.wake()
 
     def forget(self, sent: SentChunk) -> None:
-        """Removes a chunk that its flow no longer retains as delivered. Call it before the chunk is released."""
-        partition, _ = self._partition_of(sent)
-        del self._kept[partition][sent]
-        self._kept_bytes[partition] -= sent.size_bytes
+        """Removes a chunk that its flow no longer retains as delivered."""
+        del self._kept[sent.partition][sent]
+        self._kept_bytes[sent.partition] -= sent.size_bytes
 
     def evict_oldest(self, partition: int = _ARENA) -> bool:
         """Evicts the oldest retained chunk of a partition. Returns False if no chunk is retained there."""
@@ -249,7 +253,3 @@ class Retention:
         sent, chunks = oldest
         chunks.evict(sent)
         return True
-
-    def _partition_of(self, sent: SentChunk) -> tuple[int, int]:
-        """Returns the number and the size in bytes of the partition that contains a chunk."""
-        return self.arena.partition_of(sent.regions[0]) if sent.regions else (_ARENA, self.arena.size_bytes)
