@@ -158,14 +158,17 @@ def sampling_params(
             f"a request with {sampling.structure.kind} cannot resume from a checkpoint: vLLM would restart the "
             "structure; omit resume_from to start over"
         )
-    max_tokens = _max_tokens(sampling, prompt_length=prompt_length, max_model_len=model.max_model_len, usual=defaults)
+    values: dict[str, Any] = {**defaults, **_given(sampling)}
+    values["max_tokens"] = _max_tokens(
+        sampling, prompt_length=prompt_length, max_model_len=model.max_model_len, usual=defaults
+    )
     try:
         params = CheckedParams(
             seed=task.seed,
             output_kind=RequestOutputKind.DELTA,
             # Log-probabilities are emitted only with the tokens.
             logprobs=sampling.logprobs if is_wanted(task, TOKEN_IDS) else None,
-            **{**defaults, **_given(sampling), "max_tokens": max_tokens},
+            **values,
         )
         for token in params.stop_token_ids or ():
             _check_token(token, model.get_vocab_size(), field="stop_token_ids")
