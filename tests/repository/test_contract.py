@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import ServiceDescriptor
 
-from stagemesh.orchestrator.admin.servicer import AdminServicer
+from stagemesh.orchestrator.admin.service import AdminServicer
 from stagemesh.orchestrator.membership.registration import MembershipServicer
 from stagemesh.orchestrator.servicer import OrchestratorServicer
 from stagemesh.services.stage.service.control_servicer import StageControlServicer

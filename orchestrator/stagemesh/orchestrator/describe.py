@@ -17,12 +17,13 @@ _Message = TypeVar("_Message", bound=Message)
 
 
 def to_message(message: type[_Message], source: object, **fields: Any) -> _Message:
-    """Returns a message of the type `message` that contains the attributes of `source` which have the fields' names.
+    """Returns a message of the type `message`.
 
-    `fields` sets the other fields. A field in `fields` is not read from `source`.
+    `fields` are the values of fields by name. `source` must have an attribute with the name of each other field, which
+    is the field's value.
     """
     names = message.DESCRIPTOR.fields_by_name.keys() - fields.keys()
-    return message(**{name: getattr(source, name) for name in names if hasattr(source, name)}, **fields)
+    return message(**{name: getattr(source, name) for name in names}, **fields)
 
 
 def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePipelineResponse:

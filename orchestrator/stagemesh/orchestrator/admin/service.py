@@ -1,20 +1,30 @@
-"""Serves AdminService on a separate port, and forwards StageControlService calls to replicas."""
+"""Serves AdminService on a separate port, and forwards StageControlService calls to replicas.
 
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
-from functools import partial
-from typing import Any, cast
+The servicer converts messages, and calls the inspector and the lifecycle.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from functools import partial, wraps
+from itertools import islice
+from typing import Any, TypeAlias, TypeVar, cast
 
 import grpc
+from google.protobuf.message import Message
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.orchestrator.admin.directory import Directory
-from stagemesh.orchestrator.admin.servicer import AdminServicer
+from stagemesh.orchestrator.admin.inspection import Inspector, replica_status
+from stagemesh.orchestrator.admin.lifecycle import Lifecycle
+from stagemesh.orchestrator.describe import describe_edge
+from stagemesh.orchestrator.fleet.replica import ReplicaState
 from stagemesh.orchestrator.fleet.replica_client import CONTROL_NAME
 from stagemesh.orchestrator.orchestrator import Orchestrator
-from stagemesh.rpc.handlers import answering, time_left_s
+from stagemesh.orchestrator.request.timeline import RequestState
+from stagemesh.rpc.handlers import answering, streaming, time_left_s
 from stagemesh.rpc.server import Server
-from stagemesh.v1 import admin_pb2, admin_pb2_grpc
+from stagemesh.v1 import admin_pb2, admin_pb2_grpc, stage_pb2
 
 SERVICE_NAME = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 LIVENESS = "liveness"
@@ -24,6 +34,131 @@ REPLICA_KEY = "stagemesh-replica"
 _MAX_CALL_S = 3600.0
 # The methods that are not forwarded. Their replacements in AdminService also consider the stage's other replicas.
 _REPLACED_BY = {"Drain": "DrainReplicas", "Resume": "ResumeReplicas", "Shutdown": "RestartReplicas"}
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+_T = TypeVar("_T")
+_Response = TypeVar("_Response", bound=Message)
+
+_DEFAULT_INTERVAL_S, _MIN_INTERVAL_S = 1.0, 0.2
+_DEFAULT_SLOWEST = 10
+_DEFAULT_PAGE, _MAX_PAGE = 100, 1000
+_MAX_TOKEN_DIGITS = 19
+_MAX_WAIT_S = 3600.0
+# The fields of requests that are added to log records and to the metadata of errors.
+_LOGGED_FIELDS = ("request_id", "edge")
+# The error that explains a failed wait must arrive before the caller's deadline.
+_MARGIN_S = 0.5
+_REPLICA_STATES = {int(stage_pb2.ReplicaState.Value(f"REPLICA_STATE_{state.name}")): state for state in ReplicaState}
+_REQUEST_STATES = {int(admin_pb2.RequestState.Value(f"REQUEST_STATE_{state.value}")): state for state in RequestState}
+
+
+def _answered(method: Callable[[Any, Any], Awaitable[Message]]) -> Callable[..., Awaitable[Any]]:
+    """Decorates a method that returns the response to a request, so that its errors are converted to statuses."""
+
+    @wraps(method)
+    async def answer(servicer: object, request: Message, context: _Context) -> Message:
+        where = {name: getattr(request, name) for name in _LOGGED_FIELDS if hasattr(request, name)}
+        async with answering(context, **where):
+            return await method(servicer, request)
+
+    return answer
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """Serves AdminService for the operators of one orchestrator."""
+
+    def __init__(self, orchestrator: Orchestrator, directory: Directory) -> None:
+        self._directory = directory
+        self._inspector = Inspector(orchestrator, directory)
+        self._lifecycle = Lifecycle(directory)
+
+    @_answered
+    async def ListPipelines(self, request: admin_pb2.ListPipelinesRequest) -> admin_pb2.ListPipelinesResponse:
+        statuses = [self._inspector.pipeline(self._inspector.totals())]
+        return _page(admin_pb2.ListPipelinesResponse, request, field="pipelines", items=enumerate(statuses))
+
+    @_answered
+    async def ListStages(self, request: admin_pb2.ListStagesRequest) -> admin_pb2.ListStagesResponse:
+        statuses = self._inspector.stages(self._inspector.totals())
+        return _page(admin_pb2.ListStagesResponse, request, field="stages", items=enumerate(statuses))
+
+    @_answered
+    async def ListReplicas(self, request: admin_pb2.ListReplicasRequest) -> admin_pb2.ListReplicasResponse:
+        replicas = self._directory.replicas_of(request.stage) if request.stage else self._directory.replicas
+        if request.state:
+            wanted = _from_wire(request.state, _REPLICA_STATES, "replica")
+            replicas = [replica for replica in replicas if replica.state is wanted]
+        statuses = map(replica_status, replicas)
+        return _page(admin_pb2.ListReplicasResponse, request, field="replicas", items=enumerate(statuses))
+
+    @_answered
+    async def ListEdges(self, request: admin_pb2.ListEdgesRequest) -> admin_pb2.ListEdgesResponse:
+        statuses = self._inspector.edges(self._inspector.totals())
+        return _page(admin_pb2.ListEdgesResponse, request, field="edges", items=enumerate(statuses))
+
+    @_answered
+    async def ListRequests(self, request: admin_pb2.ListRequestsRequest) -> admin_pb2.ListRequestsResponse:
+        states = {_from_wire(value, _REQUEST_STATES, "request") for value in request.states}
+        statuses = self._inspector.requests(states=states, target=request.target)
+        return _page(admin_pb2.ListRequestsResponse, request, field="requests", items=statuses)
+
+    @_answered
+    async def GetRequest(self, request: admin_pb2.GetRequestRequest) -> admin_pb2.GetRequestResponse:
+        return await self._inspector.inspect(request.request_id)
+
+    @streaming
+    async def WatchPipeline(
+        self, request: admin_pb2.WatchPipelineRequest, context: _Context
+    ) -> AsyncIterator[admin_pb2.WatchPipelineResponse]:
+        async with answering(context):
+            interval_s = request.interval_s or _DEFAULT_INTERVAL_S
+            if not interval_s >= _MIN_INTERVAL_S:
+                raise InvalidRequestError(
+                    f"interval_s is {interval_s:g}; it must be at least {_MIN_INTERVAL_S:g}, or 0 for 1 s"
+                )
+            while True:
+                yield self._inspector.snapshot(slowest=request.slowest or _DEFAULT_SLOWEST)
+                await asyncio.sleep(interval_s)
+
+    async def DrainReplicas(
+        self, request: admin_pb2.DrainReplicasRequest, context: _Context
+    ) -> admin_pb2.DrainReplicasResponse:
+        async with answering(context):
+            move_after_s = request.move_after_s if request.HasField("move_after_s") else None
+            replicas = await self._lifecycle.drain(request.target, force=request.force, move_after_s=move_after_s)
+            if request.wait:
+                await self._lifecycle.wait_idle(replicas, timeout_s=_time_to_wait_s(context))
+            return admin_pb2.DrainReplicasResponse(replicas=map(replica_status, replicas))
+
+    @_answered
+    async def ResumeReplicas(self, request: admin_pb2.ResumeReplicasRequest) -> admin_pb2.ResumeReplicasResponse:
+        replicas = await self._lifecycle.resume(request.target)
+        return admin_pb2.ResumeReplicasResponse(replicas=map(replica_status, replicas))
+
+    @streaming
+    async def RestartReplicas(
+        self, request: admin_pb2.RestartReplicasRequest, context: _Context
+    ) -> AsyncIterator[admin_pb2.RestartReplicasResponse]:
+        async with answering(context):
+            events = self._lifecycle.restart(request.target, force=request.force, drain_s=request.drain_s)
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+
+    @_answered
+    async def CancelRequest(
+        self, request: admin_pb2.AdminServiceCancelRequestRequest
+    ) -> admin_pb2.AdminServiceCancelRequestResponse:
+        await self._inspector.cancel(request.request_id)
+        return admin_pb2.AdminServiceCancelRequestResponse()
+
+    @_answered
+    async def ProbeEdge(
+        self, request: admin_pb2.AdminServiceProbeEdgeRequest
+    ) -> admin_pb2.AdminServiceProbeEdgeResponse:
+        edge = self._directory.edge(request.edge)
+        links = await self._directory.probe_edge(edge, producer=request.producer, consumer=request.consumer)
+        return admin_pb2.AdminServiceProbeEdgeResponse(edge=describe_edge(edge, links))
 
 
 @asynccontextmanager
@@ -72,3 +207,35 @@ class _ControlForwarder(grpc.GenericRpcHandler):
             left_s = time_left_s(context)
             return await replica.client.control(method, request, timeout_s=_MAX_CALL_S if left_s is None else left_s)
         raise AssertionError("answering ends every call that fails")
+
+
+def _page(response: type[_Response], request: Any, *, field: str, items: Iterable[tuple[int, Message]]) -> _Response:
+    """Returns the response with the page of a list that a request asks for.
+
+    `field` is the field of the response for the items. `items` are the items with their numbers, in ascending order. A
+    page token is the number of the last item of the previous page.
+
+    Raises InvalidRequestError (INVALID_PAGE_TOKEN) for any other token.
+    """
+    token = str(request.page_token)
+    if token and not (token.isascii() and token.isdecimal() and len(token) <= _MAX_TOKEN_DIGITS):
+        raise InvalidRequestError(
+            f"page_token {token[:40]!r} is not from a previous page; omit it to start with the first page",
+            reason="INVALID_PAGE_TOKEN",
+        )
+    after = int(token or -1)
+    size = min(request.page_size or _DEFAULT_PAGE, _MAX_PAGE)
+    found = list(islice((pair for pair in items if pair[0] > after), size + 1))
+    next_token = str(found[size - 1][0]) if len(found) > size else ""
+    return response(next_page_token=next_token, **{field: [item for _, item in found[:size]]})
+
+
+def _from_wire(value: int, states: Mapping[int, _T], kind: str) -> _T:
+    if value not in states:
+        raise InvalidRequestError(f"unknown {kind} state {value}; states: {', '.join(map(str, sorted(states)))}")
+    return states[value]
+
+
+def _time_to_wait_s(context: _Context) -> float:
+    left_s = time_left_s(context)
+    return _MAX_WAIT_S if left_s is None else max(0.0, left_s - min(_MARGIN_S, left_s / 4))
