@@ -73,6 +73,8 @@ class ReadThread:
         except asyncio.CancelledError:
             read.abandon()
             raise
+        if read.failure:
+            raise UnavailableError(read.failure)
 
     def read_at_once(self, peer: RemoteReads, read: Read) -> bool:
         """Runs a read on the event loop, without the read thread. Returns whether the read is complete.

@@ -52,7 +52,12 @@ class Read:
     marks: list[Transfer]
     landing: Bytes
     completion: asyncio.Future[None] | None = None
-    """Completes with the read, or with an UnavailableError if the read fails. None if no task waits for the read."""
+    """Completes when the read has ended. None if no task waits for the read."""
+    failure: str = ""
+    """The reason why the read failed. Empty if the read has not failed.
+
+    An error in `completion` would reference the task's frames, and thereby retain the landing memory.
+    """
     _started: int = 0
     _in_flight: int = 0
     _is_abandoned: bool = False
@@ -81,10 +86,11 @@ class Read:
 
     def finish(self, failure: str = "") -> None:
         """Completes the read, or fails it if `failure` is not empty. Call it exactly once, from any thread."""
+        self.failure = failure
         if self.completion is not None:
             loop = self.completion.get_loop()
             if not loop.is_closed():
-                loop.call_soon_threadsafe(_complete, self.completion, failure)
+                loop.call_soon_threadsafe(_complete, self.completion)
 
 
 class _TransferInFlight(NamedTuple):
@@ -253,10 +259,6 @@ class RemoteReads:
             self.is_removed = True
 
 
-def _complete(completion: asyncio.Future[None], failure: str) -> None:
-    if completion.done():
-        return
-    if failure:
-        completion.set_exception(UnavailableError(failure))
-    else:
+def _complete(completion: asyncio.Future[None]) -> None:
+    if not completion.done():
         completion.set_result(None)
