@@ -63,9 +63,11 @@ class ThreadExecutor:
 
         Returns the method's result or raises its error. Raises UnavailableError if the worker has ended.
         """
-        if self._worker is None:
+        # `close` may reset the attribute before the thread runs the call.
+        worker = self._worker
+        if worker is None:
             raise UnavailableError("the engine is closed")
-        return await self._run(lambda: attrgetter(method)(self._worker)(*args, **kwargs))
+        return await self._run(lambda: attrgetter(method)(worker)(*args, **kwargs))
 
     async def wait_failed(self) -> str:
         """Waits until the worker fails. Returns the cause as a message."""

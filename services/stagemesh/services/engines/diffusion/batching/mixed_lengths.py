@@ -87,7 +87,7 @@ class MixedLengthForward:
             small += [(block, name) for block in model.transformer_blocks for name in ("img_mod", "txt_mod")]
             replaced += [(owner, name, _by_row(getattr(owner, name))) for owner, name in small]
         # An attribute in the object's own `__dict__` takes precedence over its submodule of that name.
-        previous = [vars(owner).get(name) for owner, name, _ in replaced]
+        previous: list[Any] = [vars(owner).get(name) for owner, name, _ in replaced]
         for owner, name, function in replaced:
             vars(owner)[name] = function
         try:

@@ -62,7 +62,7 @@ class ForwardSignature:
     it."""
 
     def __init__(self, model: Any) -> None:
-        kind: Any = type(model)
+        kind = cast("Any", type(model))
         # The class's method, because hooks replace the object's `forward` with a function that accepts anything. Its
         # signature is computed only once, because each computation leaks memory in Python 3.11.
         self.__signature__ = inspect.signature(kind.forward.__get__(model))
