@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from stagemesh.common.descriptors import import_factory, load_engine_descriptor, load_transform_descriptor
 from stagemesh.common.stage_config import StageConfig
-from stagemesh.connectors.edge import Chunker, Packet, StepPolicy
+from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.flow.chunking import Chunker, StepPolicy
 from stagemesh.orchestrator.spec import Edge, Pipeline, load_pipeline
 from stagemesh.services.engines.base import Emission, Engine, SamplingOptions, Task, Transform
 

@@ -13,7 +13,8 @@ from benchmarks.edge_ways.base import Bytes, Receiver, Sender, check_mark, mark,
 from benchmarks.edge_ways.worker import readable, receive
 from stagemesh.common.connector_descriptors import GRPC, NIXL, SHM, ConnectorName
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import EdgeKey, Packet, StepPolicy
+from stagemesh.connectors.edge import EdgeKey, Packet
+from stagemesh.connectors.flow.chunking import StepPolicy
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.rpc.channels import SERVER_OPTIONS

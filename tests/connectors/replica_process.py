@@ -20,7 +20,8 @@ import uvloop
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.connectors.base import ArenaRange, Bytes, FetchingReader, MemoryAccount
-from stagemesh.connectors.edge import EdgeKey, Packet, StepPolicy
+from stagemesh.connectors.edge import EdgeKey, Packet
+from stagemesh.connectors.flow.chunking import StepPolicy
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from tests.connectors.connector_names import named

@@ -8,7 +8,8 @@ import pytest
 from stagemesh.common.connector_descriptors import AUTO, SHM
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.connectors.conformance import assert_same, receive_all, send_all
-from stagemesh.connectors.edge import EdgeKey, FramesPolicy, Packet, StepPolicy
+from stagemesh.connectors.edge import EdgeKey, Packet
+from stagemesh.connectors.flow.chunking import FramesPolicy, StepPolicy
 from tests.connectors.hosts import open_flow, packet, two_hosts
 
 

@@ -8,7 +8,8 @@ import grpc
 import pytest
 
 from stagemesh.common.errors import NotReadyError
-from stagemesh.connectors.edge import EdgeKey, MetadataValue, StepPolicy
+from stagemesh.connectors.edge import EdgeKey, MetadataValue
+from stagemesh.connectors.flow.chunking import StepPolicy
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.rpc.channels import open_channel

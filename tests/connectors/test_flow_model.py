@@ -18,8 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import EdgeKey, Packet, StepPolicy
+from stagemesh.connectors.edge import EdgeKey, Packet
 from stagemesh.connectors.flow import inlet, outlet_attempt
+from stagemesh.connectors.flow.chunking import StepPolicy
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.stream import connection, consumer_link, wire

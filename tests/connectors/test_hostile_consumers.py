@@ -11,7 +11,8 @@ import pytest
 from stagemesh.common.connector_descriptors import AUTO, GRPC, SHM, ConnectorName
 from stagemesh.common.errors import StagemeshError
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import EdgeKey, StepPolicy
+from stagemesh.connectors.edge import EdgeKey
+from stagemesh.connectors.flow.chunking import StepPolicy
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.stream.wire import key_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2

@@ -10,7 +10,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import EdgeKey, Packet, StepPolicy
+from stagemesh.connectors.edge import EdgeKey, Packet
+from stagemesh.connectors.flow.chunking import StepPolicy
 from stagemesh.v1 import stage_pb2
 from tests.connectors.connector_names import CONNECTORS, named
 from tests.connectors.contents import is_packet_of, packet_of

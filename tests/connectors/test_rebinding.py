@@ -11,7 +11,8 @@ import pytest
 from stagemesh.common.connector_descriptors import AUTO, GRPC, SHM
 from stagemesh.common.errors import InternalError, NotReadyError, StagemeshError
 from stagemesh.connectors.conformance import assert_same, receive_all, send_all
-from stagemesh.connectors.edge import REBIND_S, ChunkPolicy, EdgeKey, FramesPolicy, Packet, StepPolicy, WholePolicy
+from stagemesh.connectors.edge import REBIND_S, EdgeKey, Packet
+from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from tests.connectors.hosts import Host, packet

@@ -7,7 +7,8 @@ import pytest
 
 from stagemesh.common.descriptors import Emitted, Signature
 from stagemesh.common.tensors import TensorSpec
-from stagemesh.connectors.edge import Packet, StepPolicy
+from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.flow.chunking import StepPolicy
 from stagemesh.services.engines.base import TokenSelection
 from stagemesh.services.stage.step.spec import OutputBinding
 from tests.stage.replicas import step_spec

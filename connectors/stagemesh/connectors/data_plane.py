@@ -7,7 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from stagemesh.common.connector_descriptors import AUTO, ConnectorName, descriptor_of
 from stagemesh.common.errors import NotFoundError, UnavailableError
 from stagemesh.connectors.arena.arena import Arena
-from stagemesh.connectors.edge import ChunkPolicy, EdgeKey
+from stagemesh.connectors.edge import EdgeKey
+from stagemesh.connectors.flow.chunking import ChunkPolicy
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.connectors.flow.sent_chunks import Retention

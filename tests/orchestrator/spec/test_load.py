@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.connector_descriptors import AUTO, GRPC, SHM
-from stagemesh.connectors.edge import FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.connectors.flow.chunking import FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.orchestrator.spec import Bounds, Limits, Pipeline, built_in_pipelines, load_pipeline
 from tests.orchestrator.spec.catalog import CATALOG
 from tests.orchestrator.spec.test_errors import GOOD

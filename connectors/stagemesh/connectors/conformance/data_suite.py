@@ -18,7 +18,8 @@ from stagemesh.connectors.conformance.replicas import (
     until,
 )
 from stagemesh.connectors.conformance.suite import BOUND_S, Suite
-from stagemesh.connectors.edge import Packet, WholePolicy
+from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.flow.chunking import WholePolicy
 from stagemesh.connectors.flow.inlet import Inlet
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -27,7 +27,8 @@ from stagemesh.connectors.base import (
     Reader,
 )
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import ChunkPolicy, EdgeKey, Packet, StepPolicy
+from stagemesh.connectors.edge import EdgeKey, Packet
+from stagemesh.connectors.flow.chunking import ChunkPolicy, StepPolicy
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.connectors.replica_connectors import ReplicaConnectors

@@ -12,16 +12,8 @@ from stagemesh.common.connector_descriptors import GRPC, ConnectorName
 from stagemesh.common.errors import CancelledRequestError, NotReadyError, StagemeshError
 from stagemesh.connectors.arena.arena import Arena, Region
 from stagemesh.connectors.base import ArenaRange, MemoryAccount
-from stagemesh.connectors.edge import (
-    Chunker,
-    ChunkPolicy,
-    EdgeKey,
-    FlowStatus,
-    FlowUsage,
-    Packet,
-    StepPolicy,
-    is_recoverable,
-)
+from stagemesh.connectors.edge import EdgeKey, FlowStatus, FlowUsage, Packet, is_recoverable
+from stagemesh.connectors.flow.chunking import Chunker, ChunkPolicy, StepPolicy
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt, Phase
 from stagemesh.connectors.flow.sent_chunks import Retention, SentChunk, SentChunks
 from stagemesh.connectors.stream import wire

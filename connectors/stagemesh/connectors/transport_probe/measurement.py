@@ -27,7 +27,8 @@ from stagemesh.common.errors import (
 from stagemesh.common.tensors import read_inline
 from stagemesh.common.versions import WIRE_VERSION
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import EdgeKey, Packet, StepPolicy
+from stagemesh.connectors.edge import EdgeKey, Packet
+from stagemesh.connectors.flow.chunking import StepPolicy
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.transport_probe.peer import ARRIVED, EACH, ENGINE, MIB, SUMMARY, make_plane
 from stagemesh.rpc.channels import open_channel

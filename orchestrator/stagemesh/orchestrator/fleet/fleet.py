@@ -1,30 +1,23 @@
-"""Tracks all replicas of a pipeline, which may join and leave at any time, and watches the address of each."""
+"""Tracks all replicas of a pipeline, which may join and leave at any time."""
 
 import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
-from stagemesh.common.backoff import Backoff
-from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.fleet.edge_connectors import EdgeConnectors
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState, StepCost
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
+from stagemesh.orchestrator.fleet.replica_watcher import ReplicaWatcher
 from stagemesh.orchestrator.membership.base import Member, MemberSource
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import stage_pb2
 
 _log = logging.getLogger(__name__)
-
-_DESCRIBE_TIMEOUT_S = 2.0
-_FIRST_PAUSE_S, _LOADING_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 0.5, 2.0
-_LOAD_RETRY_S = 1.0
-GIVE_UP_S = 15.0
-"""Time in seconds after which an unreachable replica counts as ended."""
 
 
 def connect(member: Member) -> ReplicaClient:
@@ -164,110 +157,3 @@ class Fleet:
         task = self._group.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-class ReplicaWatcher:
-    """Watches the replica processes at one address, one after another.
-
-    Ends when the address is no longer a member and its replica runs no request of this orchestrator.
-    """
-
-    def __init__(self, fleet: Fleet, member: Member, client: ReplicaClient) -> None:
-        """Creates a watcher for the address of a member. `client` calls the replica at this address."""
-        self._fleet, self._member, self._client = fleet, member, client
-        self._left = asyncio.Event()
-        self._lost_at_s: float | None = None
-        self._backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
-        self._tasks = asyncio.TaskGroup()
-        self._load_reports: asyncio.Task[None] | None = None
-        """The task that stores the replica's load reports, or None if the replica is unreachable."""
-        self.replica = fleet.create_replica(member, client)
-
-    def leave(self, why: str) -> None:
-        """Stops planning requests on the replica. The watch ends after the replica's running requests have ended."""
-        self.replica.leave(why)
-        self._left.set()
-
-    async def watch(self) -> None:
-        """Watches the address until the replica has left and is idle. Then closes the connection."""
-        try:
-            async with self._tasks:
-                watching = self._tasks.create_task(self._watch(), name=f"watch {self.replica.name}")
-                await self._left.wait()
-                await self.replica.wait_until_idle()
-                watching.cancel()
-                self._stop_load_reports()
-        finally:
-            self._fleet.replace(self.replica, None)
-            await self._client.close()
-
-    async def _watch(self) -> None:
-        """Polls the replica's description until the replica is ready.
-
-        Then waits until it is no longer ready, and starts over.
-        """
-        while True:
-            pause_s = _LOADING_PAUSE_S
-            try:
-                await self._describe()
-                if self.replica.can_connect:
-                    _log.info("replica %s is ready", self.replica.name)
-                    await self._client.wait_while_serving()
-                    await self._describe()
-            except StagemeshError as exc:
-                pause_s = self._backoff.next_s()
-                await self._lose(exc)
-            await asyncio.sleep(pause_s)
-
-    async def _describe(self) -> None:
-        description = await self._client.describe(timeout_s=_DESCRIBE_TIMEOUT_S)
-        self._lost_at_s = None
-        self._backoff.reset()
-        failed = description.state == stage_pb2.REPLICA_STATE_FAILED
-        if self.replica.is_described and self.replica.incarnation != description.incarnation:
-            self.replica.end(self.replica.loss("restarted", reason="REPLICA_RESTARTED"))
-            self._replace()
-        elif self.replica.end_cause is not None and not failed:
-            self._replace()
-        self._fleet.admit(self.replica, description)
-        if failed:
-            self.replica.end(self.replica.loss(f"failed ({description.detail})"))
-        elif self._load_reports is None and self.replica.state is not ReplicaState.FAILED:
-            self._load_reports = self._tasks.create_task(self._record_loads(self.replica))
-
-    def _replace(self) -> None:
-        self._stop_load_reports()
-        predecessor, self.replica = self.replica, self._fleet.create_replica(self._member, self._client)
-        if self._left.is_set():
-            self.replica.leave(predecessor.detail)
-        self._fleet.replace(predecessor, self.replica)
-
-    async def _record_loads(self, replica: Replica) -> None:
-        """Stores load reports until the task is cancelled.
-
-        A replica that sends no load reports can still serve requests. Whether it is ready depends on its health check.
-        """
-        while True:
-            with suppress(StagemeshError):
-                async with aclosing(self._client.watch_load()) as reports:
-                    async for report in reports:
-                        replica.record_load(report)
-            await asyncio.sleep(_LOAD_RETRY_S)
-
-    def _stop_load_reports(self) -> None:
-        if self._load_reports is not None:
-            self._load_reports.cancel()
-            self._load_reports = None
-
-    async def _lose(self, cause: StagemeshError) -> None:
-        self._stop_load_reports()
-        self.replica.observe(ReplicaState.UNREACHABLE, cause.message)
-        now_s = asyncio.get_running_loop().time()
-        if self._lost_at_s is None:
-            self._lost_at_s = now_s
-        if not self.replica.is_described or self.replica.end_cause is not None:
-            return
-        if await self._client.is_port_closed():
-            self.replica.end(self.replica.loss(f"terminated ({cause.message})"))
-        elif now_s - self._lost_at_s > GIVE_UP_S:
-            self.replica.end(self.replica.loss(f"is unreachable ({cause.message})"), died=False)

@@ -20,7 +20,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from stagemesh.common.output_position import Position
-from stagemesh.connectors.edge import StepPolicy, WholePolicy
+from stagemesh.connectors.flow.chunking import StepPolicy, WholePolicy
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.planning.failover import StateBudget
 from stagemesh.orchestrator.planning.planner import PlannedStep

@@ -11,7 +11,7 @@ from stagemesh.common.connector_descriptors import number_of
 from stagemesh.common.errors import InternalError, StagemeshError, UnavailableError
 from stagemesh.common.notification import Notifier
 from stagemesh.common.output_position import Position
-from stagemesh.connectors.edge import ChunkPolicy, FramesPolicy, WholePolicy
+from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, WholePolicy
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, TakeEvent
 from stagemesh.orchestrator.request.failures import Failures

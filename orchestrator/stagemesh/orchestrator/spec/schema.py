@@ -28,7 +28,7 @@ from pydantic.dataclasses import dataclass
 from stagemesh.common.connector_descriptors import AUTO
 from stagemesh.common.descriptors import OptionSpec
 from stagemesh.common.stage_config import STALL_S, DataPlaneConfig
-from stagemesh.connectors.edge import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.orchestrator.spec.conditions import Comparison, InputKind
 from stagemesh.orchestrator.spec.source.document import Document
 from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, dotted, suggest

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from stagemesh.common.connector_descriptors import AUTO, descriptors
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.tensors import TensorSpec
-from stagemesh.connectors.edge import FramesPolicy
+from stagemesh.connectors.flow.chunking import FramesPolicy
 from stagemesh.orchestrator.spec.checks.conditions import ConditionResolver
 from stagemesh.orchestrator.spec.checks.stages_and_outputs import Catalog
 from stagemesh.orchestrator.spec.model import Arc, Edge, Stage

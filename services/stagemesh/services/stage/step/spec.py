@@ -10,7 +10,8 @@ from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.request_checks import check_input, check_sampling, has_prompt, read_samples, read_tensors
 from stagemesh.common.tensors import inline_tensor
-from stagemesh.connectors.edge import ChunkPolicy, FramesPolicy, Packet, StepPolicy, WholePolicy
+from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.services.engines.base import (
     ChatMessage,
     Checkpoint,

@@ -1,0 +1,115 @@
+"""Chunk policies, and the chunker that cuts a flow's packets into chunks by its policy."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from stagemesh.common.errors import InvalidChunkError
+from stagemesh.common.tensors import Array
+from stagemesh.connectors.edge import MetadataValue, Packet
+
+
+@dataclass(frozen=True)
+class StepPolicy:
+    """The chunk policy that sends each packet of the engine as one chunk."""
+
+
+@dataclass(frozen=True)
+class WholePolicy:
+    """The chunk policy that joins all packets of a flow along their first axis into one chunk, which is sent last."""
+
+
+@dataclass(frozen=True)
+class FramesPolicy:
+    """The chunk policy that cuts a flow's packets along their first axis into chunks of `frames` rows."""
+
+    frames: int
+    initial_frames: int = 0
+    """The number of rows of the first chunk. 0 means `frames`."""
+    left_context_frames: int = 0
+    """The maximum number of preceding rows that are repeated at the front of each chunk. The first chunk has none."""
+
+    def __post_init__(self) -> None:
+        if self.frames < 1 or self.initial_frames < 0 or self.left_context_frames < 0:
+            raise ValueError(f"chunk policy needs frames >= 1 and other values >= 0, not {self}")
+
+
+ChunkPolicy: TypeAlias = StepPolicy | WholePolicy | FramesPolicy
+
+
+class Chunker:
+    """Applies a chunk policy to the packets of one flow. Retains rows until they fill a chunk."""
+
+    def __init__(self, policy: FramesPolicy | WholePolicy) -> None:
+        # No number of rows completes a chunk of a WholePolicy before the flow ends.
+        self._policy = policy if isinstance(policy, FramesPolicy) else FramesPolicy(frames=sys.maxsize)
+        self._wanted_frames = self._policy.initial_frames or self._policy.frames
+        self._waiting: list[Packet] = []
+        self._waiting_frames = 0
+        self._context: dict[str, Array] = {}
+
+    def push(self, packet: Packet) -> list[Packet]:
+        """Adds a packet and returns the chunks that it completes.
+
+        Raises InvalidChunkError if the packet's tensors have unequal lengths or do not match the tensors of earlier
+        packets.
+        """
+        frames = _frames(packet)
+        self._waiting.append(packet)
+        self._waiting_frames += frames
+        chunks: list[Packet] = []
+        if self._waiting_frames < self._wanted_frames:
+            return chunks
+        joined, start, total = _join(self._waiting), 0, self._waiting_frames
+        while total - start >= self._wanted_frames:
+            end = start + self._wanted_frames
+            chunks.append(self._with_context(_slice(joined, start, end)))
+            start, self._wanted_frames = end, self._policy.frames
+        self._waiting, self._waiting_frames = [_slice(joined, start, total)] if total > start else [], total - start
+        return chunks
+
+    def finish(self) -> list[Packet]:
+        """Returns the last chunk, which contains the remaining rows, or an empty list if no rows remain."""
+        if not self._waiting_frames:
+            return []
+        joined = _join(self._waiting)
+        self._waiting, self._waiting_frames = [], 0
+        return [self._with_context(joined)]
+
+    def _with_context(self, chunk: Packet) -> Packet:
+        if not self._policy.left_context_frames:
+            return chunk
+        context = len(next(iter(self._context.values()))) if self._context else 0
+        tensors = {
+            name: np.concatenate([self._context[name], tensor]) if context else tensor
+            for name, tensor in chunk.tensors.items()
+        }
+        self._context = {name: tensor[-self._policy.left_context_frames :] for name, tensor in tensors.items()}
+        metadata: Mapping[str, MetadataValue] = {**chunk.metadata, "context_frames": context}
+        return Packet(tensors, metadata)
+
+
+def _frames(packet: Packet) -> int:
+    lengths = {tensor.shape[0] if tensor.ndim else -1 for tensor in packet.tensors.values()}
+    if len(lengths) != 1 or -1 in lengths:
+        shapes = {name: list(tensor.shape) for name, tensor in packet.tensors.items()}
+        raise InvalidChunkError(f"tensors that are cut along their first axis must have equal lengths, not {shapes}")
+    return lengths.pop()
+
+
+def _join(packets: list[Packet]) -> Packet:
+    if len(packets) == 1:
+        return packets[0]
+    names = packets[0].tensors.keys()
+    if any(packet.tensors.keys() != names for packet in packets):
+        raise InvalidChunkError("packets that are joined into one chunk must have the same tensors")
+    tensors = {name: np.concatenate([packet.tensors[name] for packet in packets]) for name in names}
+    metadata = {key: value for packet in packets for key, value in packet.metadata.items()}
+    return Packet(tensors, metadata)
+
+
+def _slice(packet: Packet, start: int, end: int) -> Packet:
+    return Packet({name: tensor[start:end] for name, tensor in packet.tensors.items()}, packet.metadata)
