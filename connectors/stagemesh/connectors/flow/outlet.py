@@ -1,6 +1,7 @@
-"""The producer side of a flow, and fan-out, which writes a packet once and sends it over several flows.
+"""The producer side of a flow, and the fan-out, which writes a packet once and sends it over several flows.
 
-An outlet has one attempt at a time. If a consumer is lost, a new attempt sends all chunks to another consumer.
+An outlet has one attempt at a time. If the consumer becomes unreachable, a new attempt sends all chunks to another
+consumer.
 """
 
 import asyncio
@@ -20,11 +21,11 @@ from stagemesh.connectors.stream import wire
 from stagemesh.v1 import chunk_pb2
 
 BULK_BYTES = 256 << 10
-"""The chunk size in bytes above which a flow uses the bulk stream if its chunks are sent as fragments."""
+"""The chunk size, in bytes, above which a flow uses the bulk stream. Applies only to chunks sent as fragments."""
 _NOWHERE = ArenaRange(0, 0, 0)
 
 Select: TypeAlias = Callable[[Packet], Packet | None]
-"""A function that returns the part of a packet that an outlet sends, or None if the outlet sends nothing."""
+"""A function that selects the part of a packet that an outlet sends. Returns None if the outlet sends nothing."""
 
 
 class Outlet:
@@ -44,10 +45,14 @@ class Outlet:
         retention: Retention,
         rebind_s: float = 0.0,
     ) -> None:
-        """Creates the first attempt, which requests `connector`. Chunks are written into the arena of `retention`."""
+        """Creates the flow's first attempt, which transfers the chunks over `connector`.
+
+        `policy` cuts the packets into chunks. The chunks are written into the arena of `retention`. 0 for `rebind_s`
+        means that no other consumer can replace the first consumer.
+        """
         self.chunks = SentChunks(retention)
         self.is_over = False
-        """Whether the flow can no longer send data to any consumer."""
+        """Whether the flow has ended, so that no consumer can receive further data."""
         self._chunker = None if isinstance(policy, StepPolicy) else Chunker(policy)
         self._arena, self._account = retention.arena, MemoryAccount()
         self._rebind_s = rebind_s
@@ -59,13 +64,13 @@ class Outlet:
 
     @property
     def usage(self) -> FlowUsage:
-        """The number of chunks and bytes that the flow has sent."""
+        """The numbers of chunks and of payload bytes that the flow has sent."""
         attempt, chunks = self.attempt, self.chunks
         return FlowUsage(attempt.key.edge, attempt.connector, chunks.next_seq - chunks.ended, chunks.sent_bytes)
 
     @property
     def status(self) -> FlowStatus:
-        """A snapshot of the flow's state."""
+        """A snapshot of the flow's progress, as seen by the producer."""
         attempt, chunks = self.attempt, self.chunks
         return FlowStatus(
             edge=attempt.key.edge,
@@ -85,21 +90,21 @@ class Outlet:
         return self.attempt.phase is Phase.FAILED
 
     def has_credit(self, size_bytes: int) -> bool:
-        """Returns whether the consumer has granted credit for `size_bytes` more payload bytes."""
+        """Returns whether the consumer's remaining credit is at least `size_bytes` payload bytes."""
         return self.chunks.sent_bytes + size_bytes <= self.attempt.limit_bytes
 
     async def send(self, packet: Packet) -> None:
-        """Sends a packet. Returns after waiting for credit and arena space, but does not wait for the delivery.
+        """Sends a packet. Waits for credit and for free arena memory, but does not wait for the delivery.
 
-        Raises the error that ended the flow.
+        Raises the error that ended the flow, if the flow has ended.
         """
         for chunk in self._chunker.push(packet) if self._chunker else (packet,):
             await self._send(chunk)
 
     async def finish(self) -> None:
-        """Sends the chunk policy's last chunk and End. Waits until the consumer has received all chunks.
+        """Sends the rows that the chunk policy has retained, and then the End message.
 
-        Raises the error that ended the flow.
+        Waits until the consumer has received all chunks. Raises the error that ended the flow if the flow fails first.
         """
         for chunk in self._chunker.finish() if self._chunker else ():
             await self._send(chunk)
@@ -111,7 +116,7 @@ class Outlet:
             await self.chunks.changed.wait()
 
     def abort(self, error: StagemeshError) -> None:
-        """Sends an Abort with `error` unless the flow has ended. Prevents a later rebind. Never raises."""
+        """Sends an Abort message with `error`, unless the flow has ended. Prevents a later rebind. Never raises."""
         if self.is_over:
             return
         edge, chunks = self.attempt.key.edge, self.chunks
@@ -127,7 +132,7 @@ class Outlet:
     # -- another consumer
 
     def check_rebindable(self) -> None:
-        """Raises NotReadyError (CHUNK_GONE) if some chunks are no longer available for another consumer."""
+        """Raises NotReadyError (CHUNK_GONE) if the flow has ended, or if some of its chunks are no longer retained."""
         if self.is_over or self.chunks.retained_from(0) is None:
             edge = self.attempt.key.edge
             raise NotReadyError(
@@ -137,7 +142,10 @@ class Outlet:
             )
 
     def rebind(self, key: EdgeKey, connector: ConnectorName) -> None:
-        """Moves the flow to another consumer and sends all chunks again. Call `check_rebindable` first."""
+        """Moves the flow to another consumer and sends all chunks again, beginning with chunk 0.
+
+        `key` and `connector` belong to the new attempt. Call `check_rebindable` first.
+        """
         if self._rebind_timer is not None:
             self._rebind_timer.cancel()
         # Ends the previous attempt first, because the next attempt may use the same key on the same link.
@@ -149,10 +157,9 @@ class Outlet:
     # -- inner workings
 
     def _attempt_over(self, error: StagemeshError | None) -> None:
-        """Handles the end of the current attempt.
+        """Called when the current attempt has ended. `error` is None if the consumer has committed the attempt.
 
-        Waits for another consumer if the error is recoverable, or ends the flow. `error` is None if the attempt was
-        committed.
+        If the error is recoverable, waits up to `rebind_s` seconds for another consumer. Otherwise, ends the flow.
         """
         if error is not None and not self.is_over and self._rebind_s and is_recoverable(error):
             loop = asyncio.get_running_loop()
@@ -219,7 +226,10 @@ class Outlet:
         self.chunks.changed.fire()
 
     def _found(self, packet: Packet, shape: wire.PacketShape) -> SentChunk | None:
-        """Returns the chunk of a packet whose tensors are already in the arena, or None if any tensor is not."""
+        """Returns a chunk that refers to the tensors of `packet` in the arena.
+
+        Returns None if any tensor is not in the arena.
+        """
         regions: dict[Region, None] = {}
         places: list[ArenaRange] = []
         for tensor in packet.tensors.values():
@@ -237,7 +247,10 @@ class Outlet:
 
 
 class FanOut:
-    """A group of zero or more outlets of one step. Sends each packet over all outlets of the group."""
+    """A group of zero or more outlets of one step. Sends each packet over all outlets of the group.
+
+    A packet that several outlets send is written into the arena only once.
+    """
 
     def __init__(self, *, arena: Arena, inline_limit_bytes: int) -> None:
         self._outlets: dict[Outlet, Select | None] = {}
@@ -245,12 +258,15 @@ class FanOut:
         self._inline_limit_bytes = inline_limit_bytes
 
     def add(self, outlet: Outlet, select: Select | None = None) -> None:
-        """Adds an outlet that sends the part of each packet that `select` returns. None selects the whole packet."""
+        """Adds an outlet to the group. `select` returns the part of a packet that the outlet sends.
+
+        If `select` is None, the outlet sends the whole packet.
+        """
         self._outlets[outlet] = select
 
     @property
     def usages(self) -> tuple[FlowUsage, ...]:
-        """The number of chunks and bytes that each outlet has sent."""
+        """The numbers of chunks and of payload bytes that each outlet has sent, in the order of the `add` calls."""
         return tuple(outlet.usage for outlet in self._outlets)
 
     async def send(self, packet: Packet) -> None:
@@ -269,21 +285,21 @@ class FanOut:
         await _run_together([outlet.send(part) for outlet, part in waiting])
 
     async def finish(self) -> None:
-        """Finishes every outlet. Waits until all consumers have received all chunks.
+        """Finishes all outlets concurrently. Waits until all consumers have received all chunks.
 
         Raises the error of the first outlet that fails.
         """
         await _run_together([outlet.finish() for outlet in self._outlets])
 
     def _selected(self, packet: Packet) -> list[tuple[Outlet, Packet]]:
-        """Returns the outlets that send a part of a packet, each with its part."""
+        """Returns the outlets that send a part of `packet`, each with the part that it sends."""
         selected = [(outlet, select(packet) if select else packet) for outlet, select in self._outlets.items()]
         return [(outlet, part) for outlet, part in selected if part is not None]
 
     async def _placed(self, packet: Packet) -> Packet:
-        """Returns a packet with the same content whose tensors are in the arena.
+        """Returns a packet with the same tensors and metadata whose tensors are in the arena.
 
-        The tensors' region is retained until the packet's tensors and chunks are released.
+        The arena region is retained until the packet's tensors and the chunks that refer to them are deleted.
         """
         if all(self._arena.find(tensor) for tensor in packet.tensors.values() if tensor.nbytes):
             return packet
@@ -296,9 +312,9 @@ def _only(packet: Packet, names: Collection[str]) -> Packet:
 
 
 async def _run_together(sends: Sequence[Coroutine[object, object, None]]) -> None:
-    """Runs all coroutines concurrently. After the first error, cancels the others.
+    """Runs all coroutines concurrently. Cancels the other coroutines if one of them raises an error.
 
-    Raises the first error itself, not an exception group.
+    Raises that error itself, not an exception group.
     """
     if len(sends) < 2:
         for send in sends:
