@@ -1,8 +1,8 @@
 """A replica's arena: preallocated memory into which tensors are written once, and from which they are read in place.
 
-Flows share the memory fairly. If a flow that already uses memory would use more bytes than are free, its allocation
-waits. Source: A. Choudhury and E. Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998
-(alpha = 1).
+Flows share the arena's memory fairly. A flow that already uses arena memory must wait for an allocation if its total
+would exceed the number of free bytes. Source: A. Choudhury and E. Hahne, "Dynamic queue length thresholds for
+shared-memory packet switches", 1998 (alpha = 1).
 """
 
 import asyncio
@@ -27,9 +27,9 @@ from stagemesh.connectors.base import ArenaRange, Bytes, MemoryAccount
 
 @dataclass(eq=False, slots=True)
 class Region:
-    """A reference-counted run of whole pages of an arena. It is freed when its last reference is released.
+    """A reference-counted run of whole pages of an arena. The pages are freed when the last reference is released.
 
-    Use it only on the event loop.
+    Regions are not thread-safe: use them only on the arena's event loop.
     """
 
     _arena: "Arena"
@@ -40,47 +40,47 @@ class Region:
     _holders: int = 1
 
     def retain(self) -> None:
-        """Adds a reference to the region, which must not have been freed."""
+        """Adds a reference to the region. The region must not have been freed."""
         assert self._holders > 0, "a freed region cannot be retained"
         self._holders += 1
 
     def release(self) -> None:
-        """Releases one reference to the region. Frees the pages if it was the last reference."""
+        """Releases one reference to the region. Frees the region's pages if this was the last reference."""
         assert self._holders > 0, "release a region once for each holder"
         self._holders -= 1
         if self._holders == 0:
             self._arena.free(self)
 
     def as_array(self) -> Bytes:
-        """Returns a view of all bytes, which takes over the caller's reference to the region.
+        """Returns a uint8 view of the region's bytes. The view takes over the caller's reference to the region.
 
-        The reference is released when this view and all views of it are deleted.
+        The reference is released when this view and all views derived from it have been deleted.
         """
         array: Bytes = np.ndarray(self.size_bytes, np.uint8, self._arena.memory, self.offset)
         self.release_after((array,))
         return array
 
     def release_after(self, views: Sequence[Array]) -> None:
-        """Releases one reference when all `views`, and all views of them, are deleted."""
+        """Releases one reference to the region when all `views`, and all views derived from them, have been deleted."""
         memory_file.when_gone(views, self._arena.releaser(self))
 
 
 class Written(NamedTuple):
-    """Tensors that were written into a region of an arena. Contains one reference to the region.
+    """Tensors that were written into a region of an arena. The recipient owns one reference to the region.
 
-    The recipient must release this reference, or call `held`.
+    The recipient must either release this reference or call `held`.
     """
 
     region: Region
     tensors: dict[str, Array]
-    """Views of the written tensors. The views do not retain the region."""
+    """Views of the written tensors, by tensor name. The views do not retain the region."""
     places: Sequence[ArenaRange]
-    """The arena range of each tensor."""
+    """The arena range of each tensor, in the order of `tensors`."""
 
     def held(self) -> dict[str, Array]:
-        """Returns the tensors, which take over the caller's reference to the region.
+        """Returns the tensors by name. The tensors take over the recipient's reference to the region.
 
-        The reference is released when these tensors and all views of them are deleted.
+        The reference is released when these tensors and all views of them have been deleted.
         """
         self.region.release_after(list(self.tensors.values()))
         return self.tensors
@@ -91,19 +91,22 @@ class TensorLocation(NamedTuple):
 
     region: Region
     offset: int
-    """The offset in bytes from the start of the memory file."""
+    """The tensor's offset in bytes from the start of the arena's memory file."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Partition(MemoryAccount):
-    """A part of the arena that is reserved for one worker process, and the account of the adopted regions in it."""
+    """A part of the arena that is reserved for one worker process.
+
+    Counts the bytes of the regions adopted from the worker.
+    """
 
     slab: Region
     closed: bool = False
 
 
 class _Allocation(NamedTuple):
-    """A request for memory that waits for space."""
+    """A pending request for arena memory. The request waits because not enough memory is free."""
 
     size_bytes: int
     account: MemoryAccount
@@ -112,22 +115,28 @@ class _Allocation(NamedTuple):
 class Arena:
     """Preallocated memory for the tensors of one replica.
 
-    Use it only on the replica's event loop. A shared arena is a memory file that other processes can map. An arena that
-    is not shared is private memory, for which the kernel uses huge pages if possible.
+    A shared arena is a memory file that other processes can map. An arena that is not shared is private memory, which
+    uses huge pages if the kernel supports them. Arenas are not thread-safe: use them only on the replica's event loop.
     """
 
     def __init__(self, data_bytes: int, *, shared: bool = True) -> None:
-        """Creates the memory. Raises NotReadyError (NO_MEMORY) if not enough memory is available."""
+        """Allocates the arena's memory. `data_bytes` is the capacity for tensors in bytes.
+
+        Raises NotReadyError (NO_MEMORY) if not enough memory is available.
+        """
         self._allocator = PageAllocator(data_bytes)
         self.token = secrets.token_bytes(memory_file.TOKEN_BYTES)
         self.data_offset = memory_file.data_offset(data_bytes)
         self.file_bytes = self.data_offset + data_bytes
         self.size_bytes = data_bytes
-        """The number of bytes that are available for tensors, whether free or in use."""
+        """The arena's capacity for tensors in bytes, including the bytes in use."""
         self.fd, mapping = memory_file.create_memory(data_bytes, self.token, shared=shared)
         self._is_closed = False
         self.memory = memoryview(mapping)
-        """The whole memory. It remains mapped while the arena or a view of the memory is referenced."""
+        """The arena's whole memory, including the page table.
+
+        The memory remains mapped as long as any view of it exists.
+        """
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         self._generations = self.memory[PAGE_BYTES : self.data_offset].cast("Q")
         self._regions: dict[int, Region] = {}
@@ -136,47 +145,52 @@ class Arena:
         self._writers = 0
         self._partition_bytes = 0
         self._waiting: dict[asyncio.Future[Region], _Allocation] = {}
-        """The waiting allocations in order of arrival."""
+        """The allocations that wait for free memory, in order of arrival. Each future returns the allocated region."""
         self._blocked = False
-        """Whether a waiting allocation lacks space, so that no later allocation may overtake it."""
+        """Whether an allocation waits because too little memory is free.
+
+        Until the allocation succeeds, later ones wait too.
+        """
         self._wake_due = False
         self._to_release: deque[Region] = deque()
         self._release_due = False
         self.copied_bytes = 0
         """The number of bytes copied into the arena since its creation."""
         self.on_pressure: Callable[[], bool] = lambda: False
-        """A callback that frees some memory that is retained only for recovery. Called when an allocation lacks space.
+        """A callback that frees some of the memory that is retained only for recovery.
 
-        Returns True if it freed memory.
+        Returns True if it freed any memory.
+
+        The arena calls it when an allocation does not fit into the free memory.
         """
 
     @property
     def used_bytes(self) -> int:
-        """The number of bytes in allocated regions. In workers' partitions, only adopted regions count."""
+        """The number of bytes in allocated regions. In a worker's partition, only the adopted regions count."""
         adopted_bytes = sum(partition.held_bytes for partition in self._partitions.values())
         return self._allocator.used_bytes - self._partition_bytes + adopted_bytes
 
     @property
     def max_region_bytes(self) -> int:
-        """The maximum size of a region: half of the memory outside partitions, so that two such regions fit."""
+        """The maximum size of a region in bytes. Half of the memory outside partitions, so that two such regions fit."""
         return (self.size_bytes - self._partition_bytes) // 2
 
     @property
     def largest_free_bytes(self) -> int:
-        """The size in bytes of the largest free run."""
+        """The size in bytes of the longest run of free pages."""
         return self._allocator.largest_free_bytes
 
     @property
     def waiting(self) -> int:
-        """The number of allocations that wait for space."""
+        """The number of allocations that wait for free memory."""
         return len(self._waiting)
 
     # -- allocation
 
     def try_allocate(self, size_bytes: int, account: MemoryAccount) -> Region | None:
-        """Returns a region of at least `size_bytes`, or None if `allocate` would have to wait.
+        """Returns a new region of at least `size_bytes` bytes, or None if `allocate` would have to wait.
 
-        Raises InvalidChunkError if `size_bytes` exceeds `max_region_bytes`.
+        The region's bytes count toward `account`. Raises InvalidChunkError if `size_bytes` exceeds `max_region_bytes`.
         """
         if size_bytes > self.max_region_bytes:
             raise InvalidChunkError(
@@ -194,10 +208,10 @@ class Arena:
         return self._take(memory_file.page_bytes_for(size_bytes), account)
 
     async def allocate(self, size_bytes: int, account: MemoryAccount) -> Region:
-        """Returns a region of at least `size_bytes`. Waits in order of arrival if there is not enough space.
+        """Returns a new region of at least `size_bytes` bytes. Waits until enough memory is free.
 
-        Raises InvalidChunkError if `size_bytes` exceeds `max_region_bytes`, and UnavailableError if the arena is
-        closed.
+        Waiting allocations are served in order of arrival. The region's bytes count toward `account`. Raises
+        InvalidChunkError if `size_bytes` exceeds `max_region_bytes`, and UnavailableError if the arena is closed.
         """
         region = self.try_allocate(size_bytes, account)
         if region is not None:
@@ -222,14 +236,14 @@ class Arena:
     def wake(self) -> None:
         """Schedules a retry of the waiting allocations.
 
-        Call it when memory was freed or when `on_pressure` can free some.
+        Call it after memory was freed, or when `on_pressure` has become able to free memory.
         """
         if self._waiting and not self._wake_due:
             self._wake_due = True
             next(iter(self._waiting)).get_loop().call_soon(self._admit)
 
     def free(self, region: Region) -> None:
-        """Frees the pages of a region. Called when the last reference to the region is released."""
+        """Frees the region's pages. Called when the last reference to the region is released."""
         del self._regions[region.generation]
         region.account.held_bytes -= region.size_bytes
         writer = region.generation >> WRITER_SHIFT
@@ -246,10 +260,11 @@ class Arena:
     async def write(
         self, tensors: Tensors, account: MemoryAccount, layout: memory_file.Layout | None = None
     ) -> Written:
-        """Copies tensors into a new region. Waits in order of arrival if there is not enough space.
+        """Copies tensors into a new region. Waits until enough memory is free.
 
-        `layout` is the tensors' layout, or None to compute it. Raises InvalidChunkError if the tensors can never fit,
-        and UnavailableError if the arena is closed.
+        `layout` is the tensors' precomputed layout. If it is None, the layout is computed. The region's bytes count
+        toward `account`. Raises InvalidChunkError if the tensors are larger than `max_region_bytes`, and
+        UnavailableError if the arena is closed.
         """
         layout = layout or memory_file.layout_of(tensors)
         region = self.try_allocate(layout.size_bytes, account) or await self.allocate(layout.size_bytes, account)
@@ -262,7 +277,10 @@ class Arena:
         return _written(region, views, layout.offsets)
 
     def find(self, tensor: Array) -> TensorLocation | None:
-        """Returns a tensor's location, or None if it is outside the arena, has no bytes or is not C-contiguous."""
+        """Returns the tensor's location in the arena, or None if the tensor is not in the arena.
+
+        Also returns None if the tensor is empty or is not C-contiguous.
+        """
         size_bytes = tensor.nbytes
         if tensor.base is None or not size_bytes or not tensor.flags.c_contiguous:
             return None
@@ -277,10 +295,10 @@ class Arena:
     # -- worker processes
 
     def open_partition(self, size_bytes: int) -> PartitionTicket:
-        """Reserves a partition of at least `size_bytes`, in which one worker process allocates space by itself.
+        """Reserves a partition, in which one worker process can allocate memory by itself.
 
-        Returns the ticket that the worker needs. Raises NotReadyError (NO_MEMORY) if there is no space for the
-        partition.
+        `size_bytes` is the minimum size of the partition. Returns the ticket with which the worker opens the partition.
+        Raises NotReadyError (NO_MEMORY) if there is not enough free memory for the partition.
         """
         assert self.fd >= 0, "only a shared arena has partitions"
         fits = self._writers < (1 << 16) - 1 and size_bytes <= self.max_region_bytes
@@ -304,9 +322,9 @@ class Arena:
         )
 
     def adopt(self, handle: Handle) -> Written:
-        """Returns the tensors that a worker process wrote, without copying them.
+        """Returns the tensors that a worker process wrote into its partition, without copying them.
 
-        When their region is freed, the worker can reuse the pages. Raises InvalidChunkError if the handle is
+        The worker can reuse the pages when the returned region is freed. Raises InvalidChunkError if the handle is
         invalid, belongs to no open partition or was adopted before.
         """
         partition = self._partitions.get(handle.generation >> WRITER_SHIFT)
@@ -318,15 +336,17 @@ class Arena:
         return _written(region, views, [placed.offset for placed in handle.tensors])
 
     def partition_of(self, region: Region) -> tuple[int, int]:
-        """Returns the number and the size in bytes of the partition that contains a region.
+        """Returns the number of the partition that contains `region`, and the partition's size in bytes.
 
-        Returns 0 and the size of the arena if the region is outside all partitions.
+        Returns 0 and the size of the arena in bytes if the region is outside all partitions.
         """
         writer = region.generation >> WRITER_SHIFT
         return writer, self._partitions[writer].slab.size_bytes if writer else self.size_bytes
 
     def close_partition(self, ticket: PartitionTicket) -> None:
-        """Frees a partition as soon as all regions that were adopted from it are freed. Idempotent.
+        """Closes the ticket's partition. Its memory is freed when all regions that were adopted from it are freed.
+
+        Idempotent.
 
         Call it after the worker process has terminated.
         """
@@ -338,7 +358,10 @@ class Arena:
     # -- lifecycle
 
     def close(self) -> None:
-        """Closes the memory file and fails all waiting allocations. Does not unmap the memory. Idempotent."""
+        """Closes the memory file, and fails the waiting allocations with UnavailableError. Idempotent.
+
+        The memory remains mapped as long as any view of it exists.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -351,7 +374,10 @@ class Arena:
                 turn.set_exception(_closed())
 
     def releaser(self, region: Region) -> Callable[[], None]:
-        """Returns a function that releases `region` on the event loop. Any thread may call the function."""
+        """Returns a function that releases one reference to `region` on the event loop.
+
+        Any thread may call the function.
+        """
         loop, thread, to_release = asyncio.get_running_loop(), threading.get_ident(), self._to_release
 
         def release() -> None:
@@ -393,14 +419,17 @@ class Arena:
         return held_bytes > 0 and held_bytes + allocation.size_bytes > self._allocator.free_bytes
 
     def _is_alone(self, account: MemoryAccount) -> bool:
-        """Returns whether the fair share does not apply, because this account or all other accounts use no memory."""
+        """Returns whether the fair share does not apply to `account`.
+
+        That is the case if either this account or all other accounts use no memory.
+        """
         held_bytes = account.held_bytes
         return not held_bytes or held_bytes + self._partition_bytes == self._allocator.used_bytes
 
     def _admit(self) -> None:
-        """Serves the waiting allocations in order of arrival. Stops at the first allocation that lacks space.
+        """Serves the waiting allocations in order of arrival. Stops at the first allocation that does not fit.
 
-        Skips the allocations of accounts that exceed their fair share.
+        Skips the allocations of accounts that would exceed their fair share.
         """
         self._wake_due = self._blocked = False
         skipped: set[MemoryAccount] = set()
