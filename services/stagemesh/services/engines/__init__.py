@@ -1,4 +1,4 @@
-"""The built-in engines. Each engine's folder contains a descriptor with few imports and a factory.
+"""The built-in engines, one folder for each engine.
 
-The factory imports the engine's dependencies.
+Each folder contains a descriptor with few imports and a factory. The factory imports the engine's dependencies.
 """

@@ -1,7 +1,8 @@
-"""The optional abilities of an engine. A stage's controls look up the object for each ability in `EngineAbilities`.
+"""The optional abilities of an engine, as one interface for each ability.
 
-Every method may be called while tasks run, unless its docstring says otherwise. Calls that conflict wait for each
-other. A cancelled call has either its full effect or no effect.
+`EngineAbilities` contains the objects that implement the interfaces. The operator controls of a stage call these
+objects. Every method may be called while tasks run, unless its docstring says otherwise. Conflicting calls wait for
+each other. A cancelled call has either its full effect or no effect.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,27 +29,34 @@ class Adapter:
 
 
 class AdapterControl(Protocol):
-    """Loads and unloads LoRA adapters. A task that names an adapter that is not loaded fails. Other tasks continue."""
+    """Loads and unloads LoRA adapters.
+
+    A task fails if it names an adapter that is not loaded. Other tasks are not affected.
+    """
 
     async def load(self, name: str, path: str) -> Adapter:
-        """Checks and loads an adapter. Loading a loaded adapter again from the same folder has no effect.
+        """Checks and loads the adapter in the folder `path`, and returns its description.
 
-        Raises InvalidRequestError if the folder does not contain an adapter for this model, ExistsError if the name is
-        used for another folder, OverloadedError if no further adapter can be loaded, and NotReadyError if the engine
-        does not support adapters or is asleep.
+        If this adapter is already loaded from the same folder, only returns its description. Raises InvalidRequestError
+        if the folder does not contain an adapter for this model, ExistsError if the name is used for another folder,
+        OverloadedError if no further adapter can be loaded, and NotReadyError if the engine does not support adapters
+        or is asleep.
         """
         ...
 
     async def unload(self, name: str, *, drain: bool) -> None:
-        """Unloads an adapter. With `drain`, rejects new tasks that name the adapter and waits for the running tasks.
+        """Unloads an adapter. With `drain`, rejects new tasks that name the adapter, and first waits for the running
+        tasks.
 
-        Raises NotFoundError if the adapter is not loaded, and NotReadyError if tasks use it and `drain` is False.
+        Raises NotFoundError if the adapter is not loaded, and NotReadyError if tasks use the adapter and `drain` is
+        False.
         """
 
     async def pin(self, name: str) -> Adapter:
-        """Reserves a slot for an adapter until the adapter is unloaded. The other adapters share the remaining slots.
+        """Reserves a slot for an adapter until the adapter is unloaded. Returns the adapter's description.
 
-        Raises NotFoundError if the adapter is not loaded, and OverloadedError if no slot would remain for the others.
+        The other adapters share the remaining slots. Raises NotFoundError if the adapter is not loaded, and
+        OverloadedError if no slot would remain for the other adapters.
         """
         ...
 
@@ -58,26 +66,29 @@ class AdapterControl(Protocol):
 
 
 class SleepControl(Protocol):
-    """Releases and reacquires the memory of the engine's device. A sleeping engine receives no tasks."""
+    """Puts an engine to sleep, which releases the memory of the engine's device, and wakes the engine again.
+
+    A sleeping engine receives no tasks.
+    """
 
     def check_sleep(self, level: int) -> None:
-        """Checks whether the engine can sleep at this level.
+        """Raises an error if the engine cannot sleep at this level. The engine defines the levels.
 
         Raises UnsupportedError if the device does not support sleep, NotReadyError if the engine was started without
         sleep mode, and InvalidRequestError if the level does not exist.
         """
 
     async def sleep(self, level: int) -> None:
-        """Puts the engine to sleep. Must be called only after `check_sleep` and while no task is running."""
+        """Puts the engine to sleep at this level. Called only after `check_sleep` and while no task is running."""
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Wakes the engine's parts with these tags, or all parts if `tags` is empty.
+        """Wakes the parts of the engine with these tags, or all sleeping parts if `tags` is empty.
 
-        Raises InvalidRequestError if a tag is not asleep.
+        Raises InvalidRequestError if the part with one of the tags is not asleep.
         """
 
     def asleep(self) -> Sequence[str]:
-        """Returns the tags of the engine's sleeping parts, or no tags if the engine is awake.
+        """Returns the tags of the engine's sleeping parts, such as "weights". Empty if the engine is awake.
 
         The engine defines the tags.
         """
@@ -86,9 +97,10 @@ class SleepControl(Protocol):
 
 @dataclass(frozen=True)
 class CacheStatistics:
-    """Statistics of a cache. A key-value cache sets blocks and tokens. Any other cache sets entries and bytes.
+    """Statistics of an engine's cache.
 
-    Fields that do not apply are 0. Tokens, hits and misses are counted from the engine's start.
+    A key-value cache sets the fields for blocks and tokens. Any other cache sets the fields for entries and bytes. The
+    fields that do not apply are 0. Tokens, hits and misses are counted from the engine's start.
     """
 
     blocks: int = 0
@@ -105,50 +117,62 @@ class CacheStatistics:
 
 
 class CacheControl(Protocol):
-    """Clears and measures the engine's cache, which contains results of earlier tasks."""
+    """Clears the engine's cache, which contains results of earlier tasks, and reports the cache's statistics."""
 
     async def clear_caches(self, *, preempt: bool) -> None:
-        """Removes all cached entries. With `preempt`, running tasks recompute the entries that they use, with equal
-        results.
+        """Removes all entries from the cache.
 
-        Raises NotReadyError if a task uses an entry and `preempt` is False.
+        With `preempt`, running tasks recompute the entries that they still need, with equal results. Raises
+        NotReadyError if a running task uses an entry and `preempt` is False.
         """
 
     def cache_statistics(self) -> CacheStatistics: ...
 
 
 class PartitionsArena(Protocol):
-    """The interface through which an engine reserves partitions of the replica's arena for worker processes."""
+    """The interface through which an engine reserves partitions of the replica's arena.
+
+    A worker process of the engine writes tensors into a partition.
+    """
 
     def open_partition(self, size_bytes: int) -> PartitionTicket:
-        """Reserves a partition for one worker process. Raises NotReadyError if the arena has too little free space."""
+        """Reserves a partition of `size_bytes` bytes for one worker process.
+
+        Returns the ticket with which the worker opens the partition. Raises NotReadyError if the arena has too little
+        free space.
+        """
         ...
 
     def adopt(self, handle: Handle) -> Written:
-        """Returns the tensors that a worker wrote, with the caller's reference to their memory region.
+        """Returns the tensors that a worker has written at `handle`, and takes over the worker's reference to their
+        memory.
 
-        Raises InvalidChunkError if `handle` does not refer to tensors that a worker wrote.
+        Raises InvalidChunkError if `handle` does not refer to tensors that a worker has written.
         """
         ...
 
     def close_partition(self, ticket: PartitionTicket) -> None:
-        """Frees a partition after its worker has ended."""
+        """Frees a partition. Must be called only after the partition's worker has ended."""
 
 
 @dataclass(frozen=True)
 class EngineAbilities:
-    """The abilities of one engine. None or False means that the engine does not have the ability.
+    """The optional abilities of one engine. A field that is None or False means that the engine lacks this ability.
 
-    `can_pause`, `can_resume` and `use_partitions` are valid before the engine starts, the other fields afterwards.
+    `can_pause`, `can_resume` and `use_partitions` are valid before the engine starts. The other fields are valid only
+    afterwards.
     """
 
     can_pause: bool = False
-    """Whether `Engine.submit` respects a task's `max_steps` and `pause_requested`."""
+    """Whether a task of this engine pauses after `Task.max_steps` steps and when `Task.pause_requested` is set."""
     can_resume: bool = False
-    """Whether `Engine.submit` yields checkpoints and accepts a task's `resume_from`."""
+    """Whether `Engine.submit` yields checkpoints and can resume a task from `Task.resume_from`."""
     use_partitions: Callable[[PartitionsArena], None] | None = None
-    """Called once, before the engine starts. Set by an engine with worker processes that write into the replica's
-    arena."""
+    """A function that passes the replica's arena to the engine, or None if the engine does not need the arena.
+
+    The runtime calls the function once, before the engine starts. An engine needs the arena if its worker processes
+    write tensors into it.
+    """
     adapters: AdapterControl | None = None
     sleep: SleepControl | None = None
     profiles: Profiles | None = None

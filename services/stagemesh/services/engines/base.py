@@ -1,4 +1,4 @@
-"""The API between a stage's runtime and its engine: the engine receives tasks and yields events."""
+"""The API between a stage's runtime and the stage's engine. The engine receives tasks and yields events."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
@@ -40,7 +40,10 @@ MEDIA_TYPES: Mapping[MediaKind, Mapping[str, str]] = {
         "image/gif": "gif",
     },
 }
-"""The supported media types of each kind, with the format names that Pillow (images) and FFmpeg (others) use."""
+"""The supported media types of each kind of media.
+
+Maps each media type to the format's name in Pillow (images) or FFmpeg (audio and video).
+"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class MediaFile:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Decoded audio: float32[samples] or float32[samples, channels], with values in [-1, 1]."""
+    """Decoded audio: float32[samples] for one channel, or float32[samples, channels]. Values are in [-1, 1]."""
 
     samples: Array
     sample_rate_hz: int
@@ -76,11 +79,12 @@ class ChatMessage(NamedTuple):
     role: str
     content: str
     parts: Sequence[Part] = ()
-    """The message's text and media in order. Replaces `content` if it is not empty."""
+    """The message's text and media in order. If `parts` is not empty, `content` is ignored."""
 
 
 Prompt: TypeAlias = str | Sequence[ChatMessage] | Sequence[int]
-"""A prompt: text, a conversation, or token ids. The chat template wraps text as a user message."""
+"""A prompt: text, a conversation, or token ids. An engine that applies a chat template treats text as one user message.
+"""
 
 
 def media_of(prompt: Prompt | None) -> Sequence[Medium]:
@@ -92,8 +96,10 @@ def media_of(prompt: Prompt | None) -> Sequence[Medium]:
 
 
 TokenSelection: TypeAlias = Literal["all", "last"]
-"""The rows that are requested of a tensor with one row for each token: "all" rows, or only the rows from the prompt's
-"last" token onwards, from which the model samples.
+"""Selects rows of a tensor that has one row for each token.
+
+"all" selects every row. "last" selects the rows from the prompt's last token onwards. The model samples the first
+output token from the row of the prompt's last token.
 
 The metadata of packets with such rows contains the position of the first token (`token_start`) and the number of tokens
 in the prompt (`prompt_tokens`).
@@ -105,9 +111,9 @@ StructureKind: TypeAlias = Literal["json_schema", "regex", "choice", "grammar"]
 
 @dataclass(frozen=True)
 class Structure:
-    """The required format of a task's whole output.
+    """The format that the whole output of a task must have.
 
-    `texts` contains the choices, or a single schema, regular expression or grammar.
+    `texts` contains the choices. For other kinds, `texts` contains a single JSON schema, regular expression or grammar.
     """
 
     kind: StructureKind
@@ -116,7 +122,7 @@ class Structure:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Options for sampling tokens. The stage's default applies to each option that is None."""
+    """Options for sampling tokens. None means the stage's default for the option."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -138,21 +144,23 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state from which any replica can resume a task.
+    """The state of a task from which any replica of the stage can resume the task.
 
-    `Engine.submit` yields checkpoints, and `Task.resume_from` is the checkpoint to resume from.
+    `Engine.submit` yields checkpoints. A resumed task contains its checkpoint in `Task.resume_from`.
     """
 
     steps: int
-    """The number of completed engine steps."""
+    """The number of engine steps that the task has completed."""
     token_ids: tuple[int, ...] = ()
     """The tokens sampled so far."""
     tensors: Tensors = field(default_factory=dict[str, "object"])  # type: ignore[arg-type]
     outputs: Mapping[str, int] = field(default_factory=dict[str, int])
-    """The number of output fragments so far, by output name. Set by the stage, not by the engine."""
+    """The number of output fragments emitted so far, by output name. Set by the stage, not by the engine."""
     rows: Mapping[str, int] = field(default_factory=dict[str, int])
-    """The number of rows (first axis) emitted so far, by tensor name. Set by the stage. A resumed task emits only later
-    rows."""
+    """The number of rows (first axis) emitted so far, by tensor name. Set by the stage, not by the engine.
+
+    A resumed task emits only the rows after them.
+    """
 
 
 @dataclass(frozen=True)
@@ -163,40 +171,58 @@ class Task:
     seed: int
     prompt: Prompt | None = None
     tensors: Tensors = field(default_factory=dict[str, "object"])  # type: ignore[arg-type]
-    """The tensors of the client's input, by name."""
+    """The tensors that the client sent with the request, by name."""
     sampling: SamplingOptions = SamplingOptions()
     options: Mapping[str, float] = field(default_factory=dict[str, float])
     inlets: Mapping[str, AsyncIterable[Packet]] = field(default_factory=dict[str, AsyncIterable[Packet]])
-    """The transformed packets of each incoming edge, by edge name. `input_join` combines them into inputs."""
+    """The packets of each incoming edge after the edge's transform, by edge name.
+
+    `input_join` combines the packets into inputs.
+    """
     apart: frozenset[str] = frozenset()
-    """The edges whose packets are separate inputs. One packet from each of the other edges together forms one input."""
+    """The names of the edges that are not joined: each packet of such an edge is a separate input.
+
+    One packet from each of the other edges together forms one input.
+    """
     absent: frozenset[str] = frozenset()
-    """The accepted tensors that no edge delivers in this request. The stage's signature declares them as optional."""
+    """The names of the optional tensors that no edge delivers in this request.
+
+    The stage's signature declares which accepted tensors are optional.
+    """
     attempt: int = 1
-    """The number of this attempt at the stage's step of the request, from 1. Emissions do not depend on it."""
+    """The number of this attempt at the stage's step of the request, counted from 1.
+
+    The engine's output must not depend on the attempt.
+    """
     wanted: frozenset[str] | None = None
-    """The emitted tensors that an edge or the caller requests. None means all tensors. The engine may skip other
-    tensors."""
+    """The names of the tensors that an edge or the caller requests. None means all tensors that the stage emits.
+
+    The engine may skip all other tensors.
+    """
     tokens: TokenSelection = "all"
-    """The rows that an edge or the caller requests, for tensors that have one row for each token."""
+    """The rows that an edge or the caller requests of each tensor that has one row for each token."""
     adapter: str | None = None
-    """The name of the LoRA adapter to use. None means the model without an adapter."""
+    """The name of the LoRA adapter to apply. None means the model without an adapter."""
     negative_prompt: str = ""
-    """A description of content that the output must not show. For engines that generate images."""
+    """A description of content that the output must not show. Empty if there is none. Used by engines that generate
+    images.
+    """
     priority: int = 0
-    """The priority among waiting tasks. Higher priorities run first."""
+    """The priority among waiting tasks. Tasks with higher priority run first."""
     deadline_s: float | None = None
-    """The deadline on the event loop's clock, in seconds. None means no deadline."""
+    """The task's deadline in seconds on the event loop's clock. None if the task has no deadline."""
     max_steps: int | None = None
-    """The number of steps after which the task pauses. None means no limit. For engines with `can_pause`."""
+    """The number of steps after which the task pauses, or None if it does not. Used by engines with `can_pause`."""
     pause_requested: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
-    """Event that is set to pause the task after its current step, so that another replica can resume the task. For
-    engines with `can_pause`."""
+    """An event that tells the engine to pause the task after its current step. Used by engines with `can_pause`.
+
+    Another replica can then resume the task.
+    """
     resume_from: Checkpoint | None = None
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities of a sampled token and of the most probable tokens, the most probable first."""
+    """The log-probability of a sampled token, and the most probable tokens at its position, the most probable first."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
@@ -205,16 +231,16 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class Emission:
-    """The tensors that an engine step has produced, for the outgoing edges and the client."""
+    """The tensors that one engine step has produced, for the outgoing edges and for the client."""
 
     packet: Packet
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One item for each token of the packet, for the client only. Empty unless the task requests log-probabilities."""
+    """The log-probabilities for each token of the packet, for the client only. Empty unless the task requests them."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a task: the number of completed steps, and the total number, or None if it is unknown."""
+    """The progress of a task: the numbers of completed steps and of all steps. The latter is None if it is unknown."""
 
     steps: int
     total_steps: int | None = None
@@ -222,7 +248,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Usage:
-    """The amount of work that a task has completed. The last event of a task that ran to completion."""
+    """The amount of work that a task has done, in tokens and steps. The last event of a task that ran to completion."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -231,7 +257,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class Paused:
-    """The last event of a task that paused, either after `max_steps` or on request."""
+    """The last event of a paused task, with the checkpoint from which the task can resume.
+
+    A task pauses after `Task.max_steps` steps or on request.
+    """
 
     checkpoint: Checkpoint
 
@@ -241,7 +270,10 @@ EngineEvent: TypeAlias = Emission | Progress | Checkpoint | Usage | Paused
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """The load of an engine. `work_s` is the estimated remaining work in seconds, or 0 if the engine is idle."""
+    """The load of an engine: the numbers of running and of queued tasks, and the estimated remaining work.
+
+    `work_s` is the time until all tasks have finished, in seconds, or 0 if the engine is idle.
+    """
 
     running: int
     queued: int
@@ -249,27 +281,27 @@ class EngineLoad:
 
 
 class Engine(Protocol):
-    """The interface of an engine, which runs many tasks at once with continuous batching.
+    """The interface of an engine, which runs many tasks at the same time.
 
     An engine never blocks the event loop.
     """
 
     @property
     def abilities(self) -> EngineAbilities:
-        """The optional abilities of this engine."""
+        """The optional abilities of this engine. Some fields are valid only after `start`."""
         ...
 
     async def start(self, report: Callable[[str], None]) -> None:
-        """Loads the model. Called once, before any other method.
+        """Loads the model. Called once, before tasks are submitted.
 
-        `report` is called with a line of text for each phase of loading.
+        Calls `report` with a line of text for each phase of loading.
         """
 
     def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         """Runs a task and yields its events. The last event is Usage or Paused.
 
-        Closing the generator, or cancelling the coroutine that iterates over it, aborts the engine's task within one
-        step and frees the task's resources. A consumer that stops iterating blocks only this task.
+        If the generator is closed, or the coroutine that iterates over it is cancelled, the engine stops the task
+        within one step and frees the task's resources. A consumer that stops iterating blocks only this task.
 
         Raises InvalidRequestError if the task cannot run, and UnavailableError if the engine has failed.
         """
@@ -278,7 +310,9 @@ class Engine(Protocol):
     def load(self) -> EngineLoad: ...
 
     async def wait_failed(self) -> str:
-        """Waits until the engine fails and returns the cause. The process is then restarted."""
+        """Waits until the engine has failed, and returns a description of the cause. The replica's process is then
+        restarted.
+        """
         ...
 
     async def close(self) -> None:
@@ -286,15 +320,15 @@ class Engine(Protocol):
 
 
 class Transform(Protocol):
-    """The interface of a transform, which converts the packets of an edge for the edge's consumer.
+    """The interface of a transform, which converts an edge's packets into packets that the consuming stage accepts.
 
-    Each flow of packets has its own instance. A transform has no side effects.
+    Each flow of packets has its own instance of the transform. A transform has no side effects.
     """
 
     def push(self, packet: Packet) -> Sequence[Packet]:
-        """Converts a packet. Returns the output packets that are complete, which may be none."""
+        """Accepts one packet of the edge. Returns the output packets that are now complete. The list may be empty."""
         ...
 
     def finish(self) -> Sequence[Packet]:
-        """Returns the remaining output packets. Called at the flow's end."""
+        """Returns the remaining output packets. Called once, after the flow's last packet."""
         ...

@@ -1,4 +1,4 @@
-"""Parts of operator controls that several engines share: profiles, sleep, and calls that must complete."""
+"""Operator controls that several engines share: profiles, sleep, and calls that complete even if cancelled."""
 
 import asyncio
 import shutil
@@ -14,7 +14,10 @@ T = TypeVar("T")
 
 
 async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine until it ends. If the caller is cancelled, the cancellation takes effect afterwards."""
+    """Runs a coroutine to its end and returns its result, even if the caller is cancelled in the meantime.
+
+    In this case, raises the CancelledError after the coroutine has ended.
+    """
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -74,11 +77,11 @@ class SleepManager(ABC):
 
     @abstractmethod
     async def _engine_sleep(self, level: int) -> set[str]:
-        """Puts the engine to sleep. Returns the tags of the parts that are now asleep."""
+        """Puts the engine to sleep at this level. Returns the tags of the parts that are now asleep."""
 
     @abstractmethod
     async def _engine_wake(self, tags: set[str]) -> None:
-        """Wakes the parts with these tags."""
+        """Wakes the parts of the engine with these tags. All of these parts are asleep."""
 
     # -- internal
 
@@ -91,14 +94,15 @@ class SleepManager(ABC):
 
 
 def private_folder(base: str) -> str:
-    """Returns a new path for a hidden folder in `base`, into which a recorder writes. Does not create the folder."""
+    """Returns a new path of a hidden folder in `base` into which a profiler can write. Does not create the folder."""
     return str(Path(base) / f".profile-{token_hex(8)}")
 
 
 class Profiles(ABC):
-    """Starts and stops profiles, one at a time. The engine's profiler writes into `private`.
+    """Starts and stops profiles of an engine. At most one profile runs at a time.
 
-    Callers may name only folders within `base`. If `base` is None, profiles are disabled.
+    The engine's profiler writes its files into the folder `private`. When a profile is stopped, its files are moved to
+    the folder that the caller has named. This folder must be within `base`. Profiles are disabled if `base` is None.
     """
 
     def __init__(self, *, stage: str, base: str | None, private: Path) -> None:
@@ -110,8 +114,9 @@ class Profiles(ABC):
     async def start(self, folder: str, *, max_steps: int | None) -> str:
         """Starts a profile. Returns the absolute path of the folder that will contain the profile's files.
 
-        Recording ends after `max_steps` steps. If `max_steps` is None, only `stop` ends recording. Raises
-        InvalidRequestError if the folder is outside `base`, and NotReadyError if a profile is already running.
+        `folder` is relative to `base`, or an absolute path within `base`. Recording ends after `max_steps` steps, or
+        only in `stop` if `max_steps` is None. Raises InvalidRequestError if the folder is outside `base`, and
+        NotReadyError if a profile is already running or profiles are disabled.
         """
         async with self._lock:
             if self._target is not None:
@@ -124,14 +129,17 @@ class Profiles(ABC):
             return str(target)
 
     async def stop(self) -> list[str]:
-        """Stops the profile and returns the paths of its files. Raises NotReadyError if no profile is running."""
+        """Stops the running profile. Returns the paths of the profile's files, sorted by name.
+
+        Raises NotReadyError if no profile is running.
+        """
         async with self._lock:
             if self._target is None:
                 raise NotReadyError(f"stage {self._stage} records no profile; start one first", reason="NO_PROFILE")
             return await run_to_completion(self._stop(self._target))
 
     def discard(self) -> None:
-        """Deletes the files of a profile that was not stopped. Does nothing if no profile is running."""
+        """Deletes the files of the running profile, which was not stopped. Does nothing if no profile is running."""
         if self._target is not None:
             shutil.rmtree(self._private, ignore_errors=True)
 
@@ -139,14 +147,14 @@ class Profiles(ABC):
 
     @abstractmethod
     async def _begin(self, prefix: str, *, max_steps: int | None) -> None:
-        """Starts recording. The file names start with `prefix`.
+        """Starts the engine's profiler. The names of its files start with `prefix`.
 
-        Recording ends after `max_steps` steps. If `max_steps` is None, only `_end` ends recording.
+        Recording ends after `max_steps` steps, or only in `_end` if `max_steps` is None.
         """
 
     @abstractmethod
     async def _end(self) -> None:
-        """Stops recording and waits until all files are written."""
+        """Stops the engine's profiler and waits until all files are written."""
 
     # -- internal
 

@@ -1,7 +1,7 @@
-"""Combines the packets of a stage's edges into the inputs of its engine.
+"""Combines the packets of a stage's edges into the inputs of the stage's engine.
 
-One packet from each joined edge forms one input. Each packet of an edge that is apart forms a separate input. These
-inputs are processed in arrival order, which is not deterministic across edges.
+One packet from each joined edge forms one input. Each packet of an edge that is not joined forms a separate input.
+Separate inputs are processed in arrival order, which is not deterministic across edges.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from stagemesh.services.engines.base import Task
 async def packets_of(task: Task, signature: Signature) -> AsyncGenerator[Packet, None]:
     """Yields the inputs of one request: the client's prompt, or the packets of the request's edges.
 
-    Callers must iterate within `aclosing`, so that the tasks that read from edges are stopped.
+    Callers must iterate within `aclosing`, which stops the tasks that read from edges.
 
-    Raises InvalidChunkError if the edges do not match each other or the stage's signature, and InvalidRequestError if
-    the request has no input for the stage.
+    Raises InvalidChunkError if the packets of the joined edges do not match each other or the stage's signature, and
+    InvalidRequestError if the request has no input for the stage.
     """
     if not signature.accepts and not task.inlets:
         yield prompt_packet(task)
@@ -36,7 +36,7 @@ async def packets_of(task: Task, signature: Signature) -> AsyncGenerator[Packet,
 
 
 def prompt_packet(task: Task) -> Packet:
-    """Returns the client's text and tensors as one packet. Raises InvalidRequestError if the prompt is not text."""
+    """Returns one packet with the client's text and tensors. Raises InvalidRequestError if the prompt is not text."""
     if not isinstance(task.prompt, str):
         raise InvalidRequestError("this stage accepts its prompt only as text, not as a conversation or token ids")
     text: Array = np.frombuffer(task.prompt.encode(), np.uint8)
@@ -44,9 +44,10 @@ def prompt_packet(task: Task) -> Packet:
 
 
 def sources_of(task: Task) -> Sequence[AsyncIterator[Packet]]:
-    """Returns the iterators that supply a task's inputs.
+    """Returns the iterators over a task's inputs.
 
-    One iterator supplies the inputs of all joined edges. Each edge that is apart has its own iterator.
+    One iterator yields the combined packets of all joined edges. Each edge that is not joined (`Task.apart`) has its
+    own iterator.
     """
     together = {edge: aiter(inlet) for edge, inlet in task.inlets.items() if edge not in task.apart}
     apart = [aiter(inlet) for edge, inlet in task.inlets.items() if edge in task.apart]
@@ -56,7 +57,7 @@ def sources_of(task: Task) -> Sequence[AsyncIterator[Packet]]:
 
 
 class JoinedEdges:
-    """An async iterator that combines one packet of each edge into one packet.
+    """An async iterator that combines one packet from each edge into one packet.
 
     All edges must end after the same number of packets.
     """
@@ -65,11 +66,14 @@ class JoinedEdges:
         self._readers = readers
 
     def __aiter__(self) -> AsyncIterator[Packet]:
-        """Returns this object, because flows can be read only once."""
+        """Returns this object. The edges can be read only once."""
         return self
 
     async def __anext__(self) -> Packet:
-        """Combines the next packet of each edge. Raises InvalidChunkError if only some of the edges have ended."""
+        """Returns the combination of the next packet of each edge.
+
+        Raises StopAsyncIteration if all edges have ended, and InvalidChunkError if only some of the edges have ended.
+        """
         parts = {edge: await anext(reader, None) for edge, reader in self._readers.items()}
         if all(part is None for part in parts.values()):
             raise StopAsyncIteration
@@ -105,9 +109,10 @@ async def _next(source: AsyncIterator[Packet]) -> Packet | None:
 
 
 def join(parts: Mapping[str, Packet | None]) -> Packet:
-    """Combines the tensors of several edges into one packet.
+    """Combines one packet from each edge into one packet. `parts` maps an edge's name to its packet, or to None at its
+    end.
 
-    Raises InvalidChunkError if two edges carry a tensor of the same name, or if an edge has ended.
+    Raises InvalidChunkError if two packets contain a tensor of the same name, or if an edge has ended.
     """
     tensors: dict[str, Array] = {}
     metadata: dict[str, MetadataValue] = {}

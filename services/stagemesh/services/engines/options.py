@@ -1,4 +1,4 @@
-"""Parses the options of stages and requests. Errors name the allowed values."""
+"""Parses the options of stages and requests. The error for an invalid option names the allowed values."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -17,7 +17,7 @@ Options = TypeVar("Options")
 def parse_options(kind: type[Options], options: Mapping[str, JsonValue], *, stage: str) -> Options:
     """Parses a stage's options into the dataclass `kind`. Raises InvalidRequestError, which names the invalid option.
 
-    `stage` is the stage's name for the error message, or empty to omit the name.
+    `stage` is the stage's name in the error message. If `stage` is empty, the message does not name a stage.
     """
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for name in options:
@@ -40,7 +40,10 @@ def _in(stage: str) -> str:
 
 
 def unknown_option(name: str, known: Iterable[str], *, stage: str) -> InvalidRequestError:
-    """Returns the error for an unknown option. It lists similar names, or up to 12 known names if none is similar."""
+    """Returns the error for an option whose name is not in `known`.
+
+    The error's message lists similar known names. If none is similar, it lists up to 12 known names.
+    """
     choices = sorted(known)
     near = get_close_matches(name, choices, n=3) or choices[:12]
     return InvalidRequestError(
@@ -52,6 +55,9 @@ def unknown_option(name: str, known: Iterable[str], *, stage: str) -> InvalidReq
 
 
 def request_options(given: Mapping[str, float], specs: Mapping[str, OptionSpec], *, stage: str) -> dict[str, float]:
-    """Returns a request's options, completed with the defaults. Raises InvalidRequestError if an option is invalid."""
+    """Returns a request's options, with defaults for the options that the request omits.
+
+    Raises InvalidRequestError if an option is unknown or its value is invalid.
+    """
     check_options(given, specs, owner=f"stage {stage}")
     return {name: spec.default for name, spec in specs.items()} | dict(given)

@@ -1,1 +1,1 @@
-"""LoRA adapters: the registry of loaded adapters, and a reader for adapter files."""
+"""LoRA adapters: a manager for loaded adapters, and a reader for adapter files."""

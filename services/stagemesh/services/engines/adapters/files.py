@@ -1,4 +1,4 @@
-"""Reads the config and the weight shapes of a LoRA adapter in PEFT's format. Does not read the weights themselves."""
+"""Reads the config and the weights' shapes of a LoRA adapter in PEFT's format. Does not read the weights themselves."""
 
 import json
 import struct
@@ -52,12 +52,15 @@ class AdapterFiles:
     rank: int
     """The largest LoRA rank of any of the adapter's layers."""
     layers: Mapping[str, Sizes]
-    """The sizes of the linear layers that the adapter changes, by PEFT's layer name up to ".lora_"."""
+    """The sizes of the linear layers that the adapter changes, by PEFT's layer name without the suffix from ".lora_"
+    on.
+    """
 
     def check(self, model: Mapping[str, Sizes | None]) -> None:
-        """Raises InvalidRequestError if the adapter changes a layer that the model does not have or has in other sizes.
+        """Raises InvalidRequestError if the adapter was made for another model.
 
-        `model` maps the model's layer names to their sizes, or to None if the sizes are unknown.
+        This is the case if the adapter changes a layer that the model lacks, or a layer whose sizes differ. `model`
+        maps the names of the model's layers to their sizes, or to None if the sizes are unknown.
         """
         for name, sizes in self.layers.items():
             if name not in model:
@@ -74,9 +77,9 @@ class AdapterFiles:
 
 
 def read_adapter(path: str) -> AdapterFiles:
-    """Reads the config and the header of the weights of the adapter in a folder.
+    """Reads the properties of the adapter in the folder `path`: the config, and the header of the weights file.
 
-    Raises InvalidRequestError if they are missing or invalid.
+    Raises InvalidRequestError if either file is missing or invalid, or if `path` is not an absolute path of a folder.
     """
     folder = Path(path)
     if not folder.is_absolute() or not folder.is_dir():
@@ -99,7 +102,7 @@ def _read_config(folder: Path) -> _Config:
 
 
 def read_head(path: Path) -> Head:
-    """Reads the header of a safetensors file, which is the length of a JSON object followed by the object.
+    """Reads the header of a safetensors file: a JSON object, preceded by its length.
 
     Raises InvalidRequestError if the file is missing or invalid.
     """
@@ -118,8 +121,8 @@ def read_head(path: Path) -> Head:
 def layers_of(folder: Path, shapes: Mapping[str, list[int]]) -> dict[str, Sizes]:
     """Returns the sizes of the layers that an adapter changes, by layer name.
 
-    `shapes` contains the shapes of the adapter's matrices, by tensor name. Raises InvalidRequestError if the two
-    matrices of a layer do not match.
+    `shapes` contains the shapes of the adapter's matrices, by tensor name. Each layer has two matrices (LoRA A and B).
+    Raises InvalidRequestError if the two shapes of a layer do not match. `folder` is named in the error message.
     """
     names = {name.removesuffix(end) for name in shapes for end in (_DOWN, _UP) if name.endswith(end)}
     layers: dict[str, Sizes] = {}
@@ -134,5 +137,5 @@ def layers_of(folder: Path, shapes: Mapping[str, list[int]]) -> dict[str, Sizes]
 
 
 def invalid(folder: Path, problem: str) -> InvalidRequestError:
-    """Returns the error for a folder that does not contain a valid adapter."""
+    """Returns the error for a folder that does not contain a valid adapter. `problem` states the reason."""
     return InvalidRequestError(f"{folder} is not an adapter for this stage: {problem}", reason="INVALID_ADAPTER")

@@ -1,4 +1,4 @@
-"""Manages the LoRA adapters of any engine: their slots, and the tasks that use them."""
+"""Manages the LoRA adapters of an engine: the slots that adapters need, and the tasks that use adapters."""
 
 import asyncio
 import itertools
@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
 
 def check_name(name: str) -> None:
-    """Raises InvalidRequestError if an adapter's name is not valid."""
+    """Raises InvalidRequestError if `name` is not a valid name for an adapter."""
     if not _NAME.fullmatch(name):
         raise InvalidRequestError(
             f"an adapter's name is {name[:140]!r}; it must be 1 to 128 letters, digits, '.', '_', ':', '-' or '/'",
@@ -31,9 +31,9 @@ def check_name(name: str) -> None:
 
 
 def check_rank(name: str, rank: int, *, most: int, taker: str = "the stage") -> None:
-    """Raises InvalidRequestError if an adapter's rank is above `most`.
+    """Raises InvalidRequestError if the rank of the adapter `name` is greater than `most`.
 
-    `taker` is the name for the stage in the error message.
+    `taker` is the name of the stage in the error message.
     """
     if rank > most:
         raise InvalidRequestError(
@@ -44,7 +44,7 @@ def check_rank(name: str, rank: int, *, most: int, taker: str = "the stage") -> 
 
 @dataclass
 class Entry:
-    """A loaded adapter and its state."""
+    """A loaded adapter: its source, its id in the engine, and its current use."""
 
     name: str
     path: str
@@ -52,35 +52,40 @@ class Entry:
     """The adapter's id in the engine. Ids are never reused."""
     rank: int = 0
     reserved: bool = False
-    """Whether a slot is reserved for this adapter, because it is pinned or is waiting to be pinned."""
+    """Whether a slot is reserved for this adapter, because the adapter is pinned or is about to be pinned."""
     pinned: bool = False
     """Whether the engine has pinned the adapter."""
     unloading: bool = False
-    """Whether the adapter is being unloaded. No further task can use it."""
+    """Whether the adapter is being unloaded. New tasks cannot use the adapter then."""
     users: int = 0
     """The number of running tasks that use the adapter."""
 
     @property
     def adapter(self) -> Adapter:
-        """The adapter's description for operators."""
+        """The description of the adapter that operators receive."""
         return Adapter(self.name, self.path, self.rank, self.pinned, self.users)
 
 
 class AdapterManager(ABC):
     """Manages the LoRA adapters of an engine. Implements `abilities.AdapterControl`.
 
-    Enforces limits that vLLM does not check itself. A step may use at most `slots` different adapters. vLLM's scheduler
-    counts them, but assumes that it can evict a pinned adapter. A step that needs the slot of a pinned adapter crashes
-    the engine. Therefore, while an adapter is pinned, the manager limits the other adapters in use to the number of
-    remaining slots. At most `capacity` adapters are loaded, because vLLM would otherwise evict an adapter in use and
-    read it again in the middle of a step.
+    Enforces two limits that vLLM does not check itself:
+
+    - A step may use at most `slots` different adapters. vLLM's scheduler counts the adapters of a step, but assumes
+      that a pinned adapter can be evicted. A step that needs the slot of a pinned adapter crashes the engine.
+      Therefore, while an adapter is pinned, the manager limits the other adapters in use to the number of remaining
+      slots.
+    - At most `capacity` adapters are loaded. vLLM would otherwise evict an adapter that is in use, and read the adapter
+      again in the middle of a step.
     """
 
     def __init__(self, *, stage: str, slots: int, capacity: int, capacity_option: str, lock: asyncio.Lock) -> None:
-        """Creates the manager. `slots` is 0 if the stage was started without adapters.
+        """Creates the manager.
 
-        `capacity_option` is the name of the stage option that sets `capacity`. The manager acquires `lock` for each
-        change, so that no other control, such as sleep, changes the engine at the same time.
+        `slots` is the maximum number of adapters in a step, or 0 if the stage was started without adapters. `capacity`
+        is the maximum number of loaded adapters. `capacity_option` is the name of the stage option that sets
+        `capacity`. The manager acquires `lock` for each change, so that no other control, such as sleep, changes the
+        engine at the same time.
         """
         self._stage, self._slots = stage, slots
         self._capacity, self._capacity_option = capacity, capacity_option
@@ -96,8 +101,8 @@ class AdapterManager(ABC):
     async def lease(self, name: str | None) -> AsyncGenerator[Entry | None]:
         """Waits for a slot and yields the adapter's entry. A task may use the adapter until the context exits.
 
-        Yields None if `name` is None. Raises NotFoundError if the adapter is not loaded, and NotReadyError if it is
-        being unloaded.
+        Yields None if `name` is None. Raises NotFoundError if the adapter is not loaded, and NotReadyError if the
+        adapter is being unloaded.
         """
         if name is None:
             yield None
@@ -175,7 +180,7 @@ class AdapterManager(ABC):
 
     @abstractmethod
     def _check_awake(self) -> None:
-        """Raises NotReadyError if adapters cannot be changed because the engine is asleep."""
+        """Raises NotReadyError if the engine is asleep, because adapters cannot be changed then."""
 
     # -- internal
 
@@ -201,10 +206,10 @@ class AdapterManager(ABC):
             )
 
     def _find_loaded(self, name: str, path: str) -> Entry | None:
-        """Returns the adapter's entry if it is already loaded, or None if it can be loaded now.
+        """Returns the entry of the adapter if the adapter is already loaded, or None if it can be loaded now.
 
-        Raises ExistsError if the name is used for another folder, and OverloadedError if no further adapter can be
-        loaded.
+        Raises ExistsError if the name is used for another folder or the adapter is being unloaded, and OverloadedError
+        if no further adapter can be loaded.
         """
         entry = self._entries.get(name)
         if entry is None:
@@ -223,7 +228,7 @@ class AdapterManager(ABC):
         return self._slots - sum(entry.reserved for entry in self._entries.values())
 
     def _sharing(self) -> set[str]:
-        """Returns the names of the adapters in use that do not have a reserved slot."""
+        """Returns the names of the adapters that tasks use and that have no reserved slot."""
         return {entry.name for entry in self._entries.values() if entry.users and not entry.reserved}
 
     def _may_run(self, entry: Entry) -> bool:
