@@ -172,7 +172,7 @@ class Arena:
 
     @property
     def max_region_bytes(self) -> int:
-        """The maximum size of a region in bytes. Half of the memory outside partitions, so that two such regions fit."""
+        """The maximum size of a region in bytes: half of the memory outside partitions, so that two regions fit."""
         return (self.size_bytes - self._partition_bytes) // 2
 
     @property
