@@ -1,4 +1,4 @@
-"""The process of a stage replica: loads the engine, and serves the replica over gRPC until the process is stopped."""
+"""The process of a stage replica. Loads the engine, and serves the replica over gRPC until the process is stopped."""
 
 import asyncio
 import contextlib
@@ -26,17 +26,20 @@ LIVENESS = "liveness"
 _DRAIN_GRACE_S = 10.0
 _STOP_GRACE_S = 1.0
 _END_S = 60.0
-"""Time limit for the process to end, in seconds. The limit is needed because an engine that hangs may never release its
-tasks."""
+"""Time limit in seconds for the process to end after the replica has been stopped. Without the limit, the process might
+never end, because an engine that hangs may not release its tasks."""
 
 _log = logging.getLogger(__name__)
 
 
 async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
-    """Serves a replica until `stopping` is set, then finishes its running steps.
+    """Serves a replica until `stopping` is set, then finishes the replica's running steps.
 
-    Raises the engine's error if the engine fails. The health service reports SERVING for "" and StageService while the
-    replica accepts steps, for StageControlService while the engine is loaded, and for "liveness" from the start.
+    Raises the engine's error if the engine fails. The health service reports three names as SERVING:
+
+    - "" and StageService while the replica accepts steps
+    - StageControlService while the engine is loaded
+    - "liveness" from the start of the server until its end
     """
     bind_log_context(stage=config.stage)
     bind_forks_to_this_process()
@@ -65,7 +68,9 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
 
 
 async def work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -> None:
-    """Loads the engine and watches it until `stopping` is set. Raises the engine's error if the engine fails."""
+    """Loads the engine, then waits until `stopping` is set. Raises the engine's error if the engine fails to load, or
+    if it fails or hangs later.
+    """
     if not await _unless(stopping, runtime.start()):
         return
     # Freezing excludes the loaded objects from garbage collection. Collecting them takes tens of milliseconds.
@@ -83,7 +88,7 @@ async def work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -
 async def _unless(stopping: asyncio.Event, doing: Coroutine[object, object, None]) -> bool:
     """Awaits `doing` and returns True. If `stopping` is set first, cancels `doing` and returns False.
 
-    Raises the error of `doing`.
+    Raises the error that `doing` raises.
     """
     working, stopped = asyncio.ensure_future(doing), asyncio.ensure_future(stopping.wait())
     try:

@@ -1,1 +1,1 @@
-"""The replica of a stage: its running steps, its controls, its load, and hang detection."""
+"""The replica of a stage: its running steps, its operator controls, its load reports, and hang detection."""

@@ -1,20 +1,21 @@
-"""Detects hangs: steps that have all their input but make no progress."""
+"""Hang detection. A step hangs if it has all of its input but makes no progress."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 _CHECKS = 20
-"""The number of checks for hangs within the time limit `stall_s`. The interval between checks is at least
-`_MIN_TICK_S`."""
+"""The number of checks for hangs within the time limit `stall_s`. Determines the interval between two checks, which is
+at least `_MIN_TICK_S` seconds."""
 _MIN_TICK_S = 0.05
 _OVERTAKEN = 64
-"""The number of events of a later step after which an earlier step without events counts as hung. Engines run tasks in
-order or in turns, so a queued step is not overtaken this often. Later steps with a higher priority are ignored."""
+"""A step without events for `stall_s` seconds counts as hung if a later step receives at least this number of events in
+the meantime. A step that is merely queued is not overtaken this far, because engines run tasks in order or in turns.
+Later steps with a higher priority are ignored."""
 
 
 class Working(Protocol):
-    """The properties of a step's run that hang detection reads."""
+    """The attributes of a step's run that hang detection reads."""
 
     number: int
     """The run's number. Later runs have higher numbers."""
@@ -25,7 +26,7 @@ class Working(Protocol):
 
     @property
     def computes(self) -> bool:
-        """Whether the run waits only for its engine, and neither for input nor for a consumer."""
+        """Whether the run waits only for its engine. False while the run waits for input or for a consumer."""
         ...
 
 
@@ -33,21 +34,25 @@ RunT = TypeVar("RunT", bound=Working)
 
 
 class _Silence(NamedTuple):
-    """A period in which a run had no events. Starts at the run's last event."""
+    """A period in which a run receives no events from the engine. Starts at the last check before which the run
+    received an event.
+    """
 
     lasts_s: float
     counts_then: Mapping[int, int]
-    """The number of events of each run when the period started, by run number."""
+    """The number of events that each run had received when the period started, by run number."""
 
 
 class StallWatch(Generic[RunT]):
     """Watches the runs of one replica for hangs.
 
-    If no run makes progress, the engine hangs. If one run makes no progress while later runs do, only that run hangs.
+    If no run makes progress, the engine counts as hung. If one run makes no progress while later runs make progress,
+    only that run counts as hung.
     """
 
     def __init__(self, runs: Callable[[], Sequence[RunT]], *, stall_s: float, on_hung: Callable[[RunT], None]) -> None:
-        """`stall_s` is the time limit for a run without events, in seconds.
+        """`runs` returns the runs that have not ended. `stall_s` is the time limit for a run without events, in
+        seconds.
 
         `on_hung` is called once for each run that hangs while later runs make progress. The callback must stop the run.
         """
@@ -60,9 +65,10 @@ class StallWatch(Generic[RunT]):
     async def wait_stalled(self) -> str:
         """Waits until the engine hangs. Returns the cause as a sentence for operators.
 
-        The engine hangs if no step has made progress for `stall_s`, or if a step that was stopped for a hang does not
-        end. A slow step without an event for `stall_s` counts as hung, so the pipeline's owner must set a sufficient
-        limit. Time is counted in checks, so that a process that was suspended for a while does not count as hung.
+        The engine hangs if no step has made progress for `stall_s` seconds, or if a step that was stopped for a hang
+        has still not ended `stall_s` seconds later. A slow step without an event for `stall_s` seconds also counts as
+        hung, so the pipeline's owner must set a sufficient limit. Time is counted in checks, so that a process that was
+        suspended for a while does not count as hung.
         """
         tick_s = max(_MIN_TICK_S, self._stall_s / _CHECKS)
         stuck_s = 0.0
@@ -77,9 +83,9 @@ class StallWatch(Generic[RunT]):
                 return f"the engine hangs: a stopped step has not ended for {bound}"
 
     def _check(self, tick_s: float) -> bool:
-        """Updates the periods without events. Returns True if no run makes progress.
+        """Updates each run's period without events. Returns True if no run has made progress since the previous check.
 
-        Otherwise calls `on_hung` for each run that hangs.
+        Otherwise calls `on_hung` for each run that hangs. `tick_s` is the time since the previous check, in seconds.
         """
         runs = self._runs()
         working = {run.number: run for run in runs if run.computes}

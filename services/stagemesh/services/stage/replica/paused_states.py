@@ -1,4 +1,4 @@
-"""Stores the states from which paused requests can resume, up to a total number of bytes."""
+"""The store of the states from which paused requests can resume. The store's total size is limited."""
 
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
@@ -13,21 +13,23 @@ from stagemesh.v1 import stage_pb2
 
 MAX_KEPT_BYTES = 1 << 30
 MAX_EVENT_BYTES = 6 << 20
-"""The maximum size of a paused state within an event, in bytes. A larger state is omitted from the event and can be
-read from `PausedStates` instead. The limit leaves space for the input in the message that resumes the request
-(`MAX_MESSAGE_BYTES`)."""
+"""The maximum size in bytes of the tensors and token ids in a checkpoint event. They are omitted from the event if they
+are larger, and can be read from `PausedStates` instead. The limit leaves space for the input in the message that
+resumes the request, which has at most `MAX_MESSAGE_BYTES` bytes."""
 
 _TOKEN_BYTES = 8
 
 
 class PausedStates:
-    """The latest paused state of each request. Drops the oldest states if their total size exceeds `MAX_KEPT_BYTES`."""
+    """The latest paused state of each request. Drops the oldest states while the total size of all states exceeds
+    `MAX_KEPT_BYTES`, but always retains the newest state.
+    """
 
     def __init__(self) -> None:
         self._states: OrderedDict[str, Checkpoint] = OrderedDict()
 
     def keep(self, request_id: str, state: Checkpoint) -> None:
-        """Stores a request's state. Replaces an earlier state of the same request."""
+        """Stores the state of a request. Replaces an earlier state of the same request."""
         self._states[request_id] = state
         self._states.move_to_end(request_id)
         while len(self._states) > 1 and sum(map(size_bytes, self._states.values())) > MAX_KEPT_BYTES:
@@ -38,9 +40,10 @@ class PausedStates:
         self._states.pop(request_id, None)
 
     def with_state(self, spec: StepSpec) -> StepSpec:
-        """Returns the spec with the stored state added, or the unchanged spec.
+        """Returns a copy of the spec that contains the request's stored state, or the unchanged spec.
 
-        Adds the state only if the spec names a state by its number of steps, and the stored state has the same number.
+        Adds the state only if the spec resumes from a checkpoint without tensors and token ids, no edge delivers the
+        state, and the stored state has the same number of completed steps.
         """
         resume_from, kept = spec.task.resume_from, self._states.get(spec.request_id)
         if resume_from is None or kept is None or kept.steps != resume_from.steps:
@@ -50,7 +53,9 @@ class PausedStates:
         return replace(spec, task=replace(spec.task, resume_from=kept))
 
     def read(self, key: EdgeKey) -> AsyncGenerator[stage_pb2.GetChunkResponse]:
-        """Yields a request's state as a flow of one chunk. Raises NotFoundError if the state is not stored."""
+        """Yields the messages of a flow with one chunk: the stored state of the request in `key`. Raises NotFoundError
+        if no state of the request is stored.
+        """
         state = self._states.get(key.request_id)
         if state is None:
             raise NotFoundError(f"no state of request {key.request_id} is stored here", reason="UNKNOWN_FLOW")
@@ -63,10 +68,14 @@ def size_bytes(state: Checkpoint) -> int:
 
 
 def without_large_state(state: Checkpoint) -> Checkpoint:
-    """Returns the checkpoint, without its tensors and tokens if they are larger than `MAX_EVENT_BYTES`."""
+    """Returns the unchanged checkpoint if its tensors and token ids have at most `MAX_EVENT_BYTES` bytes. Otherwise
+    returns a copy without them.
+    """
     return state if size_bytes(state) <= MAX_EVENT_BYTES else without_state(state)
 
 
 def without_state(state: Checkpoint) -> Checkpoint:
-    """Returns a checkpoint without its tensors and tokens. The counts of steps, outputs and rows remain."""
+    """Returns a copy of the checkpoint without tensors and token ids. The copy retains the numbers of steps, outputs
+    and rows.
+    """
     return replace(state, tensors={}, token_ids=())

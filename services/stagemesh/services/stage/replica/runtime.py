@@ -1,4 +1,6 @@
-"""A stage replica, independent of gRPC. Runs steps, and reports the replica's state and load."""
+"""A stage replica, independent of gRPC. Runs steps, applies operator controls, and reports the replica's state and
+load.
+"""
 
 import asyncio
 import contextlib
@@ -37,9 +39,9 @@ _log = logging.getLogger(__name__)
 AbilityT = TypeVar("AbilityT")
 
 _RELEASE_S = 5.0
-"""Time limit for a failed engine to release its steps, in seconds."""
+"""Time limit for the steps of a failed engine to end, in seconds."""
 _PAUSE_S = 2.0
-"""Time limit for running steps to pause before they are handed over to other replicas, in seconds."""
+"""Time limit for running steps to pause before they are stopped, in seconds. Other replicas resume the paused steps."""
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 10.0
 
 
@@ -62,7 +64,7 @@ class StageRuntime:
         self.detail = "starting"
         self.closed = asyncio.Event()
         self.on_serving: Callable[[bool], None] = lambda _: None
-        """Called with False when a READY replica stops accepting steps, and with True when it accepts them again."""
+        """Called with False when the replica stops accepting new steps, and with True when it accepts them again."""
         self.on_shutdown: Callable[[], None] = lambda: None
         """Called to end the process. The effect is the same as that of SIGTERM."""
         self.engine = engine
@@ -72,9 +74,10 @@ class StageRuntime:
         self.states = PausedStates()
         """The states from which paused requests can resume."""
         self._drained_by_operator = False
-        """Whether the replica drains because an operator requested it, and not because it is shutting down."""
+        """Whether an operator has drained the replica. False if the replica drains because it is shutting down."""
         self._handed_over = False
-        """Whether the running steps have been handed over to other replicas during the drain."""
+        """Whether the drain has begun to hand the running steps over to other replicas. From then on, the replica
+        rejects new steps."""
         self._handing_over: asyncio.Task[None] | None = None
         # A wake call that arrives while the replica is falling asleep waits until the replica is asleep.
         self._falling_asleep = asyncio.Lock()
@@ -82,7 +85,9 @@ class StageRuntime:
     # -- lifecycle
 
     async def start(self) -> None:
-        """Loads the engine and sets the state to READY. If loading fails, sets FAILED and raises a StagemeshError."""
+        """Loads the engine and sets the replica's state to READY. If the engine fails to load, sets the state to FAILED
+        and raises a StagemeshError.
+        """
         try:
             if use_partitions := self.engine.abilities.use_partitions:
                 use_partitions(self.data_plane.arena)
@@ -100,8 +105,9 @@ class StageRuntime:
             self.state, self.detail = ReplicaState.READY, ""
 
     async def watch_engine(self) -> None:
-        """Waits until the engine fails or hangs, then ends all runs with an error. Raises UnavailableError with the
-        cause.
+        """Waits until the engine fails or hangs, then ends all runs with an error.
+
+        Always raises UnavailableError (ENGINE_DIED), which contains the cause.
         """
         cause = await self._wait_engine_failed()
         self._fail(cause)
@@ -114,9 +120,10 @@ class StageRuntime:
         raise error
 
     async def finish_steps(self, *, grace_s: float) -> None:
-        """Rejects new steps and waits for the running steps, at most `grace_s` seconds.
+        """Rejects new steps and waits at most `grace_s` seconds for the running steps to end.
 
-        Pauses the remaining steps if the engine supports it, and stops the steps that have not paused.
+        If the engine supports pausing, the last part of this time is used to pause the remaining steps. Steps that have
+        neither ended nor paused are stopped.
         """
         self._drained_by_operator = False
         if self.state is not ReplicaState.FAILED:
@@ -134,11 +141,15 @@ class StageRuntime:
         await self._stop(left, UnavailableError(f"replica {self.config.replica} is shutting down", reason="SHUTDOWN"))
 
     def start_drain(self, *, move_after_s: float | None = None) -> int:
-        """Drains the replica for an operator, until `end_drain`. Returns the number of running steps.
+        """Drains the replica for an operator until `end_drain` is called. Returns the number of running steps.
 
-        Sets the state to DRAINING, so that orchestrators plan no new steps on this replica. Steps that are already
-        planned are accepted. After `move_after_s` seconds, the running steps are handed over to other replicas and new
-        steps are rejected. If `move_after_s` is None, no steps are handed over. A second call replaces `move_after_s`.
+        Sets the state to DRAINING, so that orchestrators plan no new steps on this replica. The replica still accepts
+        steps that are already planned. After `move_after_s` seconds, the running steps are handed over to other
+        replicas and new steps are rejected. If `move_after_s` is None, no steps are handed over. If the replica is
+        already being drained, only replaces `move_after_s`.
+
+        Raises InvalidRequestError if `move_after_s` is negative, and NotReadyError if the replica does not accept
+        steps.
         """
         if move_after_s is not None and not move_after_s >= 0:
             raise InvalidRequestError(f"move_after_s is {move_after_s:g}; it must be 0 (at once) or more")
@@ -150,7 +161,9 @@ class StageRuntime:
         return len(self._runs.running())
 
     def end_drain(self) -> None:
-        """Ends the drain that `start_drain` started, if any. Raises NotReadyError if the replica is shutting down."""
+        """Ends a drain that `start_drain` has started. Does nothing if there is no drain. Raises NotReadyError if the
+        replica is shutting down.
+        """
         if self._drained_by_operator:
             self._drained_by_operator = self._handed_over = False
             self._hand_over_later(None)
@@ -160,11 +173,11 @@ class StageRuntime:
             self._check_ready()
 
     async def sleep(self, level: int, *, drain: bool) -> Sequence[str]:
-        """Rejects new steps, waits until no step is running, and puts the engine to sleep.
+        """Rejects new steps, waits until no step is running, and puts the engine to sleep at this level.
 
-        Returns the tags of the engine's sleeping parts. If the call is cancelled while it waits, the replica accepts
-        steps again. Raises NotReadyError (STEPS_RUNNING) if steps are running and `drain` is False, and the errors of
-        `require` if the engine cannot sleep.
+        Returns the tags of the engine's parts that are asleep. If the call is cancelled while it waits, the replica
+        accepts steps again. Raises NotReadyError (STEPS_RUNNING) if steps are running and `drain` is False. Raises the
+        errors of `require` if the replica is not ready or the engine cannot sleep.
         """
         engine = self.require(self.engine.abilities.sleep, "sleep")
         engine.check_sleep(level)
@@ -179,8 +192,8 @@ class StageRuntime:
     async def wake(self, tags: Sequence[str]) -> Sequence[str]:
         """Wakes the engine's parts with these tags, or all parts if `tags` is empty.
 
-        Returns the tags of the parts that are still asleep. The replica accepts steps again once no part is asleep.
-        Raises the errors of `require` if the engine cannot sleep.
+        Returns the tags of the parts that are still asleep. The replica accepts steps again when no part is asleep.
+        Raises the errors of `require` if the engine is not loaded or cannot sleep.
         """
         engine = self.require(self.engine.abilities.sleep, "sleep", ready=False)
         async with self._falling_asleep:
@@ -191,7 +204,7 @@ class StageRuntime:
             return engine.asleep()
 
     async def close(self) -> None:
-        """Stops all steps, and frees the engine and the data plane. May be called more than once."""
+        """Stops all steps, then closes the engine and the data plane. May be called more than once."""
         if self.closed.is_set():
             return
         self.closed.set()
@@ -206,10 +219,11 @@ class StageRuntime:
     async def execute(
         self, spec: StepSpec, *, time_left_s: float | None
     ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
-        """Starts a step, or attaches to the step if it is already known.
+        """Starts a step. If a step with the same id and content is running or stored, attaches to that step instead.
 
-        Yields all events of the step from the first event on, and raises the step's error. Iterate within
-        `contextlib.aclosing`. The step is cancelled a few seconds after its last caller has disconnected.
+        Yields all events of the step, beginning with its first event, and raises the step's error. Iterate within
+        `contextlib.aclosing`. The step is cancelled ABANDON_S seconds after its last caller has disconnected.
+        `time_left_s` is the time until the deadline in seconds, or None if there is no deadline.
         """
         deadline_s = None if time_left_s is None else asyncio.get_running_loop().time() + time_left_s
         async with contextlib.aclosing(self._admit(spec, deadline_s=deadline_s).journal.follow()) as events:
@@ -217,9 +231,10 @@ class StageRuntime:
                 yield stage_pb2.ExecuteStepResponse.FromString(event)
 
     async def cancel(self, request_id: str, *, attempt: int, reason: str) -> int:
-        """Stops the steps of a request and waits until they have ended. Returns the number of stopped steps.
+        """Stops the running steps of a request and waits until they have ended. Returns the number of stopped steps.
 
-        Stops only steps of `attempt` and of earlier attempts. An attempt of 0 means all attempts.
+        Stops only steps of `attempt` and of earlier attempts. An attempt of 0 means all attempts. `reason` is the
+        message of the steps' error, or empty for a default message.
         """
         check_request_id(request_id)
         self.states.forget(request_id)
@@ -229,7 +244,9 @@ class StageRuntime:
         return len(runs)
 
     def rebind(self, rebinding: Rebinding) -> None:
-        """Binds edges of a step to other replicas. Raises the errors of `RunRegistry.rebind`."""
+        """Binds edges of a step to other peer replicas. Raises InvalidRequestError if the rebinding is invalid, and the
+        errors of `RunRegistry.rebind`.
+        """
         check_rebinding(rebinding)
         self._runs.rebind(rebinding)
 
@@ -259,7 +276,8 @@ class StageRuntime:
         return [run.report for run in self._runs.running(request_id)]
 
     def require(self, ability: AbilityT | None, name: str, *, ready: bool = True) -> AbilityT:
-        """Returns an ability of the engine. Raises UnsupportedError if `ability` is None.
+        """Returns `ability`, an optional interface of the engine. Raises UnsupportedError if it is None, because the
+        engine does not have it. `name` is the ability's name in the error.
 
         Raises NotReadyError if the engine is not loaded, or if `ready` is True and the replica does not accept steps.
         """
@@ -277,7 +295,12 @@ class StageRuntime:
     # -- internal
 
     async def _pause(self, why: str, *, drain: bool) -> None:
-        """Rejects new steps until `_resume_if_awake`, and waits until no step is running."""
+        """Sets the state to ASLEEP, so that new steps are rejected until `_resume_if_awake` is called. Then waits until
+        no step is running.
+
+        `why` is the detail that the replica reports with its state. Raises NotReadyError if steps are running and
+        `drain` is False, or if the replica does not accept steps.
+        """
         self._check_ready()
         running = self._runs.running()
         if running and not drain:
@@ -292,7 +315,9 @@ class StageRuntime:
         await _wait_ended(running)
 
     def _resume_if_awake(self, engine: SleepControl) -> None:
-        """Accepts steps again if no part of the engine is asleep, unless the replica shuts down or has failed."""
+        """Accepts steps again if the state is ASLEEP and no part of the engine is asleep. Does nothing if the replica
+        is shutting down or has failed.
+        """
         if self.state is ReplicaState.ASLEEP and not engine.asleep():
             self.state, self.detail = ReplicaState.READY, ""
             self.on_serving(True)
@@ -316,7 +341,9 @@ class StageRuntime:
         return self.engine.abilities.can_pause and self.state is not ReplicaState.FAILED
 
     async def _pause_runs(self, within_s: float) -> None:
-        """Pauses the running steps, so that other replicas can resume them."""
+        """Pauses the running steps, so that other replicas can resume them. Waits at most `within_s` seconds for the
+        steps to end.
+        """
         runs = self._runs.running()
         for run in runs:
             run.request_pause()
@@ -325,7 +352,7 @@ class StageRuntime:
                 await _wait_ended(runs)
 
     async def _wait_engine_failed(self) -> str:
-        """Waits until the engine has failed or hangs. Returns the cause."""
+        """Waits until the engine fails or hangs. Returns the cause as a sentence for operators."""
         waits = [asyncio.ensure_future(self.engine.wait_failed())]
         if self.config.stall_s:
             watch = StallWatch(self._runs.running, stall_s=self.config.stall_s, on_hung=self._stop_hung)
@@ -345,7 +372,9 @@ class StageRuntime:
         run.stop(UnavailableError(f"{what}, but has made progress on later steps", reason="STEP_HANGS"))
 
     def _pin_arena(self) -> None:
-        """Page-locks the arena if there is a GPU, so that tensors can be copied directly into it."""
+        """Page-locks the arena if there is a GPU, so that the GPU can copy tensors directly into the arena. If
+        page-locking fails, only logs a warning.
+        """
         arena = self.data_plane.arena
         try:
             pin_if_cuda(arena.address, arena.file_bytes)

@@ -1,4 +1,4 @@
-"""The gRPC service StageControlService. Converts messages, and calls `StageRuntime` and the abilities of its engine."""
+"""The gRPC service StageControlService. Converts messages, and calls `StageRuntime` and the engine's controls."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -22,16 +22,20 @@ ItemT = TypeVar("ItemT")
 
 
 class Page(NamedTuple, Generic[ItemT]):
-    """One page of a sorted list. `next_token` is the `page_token` of the next page, or empty on the last page."""
+    """One page of a sorted list. `next_token` is the `page_token` that requests the next page. It is empty on the last
+    page.
+    """
 
     items: Sequence[ItemT]
     next_token: str
 
 
 def page_of(items: Iterable[ItemT], key: Callable[[ItemT], str], *, page_size: int, page_token: str) -> Page[ItemT]:
-    """Returns one page of the items with keys greater than `page_token`, sorted by key.
+    """Returns one page of the items whose keys are greater than `page_token`, sorted by key. `key` returns the key of
+    an item.
 
-    `page_size` is the maximum number of items. 0 means DEFAULT_PAGE, and values above MAX_PAGE mean MAX_PAGE.
+    `page_size` is the maximum number of items on the page. 0 means DEFAULT_PAGE, and values above MAX_PAGE mean
+    MAX_PAGE.
     """
     left = sorted((item for item in items if key(item) > page_token), key=key)
     page = left[: min(page_size or DEFAULT_PAGE, MAX_PAGE)]

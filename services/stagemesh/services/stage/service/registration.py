@@ -1,4 +1,4 @@
-"""Registers the replica with the orchestrators that its config names, and renews the registrations."""
+"""Registration of a replica with the orchestrators that its config names, and renewal of the registrations."""
 
 import asyncio
 import contextlib
@@ -22,21 +22,21 @@ _Call: TypeAlias = "grpc.aio.StreamStreamCall[membership_pb2.RegisterRequest, me
 _log = logging.getLogger(__name__)
 
 _RENEWALS = 3
-"""The number of times that a registration is renewed within the duration of its lease."""
+"""The number of times that a replica renews its registration within the duration of the registration's lease."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 2.0
 _REJECTED_PAUSE_S = 10.0
 _DEREGISTER_S = 1.0
 _PASSING = frozenset({"NOT_RUNNING", "LEASE_ENDED"})
-"""Error reasons that are temporary. After one of them, the replica registers again with a short delay."""
+"""Reasons of temporary registration errors. After such an error, the replica registers again after a short pause."""
 _ANYWHERE = frozenset({"", "0.0.0.0", "[::]", "*"})  # noqa: S104
 
 
 @asynccontextmanager
 async def registered(config: StageConfig, *, incarnation: str, port: int) -> AsyncGenerator[None]:
-    """Keeps the replica registered until the context exits, then deregisters it.
+    """Keeps the replica registered with its orchestrators until the context exits, then deregisters the replica.
 
-    `port` is the port of the replica's server. Raises InvalidRequestError (INVALID_CONFIG) if other hosts cannot reach
-    the configured address.
+    `incarnation` identifies this start of the replica. `port` is the port of the replica's server. Raises
+    InvalidRequestError (INVALID_CONFIG) if other hosts cannot reach the configured address.
     """
     if not config.orchestrators:
         yield
@@ -82,9 +82,9 @@ class Registration:
         self._registered, self._last_failure = False, ""
 
     async def run(self) -> None:
-        """Registers the replica, and registers it again if the registration is lost.
+        """Registers the replica. After each error, pauses and then registers the replica again.
 
-        Deregisters the replica and returns after `leaving` is set.
+        After `leaving` is set, deregisters the replica and returns.
         """
         async with open_channel(self._orchestrator, keepalive_s=20) as channel:
             stub = membership_pb2_grpc.MembershipServiceStub(channel)
@@ -97,9 +97,9 @@ class Registration:
                     await asyncio.wait_for(self._leaving.wait(), self._pause_s)
 
     async def _stay_registered(self, stub: "membership_pb2_grpc.MembershipServiceAsyncStub") -> None:
-        """Registers the replica and renews the registration until `leaving` is set.
+        """Registers the replica and renews the registration until `leaving` is set, then deregisters the replica.
 
-        Raises an error if the registration is rejected or lost.
+        Raises a StagemeshError if the orchestrator rejects or ends the registration, or is unreachable.
         """
         call = stub.Register()
         woken = asyncio.Event()
@@ -131,9 +131,10 @@ class Registration:
         self._backoff.reset()
 
     def _note_failure(self, error: StagemeshError) -> None:
-        """Logs the error if it differs from the previous one, and sets the pause before the next registration.
+        """Logs a registration error if its message differs from the previous error's, and sets the pause before the
+        replica registers again.
 
-        The pause is longer if the orchestrator rejected the registration.
+        The pause is longer if the orchestrator has rejected the registration.
         """
         self._registered = False
         rejected = not isinstance(error, UnavailableError | DeadlineError) and error.reason not in _PASSING
@@ -145,7 +146,7 @@ class Registration:
 
 
 async def _deregister(call: _Call) -> None:
-    """Ends the registration stream and waits until the orchestrator has also ended the stream."""
+    """Ends the stream of registration messages, and waits until the orchestrator has also ended the stream."""
     with contextlib.suppress(grpc.aio.AioRpcError):
         await call.done_writing()
         while await call.read() is not grpc.aio.EOF:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _Events: TypeAlias = AsyncGenerator[stage_pb2.ExecuteStepResponse]
 Execute: TypeAlias = Callable[[stage_pb2.ExecuteStepRequest, float | None], _Events]
-"""A function that runs a step in the same way as the ExecuteStep RPC, within the remaining time in seconds. It yields
-the step's events. Closing the generator ends the call."""
+"""A function that runs a step in the same way as the ExecuteStep RPC. Its arguments are the request and the remaining
+time in seconds, or None if there is no deadline. It yields the step's events. Closing the generator ends the call."""
 
 SERVICE_NAME = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 _DEFAULT_INTERVAL_S, _MIN_INTERVAL_S = 1.0, 0.05
@@ -40,7 +40,7 @@ _DEFAULT_INTERVAL_S, _MIN_INTERVAL_S = 1.0, 0.05
 _log = logging.getLogger(__name__)
 
 _MESSAGE_BYTES = 256 << 10
-# Above this limit, a caller that does not read blocks its calls. Their events remain in the steps' journals.
+# Above this limit, calls wait until the caller reads responses. Meanwhile, events remain in the steps' journals.
 _WAITING_BYTES = 1 << 20
 # The time that a caller has to read all responses and end the stream. Shorter than the server's grace period.
 _READ_S = 0.5
@@ -151,26 +151,28 @@ def _checked_interval_s(request: stage_pb2.WatchLoadRequest) -> float:
 
 
 class StepSession:
-    """The session of one ExecuteSteps stream, which runs the stream's calls as a `StreamHandler`.
+    """The session of one ExecuteSteps stream, over which a caller runs several steps at the same time.
 
-    Combines the responses of one event loop iteration into one message.
+    Combines all responses of one event loop iteration into one message. Implements `StreamHandler`.
     """
 
     def __init__(self, execute: Execute, *, closing: asyncio.Event, where: Mapping[str, str]) -> None:
-        """`where` is added to the metadata of errors. When `closing` is set, the stream ends after its last call."""
+        """`execute` runs one step. `where` is added to the metadata of errors. When `closing` is set, the session ends
+        the stream after the last running call has ended.
+        """
         self._execute, self._closing, self._where = execute, closing, where
         self._loop = asyncio.get_running_loop()
         self._stream = ServerStream(self)
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._waiting: deque[bytes] = deque()
-        """Serialized responses that contain one message each. Concatenating their bytes yields one response with all
-        messages."""
+        """Serialized responses that have not been written yet. Each contains the message of one call. Their
+        concatenated bytes are the serialization of one response with all of these messages."""
         self._waiting_bytes = 0
         self._has_space = asyncio.Event()
         self._write_is_due = False
 
     async def serve(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-        """Yields the messages for the caller until the caller or the session ends the stream.
+        """Yields the serialized messages for the caller until the caller or the session ends the stream.
 
         Raises InvalidRequestError if the caller sends an invalid message.
         """
@@ -209,7 +211,7 @@ class StepSession:
         self._write_waiting()
 
     def closed(self, error: object) -> None:
-        """Does nothing, because `serve` ends together with the stream and then cancels the calls."""
+        """Does nothing, because `serve` ends together with the stream and then cancels the stream's calls."""
 
     # -- internal
 
@@ -264,9 +266,9 @@ class StepSession:
             self._stream.write(self._next_message())
 
     def _next_message(self) -> bytes:
-        """Removes waiting responses and returns them as one message.
+        """Removes the oldest waiting responses and returns them as one serialized message.
 
-        The message contains as many responses as fit, but at least one.
+        The message contains at least one response, and further responses up to a total of `_MESSAGE_BYTES` bytes.
         """
         size_bytes, responses = 0, list[bytes]()
         while self._waiting and (not responses or size_bytes + len(self._waiting[0]) <= _MESSAGE_BYTES):
@@ -294,7 +296,9 @@ def _error_of(exc: Exception, where: Mapping[str, str]) -> chunk_pb2.Error:
 
 
 def _check_size(response: bytes, event: stage_pb2.ExecuteStepResponse) -> None:
-    """Raises UnsupportedError if the message is too large. The error ends only one call, not the shared stream."""
+    """Raises UnsupportedError if a serialized response is larger than `MAX_MESSAGE_BYTES`. The error ends only the call
+    of this event. A message that is too large would end the stream, which all calls share.
+    """
     if len(response) > MAX_MESSAGE_BYTES:
         raise UnsupportedError(
             f"the step's {event.WhichOneof('event')} has {len(response)} bytes, but at most {MAX_MESSAGE_BYTES} can be "

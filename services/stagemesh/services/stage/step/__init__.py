@@ -1,1 +1,1 @@
-"""One step of a stage: its spec, its run, its flows, and its events."""
+"""The execution of one step of a stage: its spec, its run, its edges, and its events."""

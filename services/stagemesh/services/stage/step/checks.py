@@ -1,4 +1,4 @@
-"""Validates a step against the stage's signature before the replica reserves any resource for the step."""
+"""Validation of a step against the stage's signature, before the replica reserves any resource for the step."""
 
 import re
 from collections import Counter
@@ -19,9 +19,9 @@ _SAMPLE_RATES_HZ = range(1_000, 384_001)
 
 
 def check_spec(spec: StepSpec, signature: Signature, *, engine: str, abilities: EngineAbilities) -> None:
-    """Raises InvalidRequestError or UnsupportedError if a step is not valid for the stage.
+    """Raises InvalidRequestError or UnsupportedError if the spec of a step is not valid for the stage.
 
-    The error names the invalid value and the allowed values. `engine` is the engine's name.
+    The error names the invalid value and the allowed values. `engine` is the name of the stage's engine.
     """
     check_request_id(spec.request_id)
     if not _STEP_ID.fullmatch(spec.step_id):
@@ -153,7 +153,9 @@ def _check_prompt(task: Task, signature: Signature, *, engine: str) -> None:
 
 
 def _check_medium(medium: Medium) -> None:
-    """Raises InvalidRequestError if a medium's type or samples are invalid. Does not decode the medium."""
+    """Raises InvalidRequestError if the media type or the samples of an image, audio or video input are invalid. Does
+    not decode the input.
+    """
     if not isinstance(medium, MediaFile):
         _check_samples(medium)
     elif medium.media_type not in MEDIA_TYPES[medium.kind]:

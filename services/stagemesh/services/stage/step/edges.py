@@ -1,4 +1,4 @@
-"""The edges of a step: its flows, the replicas at their other ends, and the packets that the engine receives."""
+"""The edges of a step: their flows, their peer replicas, and the packets that the engine receives over them."""
 
 import asyncio
 from collections import deque
@@ -26,16 +26,18 @@ from stagemesh.v1 import control_pb2
 
 
 class StepEdges:
-    """The edges of one run. Outgoing edges may remain open after the run, so that their consumers can be replaced."""
+    """The edges of one run of a step. Outgoing edges may remain open after the run has ended, so that their consumers
+    can be replaced.
+    """
 
     def __init__(self, spec: StepSpec, data_plane: DataPlane) -> None:
         self.request_id, self.step_id, self.attempt = spec.request_id, spec.step_id, spec.attempt
         self.outlets: FanOut | None = None
-        """The outlets of the pipeline's edges. None if there are none. Excludes `state_outlet`."""
+        """The outlets of the pipeline's edges, without `state_outlet`. None if the step has no such outlet."""
         self.state_inlet: Inlet | None = None
-        """The inlet for the state from which the step resumes. None if the state does not arrive over an edge."""
+        """The inlet that receives the state from which the step resumes. None if no edge delivers the state."""
         self.state_outlet: Outlet | None = None
-        """The outlet for the state at which the step pauses. None if the state is not sent over an edge."""
+        """The outlet that sends the state at which the step pauses. None if no edge transfers the state."""
         self._plane = data_plane
         self._inputs = {binding.edge: binding for binding in spec.inputs}
         self._outputs = {binding.edge: binding for binding in spec.outputs}
@@ -45,8 +47,8 @@ class StepEdges:
     def open(self, accepts: Mapping[str, TensorSpec], on_packet: Callable[[], None]) -> dict[str, "EdgeInput"]:
         """Opens the inlets and outlets of all edges of the spec.
 
-        Returns the input of the engine from each incoming edge of the pipeline, by edge name. `accepts` are the tensors
-        that the stage accepts. `on_packet` is called before the engine receives a packet.
+        Returns the engine's input from each incoming edge of the pipeline, by edge name. `accepts` contains the tensors
+        that the stage accepts, by name. `on_packet` is called each time before the engine receives a packet.
 
         Raises NotFoundError if an edge names an unknown transform.
         """
@@ -79,22 +81,24 @@ class StepEdges:
 
     @property
     def is_over(self) -> bool:
-        """Whether no outgoing edge can be bound to another consumer any more."""
+        """Whether none of the outgoing edges can be bound to another consumer any more."""
         return all(outlet.is_over for outlet in self._by_edge.values())
 
     def inlet_reports(self) -> list[control_pb2.FlowReport]:
-        """Returns the status of each incoming flow."""
+        """Returns a report on each incoming flow. `peer` is the flow's producer replica."""
         return [_report(self._inputs[edge].producer, inlet.status) for edge, inlet in self._all_inlets().items()]
 
     def outlet_reports(self) -> list[control_pb2.FlowReport]:
-        """Returns the status of each outgoing flow."""
+        """Returns a report on each outgoing flow, except the flow of `state_outlet`. `peer` is the flow's consumer
+        replica.
+        """
         return [_report(self._outputs[edge].consumer, outlet.status) for edge, outlet in self._by_edge.items()]
 
     def rebind(self, rebinding: Rebinding) -> None:
-        """Binds all named edges to other replicas, or no edge if an error is raised.
+        """Binds all edges in `rebinding` to other replicas. If an error is raised, no edge has been bound.
 
         Raises NotReadyError (CHUNK_GONE, ROWS_MISSING) if an edge cannot continue with the new peer, StaleAttemptError
-        if an edge is bound in a newer attempt, and NotFoundError if the step does not have an edge.
+        if an edge is already bound in a newer attempt, and NotFoundError if the step does not have one of the edges.
         """
         inputs = [each for each in rebinding.inputs if self._is_new(each, self._inputs, self._inlets)]
         outputs = [each for each in rebinding.outputs if self._is_new(each, self._outputs, self._by_edge)]
@@ -118,9 +122,10 @@ class StepEdges:
             )
 
     async def close(self, error: StagemeshError | None, *, left_state: bool) -> None:
-        """Closes all flows. If `error` is None, outlets retain the chunks that consumers may need again.
+        """Closes all flows. If `error` is None, outlets retain the chunks that consumers may need again. Otherwise,
+        consumers receive `error`.
 
-        `left_state` says whether the run paused and left a state from which another replica can resume the request.
+        `left_state` is True if the run paused and left a state from which another replica can resume the request.
         """
         if error is not None:
             self.abort(error)
@@ -150,10 +155,11 @@ class StepEdges:
         bound: Mapping[str, InputBinding | OutputBinding],
         flows: Mapping[str, Inlet | Outlet],
     ) -> bool:
-        """Returns whether a binding must be applied. A repetition of the current binding need not be.
+        """Returns whether a binding must be applied. Returns False if it repeats the current binding of a flow that has
+        not failed.
 
-        Raises NotFoundError if the step does not have the edge, and StaleAttemptError if the edge is bound in a newer
-        attempt.
+        Raises NotFoundError if the step does not have the edge, and StaleAttemptError if the edge is already bound in a
+        newer attempt.
         """
         current, flow = bound.get(binding.edge), flows.get(binding.edge)
         if current is None or flow is None:
@@ -172,7 +178,7 @@ class StepEdges:
 
 
 class EdgeInput:
-    """An async iterator over the transformed and validated packets of an inlet."""
+    """The engine's input from one incoming edge. Iterates over the inlet's packets, transformed and validated."""
 
     def __init__(
         self, inlet: Inlet, binding: InputBinding, *, accepts: Mapping[str, TensorSpec], on_packet: Callable[[], None]
@@ -186,13 +192,14 @@ class EdgeInput:
         self._ended = False
 
     def __aiter__(self) -> AsyncIterator[Packet]:
-        """Returns this object, because a flow can be read only once."""
+        """Returns this object itself, because an input can be read only once."""
         return self
 
     async def __anext__(self) -> Packet:
-        """Returns the next packet.
+        """Returns the next packet. Raises StopAsyncIteration after the last packet.
 
-        This is not a generator, because a generator's frame would retain the last packet and its lease.
+        This method is used instead of an async generator, because a generator's frame would retain the last packet and
+        the packet's lease.
         """
         while not self._pending:
             if self._ended:
@@ -216,10 +223,10 @@ class EdgeInput:
 
 
 def accepted_part(packet: Packet, accepts: Mapping[str, TensorSpec], *, edge: str) -> Packet:
-    """Returns a packet with only the tensors that the stage accepts.
+    """Returns a packet that contains only the tensors that the stage accepts. `edge` is the edge's name in errors.
 
-    Raises InvalidChunkError if the packet has no such tensor, or if a dtype or shape does not match. A symbol in the
-    shapes represents the same length in all tensors of the packet.
+    Raises InvalidChunkError if the packet contains none of these tensors, or if a dtype or shape does not match. A
+    symbol in the accepted shapes represents the same length in all tensors of the packet.
     """
     taken = {name: tensor for name, tensor in packet.tensors.items() if name in accepts}
     if not taken:
@@ -246,7 +253,7 @@ def _check_symbols(name: str, tensor: Array, spec: TensorSpec, *, lengths: dict[
 
 
 def _make_transform(name: str) -> Transform | None:
-    """Returns a new instance of the named transform, or None if the name is empty.
+    """Returns a new instance of the transform with this name, or None if the name is empty.
 
     Raises NotFoundError if the name is unknown.
     """

@@ -14,7 +14,7 @@ from stagemesh.services.engines.base import Progress, TokenLogprobs
 from stagemesh.v1 import stage_pb2
 
 _AUDIO_FRAGMENT_BYTES = 1 << 20
-# The rest of a message needs space, too.
+# The other fields of a message also need space.
 _MAX_TENSOR_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
 PROGRESS_INTERVAL_S = 0.5
 _MEDIA_TYPES: Mapping[bytes, str] = {
@@ -25,17 +25,20 @@ _MEDIA_TYPES: Mapping[bytes, str] = {
 
 
 class StreamedOutputs:
-    """Splits the emissions of one run into numbered fragments of the tensors that its caller requested.
+    """Splits the emissions of one run into numbered fragments. Only includes the outputs that the caller requested.
 
-    Each fragment is an event for the caller with one output. The event contains a copy of the data, because a view
-    could retain a lease on another replica's arena.
+    Each fragment is an event for the caller and contains one output. The event contains a copy of the data, because a
+    view could retain a lease on another replica's arena.
     """
 
     def __init__(
         self, names: Sequence[str], emits: Mapping[str, Emitted], *, made: Mapping[str, int] | None = None
     ) -> None:
-        """`made` is the number of fragments that earlier runs have emitted, by output name. Numbering continues after
-        them.
+        """`names` are the outputs that the caller requested, and `emits` describes the outputs that the stage can emit,
+        by name.
+
+        `made` contains the number of fragments of each output that earlier runs of the request have emitted, by output
+        name. The numbering continues from there. None means that there was no earlier run.
         """
         self._emitted = {name: emits[name] for name in names}
         self._next_seqs = {name: (made or {}).get(name, 0) for name in names}
@@ -44,13 +47,15 @@ class StreamedOutputs:
 
     @property
     def made(self) -> dict[str, int]:
-        """The number of fragments of each output so far, including fragments of earlier runs."""
+        """The number of fragments of each output so far, by output name. Includes the fragments of earlier runs of the
+        request.
+        """
         return dict(self._next_seqs)
 
     def push(self, packet: Packet, logprobs: Sequence[TokenLogprobs] = ()) -> Iterator[stage_pb2.ExecuteStepResponse]:
-        """Splits a packet into output fragments. `logprobs` are the log-probabilities of the packet's tokens.
+        """Yields the fragments of a packet's tensors. `logprobs` are the log-probabilities of the packet's tokens.
 
-        Raises UnsupportedError if a tensor does not fit in a message.
+        Raises UnsupportedError if a tensor does not fit in one message.
         """
         for name, emitted in self._emitted.items():
             tensor = packet.tensors.get(name)
@@ -67,9 +72,9 @@ class StreamedOutputs:
                     yield self._whole(name, emitted, tensor)
 
     def finish(self) -> Iterator[stage_pb2.ExecuteStepResponse]:
-        """Returns a last fragment for each text output that ends within a character.
+        """Yields a final fragment for each text output whose bytes end within a UTF-8 character.
 
-        The incomplete character is decoded as a replacement character.
+        The incomplete character is decoded as the replacement character U+FFFD.
         """
         for name, decoder in self._decoders.items():
             yield from self._text(name, decoder.decode(b"", final=True))
@@ -88,7 +93,7 @@ class StreamedOutputs:
         return fragment
 
     def _audio(self, name: str, samples: Array, sample_rate_hz: int) -> Iterator[stage_pb2.ExecuteStepResponse]:
-        """Splits audio samples into fragments that fit in a message."""
+        """Yields fragments of the audio samples that fit in a message."""
         step = max(1, _AUDIO_FRAGMENT_BYTES * len(samples) // max(1, samples.nbytes))
         for start in range(0, len(samples), step):
             fragment = self._next(name)
@@ -113,9 +118,11 @@ class StreamedOutputs:
         return fragment
 
     def _next(self, name: str) -> stage_pb2.ExecuteStepResponse:
-        """Returns the next fragment of an output, which the caller of this method fills in place.
+        """Returns an event with the next number of the output `name`. The event does not contain data yet: the caller
+        of this method adds the data in place.
 
-        Building the output separately and copying it would be slower, and each token has its own fragment.
+        Building the output separately and then copying it would be slower, and every generated token requires a
+        fragment.
         """
         fragment = stage_pb2.ExecuteStepResponse()
         fragment.output.name, fragment.output.seq = name, self._next_seqs[name]
@@ -124,9 +131,11 @@ class StreamedOutputs:
 
 
 class ProgressThrottle:
-    """Limits progress reports to one per PROGRESS_INTERVAL_S, unless the engine knows its total number of steps.
+    """Limits progress reports to one per PROGRESS_INTERVAL_S seconds. Progress with a known total number of steps is
+    not limited.
 
-    An engine that emits tokens reports progress for each token. Without the limit, the number of messages would double.
+    An engine that emits tokens reports progress for each token. Without the limit, progress reports would double the
+    number of messages.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -134,7 +143,9 @@ class ProgressThrottle:
         self._reported_s = -math.inf
 
     def is_due(self, progress: Progress) -> bool:
-        """Returns whether to report this progress. A later report or the step's end replaces a skipped report."""
+        """Returns whether to report this progress to the caller. Skipped progress is superseded by a later report or by
+        the end of the step.
+        """
         now_s = self._clock()
         if progress.total_steps is None and now_s - self._reported_s < PROGRESS_INTERVAL_S:
             return False

@@ -11,13 +11,13 @@ from stagemesh.services.stage.step.run import StepRun
 from stagemesh.services.stage.step.spec import Rebinding, StepSpec
 
 KEPT_S = 30.0
-"""The time for which an ended run is stored, in seconds."""
+"""The time for which a run is stored after it has ended, in seconds. Callers can attach to a stored run again."""
 MAX_KEPT = 256
 """The maximum number of ended runs that are stored."""
 MAX_KEPT_BYTES = 64 << 20
-"""The maximum total size of the ended runs that are stored, in bytes. Callers can attach to a stored run again."""
+"""The maximum total size of the events of all ended runs that are stored, in bytes."""
 MAX_ATTEMPTS = 4096
-"""The maximum number of requests whose latest attempt is recorded."""
+"""The maximum number of requests whose latest attempt number is recorded."""
 _RELEASED = CancelledRequestError("the request has ended")
 
 _StepT = TypeVar("_StepT", StepRun, StepEdges)
@@ -29,23 +29,24 @@ class RunRegistry:
     def __init__(self) -> None:
         self._runs: dict[str, StepRun] = {}
         self._left: dict[str, StepEdges] = {}
-        """The edges that ended runs have left open. Edges that are over are removed when another run ends."""
+        """The outgoing edges that ended runs have left open, by step id. Edges that can no longer be rebound are
+        removed by `_drop_edges_over`."""
         self._running: dict[str, StepRun] = {}
         self._kept: OrderedDict[str, asyncio.TimerHandle] = OrderedDict()
         self._kept_bytes = 0
         self._attempts: OrderedDict[str, int] = OrderedDict()
 
     def running(self, request_id: str = "", *, up_to_attempt: int = 0) -> list[StepRun]:
-        """Returns the runs of a request that have not ended and whose attempt is at most `up_to_attempt`.
+        """Returns the runs of a request that have not ended and whose attempt number is at most `up_to_attempt`.
 
-        An empty `request_id` means all requests. An attempt of 0 means all attempts.
+        An empty `request_id` means all requests. An `up_to_attempt` of 0 means all attempts.
         """
         return _of_request(self._running.values(), request_id, up_to_attempt)
 
     def rebind(self, rebinding: Rebinding) -> None:
-        """Binds edges of a running step, or edges that an ended step has left open, to other replicas.
+        """Binds edges of a step to other replicas. The step is running, or has ended and left the edges open.
 
-        Raises NotFoundError (UNKNOWN_STEP) if neither exists, and the errors of `StepEdges.rebind`.
+        Raises NotFoundError (UNKNOWN_STEP) if there is no such step, and the errors of `StepEdges.rebind`.
         """
         self._drop_edges_over()
         run = self._running.get(rebinding.step_id)
@@ -58,18 +59,20 @@ class RunRegistry:
         edges.rebind(rebinding)
 
     def release_edges(self, request_id: str = "", *, up_to_attempt: int = 0) -> None:
-        """Releases the edges that ended runs of a request have left open. Their attempt is at most `up_to_attempt`.
+        """Releases the edges that ended runs of a request have left open. Affects only runs whose attempt number is at
+        most `up_to_attempt`.
 
-        An empty `request_id` means all requests. An attempt of 0 means all attempts.
+        An empty `request_id` means all requests. An `up_to_attempt` of 0 means all attempts.
         """
         for edges in _of_request(self._left.values(), request_id, up_to_attempt):
             edges.abort(_RELEASED)
         self._drop_edges_over()
 
     def find(self, spec: StepSpec) -> StepRun | None:
-        """Returns the run with the step id of `spec`, or None if there is none.
+        """Returns the running or stored run with the step id of `spec`, or None if there is none.
 
-        Raises StaleAttemptError if a newer attempt is known, and ExistsError if the step exists with other content.
+        Raises StaleAttemptError if a newer attempt of the request is recorded, and ExistsError if a run with this step
+        id was started with a different spec.
         """
         latest = self._attempts.get(spec.request_id, 0)
         if spec.attempt < latest:
@@ -87,7 +90,9 @@ class RunRegistry:
         return run
 
     def add(self, run: StepRun) -> None:
-        """Adds a new run, and stops runs of earlier attempts of the same request."""
+        """Adds a new run. Stops the runs of earlier attempts of the same request, and releases the edges that ended
+        runs of this request have left open.
+        """
         for known in self.running(run.request_id):
             if known.attempt < run.attempt:
                 known.stop(CancelledRequestError(f"attempt {run.attempt} has taken over", reason="STALE_ATTEMPT"))
@@ -99,9 +104,11 @@ class RunRegistry:
         self._runs[run.step_id] = self._running[run.step_id] = run
 
     def retire(self, run: StepRun, left: StepEdges | None) -> None:
-        """Stores an ended run for KEPT_S seconds, or until newer runs exceed the limits.
+        """Stores an ended run for KEPT_S seconds. Removes the oldest stored runs if their number exceeds MAX_KEPT or
+        their total size exceeds MAX_KEPT_BYTES.
 
-        Stores `left`, the outgoing edges of a successful run, until their consumers no longer need them.
+        `left` contains the outgoing edges that the run has left open, or is None. These edges are stored until their
+        consumers can no longer be replaced.
         """
         step_id = run.step_id
         del self._running[step_id]
@@ -115,7 +122,7 @@ class RunRegistry:
             self._forget(next(iter(self._kept)))
 
     def close(self) -> None:
-        """Removes the ended runs, and releases the edges that they have left open."""
+        """Removes all ended runs, and releases the edges that they have left open."""
         self.release_edges()
         for step_id in list(self._kept):
             self._forget(step_id)
@@ -129,7 +136,9 @@ class RunRegistry:
 
 
 def _of_request(steps: Iterable[_StepT], request_id: str, up_to_attempt: int) -> list[_StepT]:
-    """Returns the steps that match both arguments. An empty request id and an attempt of 0 match all steps."""
+    """Returns the items of the request whose attempt number is at most `up_to_attempt`. An empty `request_id` means all
+    requests, and an `up_to_attempt` of 0 means all attempts.
+    """
     return [
         each
         for each in steps

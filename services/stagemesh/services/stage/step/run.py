@@ -1,4 +1,4 @@
-"""The run of one step, from its spec to the end of its flows."""
+"""The run of one step, from opening the step's edges to closing them."""
 
 import asyncio
 import itertools
@@ -32,16 +32,18 @@ from stagemesh.v1 import control_pb2, request_pb2, stage_pb2
 _log = logging.getLogger(__name__)
 
 ABANDON_S = 5.0
-"""The time for which a run continues without a caller, in seconds."""
+"""The time for which a run continues after its last caller has disconnected, in seconds."""
 ABORT_S = 1.0
-"""Time limit for the engine to release a stopped task, in seconds. After this time, callers and edges receive the
-error."""
+"""Time limit for the engine to release a stopped task, in seconds. If the engine exceeds it, callers and edges receive
+the error with which the run was stopped, and the run is closed without the engine."""
 
 _numbers = itertools.count(1)
 
 
 def drained_error(where: Mapping[str, str]) -> UnavailableError:
-    """Returns the error for a step that must continue on another replica, because this replica is being drained."""
+    """Returns the error for a step that must continue on another replica, because this replica is being drained.
+    `where` contains the names of this stage and replica.
+    """
     return UnavailableError(
         f"replica {where['replica']} of stage {where['stage']} is drained and hands its steps over to other replicas",
         reason="DRAINED",
@@ -50,17 +52,18 @@ def drained_error(where: Mapping[str, str]) -> UnavailableError:
 
 
 class Stopwatch:
-    """Measures the timings of a step on the monotonic clock. Starts when it is constructed."""
+    """Measures the timings of a step on the monotonic clock. All times are in seconds since construction."""
 
     def __init__(self) -> None:
         self._accepted_s = time.monotonic()
         self.started_s: float | None = None
-        """The time at which the engine received its first input. None if it has not received an input."""
+        """The time at which the engine received its first input, in seconds since construction. None if the engine has
+        not received any input."""
         self._first_output_s: float | None = None
 
     @property
     def age_s(self) -> float:
-        """The time since the step was accepted, in seconds."""
+        """The time since construction, in seconds. The step is accepted at construction."""
         return time.monotonic() - self._accepted_s
 
     def start(self) -> None:
@@ -74,7 +77,7 @@ class Stopwatch:
             self._first_output_s = self.age_s
 
     def timings(self) -> request_pb2.Timings:
-        """Returns the step's timings, with the current time as the end of the step."""
+        """Returns the step's timings. Call at the end of the step, because the current time is recorded as the end."""
         now_s = self.age_s
         started_s = now_s if self.started_s is None else self.started_s
         return request_pb2.Timings(started_s=started_s, first_output_s=self._first_output_s, finished_s=now_s)
@@ -83,8 +86,8 @@ class Stopwatch:
 class StepRun:
     """The run of one step on the engine, from the step's inlets to its outlets. Appends the step's events to `journal`.
 
-    Call `start` once, then await `ended`. The journal closes when the engine has released the task, and at most ABORT_S
-    seconds after a stop. Callers and peer stages therefore do not wait for an engine that ignores an abort.
+    Call `start` once, then await `ended`. The journal closes when the engine has released the task, but no later than
+    ABORT_S seconds after `stop`. Callers and peer stages therefore do not wait for an engine that ignores an abort.
     """
 
     def __init__(
@@ -97,13 +100,15 @@ class StepRun:
         states: PausedStates,
         where: Mapping[str, str],
     ) -> None:
-        """`states` retains the states from which the request can resume."""
+        """`signature` describes the stage's inputs and outputs. `states` retains the states from which requests can
+        resume. `where` contains the names of the stage and of the replica, for log records and errors.
+        """
         if spec.task.resume_from is not None:
             spec = states.with_state(spec)
         self.request_id, self.step_id, self.attempt = spec.request_id, spec.step_id, spec.attempt
         self.fingerprint, self.priority = spec.fingerprint, spec.task.priority
         self.journal = Journal[bytes](on_abandoned=self._abandoned)
-        """The events of the step as serialized messages. A message object would need ten times the memory."""
+        """The events of the step as serialized messages. Message objects would need ten times as much memory."""
         self._spec = spec
         self._engine, self._data_plane, self._signature, self._states = engine, data_plane, signature, states
         self._where = {**where, "request_id": spec.request_id}
@@ -111,10 +116,10 @@ class StepRun:
         self._outputs = StreamedOutputs(spec.streamed, signature.emits, made=resume_from.outputs)
         self._rows = dict(resume_from.rows)
         self._paused: Checkpoint | None = None
-        """The state at which the run paused. None if it has not paused."""
+        """The checkpoint at which the run paused. None if the run has not paused."""
         self._journaled: tuple[int, Checkpoint] | None = None
-        """The index of the newest checkpoint in the journal, and its placeholder without the state. None if the journal
-        has no checkpoint with a state."""
+        """The index of the newest checkpoint in the journal, and a copy of this checkpoint without its state, which
+        later replaces the checkpoint. None if the journal contains no checkpoint with a state."""
         self.edges = StepEdges(spec, data_plane)
         self._stopwatch, self._progress = Stopwatch(), ProgressThrottle()
         self._usage = Usage()
@@ -129,16 +134,16 @@ class StepRun:
         self.event_count = 0
         """The number of events received from the engine."""
         self.number = next(_numbers)
-        """The run's number. It increases with each run of this process."""
+        """The run's number. Runs that start later in this process have higher numbers."""
 
     @property
     def computes(self) -> bool:
-        """Whether the run waits only for its engine, and neither for input nor for a consumer's credit."""
+        """Whether the run waits only for its engine. False while the run waits for input or for a consumer's credit."""
         return self._with_engine and not any(each.waits for each in self._inputs)
 
     @property
     def kept_bytes(self) -> int:
-        """The size of the run's events, in bytes."""
+        """The total size of the run's serialized events, in bytes."""
         return sum(map(len, self.journal.items))
 
     @property
@@ -157,19 +162,23 @@ class StepRun:
     def start(self, *, deadline_s: float | None, on_ended: Callable[["StepRun", StepEdges | None], None]) -> None:
         """Starts the run. `deadline_s` is a time on the event loop's clock in seconds, or None for no deadline.
 
-        When the run has ended, `on_ended` is called with the run and with the edges that it left open. The edges are
+        When the run has ended, calls `on_ended` with this run and with the edges that it has left open. The edges are
         None unless the run succeeded and some of its consumers may still be replaced.
         """
         self._set_deadline(deadline_s)
         self._task = asyncio.create_task(self._run(on_ended), name=f"step {self.step_id}")
 
     def extend(self, *, deadline_s: float | None) -> None:
-        """Sets a later deadline for another caller. Ignores an earlier `deadline_s`. None removes the deadline."""
+        """Extends the deadline for another caller. `deadline_s` is a time on the event loop's clock in seconds.
+
+        Ignores a time before the current deadline. None removes the deadline.
+        """
         if self._timer is not None and (deadline_s is None or deadline_s > self._timer.when()):
             self._set_deadline(deadline_s)
 
     def stop(self, cause: StagemeshError) -> None:
-        """Stops the run. The run ends with the error `cause` after the engine's current step, or after ABORT_S seconds.
+        """Stops the run. The run ends with the error `cause` when the engine has released the task, or after ABORT_S
+        seconds.
 
         Does nothing if the run has already been stopped, because the first cause counts.
         """
@@ -181,7 +190,8 @@ class StepRun:
             asyncio.get_running_loop().call_later(ABORT_S, self._close_early)
 
     def request_pause(self) -> None:
-        """Requests a pause after the engine's current step, so that another replica can resume the request.
+        """Requests that the engine pause the task after its current step, so that another replica can resume the
+        request.
 
         Only for engines with the ability `can_pause`.
         """
@@ -193,7 +203,9 @@ class StepRun:
         await asyncio.wait([self._task])
 
     def _abandoned(self) -> None:
-        """Called when the last caller has disconnected. The run waits, because a caller may reconnect."""
+        """Called when the last caller has disconnected. Stops the run after ABANDON_S seconds unless a caller has
+        reconnected.
+        """
         asyncio.get_running_loop().call_later(ABANDON_S, self._stop_abandoned)
 
     def _stop_abandoned(self) -> None:
@@ -255,9 +267,9 @@ class StepRun:
         await self._finish()
 
     async def _resumed_from(self) -> Checkpoint | None:
-        """Returns the checkpoint from which the task resumes, or None if it starts from the beginning.
+        """Returns the checkpoint from which the task resumes, or None if the task starts from the beginning.
 
-        Receives the checkpoint's tensors if an edge delivers them.
+        If an edge delivers the checkpoint's tensors, waits for them and adds them to the checkpoint.
         """
         resume_from = self._spec.task.resume_from
         inlet = self.edges.state_inlet
@@ -307,7 +319,9 @@ class StepRun:
         self._raise_cause()
 
     def _raise_cause(self) -> None:
-        """Raises the error that was passed to `stop`, in case `stop` could not interrupt the run."""
+        """Raises the error that was passed to `stop`. Does nothing if `stop` has not been called. This check is needed
+        because `stop` cannot always interrupt the run.
+        """
         if self._cause is not None:
             raise self._cause
 
@@ -315,17 +329,18 @@ class StepRun:
         return self.journal.append(event.SerializeToString())
 
     def _append_outputs(self, emission: Emission) -> None:
-        """Appends the client's outputs to the journal before edges receive them, so that clients do not wait for
-        credit.
+        """Appends the outputs for callers to the journal. This happens before the packet is sent to edges, so that
+        callers do not wait for an edge's credit.
         """
         self._stopwatch.first_output()
         for output in self._outputs.push(emission.packet, emission.logprobs):
             self._append(output)
 
     def _append_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Appends a checkpoint to the journal. The checkpoint covers everything that was emitted before it.
+        """Appends a checkpoint to the journal. The checkpoint covers all outputs that the engine emitted before it.
 
-        Skips the checkpoint if an edge does not receive all rows, because the row counts do not apply to that edge.
+        Skips the checkpoint if an edge transfers only some of the emitted rows, because the checkpoint's row counts
+        would not match the rows of that edge.
         """
         if not self._spec.edges_take_all_rows(self._signature):
             return
@@ -337,9 +352,9 @@ class StepRun:
         self._journaled = self._append(_checkpoint_event(journaled)), without_state(state)
 
     def _clear_journaled(self) -> None:
-        """Replaces the last journaled checkpoint with its placeholder.
+        """Replaces the newest checkpoint in the journal with a copy without its state, which needs less memory.
 
-        Later subscribers resume from a newer checkpoint or need none.
+        Callers that subscribe later resume from a newer checkpoint or do not need one.
         """
         if self._journaled is not None:
             index, placeholder = self._journaled
@@ -379,13 +394,18 @@ class StepRun:
             await outlet.finish()
 
     def _close_early(self) -> None:
-        """Closes the run before the engine has released the task. `ended` still waits for the engine."""
+        """Closes the flows and the journal although the engine has not yet released the task. `ended` still waits for
+        the engine.
+        """
         if not self._closing:
             _log.info("the engine has not released step %s within %g s after its stop", self.step_id, ABORT_S)
             self._early_close = asyncio.create_task(self._close(self._cause), name=f"close step {self.step_id}")
 
     async def _close(self, error: StagemeshError | None) -> StepEdges | None:
-        """Closes the flows and the journal. Returns the edges whose consumers may still be replaced, if any."""
+        """Closes the flows and the journal with the run's error, or None if the run succeeded or paused.
+
+        Returns the step's edges if some of its consumers may still be replaced, otherwise None.
+        """
         self._closing = True
         self._set_deadline(None)
         if error is not None:

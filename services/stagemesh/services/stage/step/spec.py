@@ -1,4 +1,4 @@
-"""The spec of a step: the content of an ExecuteStep or RebindStep call, and its conversion from the messages."""
+"""The spec of a step: the content of an ExecuteStep or RebindStep request, and its conversion from and to messages."""
 
 import hashlib
 from collections.abc import Mapping
@@ -34,26 +34,26 @@ _TOKEN_SELECTIONS: Mapping[int, TokenSelection] = {
 }
 
 STATE_EDGE = "@state"
-"""The name of the edge that transfers a paused request's state to the replica that resumes the request. This edge is
-not part of the pipeline."""
+"""The name of the edge that transfers a paused request's state to the replica that resumes the request. The edge does
+not belong to the pipeline."""
 
 
 @dataclass(frozen=True)
 class InputBinding:
-    """An incoming edge and its producer replica."""
+    """An incoming edge of a step and the producer replica to which it is bound."""
 
     edge: str
     producer: str
     transform: str = ""
-    """The name of a transform. Empty if the packets are not transformed."""
+    """The name of the transform that is applied to the packets. Empty if the packets are not transformed."""
     apart: bool = False
-    """Whether each packet of this edge is a separate input. If False, packets are joined with packets of other edges.
-    """
+    """Whether each packet of this edge is a separate input. If False, the packets are joined with the packets of other
+    edges."""
     attempt: int = 0
     """The attempt to which the edge's flow belongs. 0 means the step's attempt."""
     first_rows: Mapping[str, int] = field(default_factory=dict[str, int])
-    """In a rebinding, the number of rows before the first row of the new flow, by tensor. 0 for tensors that are not
-    listed."""
+    """The number of rows that precede the first row of the new flow, by tensor name. 0 for tensors that are not listed.
+    Only used when an edge is bound to another producer."""
 
     @property
     def peer(self) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ class InputBinding:
 
 @dataclass(frozen=True)
 class OutputBinding:
-    """An outgoing edge and its consumer replica."""
+    """An outgoing edge of a step and the consumer replica to which it is bound."""
 
     edge: str
     consumer: str
@@ -71,7 +71,7 @@ class OutputBinding:
     connector: ConnectorName
     policy: ChunkPolicy
     tensors: frozenset[str] = frozenset()
-    """The emitted tensors that the edge carries. Empty means all emitted tensors."""
+    """The names of the emitted tensors that the edge transfers. Empty means all emitted tensors."""
     tokens: TokenSelection = "all"
     attempt: int = 0
     """The attempt to which the edge's flow belongs. 0 means the step's attempt."""
@@ -83,11 +83,13 @@ class OutputBinding:
 
     @property
     def is_selective(self) -> bool:
-        """Whether the edge may carry only some tensors or rows of a packet."""
+        """Whether the edge may omit tensors or rows of a packet."""
         return bool(self.tensors) or self.tokens == "last"
 
     def select(self, packet: Packet) -> Packet | None:
-        """Returns the tensors and rows of a packet that the edge carries, or None if it carries none of them."""
+        """Returns a packet with only the tensors and rows that the edge transfers, or None if it transfers none of
+        them.
+        """
         if self.tensors and not packet.tensors.keys() <= self.tensors:
             tensors = {name: tensor for name, tensor in packet.tensors.items() if name in self.tensors}
             if not tensors:
@@ -98,18 +100,18 @@ class OutputBinding:
 
 @dataclass(frozen=True)
 class StepSpec:
-    """One stage's part of a request, as specified by an ExecuteStep call."""
+    """The spec of one stage's part of a request, as requested by an ExecuteStep call."""
 
     step_id: str
     attempt: int
     task: Task
-    """The task for the engine, without inlets. The run opens the inlets."""
+    """The engine's task. Its inlets are empty until the run opens them."""
     inputs: tuple[InputBinding, ...] = ()
     outputs: tuple[OutputBinding, ...] = ()
     streamed: tuple[str, ...] = ()
     """The names of the emitted tensors that are streamed to the caller."""
     fingerprint: bytes = b""
-    """A digest of the call. Calls with equal content have equal fingerprints."""
+    """A digest of the ExecuteStep request. Requests with equal content have equal fingerprints."""
 
     @property
     def takes_state(self) -> bool:
@@ -122,23 +124,24 @@ class StepSpec:
 
     @property
     def wanted_tensors(self) -> frozenset[str] | None:
-        """The tensors that any edge or the caller requests. None means all tensors."""
+        """The names of the tensors that at least one edge or the caller requests. None means all tensors."""
         if any(not binding.tensors for binding in self.outputs):
             return None
         return frozenset(self.streamed).union(*(binding.tensors for binding in self.outputs))
 
     def wanted_rows(self, signature: Signature) -> TokenSelection:
-        """Returns "last" if all edges request only the rows of the last tokens, otherwise "all".
+        """Returns "last" if the engine needs to emit only the rows of the last tokens, otherwise "all".
 
-        A caller always receives all rows of a tensor.
+        The result is "last" if all edges request only these rows and the caller requests no tensor with rows. A caller
+        always receives all rows of a tensor.
         """
         only_last = self._rows_of_edges(signature) == {"last"}
         return "last" if only_last and not _tensors_with_rows(signature).intersection(self.streamed) else "all"
 
     def edges_take_all_rows(self, signature: Signature) -> bool:
-        """Returns whether each edge carries every emitted row of its tensors.
+        """Returns whether every edge transfers all emitted rows of its tensors.
 
-        One row count then applies to all edges.
+        If so, one row count applies to all edges.
         """
         return self._rows_of_edges(signature) <= {self.wanted_rows(signature)}
 
@@ -149,7 +152,7 @@ class StepSpec:
 
 @dataclass(frozen=True)
 class Rebinding:
-    """New peer replicas for some edges of a step."""
+    """New peer replicas for some of the edges of a step, as requested by a RebindStep call."""
 
     request_id: str
     step_id: str
@@ -162,7 +165,10 @@ def _tensors_with_rows(signature: Signature) -> set[str]:
 
 
 def _from_last_prompt_token(packet: Packet) -> Packet | None:
-    """Returns the rows from the prompt's last token onwards, or None if the packet contains only earlier rows."""
+    """Returns a packet with the rows from the prompt's last token onwards, or None if all rows are earlier.
+
+    Returns the unchanged packet if its metadata does not contain the token positions.
+    """
     start, prompt_tokens = packet.metadata.get("token_start"), packet.metadata.get("prompt_tokens")
     if not isinstance(start, int) or not isinstance(prompt_tokens, int):
         return packet
@@ -178,7 +184,9 @@ def _from_last_prompt_token(packet: Packet) -> Packet | None:
 
 
 def spec_from_wire(request: stage_pb2.ExecuteStepRequest) -> StepSpec:
-    """Converts a request message to a step spec. Raises InvalidRequestError if a value is invalid on any stage."""
+    """Converts an ExecuteStep request to a step spec. Raises InvalidRequestError if a value is invalid regardless of
+    the stage.
+    """
     check_input(request.input)
     return StepSpec(
         step_id=request.step_id,
@@ -211,7 +219,7 @@ def _task(request: stage_pb2.ExecuteStepRequest) -> Task:
 
 
 def _prompt(message: request_pb2.Input) -> Prompt | None:
-    """Converts the prompt of a request message. Returns None if the prompt is empty."""
+    """Converts the prompt of an ExecuteStep request. Returns None if the prompt is empty."""
     if not has_prompt(message):
         return None
     match message.WhichOneof("prompt"):
@@ -273,7 +281,9 @@ def _checkpoint(message: stage_pb2.Checkpoint) -> Checkpoint:
 
 
 def rebinding_from_wire(request: stage_pb2.RebindStepRequest) -> Rebinding:
-    """Converts a request message to a rebinding. Raises InvalidRequestError if a value is invalid on any stage."""
+    """Converts a RebindStep request to a rebinding. Raises InvalidRequestError if a value is invalid regardless of the
+    stage.
+    """
     return Rebinding(
         request_id=request.request_id,
         step_id=request.step_id,
