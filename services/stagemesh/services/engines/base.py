@@ -240,7 +240,7 @@ class Emission:
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a task: the numbers of completed steps and of all steps. The latter is None if it is unknown."""
+    """The progress of a task, as the number of completed steps. `total_steps` is None if the total is unknown."""
 
     steps: int
     total_steps: int | None = None

@@ -1,7 +1,7 @@
-"""The fake engine for tests, benchmarks and trial deployments. It has no model.
+"""The fake engine for tests, benchmarks and trial deployments. It computes simple functions instead of a model.
 
-A stage's `function` selects its inputs and outputs. Its options set the timing, the sizes and the faults.
-The table's columns are the function, its input, and its output.
+The `function` of a stage determines the stage's input and output. The stage's options set the timing, the sizes and the
+faults. The columns of this table are the function, its input, and its output:
 
 =======  =========================  ===========================================
 source   the client's prompt        text
@@ -42,7 +42,9 @@ _SIGNATURES = {
 
 
 def signature(function: str | None) -> Signature:
-    """Returns the signature of a fake stage with this function. Raises NotFoundError if the function is unknown."""
+    """Returns the signature of a fake stage that has this function. Raises NotFoundError if the function is
+    unknown.
+    """
     found = _SIGNATURES.get(function or "source")
     if found is None:
         raise NotFoundError(

@@ -1,4 +1,6 @@
-"""The fake engine. Its output depends only on seed, prompt and step, so that runs can be compared byte by byte."""
+"""The fake engine. Its outputs depend only on the seed, the prompt and the step, so two runs are equal byte
+by byte.
+"""
 
 import asyncio
 import math
@@ -45,7 +47,7 @@ from stagemesh.services.engines.input_join import packets_of
 
 
 class FakeEngine:
-    """Runs the tasks of a fake stage, at most `max_running` at a time."""
+    """The engine of a fake stage. Runs at most `max_running` tasks at the same time. Further tasks wait."""
 
     def __init__(self, config: StageConfig) -> None:
         self._stage, self._function = config.stage, config.function or "source"
@@ -90,11 +92,11 @@ class FakeEngine:
 class FakeRun:
     """The run of one task. Converts each input to an emission, with the configured timing and faults.
 
-    `events` may be called only once.
+    `events` may be called only once for each run.
     """
 
     def __init__(self, task: Task, *, stage: str, function: str, options: FakeOptions, closed: asyncio.Event) -> None:
-        """`closed` is an event that the engine sets when it closes."""
+        """Prepares the run. `closed` is an event that the engine sets when it is closed."""
         self._task, self._stage, self._function, self._options = task, stage, function, options
         self._signature = signature(function)
         self._random = SeededRandom(task.seed, stage)
@@ -102,7 +104,7 @@ class FakeRun:
         self._closed = closed
         self._resumed = task.resume_from.steps if task.resume_from is not None else 0
         self._rows_to_skip: dict[str, int] = {}
-        """The number of rows that must still be skipped because they precede the checkpoint, by tensor."""
+        """The number of rows that must still be skipped because the client already has them, by tensor name."""
         self._step = 0
         if task.resume_from is not None and task.resume_from.rows and not is_packed(task.resume_from.tensors):
             # The new inputs may be split differently, so the task resumes at a row, not at a step.
@@ -112,12 +114,12 @@ class FakeRun:
 
     @property
     def left_s(self) -> float:
-        """The estimated remaining work in seconds."""
+        """The estimated remaining work of the task, in seconds."""
         expected = self._source_steps if self._is_source else self._options.steps.mean
         return max(0.0, expected - self._step) * self._options.step_s.mean
 
     async def events(self) -> AsyncGenerator[EngineEvent, None]:
-        """Yields the task's events, as specified by `Engine.submit`."""
+        """Runs the task and yields its events, as specified by `Engine.submit`."""
         self._memory = hold_memory(self._options.request_memory_bytes)
         size_bytes, delayed = 0, list[Emission]()
         async with aclosing(self._inputs()) as inputs:
@@ -169,11 +171,13 @@ class FakeRun:
 
     @property
     def _before_checkpoint(self) -> bool:
-        """Whether the task has not reached the position from which it resumes."""
+        """Whether the task has not yet reached the checkpoint from which it resumes."""
         return self._step < self._resumed or any(self._rows_to_skip.values())
 
     def _after_checkpoint(self, made: Tensors) -> Tensors | None:
-        """Returns the rows of a step's tensors after the checkpoint, or None if all rows precede the checkpoint."""
+        """Returns the rows of a step's tensors that follow the checkpoint, or None if the checkpoint includes all of
+        them.
+        """
         if not any(self._rows_to_skip.values()):
             return None if self._before_checkpoint else made
         skips = {name: min(len(tensor), self._rows_to_skip.get(name, 0)) for name, tensor in made.items()}
@@ -184,7 +188,10 @@ class FakeRun:
         return rest if self._resumed == self._step else None
 
     async def _inputs(self) -> AsyncGenerator[Tensors, None]:
-        """Yields the input of each step, from the first step or from the paused state."""
+        """Yields the input of each step.
+
+        Starts with the first step, or with the remaining inputs that the task's checkpoint contains.
+        """
         if self._is_source:
             for step in range(self._source_steps):
                 yield {"text": self._sized(source_text(self._task, step), step)}
@@ -209,9 +216,9 @@ class FakeRun:
         return resize_text(text, self._random.count(self._options.size_bytes, "size", step))
 
     def _check_order(self, packet: Packet, last: int) -> int:
-        """Returns the packet's step, or `last` if the packet does not contain a step.
+        """Returns the step of the producer that the packet's metadata contains. Returns `last` if there is none.
 
-        Raises InvalidChunkError if the step is below `last`.
+        `last` is the step of the previous packet. Raises InvalidChunkError if the packet's step is less than `last`.
         """
         step = packet.metadata.get("step")
         if not isinstance(step, int) or len(self._task.inlets) > 1:
@@ -224,10 +231,11 @@ class FakeRun:
         return step
 
     async def _state(self, inputs: AsyncGenerator[Tensors, None]) -> Checkpoint | None:
-        """Returns the state to resume from, with the remaining inputs, or None if no work remains.
+        """Returns the checkpoint of a task that pauses, or None if the task has no steps left.
 
-        A task that must pause on request does not wait for its remaining inputs. The replica that resumes the task
-        receives all inputs from the start.
+        The checkpoint contains the remaining inputs, because the stage does not receive them again. An exception is a
+        pause on request, which does not wait for the remaining inputs: the replica that resumes the task receives all
+        inputs again.
         """
         if self._task.pause_requested.is_set() or (self._is_source and self._step < self._source_steps):
             return Checkpoint(self._step, tensors=step_state(self._step))
@@ -237,7 +245,7 @@ class FakeRun:
         return Checkpoint(self._step, tensors=pack(left)) if left else None
 
     async def _compute(self) -> None:
-        """Waits for the duration of the current step. Applies the faults that occur at this step."""
+        """Applies the faults of the current step and waits for the step's duration."""
         step = self._step
         await self._faults.strike(step, stage=self._stage)
         await asyncio.sleep(self._clock.pause_s(self._duration_s(step) + self._faults.slowness_s(step)))
@@ -252,7 +260,7 @@ class FakeRun:
 
 
 class TaskFaults:
-    """The faults of one attempt of a request, and the steps before which they occur."""
+    """The faults that occur in one attempt of a request, each with the number of steps before it occurs."""
 
     def __init__(self, faults: Sequence[Fault], task: Task, random: SeededRandom) -> None:
         self._random = random
@@ -264,11 +272,11 @@ class TaskFaults:
         }
 
     def swaps_outputs(self, step: int) -> bool:
-        """Returns whether the outputs of this step and of the next step are swapped."""
+        """Returns whether the output of this step must be emitted after the output of the next step."""
         return bool(self._now("disorder", step))
 
     def slowness_s(self, step: int) -> float:
-        """Returns the time that slow faults add to this step, in seconds."""
+        """Returns the time in seconds that the `slow` faults add to this step."""
         return sum(
             self._random.draw(fault.slow_s, "slow", number, step)
             for number, (fault, after) in self._faults.items()
@@ -276,7 +284,10 @@ class TaskFaults:
         )
 
     async def strike(self, step: int, *, stage: str) -> None:
-        """Applies a fault that occurs before this step: kills the process, waits forever, or raises InternalError."""
+        """Applies the fault that occurs before this step, if any.
+
+        Depending on the fault, kills the process, waits forever, or raises InternalError.
+        """
         if self._now("exit", step):
             os.kill(os.getpid(), signal.SIGKILL)
         if self._now("hang", step):
@@ -289,11 +300,12 @@ class TaskFaults:
 
 
 class StepClock:
-    """Computes when the steps of a task end. `clock` returns seconds.
+    """Computes the time at which each step of a task ends. `clock` returns the current time in seconds.
 
-    With `keeps_rate`, a step that starts late ends on the original schedule, which preserves the average rate. After a
-    longer wait, steps do not catch up. They rejoin the schedule at its next point, so that tasks that were blocked
-    together do not resume in lockstep. Without `keeps_rate`, each step ends its full duration after its start.
+    With `keeps_rate`, a step that starts late still ends at the time that the schedule sets, which preserves the
+    average rate. After a delay of more than one step, the missed steps are not made up. The next step ends at a later
+    time of the same schedule, so that tasks that were blocked together do not resume in lockstep. Without `keeps_rate`,
+    each step ends its full duration after its start.
     """
 
     def __init__(self, *, keeps_rate: bool, clock: Callable[[], float]) -> None:
@@ -301,7 +313,9 @@ class StepClock:
         self._due_s = -math.inf
 
     def pause_s(self, duration_s: float) -> float:
-        """Returns the time from now until a step that starts now ends, in seconds."""
+        """Returns the time in seconds from now until the end of a step that starts now and takes
+        `duration_s` seconds.
+        """
         now_s = self._now_s()
         late_s = now_s - self._due_s
         keeps = self._keeps_rate and math.isfinite(late_s)
@@ -310,7 +324,7 @@ class StepClock:
 
 
 def hold_memory(size_bytes: int) -> Array:
-    """Allocates memory and returns it as an array. The memory is freed when the array is deleted.
+    """Allocates `size_bytes` bytes of memory as an array. The memory is freed when the array is deleted.
 
     Raises OverloadedError if too little memory is available.
     """

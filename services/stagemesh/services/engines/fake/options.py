@@ -1,4 +1,6 @@
-"""The options of a fake stage. Numeric options are fixed or random, and a seeded random generator samples them."""
+"""The options of a fake stage. A numeric option is a fixed number, or a distribution that is sampled
+deterministically.
+"""
 
 import hashlib
 import math
@@ -16,25 +18,35 @@ Count: TypeAlias = Annotated[int, Field(ge=0)]
 FaultKind: TypeAlias = Literal["error", "hang", "slow", "exit", "disorder"]
 
 _MAX_SIGMA = 10
-"""The maximum standard deviation of a log-normal distribution's logarithm. Larger values yield useless and finally
-infinite samples."""
+"""The maximum standard deviation of the logarithm in a log-normal distribution.
+
+With larger values, samples become too large to be useful, and finally infinite.
+"""
 
 
 @dataclass(frozen=True)
 class Amount:
-    """A fixed number or a distribution. Exactly one field is set. In options, a plain number is a fixed amount."""
+    """A numeric option: a fixed number or a distribution. Exactly one field is set.
+
+    In a stage's options, a plain number is a fixed amount.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     fixed: Number | None = None
     uniform: tuple[Number, Number] | None = None
-    """The minimum and maximum of a uniform distribution."""
+    """The minimum and the maximum of a uniform distribution, or None if the amount is of another kind."""
     exponential: Number | None = None
-    """The mean of an exponential distribution."""
+    """The mean of an exponential distribution, or None if the amount is of another kind."""
     lognormal: tuple[Number, Number] | None = None
-    """The median of a log-normal distribution, and the standard deviation of its logarithm."""
+    """The median of a log-normal distribution, and the standard deviation of its logarithm.
+
+    None if the amount is of another kind.
+    """
     one_of: Annotated[tuple[Number, ...], Field(min_length=1)] | None = None
-    """The equally probable values of a discrete distribution."""
+    """The values of a discrete distribution, which are equally probable, or None if the amount is of
+    another kind.
+    """
 
     def __post_init__(self) -> None:
         given = (self.fixed, self.uniform, self.exponential, self.lognormal, self.one_of)
@@ -46,7 +58,7 @@ class Amount:
             raise ValueError(f"lognormal's second number is a deviation of the logarithm, at most {_MAX_SIGMA}")
 
     def at(self, quantile: float) -> float:
-        """Returns the amount at a quantile, which must be greater than 0 and less than 1."""
+        """Returns the amount's value at a quantile. The quantile must be greater than 0 and less than 1."""
         if self.uniform is not None:
             low, high = self.uniform
             return low + (high - low) * quantile
@@ -95,28 +107,30 @@ def _whole(amount: Amount) -> Amount:
 
 AmountOption: TypeAlias = Annotated[Amount, BeforeValidator(_from_number)]
 CountOption: TypeAlias = Annotated[Amount, BeforeValidator(_from_number), AfterValidator(_whole)]
-"""An amount whose samples are rounded to whole numbers. A fixed amount must be a whole number."""
+"""An amount that is a whole number. A fixed amount must be a whole number. Samples of a distribution are rounded."""
 
 
 @dataclass(frozen=True)
 class SeededRandom:
-    """A random generator. A sample depends only on the request's seed, the stage, and the sample's key."""
+    """A random generator whose samples depend only on the request's seed, the stage's name, and the sample's key."""
 
     seed: int
     stage: str
 
     def quantile(self, *key: str | int) -> float:
-        """Returns the number for `key`. The numbers are uniformly distributed between 0 and 1, both exclusive."""
+        """Returns a number between 0 and 1 (both exclusive) for `key`. The numbers of different keys are uniformly
+        distributed.
+        """
         digest = hashlib.blake2b(repr((self.seed, self.stage, key)).encode(), digest_size=8).digest()
         # 52 bits and the added half fit in a float, so the result is never rounded up to 1.
         return ((int.from_bytes(digest) >> 12) + 0.5) / (1 << 52)
 
     def draw(self, amount: Amount, *key: str | int) -> float:
-        """Returns the sample of an amount for `key`."""
+        """Samples an amount. The same key always yields the same sample."""
         return amount.fixed if amount.fixed is not None else amount.at(self.quantile(*key))
 
     def count(self, amount: Amount, *key: str | int) -> int:
-        """Returns the sample of an amount for `key`, rounded to a whole number."""
+        """Samples an amount and rounds the sample to a whole number. The same key always yields the same sample."""
         return round(self.draw(amount, *key))
 
 
@@ -130,51 +144,62 @@ class Fault:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     kind: FaultKind
-    """The kind of the fault. `error`: the stage fails the request. `hang`: the task makes no further progress. `slow`:
-    each further step takes `slow_s` longer. `exit`: SIGKILL terminates the process. `disorder`: two outputs are
-    swapped."""
+    """The effect of the fault:
+
+    - `error`: the stage fails the request.
+    - `hang`: the task makes no further progress.
+    - `slow`: each further step takes `slow_s` longer.
+    - `exit`: SIGKILL terminates the process.
+    - `disorder`: two successive outputs are emitted in reverse order.
+    """
     probability: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """The probability of the fault in each attempt of each request."""
+    """The probability with which the fault occurs in each attempt of each request."""
     after_steps: CountOption = _NONE
-    """The number of steps before the fault. Requests with fewer steps are not affected."""
+    """The number of steps that a request completes before the fault. Requests with fewer steps are not affected."""
     attempts: Count = 1
-    """The number of attempts that the fault affects, counted from the first. 0 means all attempts."""
+    """The number of attempts of a request that the fault may affect, counted from the first. 0 means all
+    attempts.
+    """
     slow_s: AmountOption = _ONE
-    """The time added to a slow step, in seconds, sampled for each step."""
+    """The time by which a `slow` fault extends a step, in seconds. Sampled for each step."""
 
 
 @dataclass(frozen=True)
 class FakeOptions:
-    """Options for the timing, sizes and faults of a fake stage.
+    """The options of a fake stage: timing, sizes and faults.
 
-    An amount is a number or a distribution that is sampled with the request's seed.
+    Each amount is a fixed number, or a distribution that is sampled with the request's seed.
     """
 
     steps: CountOption = _FOUR
-    """The number of steps of a source if the request does not set max_tokens. For other stages, the number of steps
-    that load estimates assume."""
+    """The number of steps of a request in a `source` stage if the request does not set max_tokens.
+
+    In other stages, the number of steps that load estimates assume.
+    """
     step_s: AmountOption = _NONE
-    """The duration of a step in seconds, sampled for each step. 0.02 yields 50 outputs per second."""
+    """The duration of a step in seconds, sampled for each step. A duration of 0.02 yields 50 outputs per second."""
     first_step_s: AmountOption | None = None
-    """The duration of the first step in seconds. None means `step_s`."""
+    """The duration of the first step of a task, in seconds. None means `step_s`."""
     size_bytes: CountOption = _NONE
-    """The size in bytes to which text is repeated or cut, sampled for each step. 0 leaves the text unchanged."""
+    """The size of each text in bytes, sampled for each step. Texts are repeated or cut to this size. 0 disables
+    resizing.
+    """
     fail_at_step: int | None = None
-    """The step, counted from 0, that fails in every request. None disables this fault."""
+    """The number of the step that fails in every request, counted from 0. None disables this fault."""
     faults: tuple[Fault, ...] = ()
-    """The faults that affect some requests, in addition to `fail_at_step`."""
+    """The faults that affect some of the requests, in addition to `fail_at_step`."""
     start_s: Annotated[float, Field(ge=0)] = 0.0
-    """The duration of loading the engine, in seconds."""
+    """The time that the engine takes to start, in seconds."""
     max_running: Annotated[int, Field(ge=1)] = 256
     """The maximum number of tasks that run at the same time. Further tasks wait."""
     checkpoint_steps: Count = 0
-    """The number of steps between two checkpoints. 0 disables checkpoints."""
+    """The number of steps between two checkpoints of a request. 0 disables checkpoints."""
     memory_bytes: Count = 0
-    """The memory that the engine allocates when it starts, in bytes."""
+    """The size of the memory that the engine allocates when it starts, in bytes."""
     request_memory_bytes: Count = 0
-    """The memory that each running task allocates, in bytes."""
+    """The size of the memory that each running task allocates, in bytes."""
 
 
 def fake_options(options: Mapping[str, JsonValue], *, stage: str = "") -> FakeOptions:
-    """Parses a stage's options. Raises InvalidRequestError, which names the invalid option."""
+    """Parses the options of a fake stage. Raises InvalidRequestError, which names the invalid option."""
     return parse_options(FakeOptions, options, stage=stage)

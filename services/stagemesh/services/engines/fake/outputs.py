@@ -1,4 +1,4 @@
-"""The outputs of fake stages. They are a deterministic function of seed, prompt and step."""
+"""Computes the outputs of fake stages. They depend only on the seed, the prompt and the step."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -14,18 +14,20 @@ _STEP = "step"
 
 
 def source_text(task: Task, step: int) -> Array:
-    """Returns the text that a source emits at `step`: a short ASCII sentence."""
+    """Returns the text that a source emits at `step`, as uint8[bytes]: a short ASCII sentence."""
     digest = hashlib.sha256(f"{task.seed}/{task.prompt}/{step}".encode()).hexdigest()[:8]
     return np.frombuffer(f"Step {step} is {digest}. ".encode(), np.uint8)
 
 
 def resize_text(text: Array, size_bytes: int) -> Array:
-    """Returns the text repeated or cut to `size_bytes`. A size of 0 leaves the text unchanged."""
+    """Returns the text, repeated or cut to `size_bytes` bytes. If `size_bytes` is 0, returns the text unchanged."""
     return np.resize(text, size_bytes) if size_bytes and text.size else text
 
 
 def compute_output(function: str, given: Tensors) -> Mapping[str, Array]:
-    """Returns the tensors that a stage emits for one input."""
+    """Returns the tensors that a stage with this function emits for one input. `given` contains the input's
+    tensors.
+    """
     match function:
         case "frames":
             return {"frames": text_to_frames(given["text"])}
@@ -38,17 +40,17 @@ def compute_output(function: str, given: Tensors) -> Mapping[str, Array]:
 
 
 def text_to_frames(text: Array) -> Array:
-    """Returns one frame for each byte, as float32[bytes, FRAME_WIDTH].
+    """Converts text to float32[bytes, FRAME_WIDTH], one frame for each byte of the text.
 
-    A frame contains the byte's value times 1, 2, 3, and so on.
+    The frame of a byte contains the byte's value times 1, 2, 3, and so on.
     """
     return text[:, None].astype(np.float32) * np.arange(1, FRAME_WIDTH + 1, dtype=np.float32)
 
 
 def mix(text: Array | None, frames: Array | None) -> Array:
-    """Returns the frames plus the sum of the text's bytes (modulo 256).
+    """Adds the sum of the text's bytes (modulo 256) to each value of the frames.
 
-    If `frames` is None, the text is converted to frames first.
+    If `frames` is None, first converts the text to frames. If `text` is None, adds nothing.
     """
     if frames is None:
         assert text is not None, "an input has at least one tensor"
@@ -58,7 +60,11 @@ def mix(text: Array | None, frames: Array | None) -> Array:
 
 
 def pack(inputs: Sequence[Tensors]) -> Tensors:
-    """Converts inputs to tensors for a checkpoint. An input without one of the tensors has length -1 for it."""
+    """Converts a list of inputs to tensors for a checkpoint.
+
+    For each tensor name, concatenates the tensors of all inputs and adds a tensor of their lengths. The length is -1
+    for an input without a tensor of this name.
+    """
     names = {name: tensor for given in inputs for name, tensor in given.items()}
     packed: dict[str, Array] = {}
     for name, like in names.items():
@@ -69,12 +75,12 @@ def pack(inputs: Sequence[Tensors]) -> Tensors:
 
 
 def is_packed(tensors: Tensors) -> bool:
-    """Returns whether a checkpoint's tensors contain inputs."""
+    """Returns whether the tensors of a checkpoint contain inputs, which `pack` has added."""
     return any(name.endswith(_LENGTHS) for name in tensors)
 
 
 def step_state(step: int) -> Tensors:
-    """Returns a checkpoint's tensors after `step` steps, without inputs.
+    """Returns the tensors of a checkpoint after `step` steps. They do not contain inputs.
 
     A stage that resumes from this checkpoint receives all inputs again.
     """
@@ -82,7 +88,7 @@ def step_state(step: int) -> Tensors:
 
 
 def unpack(packed: Tensors) -> list[Tensors]:
-    """Returns the inputs that a checkpoint's tensors contain. Reverses `pack`."""
+    """Returns the inputs that the tensors of a checkpoint contain. Reverses `pack`."""
     inputs: list[dict[str, Array]] = []
     for name in [name for name in packed if name + _LENGTHS in packed]:
         end, lengths = 0, [int(length) for length in packed[name + _LENGTHS]]

@@ -1,4 +1,4 @@
-"""The API that the function of a function stage implements."""
+"""The interfaces that the function of a function stage implements."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -12,36 +12,46 @@ State = TypeVar("State")
 
 @dataclass(frozen=True)
 class Call(Generic[State]):
-    """The call of one request within a batch."""
+    """One input of one request, with the request's state. A batch consists of calls."""
 
     state: State
     packet: Packet | None
-    """The input, without absent optional tensors. None in the last call of a request, so that the function can return
-    remaining packets."""
+    """The input packet, or None in the last call of a request. In the last call, the function can return remaining
+    packets.
+
+    The packet does not contain the optional tensors that are absent in the request.
+    """
 
 
 class Function(Protocol[State]):
-    """The interface of a function: a callable on batches of packets with a separate state for each request.
+    """The interface of a function: a callable that processes batches of packets, with a separate state for each
+    request.
 
-    Each function runs on its own thread.
+    Each function runs on a thread of its own.
     """
 
     def open(self, *, seed: int, options: Mapping[str, float]) -> State:
-        """Returns the state of a new request. The engine deletes the state when the request ends."""
+        """Returns the state of a new request. The engine deletes the state when the request ends.
+
+        `options` contains the request's options, completed with the defaults.
+        """
         ...
 
     def __call__(self, batch: Sequence[Call[State]]) -> Sequence[Sequence[Packet]]:
-        """Processes a batch. Returns the output packets of each call, in the order of the calls.
+        """Processes a batch. Returns a list of output packets for each call, in the order of the calls.
 
-        Must raise an error before it changes any state. The engine then retries the calls one by one, so that only the
-        request that caused the error fails.
+        If the batch cannot be processed, the function must raise an exception before it changes any state. The engine
+        then retries the calls one by one, so that only the request that caused the exception fails.
         """
         ...
 
 
 class OpensWithout(ABC, Generic[State]):
-    """The interface of a function that must know which optional tensors are absent when a request starts."""
+    """The interface of a function that needs to know which optional tensors are absent from a request."""
 
     @abstractmethod
     def open_without(self, absent: frozenset[str], *, seed: int, options: Mapping[str, float]) -> State:
-        """Returns the state of a new request. Called instead of `open`. `absent` may be empty."""
+        """Returns the state of a new request. Called instead of `open`.
+
+        `absent` contains the names of the absent optional tensors. The set may be empty.
+        """

@@ -1,4 +1,4 @@
-"""An engine that runs one callable on one thread. It batches the packets of all requests as they arrive."""
+"""The function engine, which runs one callable on one thread. It batches packets of all requests as they arrive."""
 
 import asyncio
 import logging
@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class _OwnOptions:
-    """The options that the engine reads itself. All other options belong to the function."""
+    """The stage options that the engine itself reads. All other options are passed to the function."""
 
     max_batch: Annotated[int, Field(ge=1, strict=True)] = 32
 
@@ -49,10 +49,10 @@ class _Waiting(NamedTuple):
 
 
 class FunctionEngine:
-    """Runs one function. The engine reads the option `max_batch` and passes all other options to the function.
+    """Runs one function on batches of at most `max_batch` calls.
 
-    Passes calls to the function in arrival order, at most `max_batch` at a time. A request has at most one waiting
-    call, because it awaits each call before it makes the next call.
+    Calls are passed to the function in arrival order. A request has at most one waiting call, because the engine awaits
+    each call of a request before it makes the next one. The option `max_batch` is not passed to the function.
     """
 
     def __init__(self, config: StageConfig, *, descriptor: FunctionDescriptor | None = None) -> None:
@@ -70,7 +70,9 @@ class FunctionEngine:
         self._serving: asyncio.Task[None] | None = None
         self._waiting: asyncio.Queue[_Waiting] = asyncio.Queue()
         self._call_s = 0.0
-        """The time per call in seconds, as an exponentially weighted moving average."""
+        """The time that one call takes, in seconds, as an exponentially weighted moving average. 0 before the first
+        call.
+        """
         self._held = 0
 
     @property
@@ -135,9 +137,10 @@ class FunctionEngine:
         return function
 
     async def _call(self, call: Call[object]) -> Sequence[Packet]:
-        """Waits for a call to be run. Returns the function's output packets.
+        """Adds a call to the queue and waits until it has run. Returns the function's output packets for the call.
 
-        Cancellation drops a waiting call. If the call has started, cancellation drops its result.
+        If the caller is cancelled, a call that is still waiting is not run. The result of a call that runs is
+        discarded.
         """
         if self._serving is None or self._serving.done():
             raise self._closed_error()
@@ -149,7 +152,9 @@ class FunctionEngine:
         return UnavailableError(f"function {self._name} is closed")
 
     async def _serve(self, function: Function[object]) -> None:
-        """Runs waiting calls until cancelled. Calls that are then still waiting fail with UnavailableError."""
+        """Runs the waiting calls until cancelled. Calls that still wait after the cancellation fail with
+        UnavailableError.
+        """
         try:
             while True:
                 batch = [await self._waiting.get()]

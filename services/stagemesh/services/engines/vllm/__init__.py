@@ -1,4 +1,6 @@
-"""The vllm engine, which runs autoregressive models on vLLM's AsyncLLM. Contains no code copied from vLLM."""
+"""The vllm engine, which runs autoregressive models with vLLM's AsyncLLM. The folder contains no code
+copied from vLLM.
+"""
 
 from collections.abc import Mapping
 

@@ -28,10 +28,10 @@ def engine_arguments(
     features: Sequence[RequestFeature] = (),
     profile_dir: str | None = None,
 ) -> AsyncEngineArgs:
-    """Returns vLLM's engine arguments for a stage. They include this project's defaults and the changes of `features`.
+    """Returns vLLM's engine arguments for a stage, including the stage's options and the project's own defaults.
 
-    `profile_dir` is the folder for profiles, or None if profiles are disabled. Raises InvalidRequestError if vLLM does
-    not know an option or rejects its value.
+    Each feature adds the arguments that it needs. `profile_dir` is the folder for profiles, or None if profiles are
+    disabled. Raises InvalidRequestError if an option is unknown to vLLM or if vLLM rejects its value.
     """
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)} - _RESERVED
     for name in options:
@@ -64,7 +64,7 @@ def engine_arguments(
 
 
 def _defaults(options: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """Returns the defaults for a CPU that differ from vLLM's defaults. Empty on other devices."""
+    """Returns the project's defaults for engine arguments on a CPU. Empty on other devices."""
     if not current_platform.is_cpu():
         return {}
     # Compilation takes a minute.

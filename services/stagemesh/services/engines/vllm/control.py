@@ -1,4 +1,4 @@
-"""The vllm engine's operator controls: sleep, caches, adapters and profiles. They may be called while requests run."""
+"""The vllm engine's operator controls: sleep, caches, adapters and profiles. They may be used while requests run."""
 
 import asyncio
 import logging
@@ -26,10 +26,10 @@ _TAGS: tuple[str, ...] = (_WEIGHTS, "kv_cache")
 
 
 class VllmAdapters(AdapterManager):
-    """Manages the LoRA adapters of one AsyncLLM."""
+    """Manages the LoRA adapters of one AsyncLLM by calls to vLLM's engine core."""
 
     def __init__(self, llm: "AsyncLLM", *, stage: str, lock: asyncio.Lock, check_awake: Callable[[], None]) -> None:
-        """Creates the manager. `check_awake` raises NotReadyError if the engine is asleep."""
+        """Creates the manager. `check_awake` is a function that raises NotReadyError if the engine is asleep."""
         config = llm.vllm_config.lora_config
         slots, capacity = (config.max_loras, config.max_cpu_loras or config.max_loras) if config else (0, 0)
         super().__init__(stage=stage, slots=slots, capacity=capacity, capacity_option="max_cpu_loras", lock=lock)
@@ -37,9 +37,10 @@ class VllmAdapters(AdapterManager):
         self._max_rank = config.max_lora_rank if config else 0
 
     async def restore(self) -> None:
-        """Loads all adapters again after vLLM has reloaded the model's weights. Unloads an adapter that vLLM rejects.
+        """Loads all adapters again. Called after vLLM has reloaded the model's weights. Unloads adapters that vLLM
+        rejects.
 
-        The caller must hold `lock`.
+        The caller must hold the manager's lock.
         """
         for entry in list(self._entries.values()):
             try:
@@ -63,7 +64,10 @@ class VllmAdapters(AdapterManager):
         return files.rank
 
     async def _targets(self, files: AdapterFiles) -> Mapping[str, Sizes | None]:
-        """Returns the size of each layer that an adapter changes, or None if the size is unknown, by layer name."""
+        """Returns the sizes in the model of the layers that an adapter changes, by layer name. None is an unknown size.
+
+        The layers that the model does not have are omitted.
+        """
         names = sorted(files.layers)
         answers: list[dict[str, list[int]]] = await worker_call(self._llm, "adapter_targets", names)
         return {name: Sizes(*sizes) if sizes else None for answer in answers for name, sizes in answer.items()}
@@ -79,7 +83,7 @@ class VllmAdapters(AdapterManager):
 
 
 def lora_request(entry: Entry) -> "LoRARequest":
-    """Returns vLLM's object for an adapter."""
+    """Returns vLLM's description of a loaded adapter, with which a request selects the adapter."""
     from vllm.lora.request import LoRARequest
 
     # The name contains the number, because vLLM caches adapters by name and path, and the files may change later.
@@ -87,7 +91,7 @@ def lora_request(entry: Entry) -> "LoRARequest":
 
 
 class VllmProfiles(Profiles):
-    """Starts and stops the profiler of vLLM's workers. `engine_arguments` sets the profiler's folder."""
+    """Starts and stops the profiler of vLLM's workers. The profiler's folder is set by `engine_arguments`."""
 
     def __init__(self, llm: "AsyncLLM", *, stage: str, base: str | None) -> None:
         super().__init__(stage=stage, base=base, private=Path(llm.vllm_config.profiler_config.torch_profiler_dir))
@@ -103,7 +107,7 @@ class VllmProfiles(Profiles):
 class Control(SleepManager):
     """The operator controls of one running AsyncLLM.
 
-    At most one of these changes runs at a time: sleep, wake-up, clearing caches, or changing adapters.
+    At most one of these operations runs at a time: sleep, wake-up, clearing caches, or changing adapters.
     """
 
     def __init__(self, llm: "AsyncLLM", *, stage: str, profile_dir: str | None) -> None:
@@ -150,7 +154,9 @@ class Control(SleepManager):
         )
 
     def count_prompt(self, output: "RequestOutput") -> None:
-        """Adds a finished request's prompt tokens to the cache statistics. `output` is the request's last output."""
+        """Adds the prompt of a finished request to the cache statistics. `output` is the request's last output from
+        vLLM.
+        """
         self._prompt_tokens += len(output.prompt_token_ids or ())
         self._cached_tokens += output.num_cached_tokens or 0
 

@@ -1,4 +1,4 @@
-"""Converts a task's prompt and sampling options to vLLM's, runs the request in vLLM, and converts vLLM's outputs."""
+"""Converts tasks to vLLM's requests and vLLM's outputs to emissions, and runs the requests in vLLM."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -52,9 +52,9 @@ _EMPTY_PARTS: Mapping[MediaKind, Mapping[str, object]] = {
 def prompt_tokens(prompt: Prompt | None, llm: AsyncLLM) -> list[int]:
     """Returns the token ids of a prompt, with placeholder tokens for media.
 
-    Applies the model's chat template to text and messages. If the model has no template, text is encoded without a
-    template. Raises InvalidRequestError if the prompt is empty, if the template rejects the prompt, if the model has no
-    template for messages, or if an id is not in the model's vocabulary.
+    Applies the model's chat template to text and messages. If the model does not have a template, encodes text without
+    one. Raises InvalidRequestError if the prompt is empty, if the template rejects the prompt, if the model does not
+    have a template for messages, or if a token id is not in the model's vocabulary.
     """
     given = [] if prompt is None or isinstance(prompt, str) else [part for part in prompt if isinstance(part, int)]
     ids = given or _encode(prompt, llm.renderer)
@@ -67,7 +67,7 @@ def prompt_tokens(prompt: Prompt | None, llm: AsyncLLM) -> list[int]:
 
 
 def check_tokens(ids: Sequence[int], *, vocabulary: int) -> None:
-    """Raises InvalidRequestError if a token id is outside the model's vocabulary."""
+    """Raises InvalidRequestError if a token id is outside the model's vocabulary of `vocabulary` tokens."""
     outside = next((token for token in ids if not 0 <= token < vocabulary), None)
     if outside is not None:
         raise InvalidRequestError(
@@ -130,9 +130,9 @@ def _part(part: Part) -> Mapping[str, object]:
 
 
 class CheckedParams(SamplingParams):
-    """Sampling parameters that `sampling_params` verifies on another thread.
+    """vLLM's sampling parameters, already verified by `sampling_params` on another thread.
 
-    Disables vLLM's own verification, which would run on the event loop.
+    vLLM's own verification is disabled, because it would run on the event loop.
     """
 
     def verify(self, *args: object, **kwargs: object) -> None:
@@ -147,10 +147,12 @@ def sampling_params(
 ) -> CheckedParams:
     """Returns vLLM's sampling parameters for a task, verified and completed with the tokenizer's values.
 
-    `prompt_length` is in tokens. `defaults` are the model's own defaults, by vLLM's parameter names. Raises
-    InvalidRequestError for a value that vLLM would reject later or that would terminate vLLM's engine, or if the prompt
-    leaves too little space for the output. Raises UnsupportedError if a task with a structure resumes from a
-    checkpoint. The verification takes longer for a larger JSON schema. Other threads can run during the verification.
+    `prompt_length` is the length of the prompt in tokens. `defaults` are the model's own defaults, by vLLM's parameter
+    names. The verification of a large JSON schema takes long, but other threads can run during it.
+
+    Raises InvalidRequestError for a value that vLLM would reject later or that would terminate vLLM's engine, or if the
+    prompt leaves too little space for the output. Raises UnsupportedError if a task with a structure resumes from a
+    checkpoint.
     """
     sampling, model = task.sampling, config.model_config
     if sampling.structure is not None and task.resume_from is not None:
@@ -184,7 +186,10 @@ def sampling_params(
 
 
 def _max_tokens(sampling: SamplingOptions, *, prompt_length: int, max_model_len: int, usual: Mapping[str, Any]) -> int:
-    """Returns the maximum length of the output in tokens. `usual` contains the model's own defaults."""
+    """Returns the maximum length of a request's output in tokens. `usual` contains the model's own defaults.
+
+    Raises InvalidRequestError if the prompt and the output together are too long for the model.
+    """
     wanted = sampling.max_tokens or max(1, sampling.min_tokens)
     space = max_model_len - prompt_length
     if space < wanted:
@@ -199,7 +204,7 @@ def _max_tokens(sampling: SamplingOptions, *, prompt_length: int, max_model_len:
 
 
 def is_wanted(task: Task, tensor: str) -> bool:
-    """Returns whether the caller or an edge requests the emitted tensor that is named `tensor`."""
+    """Returns whether the caller or an edge requests the emitted tensor with the name `tensor`."""
     return task.wanted is None or tensor in task.wanted
 
 
@@ -211,7 +216,9 @@ def _check_token(token: int, vocabulary: int, *, field: str) -> None:
 
 
 def _given(sampling: SamplingOptions) -> dict[str, Any]:
-    """Returns the options that a request sets, by vLLM's names, except `max_tokens` and `logprobs`."""
+    """Returns the sampling options that a request sets, by vLLM's parameter names. Omits `max_tokens` and
+    `logprobs`.
+    """
     values: dict[str, Any] = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
     structure: Structure | None = values.pop("structure")
     if structure is not None:
@@ -228,10 +235,10 @@ def _given(sampling: SamplingOptions) -> dict[str, Any]:
 async def generate(
     llm: AsyncLLM, request: EngineRequest, adapter: Entry | None, *, stage: str
 ) -> AsyncGenerator[RequestOutput]:
-    """Runs a request in vLLM and yields vLLM's outputs.
+    """Runs a request in vLLM and yields vLLM's outputs. `adapter` is the adapter to apply, or None.
 
-    Raises UnavailableError if vLLM fails, and InvalidRequestError if vLLM rejects the request or no token can continue
-    the request's structure.
+    Raises UnavailableError if vLLM fails. Raises InvalidRequestError if vLLM rejects the request, or if no token can
+    continue the structure that the request requires.
     """
     tokens = [*request.prompt.token_ids, *request.sampled]
     engine_input = cast("EngineInput", {**request.prompt.engine_input, "prompt_token_ids": tokens})
@@ -255,9 +262,10 @@ async def generate(
 
 
 def emission_of(output: CompletionOutput, task: Task) -> Emission | None:
-    """Returns an emission with an output's new text and tokens, or None if the output has neither.
+    """Returns an emission with the new text and tokens of an output, or None if the output has neither.
 
-    A packet with tokens always contains the text, which may be empty, so that a consumer of both needs only one packet.
+    A packet with tokens also contains the text, even if the text is empty. A consumer of text and tokens therefore
+    needs only one packet.
     """
     tokens = list(output.token_ids) if is_wanted(task, TOKEN_IDS) else []
     if not output.text and not tokens:
@@ -270,9 +278,9 @@ def emission_of(output: CompletionOutput, task: Task) -> Emission | None:
 
 
 def _check_end(output: CompletionOutput, task: Task, *, stage: str) -> None:
-    """Raises an error if vLLM ended the request with an error.
+    """Raises an error if vLLM ended the request because of an error.
 
-    Raises InvalidRequestError if the request has a structure, and UnavailableError if it does not.
+    Raises InvalidRequestError if the request requires a structure, and UnavailableError otherwise.
     """
     if output.finish_reason != "error":
         return

@@ -1,4 +1,4 @@
-"""Calls to vLLM's engine core that raise an error if the core terminates."""
+"""Calls to vLLM's engine core. They raise an error if the core terminates."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -15,9 +15,8 @@ _DEATH_POLL_S = 0.2
 
 
 class CoreRefusalError(InternalError):
-    """Raised if vLLM's engine core or a worker raises an exception during a call.
-
-    The message contains vLLM's message.
+    """Raised if vLLM's engine core or a worker raises an exception during a call. Its message includes
+    vLLM's message.
     """
 
     default_reason = "VLLM_FAILED"
@@ -26,7 +25,8 @@ class CoreRefusalError(InternalError):
 async def core_call(llm: "AsyncLLM", call: Coroutine[Any, Any, T]) -> T:
     """Awaits a call to vLLM's engine core and returns the call's result.
 
-    Raises CoreRefusalError if the core raises an exception, and UnavailableError if the core terminates.
+    Raises CoreRefusalError if the core raises an exception. Raises UnavailableError if the core terminates during the
+    call.
     """
     task = asyncio.ensure_future(call)
     try:
@@ -46,7 +46,7 @@ async def core_call(llm: "AsyncLLM", call: Coroutine[Any, Any, T]) -> T:
 
 
 async def worker_call(llm: "AsyncLLM", method: str, *args: object) -> list[Any]:
-    """Calls a method of every vLLM worker. Returns a list with the result of each worker.
+    """Calls a method of all vLLM workers. Returns a list of the results, one for each worker.
 
     Raises the same errors as `core_call`.
     """
@@ -54,8 +54,8 @@ async def worker_call(llm: "AsyncLLM", method: str, *args: object) -> list[Any]:
 
 
 async def runner_call(llm: "AsyncLLM", method: str, *args: object) -> list[Any]:
-    """Calls a method of every vLLM worker's model runner. Returns a list with the result of each worker.
+    """Calls a method of all vLLM workers' model runners. Returns a list of the results, one for each worker.
 
-    A feature adds the method to the model runners. Raises the same errors as `core_call`.
+    The method belongs to a feature's mixin for model runners. Raises the same errors as `core_call`.
     """
     return await worker_call(llm, "call_runner", method, *args)

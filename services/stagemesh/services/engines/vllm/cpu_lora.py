@@ -1,4 +1,4 @@
-"""A fix for vLLM's LoRA kernels on a CPU, which apply an adapter even to requests that do not name an adapter."""
+"""A fix for vLLM's LoRA kernels on a CPU, which apply an adapter even to requests without an adapter."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ class SelectiveLoraKernels(PunicaWrapperCPU):
     """vLLM's LoRA kernels for a CPU, restricted to the rows of requests that name an adapter.
 
     vLLM marks a row without an adapter with slot index -1. On a CPU, this index selects the last slot. If the last slot
-    contains an adapter, vLLM would therefore apply that adapter to the row. `plugin` passes the name of this class to
-    vLLM.
+    contains an adapter, vLLM would therefore apply that adapter to the row. The module `plugin` tells vLLM to use this
+    class.
     """
 
     def add_expand(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -31,9 +31,9 @@ class SelectiveLoraKernels(PunicaWrapperCPU):
 
 @contextmanager
 def _restored(y: torch.Tensor, rows: torch.Tensor) -> Generator[None]:
-    """Restores rows of `y` to their previous values when the context exits.
+    """Returns a context that restores some rows of `y` to their original values when the context exits.
 
-    `y` has the shape [..., width]. `rows` is the mask of the rows to restore.
+    `y` has the shape [..., width]. `rows` is a mask of the rows to restore.
     """
     flat = y.view(-1, y.shape[-1])
     before = flat[rows]
