@@ -104,7 +104,7 @@ class FakeRun:
         self._closed = closed
         self._resumed = task.resume_from.steps if task.resume_from is not None else 0
         self._rows_to_skip: dict[str, int] = {}
-        """The number of rows that must still be skipped because the client already has them, by tensor name."""
+        """The number of rows that must still be skipped because the checkpoint includes them, by tensor name."""
         self._step = 0
         if task.resume_from is not None and task.resume_from.rows and not is_packed(task.resume_from.tensors):
             # The new inputs may be split differently, so the task resumes at a row, not at a step.

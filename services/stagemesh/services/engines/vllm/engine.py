@@ -1,4 +1,6 @@
-"""The vllm engine, which implements the `Engine` API with vLLM's AsyncLLM. vLLM is imported when the engine starts."""
+"""The vllm engine, which implements the `Engine` API with vLLM's AsyncLLM. Imports vLLM only when the
+engine starts.
+"""
 
 import asyncio
 import itertools
@@ -22,19 +24,21 @@ if TYPE_CHECKING:
 
 _HEALTH_POLL_S = 0.2
 _ARENA_DIVISOR = 4
-"""The ratio of the arena's size to the default size of the arena's partition for hidden states."""
+"""Determines the default size of the arena's partition for hidden states: the arena's size divided by this
+number.
+"""
 _LOAD_SMOOTHING = 0.1
 _PROGRESS_TOKENS = 64
 """The number of tokens between two progress events of a request.
 
-A caller that needs more frequent progress streams the text or the tokens.
+Callers that need more frequent progress can stream the text or the tokens.
 """
 
 
 class LoadMeter:
-    """Estimates the remaining work of an engine, in seconds.
+    """Measures the load of an engine: the numbers of running and queued requests, and the estimated remaining work.
 
-    The estimate is based on the number of tokens that requests may still sample and on the measured time per token.
+    The estimate is based on the number of tokens that the requests may still sample and on the measured time per token.
     """
 
     def __init__(self) -> None:
@@ -43,11 +47,11 @@ class LoadMeter:
         self._last_token_s = time.monotonic()
 
     def begin(self, name: str, max_tokens: int) -> None:
-        """Adds a request that may sample at most `max_tokens` tokens."""
+        """Adds the request `name`, which may sample at most `max_tokens` tokens."""
         self._tokens_left[name] = max_tokens
 
     def count(self, name: str, new_tokens: int) -> None:
-        """Records that a request has sampled `new_tokens` more tokens.
+        """Records that the request `name` has sampled `new_tokens` more tokens.
 
         Updates the estimated time per token and the number of tokens that the request may still sample.
         """
@@ -60,11 +64,11 @@ class LoadMeter:
         self._tokens_left[name] = max(0, self._tokens_left[name] - new_tokens)
 
     def end(self, name: str) -> None:
-        """Removes a request that has finished or was aborted."""
+        """Removes the request `name`, which has finished or was aborted."""
         del self._tokens_left[name]
 
     def load(self, *, max_running: int) -> EngineLoad:
-        """Returns the load of an engine that runs at most `max_running` requests at the same time."""
+        """Returns the load. `max_running` is the number of requests that the engine can run at the same time."""
         held = len(self._tokens_left)
         running = min(held, max_running)
         rounds = sum(self._tokens_left.values()) / max(1, running)
@@ -74,9 +78,9 @@ class LoadMeter:
 class VllmEngine:
     """Runs tasks on vLLM's AsyncLLM.
 
-    One additional thread imports vLLM and starts vLLM's processes, so that the event loop remains responsive. The
-    thread lives as long as the engine, because the kernel terminates a child process when the thread that started the
-    process ends. The thread also runs the tokenizer, because two threads must not use the tokenizer at the same time.
+    A separate thread imports vLLM and starts vLLM's processes, so that the event loop remains responsive. The thread
+    lives as long as the engine, because the kernel terminates a child process when the thread that started it ends. The
+    thread also runs the tokenizer, because two threads must not use the tokenizer at the same time.
     """
 
     def __init__(self, config: StageConfig) -> None:
@@ -212,10 +216,7 @@ class VllmEngine:
             ) from exc
 
     def _make_features(self) -> list[RequestFeature]:
-        """Returns the features that the stage's options enable.
-
-        The engine calls the features in the order of the list.
-        """
+        """Returns the features that the stage's options enable, in the order in which the engine calls them."""
         from stagemesh.services.engines.vllm.embeddings.feature import Embeddings
         from stagemesh.services.engines.vllm.hidden_states.feature import HiddenStates
         from stagemesh.services.engines.vllm.media.feature import Media
@@ -239,9 +240,9 @@ class VllmEngine:
     async def _begin(
         self, task: Task, held: AsyncExitStack
     ) -> tuple[EngineRequest, list[RequestHook], AsyncGenerator["RequestOutput"]]:
-        """Checks a task and passes it to vLLM. Returns the request, its hooks, and vLLM's outputs.
+        """Checks a task and passes it to vLLM. Returns the request, the features' hooks for it, and vLLM's outputs.
 
-        The request's resources are released when `held` exits.
+        When `held` exits, the request's resources are released.
         """
         from stagemesh.services.engines.vllm.conversion import generate
 
@@ -256,7 +257,7 @@ class VllmEngine:
         return request, hooks, outputs
 
     def _count_output(self, request: EngineRequest, output: "RequestOutput") -> Iterator[EngineEvent]:
-        """Counts the tokens of an output of vLLM. Yields the output's text and tokens, and the request's progress."""
+        """Counts the tokens of one output of vLLM, and yields the output's emission and the request's progress."""
         from stagemesh.services.engines.vllm.conversion import emission_of
 
         tokens = output.outputs[0].token_ids
@@ -271,9 +272,8 @@ class VllmEngine:
             self.control.count_prompt(output)
 
     async def _read_request(self, task: Task, held: AsyncExitStack) -> EngineRequest:
-        """Checks a task and returns the request for vLLM.
-
-        The request's resources are released when `held` exits.
+        """Checks a task and returns the request for vLLM. When `held` exits, the request's resources are
+        released.
         """
         # The request id alone is not unique: a new attempt may start before vLLM has ended the previous attempt.
         name = f"{task.request_id}/{next(self._numbers)}"
@@ -285,7 +285,7 @@ class VllmEngine:
     def _check_request(self, task: Task, name: str, prompt: RequestPrompt | None) -> EngineRequest:
         """Checks the sampling options of a task and returns the request for vLLM. Runs on the engine's own thread.
 
-        Converts the task's prompt to tokens if `prompt` is None, which means that no feature has read the prompt.
+        `prompt` is the prompt that a feature has read. If `prompt` is None, converts the task's prompt to tokens.
         """
         from stagemesh.services.engines.vllm.conversion import prompt_tokens, sampling_params
 
@@ -305,9 +305,8 @@ class VllmEngine:
 
 
 def prepare_environment() -> None:
-    """Sets the environment variables that vLLM reads when it is imported.
-
-    Does not change variables that the user has set.
+    """Sets the environment variables that vLLM reads when it is imported. Does not change variables that are already
+    set.
     """
     set_library_variables(
         {

@@ -1,8 +1,8 @@
 """The interface of request features, which extend the vllm engine. Each feature has its own module or folder.
 
-`VllmEngine` has a list of features and uses only this interface. A feature sends arguments to vLLM's other processes
-together with a request, in `SamplingParams.extra_args`. An argument is a msgspec struct. It is converted to built-in
-types and stored under the name of its class. This module does not import vLLM.
+`VllmEngine` has a list of features and uses only this interface. With a request, a feature can send arguments to vLLM's
+other processes, in `SamplingParams.extra_args`. An argument is a msgspec struct, which is converted to built-in types
+and stored under the name of its class. This module does not import vLLM.
 """
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from stagemesh.services.engines.vllm.conversion import CheckedParams
 
 RUNNER_MODULES = "stagemesh_runner_modules"
-"""The key of vLLM's `additional_config` under which the features' runner modules are listed."""
+"""The key in vLLM's `additional_config` of the list of the features' runner modules."""
 UNLIMITED = 1 << 40
 MAX_TOKENS_AHEAD = 256
-"""The maximum number of tokens that vLLM computes ahead of a request's consumer.
+"""The maximum number of tokens by which vLLM's computation may be ahead of a request's consumer.
 
-The distance is counted from the last token whose row the consumer has received.
+Counted from the last token whose row the consumer has received.
 """
 
 
@@ -37,7 +37,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class RequestLimit:
-    """The run-ahead limit of one request. After the request has started, the limit never decreases."""
+    """The run-ahead limit of one request. The limit never decreases after the request has started."""
 
     def __init__(self) -> None:
         self._arrived = self._ahead = UNLIMITED
@@ -45,9 +45,10 @@ class RequestLimit:
 
     @property
     def position(self) -> int:
-        """The limit: the first token position that vLLM must not compute yet.
+        """The run-ahead limit: the first token position that vLLM must not compute yet.
 
-        The inputs of all earlier positions have arrived, and the consumer is at most `MAX_TOKENS_AHEAD` tokens behind.
+        The inputs of all earlier positions have arrived. The consumer is less than about `MAX_TOKENS_AHEAD` tokens
+        behind the limit.
         """
         return min(self._arrived, self._ahead)
 
@@ -71,30 +72,32 @@ class RequestLimit:
 
 @dataclass(frozen=True, eq=False)
 class RequestPrompt:
-    """A prompt that a feature or the tokenizer has converted to the form that vLLM accepts."""
+    """A prompt in the form that vLLM accepts, created by a feature or by the tokenizer."""
 
     token_ids: list[int]
-    """The token ids of the prompt. A placeholder token represents each position of media or of an embedding."""
+    """The token ids of the prompt. Each position of a medium or of an embedding contains a placeholder token."""
     engine_input: Mapping[str, object] = field(default_factory=lambda: {"type": "token"})
-    """The fields of vLLM's `EngineInput` other than `prompt_token_ids`."""
+    """The fields of vLLM's `EngineInput` except `prompt_token_ids`."""
     digest: bytes = b""
-    """A digest of the content that `token_ids` do not represent, such as media. Empty if there is no such content."""
+    """A digest of the prompt's content that is not in `token_ids`, such as media. Empty if there is no such
+    content.
+    """
 
 
 @dataclass
 class EngineRequest:
-    """The state of a task that runs in vLLM."""
+    """A request that runs in vLLM: the task, its prompt and parameters, and its progress."""
 
     task: Task
     name: str
-    """The request's id in vLLM, unique within the engine."""
+    """The request's id in vLLM. Unique within the engine, even across attempts of the same request."""
     prompt: RequestPrompt
     params: "CheckedParams"
-    """The sampling parameters. Features may change them in `open`."""
+    """The sampling parameters. A feature may change them in `open`."""
     sampled: list[int] = field(default_factory=list[int])
-    """The tokens sampled so far, including the tokens of the checkpoint from which the task resumed."""
+    """The tokens sampled so far. If the task was resumed, they start with the tokens of the checkpoint."""
     limit: RequestLimit = field(default_factory=RequestLimit)
-    """The run-ahead limit, which determines how many token positions vLLM may compute."""
+    """The run-ahead limit. vLLM computes only the token positions before the limit."""
 
     @property
     def known_tokens(self) -> int:
@@ -103,77 +106,81 @@ class EngineRequest:
 
     @property
     def computed_tokens(self) -> int:
-        """The number of token positions that the model has computed.
-
-        The model has not computed the last sampled token yet.
+        """The number of token positions that the model has computed. Excludes the last sampled token, which is not
+        computed yet.
         """
         return self.known_tokens - 1
 
 
 class RequestHook:
-    """A feature's handler for one running request. The methods do nothing unless a feature overrides them."""
+    """A feature's handler for the events of one running request. By default, the methods do nothing."""
 
     def observe(self, *, finished: bool) -> Iterable[EngineEvent]:  # noqa: ARG002  # for the overriding methods
-        """Returns the feature's events for an output of vLLM.
+        """Returns the feature's events for an output of vLLM. `finished` is True for the request's last output.
 
-        `EngineRequest.sampled` already contains the output's tokens. The engine iterates over the events as fast as the
-        consumer accepts them. `finished` is True for the request's last output.
+        `EngineRequest.sampled` already contains the output's tokens. The engine iterates over the events only as fast
+        as the consumer accepts them.
         """
         return ()
 
     async def finish(self) -> AsyncGenerator[EngineEvent]:
-        """Yields the feature's remaining events after the request's last output."""
+        """Yields the feature's remaining events. Called after the request's last output."""
         none: tuple[EngineEvent, ...] = ()
         for event in none:
             yield event
 
 
 class RequestFeature:
-    """An extension of the vllm engine, such as media in prompts. A method does nothing unless a feature overrides it.
+    """An extension of the vllm engine, such as media in prompts. By default, the methods do nothing.
 
     The engine calls `set_arguments`, `configure` and `start` once each, in this order. It calls `read_prompt` and
-    `open` for each request, and `close` at the end.
+    `open` for each request, and `close` when the engine is closed.
     """
 
     runner_module: str | None = None
     """The name of a module with mixins for vLLM's model runners, or None if the feature has no mixins.
 
-    The module contains the classes `RunnerV1` and `RunnerV2`. A worker adds one of them to the class of the existing
-    model runner. Therefore the mixins have no `__init__`.
+    The module contains the classes `RunnerV1` and `RunnerV2`. A worker adds one of these mixins to the class of an
+    existing model runner. Therefore the mixins must not have an `__init__`.
     """
     llm: "AsyncLLM"
-    """The running vLLM engine. Set by `start`."""
+    """The running AsyncLLM. Set by `start`."""
 
     def set_arguments(self, arguments: "AsyncEngineArgs") -> None:
-        """Sets the engine arguments that the feature needs. Raises InvalidRequestError if the options conflict."""
+        """Sets vLLM's engine arguments that the feature needs. Raises InvalidRequestError if the options
+        conflict.
+        """
 
     def configure(self, config: "VllmConfig") -> None:
-        """Checks and changes vLLM's configuration before the engine is created.
+        """Checks and changes vLLM's configuration before vLLM's engine is created.
 
         Raises InvalidRequestError if the model or the configuration does not support the feature.
         """
 
     async def start(self, llm: "AsyncLLM") -> None:
-        """Prepares the feature after vLLM has started and before the first request. Overrides call this method."""
+        """Prepares the feature. Called after vLLM has started and before the first request.
+
+        A method that overrides this one must call it.
+        """
         self.llm = llm
 
     async def read_prompt(self, task: Task, name: str, held: AsyncExitStack) -> RequestPrompt | None:  # noqa: ARG002
-        """Returns the prompt of a task, or None if this feature does not read the task's prompt.
+        """Returns the prompt of a task, or None if another feature or the engine must read it.
 
         `name` is the request's id in vLLM. The feature adds callbacks to `held` that release the request's resources.
         """
         return None
 
     def open(self, request: EngineRequest, held: AsyncExitStack) -> RequestHook | None:  # noqa: ARG002
-        """Prepares a request immediately before vLLM receives it.
+        """Prepares a request. Called immediately before vLLM receives the request.
 
-        Returns a hook that observes the request, or None if the feature does not observe it. The feature adds callbacks
-        to `held` that release the request's resources.
+        Returns a hook that observes the request, or None if the feature does not observe the request. The feature adds
+        callbacks to `held` that release the request's resources.
         """
         return None
 
     def close(self) -> None:
-        """Releases all resources after vLLM has shut down. May be called more than once."""
+        """Releases all resources of the feature. Called after vLLM has shut down, possibly more than once."""
 
 
 def set_argument(params: "SamplingParams", argument: msgspec.Struct) -> None:
@@ -191,7 +198,7 @@ def get_argument(params: "SamplingParams | None", kind: type[T]) -> T | None:
 
 
 def track_arguments(known: dict[str, T], step: "SchedulerOutput", kind: type[T]) -> None:
-    """Updates `known`, which contains the arguments of class `kind` of the running requests, by request id.
+    """Updates `known`, a dict of the running requests' arguments of class `kind`, by request id.
 
     Adds the arguments of the step's new requests, and removes the arguments of finished requests.
     """

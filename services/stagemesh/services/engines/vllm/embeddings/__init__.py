@@ -1,1 +1,3 @@
-"""Support for prompt embeddings from an upstream stage, which may arrive while the request runs."""
+"""Support for prompts that consist of embeddings from an upstream stage. The embeddings may arrive while the request
+runs.
+"""

@@ -1,10 +1,10 @@
 """The embeddings feature: a stage receives embeddings from an upstream stage instead of a prompt.
 
-The replica reads the embeddings of a request from an edge while vLLM already runs the request. It passes them to vLLM's
-workers through shared memory, in which each running request has one slot. The memory is a sparse file. The pages of a
-slot are allocated when they are written, and freed when the slot is released. A worker reads a row again if the row's
-step is repeated after a preemption. The scheduler runs a step only after the step's rows are in the memory
-(`run_ahead`).
+The replica reads the embeddings of a request from an edge while vLLM already runs the request. vLLM's workers receive
+the embeddings through shared memory, which has one slot for each running request. The shared memory is a sparse file:
+the pages of a slot are allocated when data is written, and freed when the slot is released. A worker reads a row again
+if the row's step is repeated after a preemption. The scheduler runs a step only after the step's rows are in the shared
+memory (`run_ahead`).
 """
 
 import asyncio
@@ -44,7 +44,7 @@ PLACEHOLDER = 0
 
 
 class Embedded(msgspec.Struct, frozen=True):
-    """The slot that contains a request's embeddings, and the length of the request's prompt.
+    """The location of a request's embeddings in the shared memory, and the length of the request's prompt.
 
     The replica sends this object to vLLM's workers with the request (`features.set_argument`).
     """
@@ -53,23 +53,23 @@ class Embedded(msgspec.Struct, frozen=True):
     prompt_tokens: int
     """The number of prompt tokens.
 
-    Rows before this position replace the embeddings of the placeholder tokens. Later rows are added to the embeddings
-    of sampled tokens.
+    Rows at positions below this number replace the embeddings of the placeholder tokens. Later rows are added to the
+    embeddings of sampled tokens.
     """
 
 
 @dataclass(frozen=True)
 class EmbeddingTicket:
-    """The data that a worker process needs to open the shared memory."""
+    """The data that a worker process needs to open the shared memory for embeddings."""
 
     process_id: int
     file_descriptor: int
     slots: int
     positions: int
-    """The number of rows in a slot: one for each token position that the model supports."""
+    """The number of rows in a slot. Equals the maximum number of tokens in the model's context."""
     width: int
     dtype: str
-    """The name of the rows' dtype, which is the same in the API and in torch."""
+    """The name of the dtype of the rows. The name is the same in the API and in torch."""
 
     @property
     def slot_bytes(self) -> int:
@@ -79,10 +79,10 @@ class EmbeddingTicket:
 
 
 class EmbeddingMemory:
-    """The mapping of the shared memory into one process."""
+    """The shared memory for embeddings, mapped into one process."""
 
     def __init__(self, ticket: EmbeddingTicket) -> None:
-        """Maps the memory into this process. Raises NotReadyError if the memory's file cannot be opened."""
+        """Maps the shared memory into this process. Raises NotReadyError if the memory's file cannot be opened."""
         self.ticket = ticket
         path = f"/proc/{ticket.process_id}/fd/{ticket.file_descriptor}"
         try:
@@ -98,7 +98,7 @@ class EmbeddingMemory:
             ) from exc
 
     def rows(self, slot: int, position: int, count: int) -> Array:
-        """Returns a view of `count` rows of a slot, starting at `position`. The view has the shape [count, width].
+        """Returns a view of `count` rows of a slot, [count, width], starting at token position `position`.
 
         The replica writes rows through the view, and workers read them. A row contains zeros until it is written.
         """
@@ -129,11 +129,15 @@ class EmbeddingFlow(RequestHook):
         self._ended = False
 
     async def read_prompt(self) -> int:
-        """Reads packets until the first row and the prompt's length have arrived. Returns the length in tokens.
+        """Reads packets until the first row and the prompt's length have arrived. Returns the prompt's length in
+        tokens.
 
-        The metadata field `prompt_tokens` of a packet contains the length. If no packet has this field, all rows belong
-        to the prompt. Raises InvalidRequestError if there are no rows or if the prompt is too long for the model,
-        InvalidChunkError if a packet is invalid or if rows are missing, or the error with which the edge ended.
+        The metadata field `prompt_tokens` of a packet contains the prompt's length. If no packet has this field, all
+        rows belong to the prompt, and all packets are read.
+
+        Raises InvalidRequestError if the edge delivers no rows or if the prompt is too long for the model. Raises
+        InvalidChunkError if a packet is invalid or if rows are missing. If the edge ends with an error, raises this
+        error.
         """
         while await self._read() and not (self._prompt_tokens and self._next_position):
             pass
@@ -146,8 +150,8 @@ class EmbeddingFlow(RequestHook):
     def start(self, limit: RequestLimit, abort: Callable[[], Awaitable[None]]) -> None:
         """Starts a task that reads the remaining packets and increases `limit` as rows arrive.
 
-        The task drops rows beyond the model's maximum length. If an error occurs, the task calls `abort`, and `observe`
-        then raises the error.
+        Rows beyond the model's maximum length are dropped. If reading fails, the task calls `abort`, and `observe` then
+        raises the failure's error.
         """
         self._set_limit(limit)
         self._reading = asyncio.create_task(self._read_rest(limit, abort), name="embeddings")
@@ -163,7 +167,7 @@ class EmbeddingFlow(RequestHook):
             yield event
 
     async def stop(self) -> None:
-        """Stops the task that reads packets. Does not raise the task's error."""
+        """Stops the task that reads packets. If reading has failed, does not raise the failure's error."""
         self._reading.cancel()
         await asyncio.wait([self._reading])
         if not self._reading.cancelled():
@@ -185,7 +189,9 @@ class EmbeddingFlow(RequestHook):
         limit.set_arrived(UNLIMITED if self._ended else self._next_position)
 
     async def _read(self) -> bool:
-        """Reads one packet into the slot and returns True, or returns False if there are no more packets."""
+        """Reads one packet and writes its rows into the slot. Returns False if there are no more packets, and True
+        otherwise.
+        """
         packet = await anext(self._flow, None)
         if packet is None:
             self._ended = True
@@ -243,7 +249,9 @@ class EmbeddingFlow(RequestHook):
 
 @dataclass(frozen=True, eq=False)
 class EmbeddedPrompt(RequestPrompt):
-    """A prompt of placeholder tokens. `flow` writes the embedding of each token into the shared memory."""
+    """A prompt of placeholder tokens. `flow` writes the embeddings that replace the tokens into the shared
+    memory.
+    """
 
     flow: EmbeddingFlow = field(kw_only=True)
 
@@ -290,8 +298,8 @@ class Embeddings(RequestFeature):
     async def read_prompt(self, task: Task, name: str, held: AsyncExitStack) -> RequestPrompt | None:
         """Waits for a free slot, then reads embeddings until the prompt's length is known.
 
-        Returns a prompt of placeholder tokens, or None if the task has no incoming edge. Raises InvalidRequestError if
-        the task has more than one incoming edge.
+        Returns a prompt of placeholder tokens, or None if the task does not have an incoming edge. Raises
+        InvalidRequestError if the task has more than one incoming edge.
         """
         if not task.inlets:
             return None

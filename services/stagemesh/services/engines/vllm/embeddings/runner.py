@@ -1,4 +1,4 @@
-"""Mixins for vLLM's model runners that replace token embeddings with embeddings from an upstream stage.
+"""Mixins for vLLM's model runners that write embeddings from an upstream stage into a step's input embeddings.
 
 The scheduler runs a step only after the step's embeddings are in the shared memory (`run_ahead`).
 """
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 class _TakesEmbeddings:
-    """Base class of the mixins. Has no effect until `attach_embeddings` is called."""
+    """Base class of the mixins. Leaves the inputs unchanged until `attach_embeddings` is called."""
 
     _embedding_memory: EmbeddingMemory | None = None
     _embedded: dict[str, Embedded]
 
     def attach_embeddings(self, ticket: bytes) -> None:
-        """Opens the shared memory for embeddings. `ticket` is an encoded EmbeddingTicket."""
+        """Opens the shared memory for embeddings. `ticket` is a serialized EmbeddingTicket."""
         self._embedding_memory, self._embedded = (
             EmbeddingMemory(msgspec.msgpack.decode(ticket, type=EmbeddingTicket)),
             {},
         )
 
     def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
-        """Records which new requests of the step have embeddings, then runs the step's forward pass."""
+        """Records which of the step's new requests have embeddings, then runs the step's forward pass."""
         if self._embedding_memory is not None:
             track_arguments(self._embedded, scheduler_output, Embedded)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
@@ -44,10 +44,12 @@ class _TakesEmbeddings:
         starts: npt.NDArray[np.int32],
         positions: npt.NDArray[np.int32],
     ) -> None:
-        """Writes embeddings from the shared memory into `inputs_embeds`, a step's input embeddings [tokens, width].
+        """Writes embeddings from the shared memory into `inputs_embeds`, the input embeddings of a step, [tokens,
+        width].
 
-        Replaces the embeddings of placeholder tokens. Adds to the embeddings of sampled tokens. `starts[i]` is the
-        index of request i's first row in the step. `positions[i]` is the position of this row in the request.
+        Replaces the rows of placeholder tokens. Adds embeddings to the rows of sampled tokens. For the request
+        `request_ids[i]`, `starts[i]` is the index of the first row in the step, and `positions[i]` is the token
+        position of this row in the request.
         """
         memory = self._embedding_memory
         if memory is None or not self._embedded:
@@ -64,9 +66,9 @@ class _TakesEmbeddings:
 
 
 class RunnerV1(_TakesEmbeddings):
-    """A mixin that writes embeddings into the inputs of vLLM's model runner in `vllm.v1.worker.gpu_model_runner`.
+    """A mixin that writes embeddings into the inputs of the model runner in `vllm.v1.worker.gpu_model_runner`.
 
-    Also applies to the runner's subclasses, such as the CPU runner.
+    Also works with the runner's subclasses, such as the CPU runner.
     """
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +84,9 @@ class RunnerV1(_TakesEmbeddings):
         return made
 
     def _hide_placeholders(self, batch: Any) -> None:
-        """Removes the placeholder tokens from the prompts that the sampler uses for repetition penalties."""
+        """Removes the placeholder tokens from the copies of the prompts that the sampler uses for
+        repetition penalties.
+        """
         prompts = batch.sampling_metadata.prompt_token_ids
         if prompts is not None:
             for i, request_id in enumerate(batch.req_ids):
@@ -91,12 +95,12 @@ class RunnerV1(_TakesEmbeddings):
 
 
 class RunnerV2(_TakesEmbeddings):
-    """A mixin that writes embeddings into the inputs of vLLM's model runner in `vllm.v1.worker.gpu.model_runner`."""
+    """A mixin that writes embeddings into the inputs of the model runner in `vllm.v1.worker.gpu.model_runner`."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the model, and wraps vLLM's function that prepares the input embeddings of a step.
 
-        The wrapper also writes the embeddings from the shared memory.
+        After vLLM's function, the wrapper writes the embeddings from the shared memory.
         """
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         state = cast("Any", self).model_state

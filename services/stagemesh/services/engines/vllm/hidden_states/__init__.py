@@ -1,1 +1,3 @@
-"""Support for emitting hidden states, which a vLLM worker process writes into the replica's arena."""
+"""Support for stages that emit hidden states. A vLLM worker process writes the hidden states into the
+replica's arena.
+"""

@@ -1,7 +1,7 @@
 """The hidden-states feature: a stage emits the hidden states of each request's tokens.
 
-A vLLM worker writes the rows of all requests into the replica's arena. The replica emits each row for the request to
-which the row belongs.
+A vLLM worker writes the rows of all requests into the replica's arena. The replica emits each row for the request that
+the row belongs to.
 """
 
 import asyncio
@@ -43,29 +43,29 @@ if TYPE_CHECKING:
 _MAX_MESSAGE_BYTES = 1 << 20
 _CONNECT_S = 10.0
 _LATE_S = 10.0
-"""The maximum time to wait for the rows of tokens that have already been sampled, in seconds."""
+"""The maximum time to wait for the rows of tokens that vLLM has already sampled, in seconds."""
 
 _log = logging.getLogger(__name__)
 
 
 class RequestStates(RequestHook):
-    """Buffers and emits one request's hidden states. A row is the state of one token position.
+    """Buffers and emits the hidden states of one request. A row is the hidden state of one token position.
 
-    Emits each row once and in order, even if the worker writes some rows again.
+    Emits each row once and in order, even if the worker writes some rows again after a preemption.
     """
 
     def __init__(self, request: EngineRequest, *, first_position: int) -> None:
         self.next_position = first_position
-        """The position of the next row to arrive. All requested rows before this position have arrived."""
+        """The token position of the next row to arrive. All requested rows before this position have arrived."""
         self._request = request
         self._ready: deque[tuple[int, Tensors]] = deque()
         self._error: StagemeshError | None = None
         self._changed = Notifier()
 
     def push(self, position: int, tensors: Tensors) -> None:
-        """Adds consecutive rows, the first of which belongs to `position`. Drops rows that have already arrived.
+        """Adds consecutive rows that start at token position `position`. Drops rows that have already been added.
 
-        Rows arrive again after a preemption. Calls `fail` if rows before `position` are missing.
+        Rows can arrive again after a preemption. If rows before `position` are missing, records an error with `fail`.
         """
         count = _count(tensors)
         skipped = self.next_position - position
@@ -81,7 +81,7 @@ class RequestStates(RequestHook):
         self._changed.fire()
 
     def fail(self, error: StagemeshError) -> None:
-        """Records an error, which `take` raises from then on. Only the first error is recorded."""
+        """Records an error. All later calls of `take` raise it. If an error is already recorded, does nothing."""
         self._error = self._error or error
         self._changed.fire()
 
@@ -91,9 +91,9 @@ class RequestStates(RequestHook):
         self._request.limit.set_taken(self._request.known_tokens)
 
     def take(self, *, before: int) -> list[Emission]:
-        """Removes and returns the buffered rows of the positions below `before`.
+        """Removes the buffered rows of the token positions below `before`, and returns them as emissions.
 
-        Raises the error that `fail` has recorded, if any.
+        If `fail` has recorded an error, raises this error.
         """
         if self._error is not None:
             raise self._error
@@ -109,9 +109,10 @@ class RequestStates(RequestHook):
         return taken
 
     async def finish(self) -> AsyncGenerator[Emission]:
-        """Yields the remaining rows as they arrive.
+        """Yields the remaining rows as they arrive. Called after the request's last output.
 
-        Raises UnavailableError if rows do not arrive in time, or the error that `fail` has recorded.
+        Raises UnavailableError if no row arrives for `_LATE_S` seconds. If `fail` has recorded an error, raises this
+        error.
         """
         position = self._request.computed_tokens
         while True:
@@ -133,7 +134,7 @@ class RequestStates(RequestHook):
 
 
 class HiddenStates(RequestFeature):
-    """The request feature for hidden states. Receives the rows that a vLLM worker writes, and emits the rows.
+    """The request feature for hidden states. Receives rows from a vLLM worker and emits them for their requests.
 
     After `configure`, all methods must be called on the event loop's thread.
     """
@@ -143,7 +144,7 @@ class HiddenStates(RequestFeature):
     def __init__(
         self, options: HiddenStatesOptions, arena: PartitionsArena | None, *, share_bytes: int, stage: str
     ) -> None:
-        """Creates the feature. `share_bytes` is the size of the worker's partition of the arena, in bytes."""
+        """Creates the feature. `share_bytes` is the total size of the worker's partitions of the arena, in bytes."""
         self._options, self._arena, self._stage = options, arena, stage
         self._share_bytes = share_bytes
         self._tickets: list[PartitionTicket] = []
@@ -159,7 +160,7 @@ class HiddenStates(RequestFeature):
     def configure(self, config: "VllmConfig") -> None:
         """Raises InvalidRequestError if the model cannot provide the requested hidden states.
 
-        Also raises InvalidRequestError if the worker's part of the arena is too small for one row.
+        Also raises InvalidRequestError if the worker's partitions of the arena are too small for one row.
         """
         model, options = config.model_config, self._options
         problem = _layer_problem(
@@ -177,7 +178,7 @@ class HiddenStates(RequestFeature):
             )
 
     async def start(self, llm: "AsyncLLM") -> None:
-        """Reserves the worker's partitions of the arena, and waits until the worker that writes the rows has connected.
+        """Reserves the worker's partitions of the arena, and waits until the worker that writes rows has connected.
 
         Raises NotReadyError if the arena has too little space, InvalidRequestError if the model's class does not
         provide the states of inner layers, UnavailableError if no worker connects, and CoreRefusalError if a worker
@@ -237,14 +238,17 @@ class HiddenStates(RequestFeature):
         return InvalidRequestError(f"stage {self._stage}: {problem}", reason="INVALID_OPTION")
 
     def _check_layers(self, model_without_layers: str | None) -> None:
-        """Raises InvalidRequestError if a worker's model, of this class, cannot provide the states of inner layers."""
+        """Raises InvalidRequestError unless `model_without_layers` is None.
+
+        `model_without_layers` is the name of a model class that cannot provide the states of inner layers.
+        """
         if model_without_layers is not None:
             raise self._invalid(
                 f"hidden_states: {model_without_layers} provides no states of inner layers; request only `last`"
             )
 
     def _read_messages(self, arena: PartitionsArena) -> None:
-        """Reads all messages that the worker has sent.
+        """Reads all available messages from the worker, and adds the reported rows to their requests.
 
         Fails all requests if the worker has closed the connection or if a message is invalid.
         """
@@ -275,7 +279,7 @@ class HiddenStates(RequestFeature):
 
 
 async def _accept(listener: socket.socket, token: bytes) -> socket.socket:
-    """Returns the first connection that sends the token. Closes connections that send other data."""
+    """Accepts connections until one sends the token, and returns it. Closes connections that send other data."""
     loop = asyncio.get_running_loop()
     while True:
         connection, _ = await loop.sock_accept(listener)
@@ -286,7 +290,7 @@ async def _accept(listener: socket.socket, token: bytes) -> socket.socket:
 
 
 def _layer_problem(model: "ModelConfig", inner_layers: list[int], *, pipeline_ranks: int) -> str | None:
-    """Returns the reason why a model cannot provide the requested hidden states, or None if there is no reason.
+    """Returns the reason why a model cannot provide the requested hidden states, or None if it can.
 
     `inner_layers` contains sorted layer numbers. `pipeline_ranks` is the number of workers across which the layers are
     split. Does not check whether the model's class provides the states of inner layers. `start` checks this, because

@@ -1,6 +1,6 @@
-"""Writes hidden states from a worker's process into the replica's arena, and reports the rows to the replica.
+"""Writes hidden states from a worker process into the replica's arena, and reports the written rows to the replica.
 
-The messages of this module connect a worker to its replica and report written rows.
+Also defines the messages that the worker and the replica exchange.
 """
 
 import socket
@@ -19,73 +19,77 @@ from stagemesh.connectors.arena.memory_file import ALIGNMENT_BYTES
 from stagemesh.connectors.arena.worker_writer import ArenaWriter, Handle, PartitionTicket, Reserved, without_content
 
 CONFIG_KEY = "stagemesh_layers"
-"""The key of vLLM's `additional_config` under which the numbers of the emitted inner layers are listed."""
+"""The key in vLLM's `additional_config` of the list of the emitted inner layers' numbers."""
 OVERFLOW_DIVISOR = 4
-"""The ratio of the worker's total memory in the arena to its overflow memory.
+"""Determines the size of the overflow memory: the worker's total memory in the arena divided by this number.
 
-The replica copies rows out of the overflow memory immediately, so that unread rows do not block other rows.
+The replica copies rows out of the overflow memory immediately. Therefore, rows that a consumer has not read yet do not
+block the rows of other requests.
 """
 _WRITES_IN_OVERFLOW = 2
 """The number of writes of maximum size that fit into the overflow memory.
 
-With two, the worker can write while the replica copies.
+With two, the worker can write the second while the replica copies the first.
 """
 _SEND_TIMEOUT_S = 60.0
 _MAX_STAGED_BYTES = 256 << 20
-"""The maximum size of the staged rows, in bytes. Staged rows wait in the worker's memory for space in the arena.
+"""The total size of staged rows, in bytes, above which the worker's main thread waits.
 
-If more bytes are staged, the worker's main thread waits, too.
+Staged rows are rows in the worker's own memory that wait for space in the arena.
 """
 
 
 def max_rows(overflow_bytes: int, *, row_bytes: int, tensors: int) -> int:
-    """Returns the maximum number of rows in one write.
+    """Returns the maximum number of rows in one write to the arena.
 
-    `row_bytes` is the total size of one row in all tensors. `tensors` is the number of tensors.
+    `overflow_bytes` is the size of the overflow memory. `row_bytes` is the size of one row in all tensors together.
+    `tensors` is the number of tensors.
     """
     return (overflow_bytes // _WRITES_IN_OVERFLOW - tensors * ALIGNMENT_BYTES) // row_bytes
 
 
 def min_overflow_bytes(*, row_bytes: int, tensors: int) -> int:
-    """Returns the minimum size of the overflow memory in bytes, which suffices for writes of one row each.
+    """Returns the size of the smallest usable overflow memory, in bytes. It suffices for writes of one row each.
 
-    `row_bytes` is the total size of one row in all tensors. `tensors` is the number of tensors.
+    `row_bytes` is the size of one row in all tensors together. `tensors` is the number of tensors.
     """
     return _WRITES_IN_OVERFLOW * (row_bytes + tensors * ALIGNMENT_BYTES)
 
 
 @dataclass(frozen=True)
 class Attachment:
-    """The data that a worker needs to connect to its replica and to write into the replica's arena."""
+    """The data with which a worker connects to its replica and opens the replica's arena."""
 
     address: str
-    """The name of the abstract Unix socket for messages to the replica.
+    """The name of the abstract Unix socket on which the replica receives the worker's messages.
 
-    The first message is `token`. Each further message is a `StepRows`.
+    The first message is `token`. Each later message is a `StepRows`.
     """
     token: bytes
     rows: PartitionTicket
-    """The arena's partition for rows. Rows remain in the partition until the consumer has read them."""
+    """The ticket of the arena's partition for rows. Rows remain in this partition until the consumer has
+    read them.
+    """
     overflow: PartitionTicket
-    """The arena's partition for rows that do not fit into `rows`.
+    """The ticket of the arena's partition for rows that do not fit into the partition `rows`.
 
-    The replica copies the rows out of this partition immediately.
+    The replica copies rows out of this partition immediately.
     """
     dtype: str
-    """The name of the emitted tensors' dtype, which is the same in the API and in torch."""
+    """The name of the dtype of the emitted tensors. The name is the same in the API and in torch."""
     tensors: list[str]
     """The names of the emitted tensors."""
 
 
 class RequestedRows(msgspec.Struct, frozen=True):
-    """The rows that a request emits.
+    """States which rows of a request's hidden states are emitted.
 
     The replica sends this object to vLLM's workers with the request (`features.set_argument`).
     """
 
     name: str
     first_position: int
-    """The token position of the first emitted row. Earlier rows are not emitted."""
+    """The token position of the first emitted row. The rows of earlier positions are not emitted."""
 
 
 class RequestRows(msgspec.Struct, frozen=True, array_like=True):
@@ -93,16 +97,17 @@ class RequestRows(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     position: int
-    """The position of the first row among the request's tokens."""
+    """The token position of the first row within the request."""
     first: int
-    """The index of the first row in the tensors."""
+    """The index of the first row within the tensors."""
     count: int
 
 
 class StepRows(msgspec.Struct, frozen=True, array_like=True):
-    """A message that reports written rows of one engine step. Each emitted layer has a tensor [rows, hidden].
+    """A message that reports rows that the worker has written in one engine step. Each tensor has the shape [rows,
+    hidden].
 
-    A step with many rows is reported in several messages.
+    There is one tensor for each emitted layer. A step with many rows is reported in several messages.
     """
 
     handle: Handle
@@ -112,29 +117,29 @@ class StepRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Slice(NamedTuple):
-    """Consecutive rows of one request in a batch of several requests' rows."""
+    """Consecutive rows of one request, within a batch with the rows of several requests."""
 
     name: str
     position: int
-    """The position of the first row among the request's tokens."""
+    """The token position of the first row within the request."""
     start: int
-    """The index of the first row in the batch."""
+    """The index of the first row within the batch."""
     rows: int
 
 
 class Written(NamedTuple):
-    """The rows that one call copies into the arena. The copy may still be in progress.
+    """Rows whose copy from the model has been started. The copy may still be in progress.
 
-    Rows for which the arena has no space are staged in the worker's memory.
+    The rows are copied into the arena, or staged in the worker's memory if the arena does not have enough space.
     """
 
     requests: list[RequestRows]
     handle: Handle | None
     """The location of the rows in the arena, or None if the rows are staged."""
     overflow: bool
-    """Whether the rows are in the overflow memory, or will be written into it."""
+    """Whether the rows are written into the overflow memory, now or later, instead of the partition for rows."""
     staged: Mapping[str, torch.Tensor]
-    """The staged rows, by tensor name. Empty if the rows are not staged."""
+    """The rows staged in the worker's memory, by tensor name. Empty if the rows are copied into the arena."""
     copied: torch.cuda.Event | None
     """The CUDA event that marks the end of the copy, or None if the copy has ended."""
 
@@ -143,13 +148,13 @@ class RowWriter:
     """Writes rows of hidden states into the arena and reports them to the replica in order.
 
     Must be called on the worker's main thread. The methods do not wait for the GPU. They wait for space in the arena
-    only if too many bytes are staged.
+    only if more than `_MAX_STAGED_BYTES` bytes are staged.
     """
 
     def __init__(self, attachment: Attachment, *, device: torch.device) -> None:
         """Opens the arena and connects to the replica.
 
-        Raises NotReadyError if the arena cannot be opened, and OSError if the replica does not listen.
+        Raises NotReadyError if the arena cannot be opened, and OSError if the replica does not accept the connection.
         """
         self.tensors = attachment.tensors
         self._writer, self._overflow = ArenaWriter(attachment.rows), ArenaWriter(attachment.overflow)
@@ -170,10 +175,10 @@ class RowWriter:
         self._staged_lock = threading.Lock()
 
     def copy(self, states: Mapping[str, torch.Tensor], slices: Sequence[Slice]) -> list[Written]:
-        """Starts to copy slices of `states` into the arena. Returns the started writes, which `send` reports.
+        """Starts to copy slices of `states` into the arena. Returns the started writes, to be reported with `send`.
 
-        `states` contains [tokens, hidden] tensors by name. On a GPU, the copy runs on its own stream, and the compute
-        stream may overwrite `states` after this call.
+        `states` contains [tokens, hidden] tensors by name. On a GPU, the copy runs on a CUDA stream of its own. The
+        compute stream may overwrite `states` after this call.
         """
         self._check()
         row_bytes = sum(rows.shape[1] * self._dtype.itemsize for rows in states.values())
@@ -181,9 +186,9 @@ class RowWriter:
         return [self._copy(states, part) for part in _split(slices, limit)]
 
     def send(self, written: Sequence[Written], counts: Mapping[str, int]) -> None:
-        """Reports written rows to the replica. If rows are still being copied, a thread reports them after the copy.
+        """Reports writes to the replica. If a copy is still in progress, a thread reports its write after the copy.
 
-        `counts` limits the number of reported rows of some requests, by request name.
+        `counts` is the number of rows to report, by request name. All rows of other requests are reported.
         """
         left = dict(counts)
         for part in written:
@@ -196,7 +201,9 @@ class RowWriter:
     # -- internals
 
     def _check(self) -> None:
-        """Raises the reporting thread's last failure, if any. Blocks while too many bytes are staged."""
+        """Raises the error with which the reporting thread has failed, if any. Blocks while too many bytes
+        are staged.
+        """
         if self._last is not None and (self._last.done() or self._staged_bytes > _MAX_STAGED_BYTES):
             self._last.result()
             self._last = None
@@ -235,7 +242,7 @@ class RowWriter:
             self._staged_bytes += size_bytes
 
     def _finish(self, written: Written, requests: list[RequestRows]) -> None:
-        """Waits for the copy, moves staged rows into the arena, and reports the rows.
+        """Waits until the rows are copied, moves staged rows into the arena, and reports the rows to the replica.
 
         Runs on the reporting thread.
         """
@@ -261,9 +268,11 @@ def _copy(
     *,
     stream: torch.cuda.Stream | None,
 ) -> torch.cuda.Event | None:
-    """Copies rows to the host. With a stream, returns an event that marks the end of the copy.
+    """Copies rows to host memory. `pieces` contains the rows to concatenate, and `targets` the destination, by tensor
+    name.
 
-    The compute stream first gathers the rows, because the next replay of its CUDA graph overwrites them.
+    Without a stream, returns None after the copy. With a stream, starts the copy and returns an event that marks its
+    end. The compute stream first gathers the rows, because the next replay of its CUDA graph overwrites them.
     """
     if stream is None:
         for name, parts in pieces.items():
@@ -281,9 +290,9 @@ def _copy(
 
 
 def _pin(memory: memoryview) -> None:
-    """Page-locks host memory for copies from the GPU.
+    """Page-locks host memory, so that the GPU's driver can copy into it directly.
 
-    The driver copies data to other memory in two steps, and the worker would wait for both.
+    To other memory, the driver copies in two steps, and the worker would wait for both.
     """
     cuda: Any = torch.cuda
     address = np.frombuffer(memory, np.uint8).ctypes.data
@@ -291,9 +300,9 @@ def _pin(memory: memoryview) -> None:
 
 
 def _split(slices: Sequence[Slice], max_rows: int) -> list[list[Slice]]:
-    """Groups slices into lists with at most `max_rows` rows in total.
+    """Groups slices into lists. The slices of a list have at most `max_rows` rows in total.
 
-    Splits a slice across lists if it does not fit into the current list.
+    Splits a slice that does not fit into the current list.
     """
     parts: list[list[Slice]] = [[]]
     space = max_rows
@@ -311,7 +320,7 @@ def _split(slices: Sequence[Slice], max_rows: int) -> list[list[Slice]]:
 
 
 def _runs(slices: Sequence[Slice]) -> list[slice]:
-    """Returns the rows of the slices as ranges of the batch. Combines slices that are adjacent in the batch."""
+    """Returns the batch's index ranges that contain the rows of the slices. Combines adjacent ranges."""
     runs: list[slice] = []
     for each in slices:
         start, end = each.start, each.start + each.rows
@@ -322,9 +331,9 @@ def _runs(slices: Sequence[Slice]) -> list[slice]:
 
 
 def _limit_rows(requests: list[RequestRows], left: dict[str, int]) -> list[RequestRows]:
-    """Limits the number of rows of each request to its number in `left`. Returns the limited requests.
+    """Returns the requests, each with at most the number of rows that `left` contains for the request's name.
 
-    Does not limit requests that are not in `left`. Subtracts each returned request's number of rows from `left`.
+    Does not limit a request that is not in `left`. Subtracts the number of returned rows of each request from `left`.
     """
     if not left:
         return requests

@@ -30,13 +30,15 @@ if TYPE_CHECKING:
 
 
 class Batch(NamedTuple):
-    """The state of a step between `execute_model` and `sample_tokens`. The requests are in the order of their rows."""
+    """The rows of one step, between `execute_model` and `sample_tokens`. The requests are in the order of
+    their rows.
+    """
 
     request_ids: Sequence[str]
     starts: npt.NDArray[np.int32]
-    """The index of each request's first row, followed by the total number of rows. May contain further values."""
+    """The index of each request's first row, followed by the total number of rows. The array may be longer."""
     positions: npt.NDArray[np.int32]
-    """The token position of each request's first row. May contain further values."""
+    """The token position of each request's first row. The array may be longer than the number of requests."""
     hidden: torch.Tensor
     aux: Sequence[torch.Tensor]
 
@@ -50,11 +52,11 @@ class _EmitsHiddenStates:
     _model_without_layers: str | None = None
 
     def attach_replica(self, attachment: bytes) -> str | None:
-        """Starts to write the rows that requests emit. `attachment` is an encoded Attachment.
+        """Prepares this worker to write the rows that requests emit. `attachment` is a serialized Attachment.
 
-        Only one worker writes rows: the first tensor rank of the last pipeline rank, which has all rows of the last
-        layer. The method does nothing in the other workers. Returns None, or the name of the model's class if it cannot
-        provide the inner layers that the stage emits.
+        Only one worker writes rows: the first tensor rank of the last pipeline rank, because it has all rows of the
+        last layer. In the other workers, the method has no effect. Returns the name of the model's class if the class
+        cannot provide the inner layers that the stage emits, or None if it can.
         """
         if self._model_without_layers is None and get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0:
             self._requested, self._drafts = {}, {}
@@ -62,7 +64,7 @@ class _EmitsHiddenStates:
         return self._model_without_layers
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Loads the model and configures it to return the states of the inner layers that the stage emits."""
+        """Loads the model and configures it to return the hidden states of the inner layers that the stage emits."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         if self._inner_layers:
             model = cast("Any", self).get_model()
@@ -92,19 +94,24 @@ class _EmitsHiddenStates:
 
     @property
     def _inner_layers(self) -> Sequence[int]:
-        """The sorted numbers of the emitted inner layers. Does not include the state after the final norm."""
+        """The numbers of the emitted inner layers, sorted. Does not include the state after the final norm."""
         layers: Sequence[int] = cast("Any", self).vllm_config.additional_config.get(CONFIG_KEY, ())
         return layers
 
     def _batch(self) -> Batch | None:
-        """Returns the step whose tokens are not sampled yet, or None if this rank has no such step."""
+        """Returns the step whose tokens have not been sampled yet, or None if this rank has no hidden states of such a
+        step.
+        """
         state = cast("Any", self).execute_model_state
         if state is None or state.hidden_states is None:
             return None
         return Batch(*self._requests(state), state.hidden_states, state.aux_hidden_states or ())
 
     def _requests(self, state: Any) -> tuple[Sequence[str], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Returns the first three fields of `Batch`. `state` is the runner's state of the step."""
+        """Returns the fields `request_ids`, `starts` and `positions` of the step's `Batch`.
+
+        `state` is the model runner's state between `execute_model` and `sample_tokens`.
+        """
         raise NotImplementedError
 
     def _slices(self, batch: Batch) -> list[Slice]:
@@ -128,7 +135,7 @@ class _EmitsHiddenStates:
     def _valid_counts(self, batch: Batch, output: Any) -> dict[str, int]:
         """Returns the number of valid rows of each request with draft tokens, by request name.
 
-        The rows of rejected draft tokens are invalid, and vLLM computes these positions again.
+        The rows of rejected draft tokens are invalid. vLLM computes the positions of these rows again.
         """
         assert isinstance(output, ModelRunnerOutput), "the feature disables asynchronous scheduling with drafts"
         counts: dict[str, int] = {}
@@ -142,9 +149,9 @@ class _EmitsHiddenStates:
 
 
 class RunnerV1(_EmitsHiddenStates):
-    """A mixin that emits the hidden states of vLLM's model runner in `vllm.v1.worker.gpu_model_runner`.
+    """A mixin that emits hidden states from the model runner in `vllm.v1.worker.gpu_model_runner`.
 
-    Also applies to the runner's subclasses, such as the CPU runner.
+    Also works with the runner's subclasses, such as the CPU runner.
     """
 
     def _requests(self, state: Any) -> tuple[Sequence[str], npt.NDArray[np.int32], npt.NDArray[np.int32]]:  # noqa: ARG002
@@ -153,7 +160,7 @@ class RunnerV1(_EmitsHiddenStates):
 
 
 class RunnerV2(_EmitsHiddenStates):
-    """A mixin that emits the hidden states of vLLM's model runner in `vllm.v1.worker.gpu.model_runner`."""
+    """A mixin that emits hidden states from the model runner in `vllm.v1.worker.gpu.model_runner`."""
 
     def _requests(self, state: Any) -> tuple[Sequence[str], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         batch = state.input_batch
