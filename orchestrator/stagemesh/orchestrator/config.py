@@ -1,6 +1,6 @@
 """The config of an orchestrator process.
 
-It is one JSON file, which is written by the launcher or mounted by Kubernetes.
+The config is one JSON file. The launcher writes the file, or Kubernetes mounts it.
 """
 
 from collections.abc import Mapping
@@ -21,20 +21,26 @@ class ReplicaAddress:
 
 @dataclass(frozen=True)
 class DnsName:
-    """A DNS name that resolves to the addresses of a stage's replicas, and the port that all of them use."""
+    """A DNS name that resolves to the addresses of a stage's replicas.
+
+    All of these replicas must listen on the same port, `port`.
+    """
 
     host: Annotated[str, Field(min_length=1)]
     port: Annotated[int, Field(ge=1, le=65535)]
     poll_s: Annotated[float, Field(gt=0)] = 5.0
-    """The interval between two lookups in seconds."""
+    """The interval between two DNS lookups, in seconds."""
 
 
 @dataclass(frozen=True)
 class Registration:
-    """Enables replicas to register themselves, and sets the duration of their leases."""
+    """Settings for replicas that register themselves with the orchestrator."""
 
     lease_s: Annotated[float, Field(ge=1, le=3600)] = 30.0
-    """The time in seconds for which a registered replica remains a member without renewing its lease."""
+    """The duration of a replica's lease, in seconds.
+
+    A replica that does not renew its lease within this time is no longer a member.
+    """
 
 
 # An unknown key is a mistake.
@@ -63,21 +69,22 @@ class OrchestratorConfig:
     admin_listen: str | None = None
     """The address of AdminService, "host:port", or None to disable AdminService. Must differ from `listen`."""
     overrides: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Overrides of the pipeline file, by key, for example {"edges.*.connector": "grpc"}."""
+    """Values that override settings of the pipeline file, by setting, for example {"edges.*.connector": "grpc"}."""
     max_request_s: Annotated[float, Field(gt=0)] = 3600.0
-    """The maximum duration of a request in seconds. A client may request a shorter limit."""
+    """The maximum duration of a request, in seconds. A client may set a shorter limit for its own request."""
     drain_s: Annotated[float, Field(ge=0)] = 10.0
-    """The time in seconds for which requests may continue to run after SIGTERM.
+    """The time for which requests may continue to run after SIGTERM, in seconds.
 
-    The remaining requests are then stopped.
+    Requests that are still running after this time are stopped.
     """
     max_kept_state_bytes: Annotated[int, Field(ge=0)] = 256 << 20
-    """The maximum total size in bytes of the checkpoints that the orchestrator retains.
+    """The maximum total size of the checkpoints that the orchestrator retains, in bytes.
 
-    If a replica terminates, its steps resume from their checkpoints. 0 retains no checkpoints.
+    If a replica terminates, the steps that it ran resume from these checkpoints on other replicas. If 0, no checkpoints
+    are retained.
     """
     parent_pid: int | None = None
-    """The id of a process, or None. If that process ends, this process ends too."""
+    """The id of another process. If that process ends, the orchestrator ends too. None if there is no such process."""
 
     def __post_init__(self) -> None:
         if self.admin_listen == self.listen and not self.listen.endswith(":0"):

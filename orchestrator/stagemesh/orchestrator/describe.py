@@ -17,10 +17,10 @@ _Message = TypeVar("_Message", bound=Message)
 
 
 def to_message(message: type[_Message], source: object, **fields: Any) -> _Message:
-    """Returns a message of the type `message`.
+    """Returns a message of the type `message`, with field values copied from `source`.
 
-    `fields` are the values of fields by name. `source` must have an attribute with the name of each other field, which
-    is the field's value.
+    `fields` contains the values of individual fields by name. Every other field receives the value of the attribute of
+    `source` with the same name.
     """
     names = message.DESCRIPTOR.fields_by_name.keys() - fields.keys()
     return message(**{name: getattr(source, name) for name in names}, **fields)
@@ -53,7 +53,7 @@ def _replica(replica: Replica) -> orchestrator_pb2.ReplicaDescription:
 
 
 def describe_edge(edge: Edge, links: Sequence[EdgeLink]) -> orchestrator_pb2.EdgeDescription:
-    """Returns a description of an edge, with the connector that each of its links uses."""
+    """Returns a description of an edge and its links. Each link has its connector, or the error of its last probe."""
     return orchestrator_pb2.EdgeDescription(
         name=edge.name,
         from_stage=edge.producer,

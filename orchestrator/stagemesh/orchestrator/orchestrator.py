@@ -33,7 +33,7 @@ _RETRY_AFTER_S = 1.0
 
 
 class Orchestrator:
-    """Runs the requests of one pipeline within `async with orchestrator.running():`."""
+    """Runs the requests of one pipeline. Accepts requests only within `async with orchestrator.running():`."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class Orchestrator:
     async def running(self) -> AsyncGenerator[None]:
         """Accepts requests within the block.
 
-        At the end of the block, rejects queued requests, and stops requests that are still running after `drain_s`
-        seconds. Returns after every stage has released all requests.
+        At the end of the block, rejects queued requests, and gives running requests `drain_s` seconds to finish. Then
+        stops the remaining requests. Returns after every stage has released all requests.
         """
         async with AsyncExitStack() as stack:
             stack.callback(self.requests.clear)
@@ -77,10 +77,15 @@ class Orchestrator:
     async def generate(
         self, request: orchestrator_pb2.GenerateRequest, *, time_left_s: float | None
     ) -> AsyncGenerator[bytes]:
-        """Returns an iterator over a request's events, from the first. Each event is a serialized GenerateResponse.
+        """Returns an iterator over the events of a request, oldest first. Each event is a serialized GenerateResponse.
 
-        Starts the request, or attaches to the known request with the same id and content. Start to iterate at once, and
-        iterate within `aclosing`. The request is stopped `linger_s` seconds after its last caller has left.
+        If a request with the same id and content exists, attaches to this request. Otherwise starts a new request.
+        Omits outputs before `request.next_seqs` and `request.next_positions`.
+
+        `time_left_s` is the time until the caller's deadline in seconds, or None if the caller has no deadline.
+
+        Start to iterate immediately, and iterate within `aclosing`. The request is stopped `request.linger_s` seconds
+        after its last caller has left.
         """
         valid = validate(request, self.pipeline)
         content = fingerprint(request)
@@ -95,9 +100,9 @@ class Orchestrator:
         return known.record.follow(next_seqs=request.next_seqs, next_positions=request.next_positions)
 
     async def cancel(self, request_id: str, *, when_left: bool = False) -> None:
-        """Stops a request. Returns after every stage has released it.
+        """Stops a request. Returns after every stage has released the request.
 
-        If `when_left` is True, returns at once, and the request is stopped when its last caller leaves. Raises
+        If `when_left` is True, returns immediately, and the request is stopped when its last caller leaves. Raises
         NotFoundError (UNKNOWN_REQUEST) if the request is unknown.
         """
         known = self.requests.find(request_id)
@@ -114,7 +119,13 @@ class Orchestrator:
         await asyncio.wait([known.ended])
 
     def _start(self, request: ValidRequest, content: bytes, *, time_left_s: float | None) -> RequestLifecycle:
-        """Passes a new request to admission. A request that admission rejects at once is not stored."""
+        """Creates a new request and passes it to admission.
+
+        If admission rejects the request immediately, raises the error and does not store the request.
+
+        - `content` is the fingerprint of the request.
+        - `time_left_s` is the time until the caller's deadline in seconds, or None if the caller has no deadline.
+        """
         if self._group is None:
             raise _not_running()
         timeout_s = min(self._max_request_s, time_left_s if time_left_s is not None else self._max_request_s)
@@ -190,8 +201,9 @@ class Orchestrator:
 def _to_admission_request(request: ValidRequest, *, deadline_s: float) -> AdmissionRequest:
     """Converts a client's request to an admission request.
 
-    The input size is known when the request arrives. For outputs and chunks, admission reserves the average of earlier
-    requests of the same kind, because the limits apply to sums. Each engine limits its own memory.
+    The input size is known when the request arrives. The sizes of outputs and chunks are not known: admission reserves
+    the average of earlier requests of the same kind. An average suffices, because the limits apply to the total over
+    all requests. Engine memory is not estimated here, because each engine limits its own memory.
 
     Requests are of the same kind if they have the same outputs and options, and if their input sizes and token limits
     have the same number of binary digits.
@@ -214,10 +226,10 @@ def _to_admission_request(request: ValidRequest, *, deadline_s: float) -> Admiss
 
 
 def _made_bytes(record: RequestRecord, pipeline: Pipeline) -> int:
-    """Returns the number of bytes that a request occupied for its outputs and for the chunks of its edges.
+    """Returns the number of bytes that a request's outputs and the chunks of its edges occupied.
 
-    The orchestrator retains the outputs for callers that attach. The chunks of an edge occupy at most the credit that
-    the consumer has granted.
+    The orchestrator retains all outputs of a request for callers that attach later. The chunks of an edge occupy at
+    most the credit that the consumer has granted.
     """
     windows = {edge.name: pipeline.stages[edge.consumer].data_plane.window_bytes for edge in pipeline.edges}
     return record.size_bytes + sum(min(edge.size_bytes, windows.get(edge.edge, 0)) for edge in record.edges)

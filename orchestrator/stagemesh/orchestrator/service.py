@@ -23,7 +23,7 @@ _GRACE_S = 2.0
 
 
 async def serve(config: OrchestratorConfig, stopping: asyncio.Event) -> None:
-    """Serves the pipeline that a config names until the event `stopping` is set."""
+    """Serves the pipeline that `config` names. Returns after the event `stopping` is set."""
     pipeline = load_pipeline(config.pipeline, overrides=config.overrides, check_models=False)
     async with serving(config, pipeline):
         await stopping.wait()
@@ -31,10 +31,10 @@ async def serve(config: OrchestratorConfig, stopping: asyncio.Event) -> None:
 
 @asynccontextmanager
 async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenerator[int]:
-    """Serves `pipeline` within the block. Yields the port.
+    """Serves `pipeline` within the block. Yields the port of the gRPC server.
 
-    The health of "" and of OrchestratorService is SERVING if every stage has a ready replica and every edge is usable.
-    The health of "liveness" is always SERVING.
+    The gRPC health status of "" and of OrchestratorService is SERVING if every stage has a ready replica, every edge is
+    usable, and the orchestrator does not drain. The health status of "liveness" is always SERVING.
     """
     _check_stages(config, pipeline)
     server = Server(config.listen)

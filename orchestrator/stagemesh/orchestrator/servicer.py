@@ -1,4 +1,4 @@
-"""Implements OrchestratorService: converts its messages, and calls the orchestrator."""
+"""The gRPC servicer of OrchestratorService. Converts messages and calls the orchestrator."""
 
 from contextlib import aclosing
 from functools import partial
@@ -18,7 +18,7 @@ SERVICE_NAME = orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
-    """Serves OrchestratorService for the clients of one orchestrator."""
+    """Implements OrchestratorService for the clients of one orchestrator."""
 
     def __init__(self, orchestrator: Orchestrator) -> None:
         self._orchestrator = orchestrator
@@ -50,7 +50,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
 
 
 def add_orchestrator_service(servicer: OrchestratorServicer, server: grpc.aio.Server) -> None:
-    """Registers `servicer` with a gRPC server. The responses of Generate are already serialized."""
+    """Registers `servicer` with a gRPC server. Generate is registered as a method that writes serialized responses."""
     by_stream = cast("Any", grpc.unary_stream_rpc_method_handler)
     add_with_raw_methods(
         partial(orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server, servicer),

@@ -31,26 +31,26 @@ _REPLACED = frozenset({"STALE_ATTEMPT", "STALE_INCARNATION"})
 _BAD_CHECKPOINT = frozenset({"INVALID_CHECKPOINT", "UNSUPPORTED", "CHECKPOINT_GONE"})
 
 SETTLE_S = 1.0
-"""Time in seconds to wait for a more certain root cause if the known failures are inconclusive.
+"""The time to wait for a conclusive failure if all known failures are inconclusive, in seconds.
 
-A killed process is noticed within milliseconds.
+This time suffices, because the end of a killed process is noticed within milliseconds.
 """
 
 
 class CauseRank(IntEnum):
-    """Ranks failures by how likely they are the root cause. The lowest rank is the most likely.
+    """The rank of a failure. The lower the rank, the more likely the failure is the root cause.
 
-    LOST and OWN are conclusive.
+    A failure with the rank LOST or OWN is certain to be a root cause.
     """
 
     LOST = 0
-    """The replica that ran the stage terminated."""
+    """The replica that ran the stage terminated or became unreachable."""
     OWN = 1
-    """The stage reported an error of its own."""
+    """The stage reported an error that occurred in the stage itself."""
     ECHO = 2
-    """The stage reported an error that it had received from another stage."""
+    """The stage reported an error that the stage had received from another stage."""
     PEER_LOST = 3
-    """The stage lost its connection to a replica of another stage, or that replica no longer knows the request."""
+    """The stage cannot reach a replica of an adjacent stage, or that replica has already released the request."""
     CANCELLED = 4
     """The stage's step was cancelled."""
 
@@ -64,7 +64,7 @@ class Failure:
 
     @property
     def rank(self) -> CauseRank:
-        """The likelihood that this failure is the root cause."""
+        """The rank of this failure, derived from its error."""
         error = self.error
         if error.reason == REPLICA_LOST:
             return CauseRank.LOST
@@ -76,42 +76,42 @@ class Failure:
 
     @property
     def is_recoverable(self) -> bool:
-        """Whether the stage may succeed if it runs on another replica or with other upstream or downstream replicas."""
+        """Whether the stage may succeed on another replica, or with other upstream or downstream replicas."""
         if self.rank in (CauseRank.LOST, CauseRank.PEER_LOST) or self.error.reason == _NOT_READY:
             return True
         return self.error.reason in _REPLACED and "edge" in self.error.metadata
 
     @property
     def is_conclusive(self) -> bool:
-        """Whether this failure is certain to be the root cause, so that later failures need not be awaited."""
+        """Whether this failure is certain to be a root cause. There is then no need to wait for later failures."""
         return self.rank <= CauseRank.OWN
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """Returns the failure that is most likely the root cause. If several are equally likely, returns the first."""
+    """Returns the failure that is most likely the root cause. If several are equally likely, returns the first of them."""
     return min(failures, key=lambda failure: failure.rank)
 
 
 class Losses(NamedTuple):
-    """The stages that must be recovered, with the error of each."""
+    """The stages that must be recovered, each with the error that is the reason."""
 
     lost: Mapping[str, StagemeshError]
-    """The errors of steps that ended, by stage name."""
+    """The errors of the lost steps, by stage name."""
     fresh: Mapping[str, StagemeshError]
-    """The errors, by stage name, of stages that must restart from the beginning because they cannot resend their data.
-    """
+    """The errors of stages that must restart from the beginning instead of from a checkpoint, by stage name."""
 
 
 class Failures:
-    """Collects the failures of one request's steps. Fires `changed` for each failure.
+    """Collects the failures of one request's steps. Fires the notifier `changed` for each failure.
 
     A failure is doubtful if the step was cancelled although this orchestrator did not request the cancellation. If
-    another stage is lost within SETTLE_S, that loss explains the cancellation, and the cancelled step is recovered too.
+    another stage is lost within SETTLE_S seconds of the cancellation, that loss explains the cancellation, and the
+    cancelled step is recovered too. Otherwise, the doubtful failure becomes final.
     """
 
     def __init__(self, changed: Notifier) -> None:
         self.final: list[Failure] = []
-        """The failures that end the request, in the order in which they were added."""
+        """The failures that end the request, oldest first."""
         self._changed = changed
         self._lost: dict[str, StagemeshError] = {}
         self._fresh: dict[str, StagemeshError] = {}
@@ -119,7 +119,7 @@ class Failures:
         self._doubted_s = self._lost_s = float("-inf")
 
     def add(self, state: StepState, attempt: int, error: StagemeshError) -> None:
-        """Adds the failure of an attempt of a stage.
+        """Adds the failure of the attempt number `attempt` of a stage. `state` is the current state of the stage.
 
         Ignores the failure if a newer attempt exists, if the stage has finished, or if a failure of the same attempt
         was already added.
@@ -150,12 +150,15 @@ class Failures:
         self._changed.fire()
 
     def add_final(self, stage: str, error: StagemeshError) -> None:
-        """Adds a failure from which the request cannot recover."""
+        """Adds a failure of a stage from which the request cannot recover."""
         self.final.append(Failure(stage, error))
         self._changed.fire()
 
     def require_fresh(self, stage: str, error: StagemeshError) -> None:
-        """Requires a stage to restart from the beginning instead of from its checkpoint, even if its step runs."""
+        """Requires a stage to restart from the beginning instead of from its checkpoint, even if its step is running.
+
+        `error` is the reason for the restart.
+        """
         self._fresh[stage] = error
         self._lost_s = _now_s()
         self._changed.fire()
@@ -163,7 +166,7 @@ class Failures:
     def take_losses(self) -> Losses:
         """Returns the stages that must be recovered, and removes them from this object.
 
-        Decides first whether doubtful failures are losses.
+        First converts doubtful failures to losses or final failures, if this can be decided already.
         """
         self._settle_doubtful()
         losses = Losses(self._lost, self._fresh)
@@ -171,7 +174,11 @@ class Failures:
         return losses
 
     def _settle_doubtful(self) -> None:
-        """Converts doubtful failures to losses if another stage was lost within SETTLE_S, else to final failures."""
+        """Converts doubtful failures to losses if another stage was lost within SETTLE_S seconds of the cancellation.
+
+        If no other stage was lost, converts them to final failures after SETTLE_S seconds. Until then, leaves them
+        unchanged.
+        """
         if not self._doubtful:
             return
         left_s = self._doubted_s + SETTLE_S - _now_s()
@@ -186,7 +193,7 @@ class Failures:
 
 
 def _is_death(error: StagemeshError, replica: Replica) -> bool:
-    """Returns whether the error means that the replica's process has died or is about to die."""
+    """Returns whether the process of `replica` has died, or `error` means that the process died or is about to die."""
     return error.reason in {_ENGINE_DIED, _RESTARTED} or (replica.end_cause is not None and replica.died)
 
 

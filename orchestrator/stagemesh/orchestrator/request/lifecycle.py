@@ -1,6 +1,6 @@
 """Runs each request from its arrival to its end, and finds requests by id.
 
-`RequestLifecycle` is one request: its admission, planning and execution. `RequestRegistry` contains the running
+`RequestLifecycle` represents one request: its admission, planning and execution. `RequestRegistry` contains the running
 requests, and the recently ended requests to which a caller can still attach.
 """
 
@@ -26,9 +26,9 @@ from stagemesh.v1 import orchestrator_pb2
 _log = logging.getLogger(__name__)
 
 STAGE_WAIT_S = 15.0
-"""Maximum time in seconds that an admitted request waits for a stage without a ready replica.
+"""Maximum time that an admitted request waits for a stage without a ready replica, in seconds.
 
-Applies only if a replica of the stage may become ready soon. Otherwise the request fails at once.
+This applies only if a replica of the stage may become ready soon. Otherwise the request fails immediately.
 """
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.25
 KEEP_S = 30.0
@@ -41,8 +41,8 @@ _OTHER_ATTEMPT_REASONS = ("STEP_EXISTS", "STALE_ATTEMPT")
 class RequestLifecycle:
     """Runs one request from admission to its end.
 
-    The constructor passes the request to admission. If `Admission.enter` raises an error, the constructor raises it and
-    reserves nothing.
+    The constructor passes the request to admission. If admission rejects the request, the constructor raises the error
+    of `Admission.enter` and reserves nothing.
     """
 
     def __init__(
@@ -58,16 +58,17 @@ class RequestLifecycle:
     ) -> None:
         self.record = record
         self.fingerprint, self.seed = fingerprint, seed
-        """The digest of the request's content, computed by the function `fingerprint`, and the request's seed."""
+        """The digest of the request's content (see the function `fingerprint`), and the request's random seed."""
         self.has_run = False
-        """Whether the request was planned and its execution began.
+        """Whether the request was planned and has started to run.
 
-        The record of a request is dropped at its end if this is False.
+        If this is False when the request ends, the record of the request is dropped.
         """
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """A future that is done when every stage has released the request.
 
-        Several tasks wait for the future. They must use `asyncio.wait`, which does not cancel it.
+        Several tasks wait for this future. They must use `asyncio.wait`, because it does not cancel the future if the
+        waiting task is cancelled.
         """
         self._admission, self._admission_request = admission, admission_request
         self._failover, self._clock = failover, clock
@@ -77,7 +78,7 @@ class RequestLifecycle:
         self._ticket = admission.enter(admission_request, self)
 
     def stop(self, error: StagemeshError) -> None:
-        """Stops the request, which then fails with `error`.
+        """Stops the request. The request then fails with `error`.
 
         Does nothing if the request has ended or was already stopped.
         """
@@ -90,10 +91,12 @@ class RequestLifecycle:
     async def run(
         self, request: ValidRequest, plan: Callable[[], Plan], made_bytes: Callable[[RequestRecord], int]
     ) -> StagemeshError | None:
-        """Waits for admission and runs the request. Returns the error with which the request failed, or None.
+        """Waits for admission and runs the request. Returns the error of a failed request, or None if it succeeded.
 
-        The admission ticket is released before the return. To free memory, neither this object nor the returned error
-        then refers to the request's input or plan.
+        `made_bytes` returns the number of bytes that the outputs and chunks of the request occupied.
+
+        Releases the admission ticket before returning. Afterwards, neither this object nor the returned error refers to
+        the request's input or plan, so that their memory is freed.
         """
         made: int | None = None
         try:
@@ -112,9 +115,10 @@ class RequestLifecycle:
                 self._admission.release(self._ticket, made_bytes=made)
 
     async def _run_or_take_over(self, request: ValidRequest, plan: Callable[[], Plan]) -> StagemeshError | None:
-        """Runs the request.
+        """Runs the request. Returns the error of a failed request, or None if it succeeded.
 
-        If a stage already knows attempts from another orchestrator, runs it again with higher attempts.
+        If a stage rejects the request because of an attempt of another orchestrator, runs the request a second time
+        with higher attempt numbers. Does not do so if the request has outputs already or has no caller.
         """
         error = await self._run_when_ready(request, plan)
         latest = _attempt_elsewhere(error)
@@ -129,10 +133,10 @@ class RequestLifecycle:
         return await self._run_when_ready(request, plan)
 
     async def _run_when_ready(self, request: ValidRequest, plan: Callable[[], Plan]) -> StagemeshError | None:
-        """Plans the request and runs it. Returns the error with which the request failed, or None.
+        """Plans the request and runs it. Returns the error of a failed request, or None if it succeeded.
 
-        Waits at most STAGE_WAIT_S for a stage whose replica may become ready soon. After that, raises the error of
-        `plan`.
+        If a stage has no ready replica but may have one soon, waits at most STAGE_WAIT_S seconds for the replica. After
+        that, raises the error of `plan`.
         """
         ends_s = min(self._admission_request.deadline_s, self._clock() + STAGE_WAIT_S)
         backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
@@ -183,10 +187,10 @@ class _Retention(NamedTuple):
 
 
 class RequestRegistry:
-    """Finds requests by id.
+    """An index of requests by id. Contains the running requests, and recently ended requests.
 
     An ended request is dropped after `keep_s` seconds. The oldest ended requests are dropped earlier if the records of
-    all ended requests together exceed `keep_bytes`.
+    all ended requests together exceed `keep_bytes` bytes.
     """
 
     def __init__(self, *, keep_s: float = KEEP_S, keep_bytes: int = KEEP_BYTES) -> None:
@@ -194,7 +198,8 @@ class RequestRegistry:
         self._keep_bytes = keep_bytes
         self._known: dict[str, RequestLifecycle] = {}
         self._ended: dict[str, _Retention] = {}
-        """The ended requests among `_known`, in the order of their ends."""
+        """The record size and expiry timer of each ended request, by request id. The request that ended first is first.
+        """
         self._kept_bytes = 0
 
     @property
@@ -207,10 +212,10 @@ class RequestRegistry:
         return self._known.get(request_id)
 
     def find_same(self, request_id: str, fingerprint: bytes, *, seed: int | None = None) -> RequestLifecycle | None:
-        """Returns the request with this id, or None if there is none.
+        """Returns the request with this id, or None if the id is unknown or its request was dropped.
 
-        Raises ExistsError (REQUEST_EXISTS) if the known request has another fingerprint, or another seed than `seed`. A
-        `seed` of None matches any seed.
+        Raises ExistsError (REQUEST_EXISTS) if the request with this id has another fingerprint or another seed. If
+        `seed` is None, the seeds are not compared.
         """
         known = self.find(request_id)
         if known is not None and (known.fingerprint != fingerprint or seed not in (None, known.seed)):
@@ -227,7 +232,7 @@ class RequestRegistry:
         self._known[request_id] = known
 
     def forget(self, request_id: str) -> None:
-        """Drops a request that ended before it ran, so that a repeated call starts it again."""
+        """Drops a request immediately when it ends, so that a repeated call starts the request again."""
         del self._known[request_id]
 
     def end(self, request_id: str) -> None:
@@ -252,10 +257,11 @@ class RequestRegistry:
 
 
 def fingerprint(request: orchestrator_pb2.GenerateRequest) -> bytes:
-    """Returns a digest of the request's content. Calls with the same request_id must have the same digest.
+    """Returns a digest of the request's content. All calls with the same request_id must have the same digest.
 
-    The digest excludes the fields that control from where a caller reads the events. It also excludes the seed, because
-    a caller that attaches again may set the seed that was chosen for its first call.
+    The digest excludes fields that may differ between calls of the same request, such as `next_seqs` and `linger_s`.
+    The digest also excludes the seed, because a caller that attaches again may set the seed that was chosen for its
+    first call.
     """
     content = orchestrator_pb2.GenerateRequest()
     content.CopyFrom(request)
@@ -268,7 +274,10 @@ def fingerprint(request: orchestrator_pb2.GenerateRequest) -> bytes:
 
 
 def _attempt_elsewhere(error: StagemeshError | None) -> int | None:
-    """Returns the attempt number of another orchestrator that made a stage reject a step, or None if there is none."""
+    """Returns the number of another orchestrator's attempt because of which a stage rejected a step.
+
+    Returns None if `error` is None, has another reason, or does not contain the attempt number.
+    """
     if error is None or error.reason not in _OTHER_ATTEMPT_REASONS:
         return None
     attempt = error.metadata.get("attempt", "")

@@ -1,4 +1,4 @@
-"""The events of one request, retained so that every caller can read them from the start. Tracks the callers."""
+"""The record of one request's events, which every caller can read from the first event. Tracks the callers."""
 
 import asyncio
 import sys
@@ -18,14 +18,14 @@ MAX_LINGER_S = 60
 class RequestRecord:
     """The events of one request, merged over all stages: queued, admitted, progress, output and finished.
 
-    The fragments of each output are numbered from 0. Stops the request if all of its callers have left, or if all
-    callers are too many bytes behind.
+    The fragments of each output are numbered from 0. The record stops the request if all callers have left, or if even
+    the fastest caller has too many unread bytes.
     """
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         self.timeline = timeline or Timeline()
         self.journal: Journal[bytes] = Journal()
-        """The serialized events. A parsed message with one token's text would need over ten times as much memory."""
+        """The serialized events. A parsed event with one token's text would need over ten times as much memory."""
         self.size_bytes = 0
         self.abandoned = False
         """Whether the request was stopped because its last caller left and no caller attached in time."""
@@ -40,7 +40,7 @@ class RequestRecord:
         self.journal.on_abandoned = self._wait_for_return
 
     def add(self, event: orchestrator_pb2.GenerateResponse) -> None:
-        """Adds an event. Ignores it if the record is closed."""
+        """Adds an event. Ignores the event if the record is closed."""
         # A stopped stage may still send events.
         if not self.journal.closed:
             item = event.SerializeToString()
@@ -49,7 +49,7 @@ class RequestRecord:
             self._check_read()
 
     def add_output(self, name: str, output: request_pb2.Output) -> None:
-        """Adds a fragment of the pipeline output `name`, and numbers the fragment."""
+        """Adds a fragment of the pipeline output `name`, and assigns the fragment's number."""
         if self._first_output_s is None:
             self._first_output_s = self.timeline.elapsed_s()
         event = orchestrator_pb2.GenerateResponse(output=output)
@@ -60,7 +60,7 @@ class RequestRecord:
 
     @property
     def edges(self) -> Iterator[request_pb2.EdgeUsage]:
-        """The chunks and bytes on each outgoing edge of the stages that have finished."""
+        """The numbers of chunks and bytes that finished stages have sent, for each of their outgoing edges."""
         return (edge for finished in self.timeline.finished_steps.values() for edge in finished.edges)
 
     @property
@@ -69,7 +69,7 @@ class RequestRecord:
         return self._first_output_s is not None
 
     def finish(self) -> None:
-        """Adds the event that the request succeeded, and closes the record."""
+        """Adds the final event of a successful request, and closes the record."""
         timings = request_pb2.Timings(
             started_s=self.timeline.started_s,
             first_output_s=self._first_output_s,
@@ -80,26 +80,33 @@ class RequestRecord:
         self.close(None)
 
     def close(self, error: StagemeshError | None) -> None:
-        """Closes the record, so that `follow` ends. If the request failed, `follow` raises `error`. Idempotent."""
+        """Closes the record, which ends all iterators that `follow` has returned. Idempotent.
+
+        `error` is the error that these iterators raise, or None if the request succeeded.
+        """
         self._cancel_timer()
         # The function that stops the request usually refers to its record. A reference cycle would keep both alive.
         self._stop = _ignore
         self.journal.close(error)
 
     def stop_by(self, stop: Callable[[StagemeshError], None], *, max_unread_bytes: int = sys.maxsize) -> None:
-        """Sets the function that stops the request, and the maximum number of unread bytes before it is called."""
+        """Sets the function that stops the request.
+
+        The function is called if all callers have left, or if even the fastest caller has more than `max_unread_bytes`
+        unread bytes.
+        """
         self._stop, self._max_unread_bytes = stop, max_unread_bytes
 
     def expect(self, *, linger_s: int) -> None:
         """Announces a caller that is about to read the events, so that the request is not stopped for lack of callers.
 
-        After the last caller has left, the request continues for `linger_s` seconds, but at most MAX_LINGER_S.
+        After the last caller has left, the request continues for `linger_s` seconds, but at most MAX_LINGER_S seconds.
         """
         self._linger_s = min(linger_s, MAX_LINGER_S)
         self._cancel_timer()
 
     def dismiss(self) -> None:
-        """Stops the request as soon as it has no caller, without waiting for a caller to return."""
+        """Stops the request as soon as no caller reads its events, without waiting for a caller to return."""
         self.expect(linger_s=0)
         if not self.journal.readers:
             self._abandon()
@@ -107,12 +114,13 @@ class RequestRecord:
     async def follow(
         self, *, next_seqs: Mapping[str, int], next_positions: Mapping[str, int] | None = None
     ) -> AsyncGenerator[bytes]:
-        """Yields all events of the request, past and future, each as a serialized GenerateResponse.
+        """Yields all past and future events of the request, each as a serialized GenerateResponse.
 
         Omits outputs that the caller already has. An output in `next_positions` starts at that position, for example
-        the index of a token or audio sample. Any other output starts at the fragment whose number is in `next_seqs`.
+        the index of a token or audio sample. An output in `next_seqs` starts at the fragment with that number. Other
+        outputs start at the beginning.
 
-        Raises the error with which the request ended. Iterate within `aclosing`.
+        Raises the error with which the request failed. Iterate within `aclosing`.
         """
         resumption = Resumption(next_seqs=next_seqs, next_positions=next_positions or {})
         # A caller that attaches late must have time to read the earlier events.
@@ -152,11 +160,11 @@ class RequestRecord:
 
 
 class Resumption:
-    """Removes the outputs that a caller already has from the events that the caller receives.
+    """A filter that removes outputs that a caller already has from the events for this caller.
 
     The caller may have received these outputs from another orchestrator, which divided them into other fragments. An
     output in `next_positions` starts at that position. Any other output starts at the fragment whose number is in
-    `next_seqs`.
+    `next_seqs`, or at the beginning if `next_seqs` does not contain the output.
     """
 
     def __init__(self, *, next_seqs: Mapping[str, int], next_positions: Mapping[str, int]) -> None:
@@ -169,7 +177,7 @@ class Resumption:
         return bool(self._next_seqs) or self._replayed.is_behind(self._received)
 
     def remainder(self, output: request_pb2.Output) -> request_pb2.Output | None:
-        """Returns the rest of `output` that the caller does not have yet, or None if the caller has all of it."""
+        """Returns the part of `output` that the caller does not have yet, or None if the caller has all of `output`."""
         if output.seq < self._next_seqs.get(output.name, 0):
             return None
         return self._received.remainder(output, replayed=self._replayed)
@@ -186,4 +194,4 @@ def _remainder(item: bytes, resumption: Resumption) -> bytes | None:
 
 
 def _ignore(error: StagemeshError) -> None:
-    """Placeholder for the function that stops a request, used before the request starts and after it ends."""
+    """Does nothing. Replaces the function that stops a request before the request starts and after the request ends."""

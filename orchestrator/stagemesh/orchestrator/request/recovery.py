@@ -1,15 +1,16 @@
 """Decides how a request recovers after stages are lost.
 
-`StepState` is the state of one stage of a request. The functions decide which stages restart, whether each of them
-restarts from its checkpoint, and in which order the other stages are rebound. They are pure: their results depend only
-on the request's route and on the states of its stages. `run` executes the resulting actions.
+`StepState` is the state of one stage of a request. The functions of this module decide which stages restart, whether
+each of them restarts from its checkpoint, and in which order the other stages are rebound. The functions are pure:
+their results depend only on the request's route and on the states of its stages. The module `run` executes the
+resulting actions.
 
 Each stage counts its own attempts, and only lost stages restart. The attempt of a flow is the higher of its producer's
 attempt and its consumer's attempt. Both stages must be notified of the flow's attempt.
 
 Producers resend their retained data to a restarted stage. A producer that no longer retains all of its data also
-restarts from the beginning (`fresh`), and so do its own producers if necessary. A stage resumes from its checkpoint if
-its consumers continue to run, because they have received the rows before the checkpoint.
+restarts from the beginning (`fresh`), and so do its own producers if necessary. A stage can resume from its checkpoint
+only if its consumers continue to run, because these consumers have already received the rows before the checkpoint.
 """
 
 import asyncio
@@ -41,16 +42,16 @@ class Phase(Enum):
 
 @dataclass
 class AttemptState:
-    """The state of a stage's newest attempt, as far as recovery depends on it."""
+    """The part of a stage's state on which recovery decisions depend."""
 
     attempt: int = 1
     phase: Phase = Phase.PLACED
     bound: Mapping[str, int] = field(default_factory=dict[str, int])
-    """The flow attempt that was last sent to the step, by edge name."""
+    """The number of the flow attempt that was last sent to the step, by edge name."""
     first_rows: Mapping[str, int] = field(default_factory=dict[str, int])
-    """The index of the first row that this attempt emits, by tensor. A missing tensor starts at row 0."""
+    """The index of the first row that this attempt emits, by tensor name. A tensor without an entry starts at row 0."""
     checkpoint_rows: Mapping[str, int] | None = None
-    """The index of the first row that an attempt resumed from the checkpoint would emit, by tensor.
+    """The index of the first row that an attempt resumed from the checkpoint would emit, by tensor name.
 
     None if there is no checkpoint.
     """
@@ -75,7 +76,7 @@ class ReceivedCheckpoint:
 
 @dataclass(frozen=True)
 class SupersededAttempt:
-    """An attempt that a newer attempt has replaced. Its replica may still be working on it."""
+    """An attempt that a newer attempt has replaced, and the replica that may still execute the old attempt."""
 
     replica: Replica
     attempt: int
@@ -83,36 +84,36 @@ class SupersededAttempt:
 
 @dataclass(eq=False, kw_only=True)
 class StepState(AttemptState):
-    """The full state of a stage of a request: its newest attempt, and the facts that remain valid over all attempts."""
+    """The full state of one stage of a request: its newest attempt, and values that persist across attempts."""
 
     step: PlannedStep
     budget: StateBudget
-    """The limit on the total bytes of the checkpoints that the orchestrator retains for all requests."""
+    """The budget that limits the total size of the checkpoints of all requests."""
     notes: StepNotes | None = None
     checkpoint: ReceivedCheckpoint | None = None
     """The newest checkpoint from which the stage could resume, or None if there is none."""
     resumed: ReceivedCheckpoint | None = None
     """The checkpoint from which this attempt resumed, or None if the attempt started from the beginning."""
     position: Position = field(default_factory=Position)
-    """The position that this attempt has reached in each of its outputs, for example in tokens or audio samples."""
+    """The position that the newest attempt has reached in each output, for example in tokens or audio samples."""
     next_seqs: dict[str, int] = field(default_factory=dict[str, int])
-    """The expected number of the attempt's next output fragment, by tensor name."""
+    """The number that the attempt's next output fragment must have, by tensor name."""
     shown_steps: int = 0
-    """The highest number of completed engine steps that the client has received for this stage."""
+    """The highest number of completed engine steps that was reported to the client for this stage."""
     restarts: int = 0
     dead_replicas: frozenset[Replica] = frozenset()
     """The replicas that died while they ran the stage. A restarted process counts as another replica."""
     alone: bool = False
-    """Whether the attempt's replica must run no other request, because the request may be what kills replicas."""
+    """Whether the attempt's replica must run no other request, because this request may cause processes to die."""
     avoid: frozenset[Replica] = frozenset()
-    """The replicas on which the stage was lost. They are chosen again only if no other replica is ready."""
+    """The replicas on which the stage was lost. Such a replica is chosen again only if no other replica is ready."""
     superseded: list[SupersededAttempt] = field(default_factory=list[SupersededAttempt])
     tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
     """The running tasks of the newest attempt."""
     busy: asyncio.Task[None] | None = None
-    """The task that places or rebinds the stage. At most one such task runs."""
+    """The task that chooses a replica for the stage or rebinds the stage, or None if no such task runs."""
     arrangements: ExitStack = field(default_factory=ExitStack)
-    """Callbacks for the release of the replica: they end its reservation and stop observing its end."""
+    """Callbacks for the release of the replica. They end its reservation and remove the callback for its end."""
 
     @property
     def name(self) -> str:
@@ -120,7 +121,7 @@ class StepState(AttemptState):
 
     @property
     def replica(self) -> Replica:
-        """The replica of the newest attempt. Until one is chosen, the replica of the previous attempt."""
+        """The replica of the newest attempt, or of the previous attempt until a replica is chosen."""
         return self.step.replica
 
     @property
@@ -129,9 +130,9 @@ class StepState(AttemptState):
         return self.phase in (Phase.STARTING, Phase.RUNNING)
 
     def store_checkpoint(self, checkpoint: stage_pb2.Checkpoint) -> None:
-        """Replaces the checkpoint. If the new checkpoint exceeds the budget, only discards the previous checkpoint.
+        """Replaces the stage's checkpoint. If the new checkpoint alone exceeds the budget, retains no checkpoint.
 
-        Call this only if the stage's consumers receive all rows before the checkpoint.
+        Call this only if all consumers of the stage have received the rows before the checkpoint or will receive them.
         """
         if not self.budget.keep(self, checkpoint.ByteSize(), drop=self.discard_checkpoint):
             self.discard_checkpoint()
@@ -162,7 +163,7 @@ class StepState(AttemptState):
         self.restarts += 1
 
     def release_replica(self) -> None:
-        """Removes the step from its replica's load, ends the replica's reservation, and stops observing its end."""
+        """Removes the step from its replica's load, ends the replica's reservation, and ignores the replica's end."""
         self.step.release()
         self.arrangements.close()
 
@@ -176,26 +177,25 @@ class Restarts:
 
     restarted: Mapping[str, Restart]
     void: frozenset[str]
-    """The stages whose checkpoint is useless from now on, because one of their consumers restarts from the first row.
-    """
+    """The stages whose checkpoints are useless, because a restarting consumer needs rows before the checkpoint."""
     unneeded: frozenset[str]
     """The lost stages that need not restart, because no other stage and no client needs their results."""
 
 
 class ActionKind(Enum):
-    """What an action does to its stage."""
+    """The kind of an action."""
 
     PLACE = "choose a replica"
     START = "send the newest attempt to its replica"
-    """Possible only if every consumer that has not finished already expects the attempt."""
+    """Possible only if every producer has a replica and every unfinished consumer already expects the attempt."""
     REBIND_INPUTS = "notify a running stage of the new producers on some edges"
     REBIND_OUTPUTS = "notify a stage of the new consumers on some edges"
-    """Possible only if the consumers already expect the stage's data."""
+    """Possible only if the consumers on these edges already expect the stage's data."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """A step of a request's recovery that is possible now."""
+    """An action of a request's recovery that is possible now, on one stage."""
 
     kind: ActionKind
     stage: str
@@ -204,20 +204,21 @@ class Action:
 
 
 def carried_rows(edge: Edge, rows: Mapping[str, int]) -> Mapping[str, int]:
-    """Returns the row counts of the tensors that the edge transfers. `rows` maps tensor names to row counts."""
+    """Returns the entries of `rows` for tensors that the edge transfers. `rows` maps tensor names to numbers of rows."""
     return {name: count for name, count in rows.items() if not edge.tensors or name in edge.tensors}
 
 
 def attempt_of(edge: Edge, states: States) -> int:
-    """Returns the attempt of a flow: the higher of its producer's attempt and its consumer's attempt."""
+    """Returns the attempt number of an edge's flow: the higher of the producer's and the consumer's attempt number."""
     return max(states[edge.producer].attempt, states[edge.consumer].attempt)
 
 
 def is_checkpoint_useful(route: Route, states: States, stage: str, rows: Mapping[str, int]) -> bool:
-    """Returns whether the stage could resume from a new checkpoint that follows the first `rows` of its tensors.
+    """Returns whether the stage could resume from a new checkpoint.
 
-    Requires that every consumer has received the rows before the checkpoint, or is connected to the stage's current
-    attempt and will receive them.
+    `rows` is the number of rows before the checkpoint, by tensor name. Each consumer of these rows must have received
+    them, or must be connected to the stage's current attempt, which will send them. In addition, the edge must allow
+    the stage to omit the rows after a restart.
     """
     for edge in route.outgoing[stage]:
         consumer = states[edge.consumer]
@@ -234,8 +235,8 @@ def plan_restarts(
 ) -> Restarts:
     """Returns the stages that must restart after a loss, and the consequences for the other stages.
 
-    - `lost` are the stages whose steps were lost.
-    - `fresh` are the stages that can no longer resend their data.
+    - `lost` contains the stages whose steps were lost.
+    - `fresh` contains the stages that must restart from the beginning instead of from a checkpoint.
     """
     fallen = {stage for stage in lost if states[stage].phase is not Phase.FINISHED}
     unneeded = frozenset(stage for stage in fallen - set(fresh) if _is_unneeded(route, states, stage, fresh))
@@ -265,7 +266,7 @@ def next_actions(route: Route, states: States) -> list[Action]:
 
 
 def is_open(edge: Edge, states: States) -> bool:
-    """Returns whether the flow still has a consumer that can receive data, because the consumer has not finished."""
+    """Returns whether the edge's consumer has not finished, so that it can still receive data."""
     return states[edge.consumer].phase is not Phase.FINISHED
 
 
@@ -308,7 +309,7 @@ def _is_stale(edge: Edge, states: States, end: str) -> bool:
 
 
 def _is_expected(edge: Edge, states: States) -> bool:
-    """Returns whether the flow's consumer is running and was notified of the flow's current attempt."""
+    """Returns whether the edge's consumer is running and was notified of the flow's current attempt."""
     return states[edge.consumer].phase is Phase.RUNNING and not _is_stale(edge, states, edge.consumer)
 
 
@@ -325,9 +326,10 @@ def _is_unneeded(route: Route, states: States, stage: str, restarting: Collectio
 
 
 def _with_producers(route: Route, states: States, restarting: Collection[str]) -> set[str]:
-    """Returns `restarting` plus, transitively, the producers that must restart because they cannot send all rows.
+    """Returns `restarting` plus all direct and indirect producers that must restart too.
 
-    A producer that resumed from a checkpoint omitted the rows before it, and cannot send them to a restarted consumer.
+    A producer that resumed from a checkpoint has omitted the rows before the checkpoint. If a consumer of these rows
+    restarts, the producer must restart too.
     """
     found, pending = set(restarting), list(restarting)
     while pending:
@@ -351,9 +353,9 @@ def _can_resume(route: Route, states: States, stage: str, restarting: Collection
 
 
 def _is_resumable(edge: Edge, route: Route) -> bool:
-    """Returns whether the producer of an edge may omit the first rows of a flow.
+    """Returns whether a producer that resumes from a checkpoint may omit rows on this edge.
 
-    This requires that no chunk contains rows of an earlier chunk, and that the edge transfers every row.
+    This requires that no chunk repeats rows of an earlier chunk, and that the edge transfers every row.
     """
     if edge.tokens == "last" and any(other.tokens != "last" for other in route.outgoing[edge.producer]):
         return False

@@ -40,8 +40,8 @@ _SUSPECT_DEATHS = 2
 class RequestRun:
     """Runs one planned request. Adds the events of its steps to the request's record.
 
-    A loop asks `recovery` which actions are possible in the current state of the stages, and starts a task for each
-    action. When the task has changed the state of its stage, it wakes the loop.
+    A loop asks the module `recovery` which actions are possible in the current state of the stages, and starts a task
+    for each action. Each task wakes the loop after it has changed the state of its stage.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class RequestRun:
         self._group: asyncio.TaskGroup | None = None
 
     def stop(self, error: StagemeshError) -> None:
-        """Stops the request, which then fails with `error`. Does nothing if the request was already stopped."""
+        """Stops the request. The request then fails with `error`. Does nothing if the request was already stopped."""
         self._stopped = self._stopped or error
         self._changed.fire()
 
     async def run(self) -> StagemeshError | None:
-        """Runs the request. Returns the error with which it failed, or None if it succeeded.
+        """Runs the request. Returns the error of a failed request, or None if it succeeded.
 
         Before returning, waits until every reachable stage has released the request.
         """
@@ -98,7 +98,7 @@ class RequestRun:
     # -- the loop
 
     async def _outcome(self) -> StagemeshError | None:
-        """Waits until every step has finished and returns None. If the request fails, returns the root cause."""
+        """Waits until all steps have finished or the request fails. Returns the error of a failed request, or None."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 while not self._is_over:
@@ -188,7 +188,7 @@ class RequestRun:
         self._note_placed(state)
 
     def _note_placed(self, state: StepState) -> None:
-        """Begins the timeline of an attempt whose replica was chosen. Records a failure if that replica ends."""
+        """Starts the notes of an attempt whose replica was chosen. Adds a failure of the attempt if the replica ends."""
         replica, attempt = state.replica, state.attempt
         state.notes = self._record.timeline.begin(state.name, replica=replica.name, attempt=attempt)
         if state.resumed is not None:
@@ -206,7 +206,10 @@ class RequestRun:
         self._spawn(self._follow(state, request), state.tasks, name=f"{state.name}/{state.attempt}")
 
     async def _follow(self, state: StepState, request: bytes) -> None:
-        """Executes a step until it ends. If the step fails, adds the failure to `_failures`."""
+        """Executes the newest attempt of a stage until it ends. If the attempt fails, adds the failure to `_failures`.
+
+        `request` is a serialized ExecuteStepRequest.
+        """
         bind_log_context(stage=state.name)
         attempt, notes = state.attempt, state.notes
         assert notes is not None, "its replica is chosen"
@@ -229,7 +232,10 @@ class RequestRun:
     # -- rebinding
 
     async def _rebind(self, state: StepState, action: Action) -> None:
-        """Notifies a step of the replicas that replaced its previous producers or its previous consumers."""
+        """Notifies a stage's replica of the new producers or the new consumers on the edges of `action`.
+
+        If the replica cannot continue with them, marks the stages that must restart.
+        """
         attempt = state.attempt
         try:
             await self._calls.rebind(state, action.edges)
@@ -251,7 +257,7 @@ class RequestRun:
     async def _cancel_steps(self, error: StagemeshError) -> None:
         """Cancels the steps that are still running, and waits until their replicas have released them.
 
-        The client receives the error after this wait, but at most one second later.
+        The client receives `error` when this wait ends or has lasted one second.
         """
         failed = {failure.stage for failure in self._failures.final}
         running = [state for state in self._states.values() if state.at_work and state.replica.stage not in failed]
@@ -271,7 +277,7 @@ class RequestRun:
     def _spawn(
         self, work: Coroutine[object, object, None], tasks: "set[asyncio.Task[None]]", *, name: str
     ) -> asyncio.Task[None]:
-        """Starts a task, which is in `tasks` while it runs."""
+        """Starts a task that runs `work`. The task is in `tasks` until it ends."""
         assert self._group is not None, "only while it runs"
         task = self._group.create_task(work, name=name)
         tasks.add(task)

@@ -33,26 +33,27 @@ from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
 _log = logging.getLogger(__name__)
 
 ACCEPT_S = 5.0
-"""Maximum time in seconds from sending a step to its acceptance by the replica."""
+"""Time limit for a replica to accept a step, in seconds."""
 REATTACH_S = 2.0
-"""Maximum time in seconds to reconnect to an unreachable replica before its steps are run on another replica.
+"""Time limit for reconnecting to an unreachable replica, in seconds.
 
-A replica retains the steps of a broken connection for longer than this.
+After this time, the replica's steps are run on other replicas. A replica retains the steps of a broken connection for
+longer than this time.
 """
 DRAINED = "DRAINED"
-"""The error reason of a step that a draining replica has paused. The step continues on another replica."""
+"""The error reason of a step that was paused because its replica drains. The step continues on another replica."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.4
 _REBIND_S = 5.0
 _CANCEL_S = 5.0
 _BINDINGS_BYTES = 256 << 10
-"""The maximum size in bytes of an ExecuteStep message without its input, parameters and checkpoint."""
+"""The maximum size of an ExecuteStep message without its input, parameters and checkpoint, in bytes."""
 
 
 class StepCalls:
     """Calls the replicas of a request's stages.
 
-    Builds the messages from the stages' current states. Applies received events to these states and to the request's
-    record.
+    Builds the messages from the current states of the stages. Applies each event that arrives to the state of its stage
+    and to the request's record.
     """
 
     def __init__(
@@ -69,19 +70,22 @@ class StepCalls:
         self._record, self._failures, self._changed = record, failures, changed
         self._input_bytes = request.input.ByteSize() + request.parameters.ByteSize()
         self._output_names: dict[str, dict[str, str]] = {stage.name: {} for stage in route.stages}
-        """The pipeline's names of each stage's outputs, by the stage's own tensor names."""
+        """The names of the pipeline outputs, by stage name and then by the stage's tensor name."""
         for output in route.outputs.values():
             self._output_names[output.stage][output.tensor] = output.name
         self._delivered = Position()
-        """The length of each pipeline output in the record, for example in tokens or audio samples."""
+        """The length of each pipeline output in the record, in the unit of the output, for example tokens."""
 
     def flow_attempts(self, state: StepState) -> Mapping[str, int]:
-        """Returns the attempt of each flow of a step that starts now, by edge name. Omits finished consumers."""
+        """Returns the attempt number of each flow of a step that starts now, by edge name.
+
+        Omits edges to finished consumers.
+        """
         edges = (*self._route.incoming[state.name], *self._open_edges(state))
         return {edge.name: attempt_of(edge, self._states) for edge in edges}
 
     def execute(self, state: StepState) -> stage_pb2.ExecuteStepRequest:
-        """Returns the message that starts the stage's newest attempt. Omits edges to finished consumers."""
+        """Returns the message that starts the newest attempt of a stage. Omits edges to finished consumers."""
         return stage_pb2.ExecuteStepRequest(
             request_id=self._request.request_id,
             step_id=self._step_id(state),
@@ -97,14 +101,14 @@ class StepCalls:
         )
 
     def can_resume_from(self, checkpoint: stage_pb2.Checkpoint) -> bool:
-        """Returns whether the checkpoint contains a state and fits into one message with the request's input."""
+        """Returns whether the checkpoint contains a state and fits into one message together with the request's input."""
         has_state = bool(checkpoint.token_ids or checkpoint.tensors)
         return has_state and self._input_bytes + checkpoint.ByteSize() + _BINDINGS_BYTES <= MAX_MESSAGE_BYTES
 
     async def rebind(self, state: StepState, edges: Collection[str]) -> None:
-        """Notifies the stage's replica of the new producers and consumers on these edges.
+        """Notifies the stage's replica of the new producers and consumers on `edges`, which are edge names.
 
-        Raises the error that the replica returns.
+        Raises the error that the replica returns, or the replica's end cause if the replica has ended.
         """
         if state.replica.end_cause is not None:
             raise copy(state.replica.end_cause)
@@ -126,8 +130,7 @@ class StepCalls:
     async def cancel(self, attempt: SupersededAttempt, error: StagemeshError | None = None) -> None:
         """Cancels an attempt on its replica. If the call fails, logs the error instead of raising it.
 
-        `error` is the reason for the cancellation. If it is None, the reason is that a newer attempt has replaced this
-        attempt.
+        `error` is the reason for the cancellation, or None if a newer attempt has replaced this attempt.
         """
         if attempt.replica.end_cause is not None:
             return
@@ -183,7 +186,7 @@ class StepCalls:
     def finish(self, state: StepState) -> None:
         """Marks a stage as finished, and releases its replica.
 
-        Also called for a lost stage if no stage needs its results any longer.
+        Also called for a lost stage whose results are no longer needed.
         """
         state.phase = Phase.FINISHED
         state.release_replica()
@@ -224,7 +227,7 @@ class StepCalls:
         )
 
     def _parameters(self, state: StepState) -> request_pb2.Parameters:
-        """Returns a copy of the request's parameters without any option or adapter that the stage does not support."""
+        """Returns a copy of the request's parameters without options and adapters that the stage does not support."""
         signature = state.step.stage.signature
         parameters = request_pb2.Parameters()
         parameters.CopyFrom(self._request.parameters)
@@ -235,7 +238,7 @@ class StepCalls:
         return parameters
 
     def _input(self, state: StepState) -> request_pb2.Input:
-        """Returns the request's input. Omits the negative prompt if the stage does not support one."""
+        """Returns the request's input, without the negative prompt if the stage does not support negative prompts."""
         given = self._request.input
         if state.step.stage.signature.negative_prompt or not given.negative_prompt:
             return given
@@ -267,7 +270,7 @@ class StepCalls:
 
 
 def policy_to_wire(policy: ChunkPolicy) -> stage_pb2.ChunkPolicy:
-    """Converts a chunk policy to its protobuf message. StepPolicy is the empty message."""
+    """Converts a chunk policy to its protobuf message. Returns the empty message for StepPolicy."""
     if isinstance(policy, WholePolicy):
         return stage_pb2.ChunkPolicy(whole=stage_pb2.WholePolicy())
     if isinstance(policy, FramesPolicy):
@@ -281,17 +284,17 @@ def policy_to_wire(policy: ChunkPolicy) -> stage_pb2.ChunkPolicy:
 
 
 async def follow_step(replica: Replica, request: bytes, *, deadline_s: float, take: TakeEvent) -> None:
-    """Executes a step to its end, and calls `take` exactly once for each event. The first event is the acceptance.
+    """Executes a step until it ends. Calls `take` exactly once with each event. The first event is the acceptance.
 
-    - `request` is a serialized ExecuteStepRequest. It is retained until the step ends, and a parsed message would need
+    - `request` is a serialized ExecuteStepRequest. It is retained until the step ends. A parsed message would need
       several times as much memory.
     - `deadline_s` is a time in seconds on the event loop's clock.
 
     If the connection breaks, calls the replica again. The replica then replays the step's events.
 
     Raises the error with which the step failed, or the error that `take` raised. Raises UnavailableError (NOT_ACCEPTED)
-    if the replica does not accept the step within ACCEPT_S, and UnavailableError (REPLICA_LOST) if the replica remains
-    unreachable for REATTACH_S.
+    if the replica does not accept the step within ACCEPT_S seconds, and UnavailableError (REPLICA_LOST) if the replica
+    remains unreachable for REATTACH_S seconds.
     """
     loop = asyncio.get_running_loop()
     relay, broken_s = _EventRelay(take, stage=replica.stage), 0.0
@@ -331,15 +334,15 @@ async def follow_step(replica: Replica, request: bytes, *, deadline_s: float, ta
 
 
 class _EventRelay:
-    """Passes each event of a step to `take` exactly once, although each call of the step replays all events."""
+    """Passes each event of a step to `take` exactly once, although each repeated call receives all events again."""
 
     def __init__(self, take: TakeEvent, *, stage: str) -> None:
         self._take, self._stage = take, stage
         self._passed = Position()
         self.replayed = Position()
-        """The events that the current call has received so far."""
+        """The position in the step's events that the current call has reached."""
         self.accept_timeout: asyncio.Timeout | None = None
-        """The timeout for the acceptance. None after the first event of the current call."""
+        """The timeout for the step's acceptance, or None if the current call has received its first event."""
 
     @property
     def has_events(self) -> bool:
@@ -362,10 +365,10 @@ def _acceptance_missing(stage: str) -> InternalError:
 
 
 async def _check_incarnation(replica: Replica, *, timeout_s: float) -> None:
-    """Raises the replica's end cause if the replica has ended.
+    """Asks the replica's address for its incarnation. Raises the replica's end cause if the replica has ended.
 
-    First asks the address for its incarnation. If a different process answers, the replica has ended. That process does
-    not know the step, and would start the step again.
+    If a different process answers, the replica has ended. The new process does not know the step, and would start the
+    step again if it were called.
     """
     with suppress(StagemeshError):
         description = await replica.client.describe(timeout_s=timeout_s)

@@ -1,9 +1,10 @@
-"""Records the events in the life of a request, as a few numbers for each attempt of each stage.
+"""The timeline of a request: a few times and counts for each attempt of each stage.
 
-When a request ends, it is added to the totals, and its timeline to the history. No total is updated for each output.
+When a request ends, its counts are added to the totals, and its timeline is added to the history. The totals are not
+updated for each output.
 
-Times are in seconds since the request was received. Because the notes are updated for every output, each update must
-take well under a microsecond. Values that can be computed later are not stored.
+Times are in seconds since the request was received. The notes of an attempt are updated for every output, so that each
+update must take well under a microsecond. Values that can be computed later are not stored.
 """
 
 import time
@@ -19,7 +20,7 @@ from stagemesh.v1 import stage_pb2
 
 
 class RequestState(Enum):
-    """The state of a request. Each value is the name of the protobuf enum value without its prefix."""
+    """The state of a request. Each value is the name of the protobuf enum value without the enum's prefix."""
 
     QUEUED = "QUEUED"
     RUNNING = "RUNNING"
@@ -34,7 +35,7 @@ class RequestState(Enum):
 
 
 class Rebinding(NamedTuple):
-    """The replacement of a step's upstream or downstream replicas: its time, and the edges to these replicas."""
+    """A replacement of a step's upstream or downstream replicas: its time, and the names of the affected edges."""
 
     at_s: float
     edges: tuple[str, ...]
@@ -48,14 +49,14 @@ class StepNotes:
     replica: str
     attempt: int
     began_s: float
-    """The time of the request's receipt in seconds, as measured by `clock`."""
+    """The time at which the request was received, in seconds on `clock`."""
     clock: Callable[[], float]
     planned_s: float = 0.0
     sent_s: float | None = None
     accepted_s: float | None = None
     first_output_s: float | None = None
     heard_s: float | None = None
-    """The time of the step's last event, or None if no event has arrived."""
+    """The time at which the step's last event arrived, or None if no event has arrived."""
     ended_s: float | None = None
     queue_position: int = 0
     outputs: int = 0
@@ -63,8 +64,7 @@ class StepNotes:
     total_steps: int | None = None
     """The total number of engine steps, or None if the engine does not know it."""
     resumed_steps: int | None = None
-    """The number of engine steps that the attempt skipped by resuming from a checkpoint, or None if it did not resume.
-    """
+    """The number of engine steps before the checkpoint from which the attempt resumed, or None if it did not resume."""
     rebindings: tuple[Rebinding, ...] = ()
     finished: stage_pb2.StepFinished | None = None
     error: StagemeshError | None = None
@@ -85,7 +85,7 @@ class StepNotes:
         self.queue_position = accepted.queue_position
 
     def note_output(self) -> None:
-        """Counts an output fragment that arrived."""
+        """Counts an output fragment, and notes the time of its arrival."""
         self.heard_s = now_s = self.clock() - self.began_s
         if not self.outputs:
             self.first_output_s = now_s
@@ -99,7 +99,7 @@ class StepNotes:
             self.total_steps = progress.total_steps
 
     def note_rebound(self, edges: Sequence[str]) -> None:
-        """Notes that the replicas at the other end of these edges were replaced."""
+        """Notes the time, and that the replicas at the other end of these edges were replaced."""
         self.rebindings += (Rebinding(self._elapsed_s(), tuple(edges)),)
 
     def note_finished(self, finished: stage_pb2.StepFinished) -> None:
@@ -108,7 +108,7 @@ class StepNotes:
         self.finished = finished
 
     def end(self, error: StagemeshError | None) -> None:
-        """Notes the end of the attempt. `error` is None if the attempt succeeded. Ignores later calls."""
+        """Notes the time at which the attempt ended, and its error, or None if it succeeded. Ignores further calls."""
         if self.ended_s is None:
             self.ended_s, self.error = self._elapsed_s(), _without_frames(error)
 
@@ -118,7 +118,7 @@ class StepNotes:
 
 @dataclass(eq=False, slots=True)
 class Timeline:
-    """The state and the times of one request. `number` increases with the time of receipt."""
+    """The state and the times of one request. Requests are numbered in the order of receipt."""
 
     request_id: str = ""
     _: KW_ONLY
@@ -148,22 +148,22 @@ class Timeline:
 
     @property
     def age_s(self) -> float:
-        """The seconds since the receipt of the request, or from its receipt to its end if it has ended."""
+        """The seconds from the receipt of the request to its end, or to the current time if it has not ended."""
         return self.elapsed_s() if self.ended_s is None else self.ended_s
 
     @property
     def at_work(self) -> list[StepNotes]:
-        """The attempts that have not ended, ordered by the time of their last event, oldest first."""
+        """The attempts that have not ended. The attempt whose last event is the oldest comes first."""
         return sorted((step for step in self.steps if step.ended_s is None), key=lambda step: step.heard_s or 0.0)
 
     @property
     def started_s(self) -> float:
-        """The time at which the first stage accepted the request, or 0 if no stage has accepted it."""
+        """The time at which the first stage accepted the request, in seconds, or 0 if no stage has accepted it."""
         return min((step.accepted_s for step in self.steps if step.accepted_s is not None), default=0.0)
 
     @property
     def finished_steps(self) -> Mapping[str, stage_pb2.StepFinished]:
-        """The final statistics of each stage's newest attempt, by stage name. Empty statistics if it has none."""
+        """The final statistics of each stage's newest attempt, by stage name. Empty if the attempt has not finished."""
         return {step.stage: step.finished or stage_pb2.StepFinished() for step in self.steps}
 
     def elapsed_s(self) -> float:
@@ -171,7 +171,7 @@ class Timeline:
         return self.clock() - self._began_s
 
     def note_planned(self) -> None:
-        """Notes the time of the request's first plan. Ignores later calls."""
+        """Notes the time at which the request was first planned. Ignores further calls."""
         if self.planned_s is None:
             self.planned_s = self.elapsed_s()
 
@@ -190,7 +190,7 @@ class Timeline:
 
 @dataclass
 class StageTotals:
-    """The numbers of outputs, engine steps, and finished and failed attempts of one stage, summed over all requests."""
+    """Totals of one stage over all requests: output fragments, engine steps, finished attempts and failed attempts."""
 
     outputs: int = 0
     steps: int = 0
@@ -198,7 +198,7 @@ class StageTotals:
     failed: int = 0
 
     def add(self, notes: StepNotes) -> None:
-        """Adds the counts of one attempt."""
+        """Adds the counts of one attempt of the stage."""
         self.outputs += notes.outputs
         self.steps += notes.steps
         self.finished += notes.finished is not None
@@ -207,14 +207,17 @@ class StageTotals:
 
 @dataclass
 class EdgeTotals:
-    """The chunks and bytes that one edge has transferred in all requests. Counted when the edge's producer finishes."""
+    """Totals of one edge over all requests: transferred chunks and bytes.
+
+    The chunks and bytes of a request are counted if the edge's producer has finished.
+    """
 
     chunks: int = 0
     size_bytes: int = 0
 
 
 class Totals:
-    """Sums over requests: the number of requests by state, and the work by stage and by edge."""
+    """Totals over requests: the number of requests in each state, and the totals of each stage and each edge."""
 
     def __init__(self) -> None:
         self.requests = Counter[RequestState]()
@@ -222,7 +225,7 @@ class Totals:
         self.edges: dict[str, EdgeTotals] = {}
 
     def add(self, timeline: Timeline) -> None:
-        """Adds a request in its current state, with the work of its attempts so far."""
+        """Counts a request in its current state, and adds the counts of its attempts so far."""
         self.requests[timeline.state] += 1
         for notes in timeline.steps:
             self.stages.setdefault(notes.stage, StageTotals()).add(notes)
@@ -240,7 +243,7 @@ class Totals:
 
 
 class History:
-    """Retains the timelines of the last `keep` requests that ended. A timeline needs a few kilobytes."""
+    """The timelines of the `keep` requests that ended last. A timeline needs a few kilobytes."""
 
     def __init__(self, *, keep: int = 512) -> None:
         self._keep = keep
@@ -252,12 +255,12 @@ class History:
     def find(self, request_id: str) -> Timeline | None:
         """Returns the timeline of the ended request with this id, or None if there is none.
 
-        If several had the id, the last.
+        If several ended requests had this id, returns the timeline of the last of them.
         """
         return self._timelines.get(request_id)
 
     def add(self, timeline: Timeline) -> None:
-        """Adds the timeline of a request that has ended. Drops the oldest timeline if there are more than `keep`."""
+        """Adds the timeline of an ended request. Drops the oldest timeline if there are more than `keep` timelines."""
         self._timelines.pop(timeline.request_id, None)
         self._timelines[timeline.request_id] = timeline
         if len(self._timelines) > self._keep:
@@ -267,6 +270,6 @@ class History:
 def _without_frames(error: StagemeshError | None) -> StagemeshError | None:
     """Returns a copy of an error without its traceback, or None if `error` is None.
 
-    The traceback refers to the frames that the error passed, which would keep all objects of the request in memory.
+    The traceback would keep all objects of the request in memory.
     """
     return None if error is None else copy(error)

@@ -43,10 +43,10 @@ class ValidRequest:
     priority: int = 0
     caller: str = ""
     first_attempt: int = 1
-    """The attempt number with which each stage starts.
+    """The number of each stage's first attempt.
 
-    It exceeds the numbers that earlier calls of the same request may have used, so that this call replaces their
-    attempts.
+    This number exceeds all attempt numbers that earlier calls of the same request may have used. The attempts of this
+    call therefore replace the earlier attempts.
     """
 
     @property
@@ -55,9 +55,9 @@ class ValidRequest:
 
     @property
     def facts(self) -> Facts:
-        """The facts about the request that the pipeline's conditions compare.
+        """The properties of the request that the pipeline's conditions refer to.
 
-        These are the options that the request sets, the kinds of its input, and the outputs that it wants.
+        These are the options that the request sets, the kinds of its input, and its requested outputs.
         """
         return {
             **{Fact("option", name): value for name, value in self.parameters.options.items()},
@@ -67,7 +67,7 @@ class ValidRequest:
 
 
 def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> ValidRequest:
-    """Checks a client's request and completes it with defaults.
+    """Checks a client's request, and returns it with default values added.
 
     Raises InvalidRequestError, NotFoundError, UnsupportedError or InvalidChunkError if the pipeline cannot run the
     request. The error message says how to fix the request.
@@ -101,7 +101,7 @@ def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> V
 
 
 def check_pipeline(name: str, pipeline: Pipeline) -> None:
-    """Raises NotFoundError (UNKNOWN_PIPELINE) unless `name` is empty or the name of the served pipeline."""
+    """Raises NotFoundError (UNKNOWN_PIPELINE) if `name` is neither empty nor the name of the served pipeline."""
     if name not in ("", pipeline.name):
         raise NotFoundError(
             f"pipeline {name!r} is not served here; this orchestrator serves {pipeline.name!r}",
@@ -135,9 +135,9 @@ def _check_outputs(names: Iterable[str], pipeline: Pipeline) -> tuple[str, ...]:
 
 
 def _check_support(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> None:
-    """Raises an error if the request has media, a negative prompt or an adapter that no stage of the pipeline accepts.
+    """Raises UnsupportedError if the request contains media, a negative prompt or an adapter that no stage accepts.
 
-    Does not decode media. The stage that decodes media also checks their content.
+    Does not decode media. The stage that decodes the media also checks their content.
     """
     given = request.input
     signatures = [stage.signature for stage in pipeline.stages.values()]
