@@ -1,1 +1,1 @@
-"""Administration: reports the state of the orchestrator and its replicas, and executes the commands of operators."""
+"""The admin API for operators. Reports the state of an orchestrator and its replicas, and executes commands."""

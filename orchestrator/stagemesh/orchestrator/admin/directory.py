@@ -1,4 +1,4 @@
-"""Looks up replicas, stages and edges by name."""
+"""Looks up the pipeline's stages, edges and replicas by name, and probes the connectors of edges."""
 
 import asyncio
 from collections.abc import Collection
@@ -15,7 +15,7 @@ _RANKS = {ReplicaState.READY: 0, ReplicaState.FAILED: 2, ReplicaState.UNREACHABL
 
 
 class Directory:
-    """Looks up the stages, edges and current replicas of the pipeline by name."""
+    """A lookup of the pipeline's stages, edges and current replicas by name."""
 
     def __init__(self, pipeline: Pipeline, fleet: Fleet) -> None:
         self.pipeline = pipeline
@@ -23,30 +23,33 @@ class Directory:
 
     @property
     def replicas(self) -> list[Replica]:
-        """The current replicas of all stages, grouped by stage."""
+        """The current replicas of all stages, in the order of the pipeline's stages."""
         return list(chain.from_iterable(self.replicas_of(stage) for stage in self.pipeline.stages))
 
     def replicas_of(self, stage: str) -> list[Replica]:
-        """Returns the replicas of a stage, sorted by name so that "a-2" precedes "a-10".
+        """Returns the current replicas of a stage, shorter names first, so that "a-2" precedes "a-10".
 
-        Raises NotFoundError (UNKNOWN_TARGET) if the stage does not exist.
+        Names of equal length are in alphabetical order. Raises NotFoundError (UNKNOWN_TARGET) if the stage does not
+        exist.
         """
         if stage not in self.pipeline.stages:
             raise _unknown_target(f"stage {stage!r}; stages: {', '.join(self.pipeline.stages)}", stage)
         return sorted(self._fleet.registry.of(stage), key=lambda replica: (len(replica.name), replica.name))
 
     def find(self, name: str) -> Replica | None:
-        """Returns the replica with this name, or None if there is none.
+        """Returns the replica with this name, or None if no replica has this name.
 
-        If several replicas have the name, prefers a replica that is neither unreachable nor failed.
+        If several replicas have the name, prefers a ready replica. Returns an unreachable or failed replica only if all
+        of them are unreachable or failed.
         """
         named = [replica for replica in self.replicas if replica.name == name]
         return min(named, key=lambda replica: _RANKS.get(replica.state, 1), default=None)
 
     def target(self, name: str) -> list[Replica]:
-        """Returns the replica with this name, or all replicas of the stage with this name.
+        """Returns a list with the replica that has this name, or with all replicas of the stage that has this name.
 
-        Raises NotFoundError (UNKNOWN_TARGET) if no replica and no stage has this name.
+        The name of a replica takes precedence. Raises NotFoundError (UNKNOWN_TARGET) if no replica and no stage has
+        this name.
         """
         replica = self.find(name)
         if replica is not None:
@@ -57,14 +60,14 @@ class Directory:
         raise _unknown_target(f"replica or stage {name!r}; stages: {stages}; replicas: {replicas}", name)
 
     def replica(self, name: str) -> Replica:
-        """Returns the replica with this name. Raises NotFoundError (UNKNOWN_TARGET) if there is none."""
+        """Returns the replica with this name. Raises NotFoundError (UNKNOWN_TARGET) if no replica has this name."""
         replica = self.find(name)
         if replica is None:
             raise _unknown_target(f"replica {name!r}; replicas: {_names(self.replicas)}", name)
         return replica
 
     def edge(self, name: str) -> Edge:
-        """Returns the edge with this name. Raises NotFoundError (UNKNOWN_EDGE) if there is none."""
+        """Returns the edge with this name. Raises NotFoundError (UNKNOWN_EDGE) if no edge has this name."""
         for edge in self.pipeline.edges:
             if edge.name == name:
                 return edge
@@ -75,10 +78,15 @@ class Directory:
         )
 
     async def probe_edge(self, edge: Edge, *, producer: str = "", consumer: str = "") -> list[EdgeLink]:
-        """Asks producers of an edge which connector they would use. Returns a link for each pair of replicas.
+        """Asks the replicas at the producing end of an edge which connector they would use.
 
-        An empty replica name selects all replicas. Each link contains its producer's answer or the error of the probe.
-        Raises NotFoundError (UNKNOWN_TARGET) if a named replica does not exist.
+        - `producer` is the name of one replica of the producer stage. If it is empty, all replicas of the stage are
+          selected.
+        - `consumer` is the name of one replica of the consumer stage, and has the same form.
+
+        Returns one link for each pair of a selected producer and a selected consumer. Each link contains the producer's
+        answer, or the error of the failed probe. Raises NotFoundError (UNKNOWN_TARGET) if a stage has no replica with
+        the given name.
         """
         links = [
             EdgeLink(edge, producer=each, consumer=other)

@@ -29,7 +29,7 @@ _MAX_CALLERS = 100
 
 
 class Inspector:
-    """Reports the state of the pipeline and of its requests, and cancels requests."""
+    """Reports the status of the pipeline and its requests in messages of AdminService, and cancels requests."""
 
     def __init__(self, orchestrator: Orchestrator, directory: Directory) -> None:
         self._orchestrator = orchestrator
@@ -37,12 +37,18 @@ class Inspector:
         self._began_s = time.monotonic()
 
     def totals(self) -> Totals:
-        """Returns totals over all requests, including the work of running requests so far."""
+        """Returns the totals of all requests that this orchestrator has received.
+
+        Includes the work that running requests have completed so far.
+        """
         running = self._orchestrator.requests.running
         return self._orchestrator.totals.together_with(known.record.timeline for known in running)
 
     def pipeline(self, totals: Totals) -> admin_pb2.PipelineStatus:
-        """Returns the status of the pipeline as a whole, with its admission queue and the load of each caller."""
+        """Returns the status of the pipeline as a whole, including its admission queue.
+
+        The status also contains the load of each caller, for at most 100 callers: the callers with the most requests.
+        """
         pipeline, admission = self._directory.pipeline, self._orchestrator.admission
         return to_message(
             admin_pb2.PipelineStatus,
@@ -70,7 +76,11 @@ class Inspector:
         return [self._edge(edge, totals) for edge in self._directory.pipeline.edges]
 
     def snapshot(self, *, slowest: int) -> admin_pb2.WatchPipelineResponse:
-        """Returns the status of the pipeline, its stages, replicas and edges, and its slowest requests."""
+        """Returns the status of the pipeline, its stages, its replicas, its edges and its slowest requests.
+
+        The slowest requests are the oldest requests that have not ended. `slowest` is the maximum number of these
+        requests.
+        """
         totals = self.totals()
         return admin_pb2.WatchPipelineResponse(
             clock_s=time.monotonic(),
@@ -84,10 +94,11 @@ class Inspector:
     def requests(
         self, *, states: Collection[RequestState] = (), target: str = ""
     ) -> Iterator[tuple[int, admin_pb2.RequestStatus]]:
-        """Returns pairs of a request's number and its summary, oldest request first.
+        """Returns pairs of a request's number and the request's summary, with the oldest request first.
 
         - `states` selects requests in one of these states. If it is empty, waiting and running requests are selected.
-        - `target` selects requests with a step on this replica or stage. If it is empty, all requests are selected.
+        - `target` is the name of a replica or stage. Requests with a step on this replica or stage are selected. If it
+          is empty, all requests are selected.
 
         Raises NotFoundError (UNKNOWN_TARGET) if the target does not exist.
         """
@@ -103,7 +114,8 @@ class Inspector:
     async def inspect(self, request_id: str) -> admin_pb2.GetRequestResponse:
         """Returns the summary of one request with the status of its steps and flows.
 
-        Waits at most 2 seconds for reports from replicas.
+        Waits at most 2 seconds for the reports of the replicas that run the steps. Omits reports that do not arrive in
+        time.
 
         Raises NotFoundError (UNKNOWN_REQUEST) if the request is unknown.
         """
@@ -121,7 +133,7 @@ class Inspector:
         )
 
     async def cancel(self, request_id: str) -> None:
-        """Cancels a request. Returns after every stage has released it.
+        """Cancels a request, and waits until every stage has released the request.
 
         Raises NotFoundError (UNKNOWN_REQUEST) if the request is unknown, and NotReadyError (REQUEST_ENDED) if the
         request has already ended.
@@ -164,7 +176,7 @@ class Inspector:
         return [known.record.timeline for known in self._orchestrator.requests.running]
 
     def _summary(self, timeline: Timeline) -> admin_pb2.RequestStatus:
-        """Returns the summary of a request. Omits the status of its steps and flows."""
+        """Returns the status of a request as a whole. Omits the status of the request's steps and flows."""
         known = self._orchestrator.requests.find(timeline.request_id)
         return to_message(
             admin_pb2.RequestStatus,
@@ -202,7 +214,10 @@ class Inspector:
         return next((step for step in steps if step.attempt == notes.attempt), None)
 
     def _unready(self, timeline: Timeline, notes: StepNotes) -> list[str]:
-        """Returns the names of the downstream stages that have not accepted the request yet."""
+        """Returns the names of the stages that consume a step's output but have not accepted the request yet.
+
+        `notes` describe the step. Omits stages for which the request has no step.
+        """
         consumers = [edge.consumer for edge in self._directory.pipeline.outgoing(notes.stage)]
         latest = {step.stage: step for step in timeline.steps}
         return [name for name in dict.fromkeys(consumers) if name in latest and latest[name].accepted_s is None]
@@ -259,10 +274,13 @@ def _flow_statuses(steps: Sequence[tuple[StepNotes, control_pb2.StepReport | Non
 
 
 def describe_wait(notes: StepNotes, report: control_pb2.StepReport | None, *, unready: Sequence[str]) -> str:
-    """Returns in plain English what a step waits for, or an empty string if the step is computing or has ended.
+    """Describes in plain English what a step waits for.
 
-    - `report` is the replica's report, or None if the replica did not answer.
+    - `notes` are the orchestrator's own records about the step.
+    - `report` is the replica's report about the step, or None if the replica did not answer.
     - `unready` contains the names of the downstream stages that have not accepted the request yet.
+
+    Returns an empty string if the step is computing or has ended.
     """
     if notes.ended_s is not None:
         return ""
@@ -302,7 +320,7 @@ def _requests_of(caller: Caller) -> int:
 
 
 def _loads(loads: Loads) -> dict[str, int]:
-    """Returns the fields of a status message that describe the running and the waiting requests."""
+    """Returns the fields of a status message for the number and the bytes of running and of waiting requests."""
     return {
         "in_flight": loads.running.requests,
         "in_flight_bytes": loads.running.size_bytes,

@@ -1,4 +1,4 @@
-"""Drains, resumes and restarts replicas."""
+"""Drains, resumes and restarts replicas on behalf of AdminService."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -18,7 +18,7 @@ _DRAINED = "drained by an operator"
 
 
 class Lifecycle:
-    """Drains, resumes and restarts replicas.
+    """Drains, resumes and restarts the replicas of one pipeline.
 
     Stores no drain state. Each replica reports whether it is draining, so that every orchestrator sees the state.
     """
@@ -29,11 +29,14 @@ class Lifecycle:
         self._draining = asyncio.Lock()
 
     async def drain(self, target: str, *, force: bool, move_after_s: float | None = None) -> list[Replica]:
-        """Stops planning new requests on a replica or on all replicas of a stage. Returns these replicas.
+        """Drains a replica or all replicas of a stage, so that these replicas receive no new requests.
 
-        Requests that are still running after `move_after_s` seconds are moved to other replicas. If `move_after_s` is
-        None, requests are not moved. Raises NotReadyError (LAST_REPLICA) if the stage would have no ready replica left,
-        unless `force` is True.
+        - `target` is the name of the replica or of the stage.
+        - `move_after_s` is the time in seconds after which requests that are still running are moved to other replicas.
+          If it is None, requests are not moved.
+
+        Returns the replicas. Raises NotReadyError (LAST_REPLICA) if the drain would leave the stage without a ready
+        replica, unless `force` is True. Does not wait until the running requests have ended.
         """
         async with self._draining:
             replicas = self._directory.target(target)
@@ -43,7 +46,7 @@ class Lifecycle:
             return replicas
 
     async def wait_idle(self, replicas: Sequence[Replica], *, timeout_s: float) -> None:
-        """Waits until the replicas run no requests.
+        """Waits until no request runs on any of the replicas.
 
         Raises DeadlineError (STILL_RUNNING) if requests are still running after `timeout_s` seconds.
         """
@@ -56,7 +59,10 @@ class Lifecycle:
                 raise _still_running(replica, running, "it remains drained")
 
     async def resume(self, target: str) -> list[Replica]:
-        """Ends the drain of a replica, or of all draining replicas of a stage. Returns the replicas of the target."""
+        """Ends the drain of a replica, or of all draining replicas of a stage.
+
+        `target` is the name of the replica or of the stage. Returns the replica, or all replicas of the stage.
+        """
         replicas = self._directory.target(target)
         await _for_each(replicas, ReplicaState.DRAINING, _resume)
         return replicas
@@ -64,15 +70,17 @@ class Lifecycle:
     async def restart(
         self, target: str, *, force: bool, drain_s: float
     ) -> AsyncGenerator[admin_pb2.RestartReplicasResponse]:
-        """Restarts a replica, or all replicas of a stage one after another. Yields each change.
+        """Restarts a replica, or all replicas of a stage one after another.
 
-        Iterate within `aclosing`.
+        Yields a message for each change of a replica's restart phase or of its number of running requests. Iterate
+        within `aclosing`.
 
-        Each replica is first drained for at most `drain_s` seconds. If `drain_s` is 0, this limit is 300 seconds.
+        - `target` is the name of the replica or of the stage.
+        - `drain_s` is the time limit for the drain of each replica, in seconds. 0 means 300 seconds.
 
-        Raises NotReadyError (LAST_REPLICA) if the stage would have no ready replica left. If requests are still running
-        after the drain, resumes the replica and raises DeadlineError (STILL_RUNNING). If `force` is True, restarts in
-        both cases.
+        Raises NotReadyError (LAST_REPLICA) if the restart would leave the stage without a ready replica. If requests
+        are still running on a replica after its drain, resumes the replica and raises DeadlineError (STILL_RUNNING). If
+        `force` is True, restarts the replica in both cases.
         """
         if not drain_s >= 0:
             raise InvalidRequestError(f"drain_s is {drain_s:g}; it must be positive, or 0 for {_DRAIN_S:g} s")
@@ -101,7 +109,10 @@ class Lifecycle:
             yield admin_pb2.RestartReplicasResponse(replica=name, phase=admin_pb2.RESTART_PHASE_READY)
 
     async def _is_replaced(self, name: str, former: str) -> bool:
-        """Returns whether a new process serves the replica. `former` is the incarnation of the previous process."""
+        """Returns whether a new process serves the replica with this name.
+
+        `former` is the incarnation of the previous process. Returns False if the replica does not answer.
+        """
         replica = self._directory.find(name)
         if replica is None:
             return False
@@ -115,9 +126,10 @@ class Lifecycle:
         return replica is not None and replica.state is ReplicaState.READY
 
     def _check_others(self, replicas: Sequence[Replica], *, action: str) -> None:
-        """Raises NotReadyError (LAST_REPLICA) if no other replica of the same stage is ready.
+        """Raises NotReadyError (LAST_REPLICA) if all ready replicas of a stage are in `replicas`.
 
-        Does nothing if none of `replicas` is ready.
+        All of `replicas` belong to this stage. Does nothing if none of `replicas` is ready. `action` is the first word
+        of the error message, such as "draining".
         """
         if not any(replica.state is ReplicaState.READY for replica in replicas):
             return
@@ -135,7 +147,7 @@ class Lifecycle:
 
 
 async def _poll(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Evaluates the condition periodically, and returns when it is true."""
+    """Evaluates `condition` every _POLL_S seconds. Returns when the condition is true."""
     while True:
         if await condition():
             return
@@ -145,9 +157,10 @@ async def _poll(condition: Callable[[], Awaitable[bool]]) -> None:
 async def _for_each(
     replicas: Sequence[Replica], state: ReplicaState, act: Callable[[Replica], Awaitable[None]]
 ) -> None:
-    """Calls `act` with every replica in `state`, even if some calls fail. Raises the first error afterwards.
+    """Calls `act` with each replica that is in `state`, even if some calls fail. Then raises the first error, if any.
 
-    A replica that is alone may be in any state. If the state is not suitable, the replica itself reports why.
+    If `replicas` contains only one replica, calls `act` in every state. The replica itself then reports why its state
+    is not suitable.
     """
     errors: list[StagemeshError] = []
     for replica in (each for each in replicas if len(replicas) == 1 or each.state is state):
@@ -160,9 +173,9 @@ async def _for_each(
 
 
 async def _running_counts(replica: Replica, *, ends_s: float) -> AsyncGenerator[int]:
-    """Yields the number of requests that run on a replica, and again after each change.
+    """Yields the current number of requests that run on a replica, and then each new number when it changes.
 
-    Ends when the number is 0, or when the event loop's clock reaches `ends_s`.
+    Ends after the number 0, or when the event loop's clock reaches `ends_s` (in seconds).
     """
     last = -1
     while last:
@@ -177,9 +190,9 @@ async def _running_counts(replica: Replica, *, ends_s: float) -> AsyncGenerator[
 
 
 async def count_running(replica: Replica) -> int:
-    """Returns the number of requests that are planned on a replica or run there.
+    """Returns the number of requests that this orchestrator has placed on a replica.
 
-    If this orchestrator has no request on the replica, asks the replica for the requests of all orchestrators. Returns
+    If this number is 0, asks the replica how many steps it runs for all orchestrators, and returns that number. Returns
     0 if the replica is unreachable. Returns 1 if the replica does not answer in time, because requests may be running
     there.
     """

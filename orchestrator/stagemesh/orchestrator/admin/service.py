@@ -1,6 +1,6 @@
 """Serves AdminService on a separate port, and forwards StageControlService calls to replicas.
 
-The servicer converts messages, and calls the inspector and the lifecycle.
+The servicer converts messages. `Inspector` and `Lifecycle` do the work.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from stagemesh.v1 import admin_pb2, admin_pb2_grpc, stage_pb2
 SERVICE_NAME = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 LIVENESS = "liveness"
 REPLICA_KEY = "stagemesh-replica"
-"""The metadata key that names the replica to which a StageControlService call is forwarded."""
+"""The metadata key for the name of the replica to which a StageControlService call is forwarded."""
 
 _MAX_CALL_S = 3600.0
 # The methods that are not forwarded. Their replacements in AdminService also consider the stage's other replicas.
@@ -53,7 +53,7 @@ _REQUEST_STATES = {int(admin_pb2.RequestState.Value(f"REQUEST_STATE_{state.value
 
 
 def _answered(method: Callable[[Any, Any], Awaitable[Message]]) -> Callable[..., Awaitable[Any]]:
-    """Decorates a method that returns the response to a request, so that its errors are converted to statuses."""
+    """Decorates an RPC method that returns one response. Errors of the method are converted to gRPC statuses."""
 
     @wraps(method)
     async def answer(servicer: object, request: Message, context: _Context) -> Message:
@@ -65,7 +65,7 @@ def _answered(method: Callable[[Any, Any], Awaitable[Message]]) -> Callable[...,
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Serves AdminService for the operators of one orchestrator."""
+    """Implements the RPCs of AdminService for the operators of one orchestrator."""
 
     def __init__(self, orchestrator: Orchestrator, directory: Directory) -> None:
         self._directory = directory
@@ -163,7 +163,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
 @asynccontextmanager
 async def serving_admin(orchestrator: Orchestrator, listen: str) -> AsyncGenerator[int]:
-    """Serves AdminService within the block. Yields the port. All health checks report SERVING."""
+    """Serves AdminService at the address `listen` ("host:port") while the block runs. Yields the port number.
+
+    All health checks report SERVING.
+    """
     server = Server(listen)
     directory = Directory(orchestrator.pipeline, orchestrator.fleet)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(orchestrator, directory), server.grpc)
@@ -180,7 +183,10 @@ async def serving_admin(orchestrator: Orchestrator, listen: str) -> AsyncGenerat
 
 
 class _ControlForwarder(grpc.GenericRpcHandler):
-    """Forwards each StageControlService call to the replica named in the call's metadata. Does not parse messages."""
+    """Forwards each StageControlService call to the replica that the call's metadata names.
+
+    Does not parse messages. Rejects the methods in _REPLACED_BY, because AdminService replaces them.
+    """
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
@@ -210,12 +216,13 @@ class _ControlForwarder(grpc.GenericRpcHandler):
 
 
 def _page(response: type[_Response], request: Any, *, field: str, items: Iterable[tuple[int, Message]]) -> _Response:
-    """Returns the response with the page of a list that a request asks for.
+    """Returns a response of the type `response` with the page of a list that `request` selects.
 
-    `field` is the field of the response for the items. `items` are the items with their numbers, in ascending order. A
-    page token is the number of the last item of the previous page.
+    - `field` is the name of the response field that contains the items.
+    - `items` are pairs of a number and an item, in ascending order of the numbers.
 
-    Raises InvalidRequestError (INVALID_PAGE_TOKEN) for any other token.
+    The request's page token is the number of the last item of the previous page, or empty for the first page. Raises
+    InvalidRequestError (INVALID_PAGE_TOKEN) if the token is not a number.
     """
     token = str(request.page_token)
     if token and not (token.isascii() and token.isdecimal() and len(token) <= _MAX_TOKEN_DIGITS):

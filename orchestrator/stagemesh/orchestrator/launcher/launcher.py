@@ -39,8 +39,9 @@ class Launcher:
     - `listen` is the address for clients, and `admin_listen` is the address for operators. Port 0 selects a free port.
       If `admin_listen` is None, operators use the port that follows the port for clients, or any free port if that port
       is in use.
-    - `overrides` are the overrides with which the pipeline was loaded.
-    - `listener` is called after each change of a process's state.
+    - `overrides` are the overrides of the pipeline file with which `pipeline` was loaded. None means no overrides.
+    - `listener` is called with a process's new status after each change of its state.
+    - `policy` limits the restarts of each process. If it is None, the defaults of RestartPolicy apply.
     """
 
     def __init__(
@@ -67,8 +68,8 @@ class Launcher:
     async def running(self) -> AsyncGenerator[None]:
         """Starts all processes when the block is entered, and stops them when the block is left.
 
-        Raises NotReadyError if a port is in use. If a process ends repeatedly without becoming ready, cancels the block
-        and raises NotReadyError.
+        Raises NotReadyError (PORT_IN_USE) if a port is in use. If a process ends repeatedly without ever becoming
+        ready, cancels the block and raises NotReadyError (START_FAILED).
         """
         check_listen(self.endpoint)
         check_listen(self.admin_endpoint, option="--admin-port")
@@ -91,10 +92,10 @@ class Launcher:
             folder.close()
 
     async def wait_ready(self) -> tuple[EdgeDescription, ...]:
-        """Waits until every process has become ready and every edge has a connector. Returns the edges.
+        """Waits until every process has become ready and every edge has a connector.
 
-        Raises NotReadyError (CONNECTOR_UNAVAILABLE) if an edge's connector cannot work. If a process cannot become
-        ready, this call is cancelled together with the block of `running`.
+        Returns the descriptions of the edges. Raises NotReadyError (CONNECTOR_UNAVAILABLE) if an edge's connector
+        cannot work. If a process cannot become ready, this call is cancelled together with the block of `running`.
         """
         async with open_channel(self.endpoint) as channel:
             while True:
@@ -104,7 +105,7 @@ class Launcher:
                 await asyncio.sleep(_POLL_S)
 
     def _plan_processes(self, folder: RunFolder) -> tuple[ProcessSpec, ...]:
-        """Returns the specs of all processes of the pipeline: the orchestrator and all replicas.
+        """Returns the specifications of all processes of the pipeline: the orchestrator first, then all replicas.
 
         Selects ports for the replicas, and writes the config files of all processes to `folder`.
         """
@@ -164,7 +165,7 @@ class Launcher:
 
 
 def _root_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Returns the first StagemeshError in a group of errors, or the first error if there is no StagemeshError."""
+    """Returns the first StagemeshError in a group of errors, or the first error if none is a StagemeshError."""
     cause: BaseException = group.subgroup(StagemeshError) or group
     while isinstance(cause, BaseExceptionGroup):
         cause = cast("BaseExceptionGroup[BaseException]", cause).exceptions[0]

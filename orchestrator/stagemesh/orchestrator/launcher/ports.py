@@ -15,13 +15,16 @@ _LAST_PORT = 65535
 
 
 class PortPicker:
-    """Selects free ports of the loopback address. Never selects the same port twice."""
+    """Selects free TCP ports of the loopback address. Never selects the same port twice."""
 
     def __init__(self) -> None:
         self._taken: set[int] = set()
 
     def pick_after(self, port: int) -> int:
-        """Returns the port number after `port`, or another free port if that port is not free."""
+        """Returns `port` + 1, or another free port if `port` + 1 is not free.
+
+        Raises NotReadyError (NO_FREE_PORT) if no free port was found.
+        """
         following = port + 1
         if following in self._taken or following > _LAST_PORT or _bind_error(HOST, following) is not None:
             return self.pick()
@@ -29,7 +32,7 @@ class PortPicker:
         return following
 
     def pick(self) -> int:
-        """Returns a random free port. Raises NotReadyError (NO_FREE_PORT) if no free port was found."""
+        """Returns a random free port. Raises NotReadyError (NO_FREE_PORT) if none of 200 random ports is free."""
         for port in random.sample(CANDIDATES, _TRIES):
             if port not in self._taken and _bind_error(HOST, port) is None:
                 self._taken.add(port)
@@ -42,10 +45,11 @@ class PortPicker:
 
 
 def check_listen(listen: str, *, option: str = "--port") -> None:
-    """Checks that a service can listen at the address `listen`.
+    """Checks that a service can listen at the address `listen` ("host:port").
 
-    Raises InvalidRequestError if `listen` is not "host:port". Raises NotReadyError (PORT_IN_USE, CANNOT_LISTEN) if the
-    address cannot be used. `option` is the command-line option that the error message suggests.
+    `option` is the command-line option that error messages suggest for the choice of another port. Raises
+    InvalidRequestError if `listen` is malformed. Raises NotReadyError (PORT_IN_USE) if the port is in use, and
+    NotReadyError (CANNOT_LISTEN) if a service cannot listen there for another reason.
     """
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > _LAST_PORT:

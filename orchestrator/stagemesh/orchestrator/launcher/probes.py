@@ -1,4 +1,4 @@
-"""States of the processes that the launcher runs. Probes these states, and the connectors of the pipeline's edges."""
+"""Probes of a running pipeline: the state of each process, and the connectors of the edges."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 from stagemesh.v1.stage_pb2_grpc import StageServiceStub
 
 ORCHESTRATOR = "orchestrator"
-"""The name of the orchestrator's process."""
+"""The name of the orchestrator's process in ProcessStatus."""
 
 _TIMEOUT_S = 1.0
 
 
 class ProcessState(Enum):
-    """The state of a process. The value is the word that is shown to users."""
+    """The state of a process. The value of each member is the word that is shown to users."""
 
     STARTING = "starting"
     LOADING = "loading"
@@ -38,7 +38,9 @@ class ProcessState(Enum):
 class ProcessStatus:
     """A snapshot of a process's state.
 
-    `name` is the name of the replica that the process serves, or "orchestrator".
+    - `name` is the name of the replica that the process serves, or "orchestrator".
+    - `stage` is the name of the replica's stage, or "" for the orchestrator.
+    - `process_id` is None if no process is running.
     """
 
     name: str
@@ -60,18 +62,24 @@ _TRANSIENT = frozenset({grpc.StatusCode.UNAVAILABLE.value[0], grpc.StatusCode.DE
 
 
 class Observation(NamedTuple):
-    """The state that a service reports, with a human-readable detail. The detail may be empty."""
+    """The state that a service reports about itself, with a human-readable detail. The detail may be empty."""
 
     state: ProcessState
     detail: str
 
 
 Probe: TypeAlias = Callable[[grpc.aio.Channel], Awaitable[Observation | None]]
-"""A function that returns the state of the service at a channel, or None if the service does not answer."""
+"""An async function that returns the state of the service at the other end of a gRPC channel.
+
+Returns None if the service does not answer.
+"""
 
 
 async def probe_stage(channel: grpc.aio.Channel) -> Observation | None:
-    """Returns the state that a stage replica reports in Describe, or None if the replica does not answer within 1 s."""
+    """Returns the state that a stage replica reports in its answer to the Describe RPC.
+
+    Returns None if the replica does not answer within 1 second.
+    """
     try:
         answer = await StageServiceStub(channel).Describe(stage_pb2.DescribeRequest(), timeout=_TIMEOUT_S)
     except grpc.aio.AioRpcError:
@@ -80,9 +88,10 @@ async def probe_stage(channel: grpc.aio.Channel) -> Observation | None:
 
 
 async def probe_health(channel: grpc.aio.Channel) -> Observation | None:
-    """Returns the state of a service according to its gRPC health check, or None if it does not answer within 1 s.
+    """Returns the state of a service according to its gRPC health check.
 
-    The state is READY if the health check reports SERVING, and LOADING otherwise.
+    The state is READY if the health check reports SERVING, and LOADING otherwise. Returns None if the service does not
+    answer within 1 second.
     """
     # The stubs of grpc_health have no types.
     check = channel.unary_unary(
@@ -99,10 +108,11 @@ async def probe_health(channel: grpc.aio.Channel) -> Observation | None:
 
 
 async def probe_edges(channel: grpc.aio.Channel) -> tuple[orchestrator_pb2.EdgeDescription, ...] | None:
-    """Asks the orchestrator for the pipeline's edges, and returns their descriptions.
+    """Returns the descriptions of the pipeline's edges if all replicas are ready and all connectors are known.
 
-    Returns None if a replica is not ready, if the connector of a link is not known yet, or if the orchestrator does not
-    answer. Raises NotReadyError (CONNECTOR_UNAVAILABLE) if a connector that the pipeline file names cannot work.
+    `channel` leads to the orchestrator. Returns None if a replica is not ready, if the connector between two replicas
+    is not known yet, or if the orchestrator does not answer within 1 second. Raises NotReadyError
+    (CONNECTOR_UNAVAILABLE) if a connector that the pipeline file names cannot work.
     """
     try:
         request = orchestrator_pb2.DescribePipelineRequest()
@@ -126,9 +136,10 @@ def _check_links(edge: orchestrator_pb2.EdgeDescription) -> None:
 
 
 def _is_known(edge: orchestrator_pb2.EdgeDescription) -> bool:
-    """Returns whether the connectors of all links are known.
+    """Returns whether the connector of an edge is known for each pair of replicas that the edge connects.
 
-    If the connector is `auto`, failed probes also count as known.
+    If the pipeline file sets the connector to `auto`, a pair of replicas whose probe failed also counts as known.
+    Returns False if the edge does not connect any replicas yet.
     """
     is_auto = edge.connector == chunk_pb2.CONNECTOR_AUTO
     return bool(edge.links) and all(link.connector or (is_auto and link.HasField("error")) for link in edge.links)

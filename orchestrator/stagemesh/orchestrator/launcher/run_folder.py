@@ -1,4 +1,4 @@
-"""Manages the folder with the config files and logs of one run of `stagemesh up`."""
+"""The folder with the config files and logs of one run of the launcher."""
 
 import fcntl
 import os
@@ -13,13 +13,14 @@ _LOCK = ".lock"
 class RunFolder:
     """The folder with the config files and logs of one run.
 
-    A file lock shows that the run is in progress. The kernel releases the lock when the run ends for any reason.
+    A file lock in the folder shows that the run is in progress. The kernel releases the lock when the launcher's
+    process ends for any reason.
     """
 
     def __init__(self, runs_dir: Path) -> None:
-        """Creates a folder for a new run in `runs_dir`.
+        """Creates and locks a folder for a new run in `runs_dir`.
 
-        Removes the config files of all ended runs, and all files of ended runs except for the newest KEPT_RUNS.
+        Removes the config files of the newest KEPT_RUNS ended runs, and the folders of all other ended runs.
         """
         runs_dir.mkdir(parents=True, exist_ok=True)
         runs_lock = _lock(runs_dir, flags=fcntl.LOCK_EX)
@@ -40,7 +41,7 @@ class RunFolder:
         return path
 
     def log_path(self, name: str) -> Path:
-        """Returns the path of the log of the process `name`."""
+        """Returns the path of the log file of the process `name`. Does not create the file."""
         return self.path / f"{name}.log"
 
     def close(self) -> None:
@@ -52,7 +53,10 @@ class RunFolder:
 
 
 def read_tail(path: Path, *, lines: int = 20) -> str:
-    """Returns the last `lines` lines of a log, or an empty string if the log does not exist."""
+    """Returns at most the last `lines` lines of a log. Returns an empty string if the log does not exist.
+
+    Reads only the last 16 KiB of the log.
+    """
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 16384))
@@ -84,9 +88,10 @@ def _remove_configs(path: Path) -> None:
 
 
 def _lock(folder: Path, *, flags: int) -> int:
-    """Locks a folder. Returns the file descriptor of the lock.
+    """Locks a folder, and returns the file descriptor of the lock. Closing the descriptor releases the lock.
 
-    If `flags` contain LOCK_NB and another process has locked the folder, raises BlockingIOError.
+    `flags` are flags of `flock`. Raises BlockingIOError if `flags` contain LOCK_NB and another process has locked the
+    folder.
     """
     lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
     try:

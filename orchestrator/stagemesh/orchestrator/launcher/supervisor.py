@@ -1,6 +1,6 @@
 """Supervises one process: starts it, observes its state, restarts it when it ends, and stops it.
 
-`RestartPolicy` decides whether and when a process is restarted.
+`RestartPolicy` sets the limits for restarts. `RestartSchedule` decides whether and when the process is restarted.
 """
 
 import asyncio
@@ -25,12 +25,15 @@ _READY_POLL_S = 1.0
 TERMINATE_S = 15.0
 
 Listener = Callable[[ProcessStatus], None]
-"""A function that is called with the new status after each change of a process's state."""
+"""A function that is called with a process's new status after each change of its state."""
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """A process to supervise: its command, its log file, and a function that probes its state."""
+    """A process to supervise: its command, its log file, and a function that probes its state.
+
+    `name` is the name of the replica, or "orchestrator". `stage` is empty for the orchestrator.
+    """
 
     name: str
     stage: str
@@ -44,10 +47,12 @@ class ProcessSpec:
 class RestartPolicy:
     """Limits the restarts of a process.
 
-    The pause before the first restart is `first_pause_s` seconds. It doubles with each failure, up to `max_pause_s`. It
-    is reset after the process has been ready for `healthy_s` seconds. A process that has never been ready is abandoned
-    after `quick_failures` failures. A failure that occurs `slow_s` seconds or more after the start counts twice,
-    because slow failures, such as a model that cannot be loaded, rarely disappear after a restart.
+    The pause before the first restart is `first_pause_s` seconds. The pause doubles with each failure, up to
+    `max_pause_s` seconds. The pause is reset after the process has been ready for `healthy_s` seconds.
+
+    A process that has never been ready is abandoned after `quick_failures` failures. A failure that occurs `slow_s`
+    seconds or more after the start counts twice. The reason is that slow failures, such as a model that cannot be
+    loaded, rarely disappear after a restart.
     """
 
     first_pause_s: float = 0.1
@@ -58,7 +63,10 @@ class RestartPolicy:
 
 
 class RestartSchedule:
-    """Applies a RestartPolicy to one process. All times are in seconds on a monotonic clock of the caller."""
+    """Decides whether and when one process is restarted, according to a RestartPolicy.
+
+    Each `now_s` is the current time in seconds on a monotonic clock. All calls must use the same clock.
+    """
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
@@ -69,7 +77,7 @@ class RestartSchedule:
         self._ever_ready = False
 
     def started(self, now_s: float) -> None:
-        """Must be called when the process is started."""
+        """Records a start of the process. Must be called at each start."""
         self._started_s = now_s
         self._ready_s = None
 
@@ -79,12 +87,12 @@ class RestartSchedule:
         return self._ready_s is not None
 
     def ready(self, now_s: float) -> None:
-        """Must be called when the process becomes ready. Ignores further calls until the next start."""
+        """Records that the process has become ready. Ignores further calls until the next start."""
         self._ever_ready = True
         self._ready_s = now_s if self._ready_s is None else self._ready_s
 
     def ended(self, now_s: float) -> float | None:
-        """Must be called when the process has ended.
+        """Records a failure: the process has ended without a request to end.
 
         Returns the pause in seconds before the process must be started again, or None if the process must be abandoned.
         """
@@ -105,7 +113,7 @@ class Child:
 
     @classmethod
     async def start(cls, command: Sequence[str], *, log: Path) -> "Child":
-        """Starts `command` in a new session and process group. Appends its output to the file `log`."""
+        """Starts `command` in a new session and process group. Appends its stdout and stderr to the file `log`."""
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -122,7 +130,7 @@ class Child:
         return self._process.pid
 
     async def wait(self) -> int:
-        """Waits until the process has ended, then kills its process group. Returns the exit status of the process.
+        """Waits until the process has ended, then kills the rest of its process group. Returns the exit status.
 
         If a signal killed the process, the exit status is the negative signal number.
         """
@@ -131,10 +139,9 @@ class Child:
         return status
 
     async def stop(self, *, terminate_s: float = TERMINATE_S) -> None:
-        """Sends SIGTERM to the process, waits for its end, and then kills its process group.
+        """Sends SIGTERM to the process, waits until the process has ended, and then kills its process group.
 
-        Kills the group after `terminate_s` seconds if the process has not ended by then. Does nothing if the process
-        has already ended.
+        Waits at most `terminate_s` seconds. Does nothing if the process has already ended.
         """
         if self._process.returncode is not None:
             return
@@ -162,9 +169,10 @@ class Supervisor:
         self._failures = 0
 
     async def run(self) -> None:
-        """Starts the process, and restarts it whenever it ends. Stops the process when this task is cancelled.
+        """Starts the process, and restarts it whenever it ends. Never returns normally.
 
-        Raises NotReadyError (START_FAILED) if the process ends repeatedly without ever becoming ready.
+        Stops the process when the calling task is cancelled. Raises NotReadyError (START_FAILED) if the process ends
+        repeatedly without ever becoming ready.
         """
         try:
             async with open_channel(self._spec.endpoint) as channel:

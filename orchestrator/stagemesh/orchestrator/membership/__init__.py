@@ -1,1 +1,4 @@
-"""Determines the members of a pipeline: from the config, from DNS, or because the replicas register themselves."""
+"""Determines which replicas are members of a pipeline.
+
+The orchestrator's config lists replicas, a DNS name resolves to their addresses, or replicas register themselves.
+"""

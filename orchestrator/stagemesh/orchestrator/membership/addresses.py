@@ -1,6 +1,6 @@
 """Finds members at the addresses in the orchestrator's config: fixed addresses, and DNS names.
 
-A DNS name may have several addresses, for example the name of a headless Kubernetes service.
+A DNS name may resolve to several addresses, for example the name of a headless Kubernetes service.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ _log = logging.getLogger(__name__)
 _RESOLVE_TIMEOUT_S = 5.0
 
 Resolve: TypeAlias = Callable[[str], Awaitable[Collection[str]]]
-"""A function that returns the IP addresses of a host name. Raises OSError if the resolver does not answer."""
+"""An async function that returns the IP addresses of a host name. Raises OSError if the resolver does not answer."""
 
 
 async def resolve(host: str) -> Collection[str]:
-    """Returns the IP addresses of a host name from the system's resolver.
+    """Returns the IP addresses of a host name, as reported by the system's resolver.
 
     Raises OSError if the resolver does not answer.
     """
@@ -30,7 +30,7 @@ async def resolve(host: str) -> Collection[str]:
 
 
 class StaticSource:
-    """Reports the replicas in the orchestrator's config as members. These members never leave."""
+    """Reports the replicas that the orchestrator's config lists as members. These members never leave."""
 
     def __init__(self, replicas: Mapping[str, Sequence[ReplicaAddress]]) -> None:
         self._members = [
@@ -47,8 +47,8 @@ class StaticSource:
 class DnsSource:
     """Resolves a DNS name periodically, and reports each of its addresses as a member of one stage.
 
-    The last answer remains valid until the next answer, so that a failing resolver removes no member. The fleet detects
-    unreachable replicas without the resolver.
+    If the resolver fails, the addresses of its last answer remain members. The fleet detects unreachable replicas
+    without the resolver.
     """
 
     def __init__(self, stage: str, name: DnsName, *, resolve: Resolve = resolve) -> None:

@@ -10,42 +10,45 @@ from stagemesh.orchestrator.spec import Pipeline
 
 @dataclass(frozen=True)
 class Member:
-    """A replica of a pipeline: its stage and the address at which it serves ("host:port")."""
+    """A replica of a pipeline, identified by its stage and by the address at which it serves ("host:port")."""
 
     stage: str
     endpoint: str
     name: str = ""
-    """The replica's name in the pipeline. Empty if it is known only from the replica's description."""
+    """The replica's name in the pipeline. Empty if the source of the member knows only the address."""
 
 
 class MembershipListener(Protocol):
     """Receives the members of a pipeline as they join and leave.
 
-    Several sources may report the same member. The member leaves when none of the sources reports it any longer.
+    Several sources may report the same member. The member leaves when no source reports it any longer.
     """
 
     def join(self, member: Member) -> None:
         """Called when a source reports a new member.
 
-        A source reports a member only once until it reports that the member leaves.
+        The same source does not report the member again until it has reported that the member leaves.
         """
 
     def leave(self, member: Member, why: str) -> None:
-        """Called when a source no longer reports a member. `why` is a human-readable reason."""
+        """Called when a source no longer reports a member. `why` is the human-readable reason."""
 
 
 class MemberSource(Protocol):
     """Finds members of a pipeline and reports them to a listener."""
 
     async def follow(self, listener: MembershipListener) -> None:
-        """Reports all members, and every later change, to the listener. Runs until it is cancelled.
+        """Reports the current members and every later change to the listener, until this call is cancelled.
 
-        Must be called only once.
+        Returns early if no change can occur. Must be called only once.
         """
 
 
 class Belonging(Protocol):
-    """The fields of DescribeResponse and of ReplicaIdentity that say to which pipeline and stage a replica belongs."""
+    """The fields that identify the pipeline and the stage to which a replica belongs.
+
+    The messages DescribeResponse and ReplicaIdentity have these fields.
+    """
 
     wire_version: int
     pipeline: str
@@ -54,9 +57,10 @@ class Belonging(Protocol):
 
 
 def find_refusal(description: Belonging, *, stage: str, pipeline: Pipeline, generations: Collection[str] = ()) -> str:
-    """Returns a human-readable reason why a replica does not belong to a stage, or an empty string if it belongs to it.
+    """Returns a human-readable reason why a replica does not belong to a stage of the pipeline.
 
-    Accepts replicas of `generations` in addition to replicas of the pipeline's own generation.
+    Returns an empty string if the replica belongs to the stage. `generations` are accepted in addition to the
+    pipeline's own generation.
     """
     generation = description.generation if description.generation in generations else pipeline.generation
     facts = {

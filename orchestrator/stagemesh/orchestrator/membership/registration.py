@@ -1,4 +1,4 @@
-"""Registers replicas as members, and serves MembershipService, by which replicas register.
+"""Registers replicas as members of a pipeline. Replicas register through MembershipService.
 
 Each member has a lease, and leaves when it deregisters or when its lease expires. Leases are measured with the event
 loop's clock, which does not jump when the system time is set.
@@ -28,7 +28,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Lease:
-    """A replica's membership for a limited time."""
+    """A replica's membership for a limited time.
+
+    `incarnation` identifies the replica's process. `timer` ends the lease, and is None after the lease has ended.
+    """
 
     member: Member
     incarnation: str
@@ -41,9 +44,9 @@ class RegistrationSource:
     """Accepts registrations of replicas, and reports each replica as a member while its lease is valid."""
 
     def __init__(self, pipeline: Pipeline, *, lease_s: float, generations: Collection[str] = ()) -> None:
-        """Creates a source.
+        """Creates a source that grants leases of `lease_s` seconds.
 
-        Replicas of `generations` may register in addition to those of the pipeline's own generation.
+        Replicas of `generations` may register in addition to replicas of the pipeline's own generation.
         """
         self.lease_s = lease_s
         self._pipeline, self._generations = pipeline, generations
@@ -64,11 +67,12 @@ class RegistrationSource:
             self._leases.clear()
 
     def register(self, identity: membership_pb2.ReplicaIdentity) -> Lease:
-        """Registers a replica, or reconnects a replica process that is already registered. Returns its lease.
+        """Registers a replica, or adds a stream to the lease of a replica process that is already registered.
 
-        Raises InvalidRequestError (INVALID_REPLICA) if the identity is incomplete, NotReadyError (REPLICA_REFUSED) if
-        the replica does not belong to the pipeline, and ExistsError (REPLICA_EXISTS) if another connected replica has
-        the name. Raises NotReadyError (NOT_RUNNING) if the orchestrator is starting or stopping.
+        Returns the replica's lease. Raises InvalidRequestError (INVALID_REPLICA) if the identity is incomplete. Raises
+        NotReadyError (REPLICA_REFUSED) if the replica does not belong to the pipeline. Raises ExistsError
+        (REPLICA_EXISTS) if a connected replica at another address has the same name. Raises NotReadyError (NOT_RUNNING)
+        if the orchestrator is starting or stopping.
         """
         if self._listener is None:
             raise NotReadyError("the orchestrator is starting or stopping; try again", reason="NOT_RUNNING")
@@ -89,10 +93,10 @@ class RegistrationSource:
         return lease
 
     def renew(self, lease: Lease) -> None:
-        """Extends the lease until `lease_s` seconds from now.
+        """Extends a lease until `lease_s` seconds from now.
 
         Raises StaleAttemptError if another process has registered under the replica's name. Raises NotReadyError
-        (LEASE_ENDED) if the lease has expired. The replica must then register again.
+        (LEASE_ENDED) if the lease has expired, so that the replica must register again.
         """
         holder = self._leases.get(lease.member.name)
         if holder is not lease:
@@ -110,7 +114,7 @@ class RegistrationSource:
     def disconnect(self, lease: Lease) -> None:
         """Records that one of the replica's streams has closed. The lease remains valid until it expires.
 
-        The replica can renew the lease on another stream.
+        The replica can renew the lease on any other stream.
         """
         lease.streams -= 1
 
@@ -131,9 +135,10 @@ class RegistrationSource:
             )
 
     def _replace_holder(self, held: Lease, member: Member) -> None:
-        """Ends the lease of another process that has the member's name.
+        """Ends `held`, the lease of another process that has the same name as the new member.
 
-        Raises ExistsError (REPLICA_EXISTS) if that process is connected and has another address than the member.
+        Raises ExistsError (REPLICA_EXISTS) if that process is connected and its address differs from the new member's
+        address.
         """
         if held.streams and held.member.endpoint != member.endpoint:
             raise ExistsError(
@@ -212,11 +217,10 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
 
 
 async def _next(requests: AsyncIterator[membership_pb2.RegisterRequest], closed: asyncio.Event) -> bool:
-    """Waits for the replica's next message.
+    """Waits for the replica's next message. Returns False if the replica closes its stream instead.
 
-    Returns False if the replica closes its stream instead of sending a message.
-
-    Raises NotReadyError (NOT_RUNNING) if the orchestrator stops before.
+    `closed` is set when the orchestrator stops. Raises NotReadyError (NOT_RUNNING) if this happens before a message
+    arrives.
     """
     reading, closing = asyncio.ensure_future(anext(requests, None)), asyncio.ensure_future(closed.wait())
     try:
