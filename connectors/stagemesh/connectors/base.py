@@ -1,9 +1,9 @@
-"""The connector interface, through which a consumer reads ranges of a producer's arena.
+"""The connector interface, with which a consumer reads ranges of a producer's arena.
 
 The producer's connector describes how to reach the arena (`offer`). The consumer's connector prepares to read the arena
-(`connect`) and reads ranges of it (`Reader`). Flows, which are the same for all connectors, ensure order and
-exactly-once delivery, manage credit and leases, and interpret the ranges. The `grpc` connector does not use this
-interface, because its producer sends the bytes itself.
+(`connect`) and reads ranges of the arena (`Reader`). The flow modules are the same for all connectors: they ensure
+order and exactly-once delivery, manage credit and leases, and interpret the ranges. The `grpc` connector does not use
+this interface, because its producer sends the bytes itself.
 """
 
 from abc import ABC, abstractmethod
@@ -22,9 +22,9 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 @dataclass(eq=False, slots=True)
 class MemoryAccount:
-    """The memory use of one flow: `held_bytes` bytes in its regions, and `waiting` allocations that wait for space.
+    """The arena memory of one flow: `held_bytes` bytes in regions, and `waiting` allocations that wait for free memory.
 
-    `Arena` charges the account for each region until the region is freed, and limits the account to a fair share.
+    `Arena` counts each region toward an account until the region is freed, and limits the account to a fair share.
     """
 
     held_bytes: int = 0
@@ -35,27 +35,27 @@ class ArenaRange(NamedTuple):
     """The location of a tensor in its producer's arena."""
 
     offset: int
-    """The offset in bytes from the start of the arena's memory file."""
+    """The offset, in bytes, from the start of the arena's memory file."""
     size_bytes: int
     generation: int
-    """The generation of the tensor's region. A reader rejects the range if its pages have another generation."""
+    """The generation of the tensor's region. A reader rejects the range if the generation of its pages is different."""
 
 
 @dataclass(frozen=True)
 class Producer:
-    """The replica whose arena is read."""
+    """The producing replica, as seen by a consumer that reads its arena."""
 
     replica: str
     incarnation: str
     arena_fd: int | None
-    """The file descriptor of the arena's memory file, or None if the producer did not pass it.
+    """The file descriptor of the arena's memory file, or None if the producer did not send it.
 
-    A producer can pass the file descriptor only to a consumer on its own host.
+    A producer can send the file descriptor only to a consumer on the same host.
     """
 
 
 class Reader(ABC):
-    """Provides access to the arena of one incarnation of a producer. Use it only on the event loop."""
+    """Read access to the arena of one incarnation of a producer. Use it only on the event loop."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -63,14 +63,14 @@ class Reader(ABC):
 
 
 class InPlaceReader(Reader):
-    """A reader that returns views of the producer's memory without copying it.
+    """A reader that returns views of the producer's memory without copying the memory.
 
-    The consumer retains a chunk's lease while a view of the chunk exists.
+    The consumer retains the lease on a chunk until all views of the chunk have been deleted.
     """
 
     @abstractmethod
     def view(self, place: ArenaRange) -> Bytes:
-        """Returns a read-only view of a range.
+        """Returns a read-only uint8 view of a range.
 
         Raises InvalidChunkError if the range is outside the arena or if its region was freed.
         """
@@ -84,24 +84,24 @@ class FetchingReader(Reader):
 
     @abstractmethod
     async def fetch(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes]:
-        """Returns copies of the ranges. Reads all ranges in one transfer if possible. Calls may overlap.
+        """Returns copies of the ranges, in the same order. Uses one transfer for all ranges if possible.
 
-        Waits for memory for the copies first, and charges the memory to the flow's `account`. Raises InvalidChunkError
-        if a range is outside the arena or if its region was freed. Raises UnavailableError within bounded time if the
-        bytes cannot be read. The flow then falls back to another connector.
+        Waits first until memory for the copies is free. The memory counts toward the flow's `account`. Calls may
+        overlap. Raises InvalidChunkError if a range is outside the arena or if its region was freed. Raises
+        UnavailableError within bounded time if the bytes cannot be read. The flow then falls back to another connector.
         """
 
     def fetch_at_once(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes] | None:  # noqa: ARG002
-        """Returns the result of `fetch`, or None if the read failed or would have to wait.
+        """Returns the result of `fetch` if no waiting is needed. Returns None if the read failed or would have to wait.
 
-        Avoids a task for each chunk, which would cost more than the copy of a small chunk. Raises InvalidChunkError
-        under the same conditions as `fetch`.
+        The caller thereby avoids creating a task, which would cost more than the copy of a small chunk. Raises
+        InvalidChunkError under the same conditions as `fetch`.
         """
         return None
 
 
 class Connector(ABC):
-    """A connector of one replica, for both its outgoing and its incoming flows. Use it only on the event loop."""
+    """A connector of one replica, for both outgoing and incoming flows. Use it only on the event loop."""
 
     name: ClassVar[ConnectorName]
 
@@ -120,11 +120,11 @@ class Connector(ABC):
         """
 
     def expect_reads(self, chunks: int) -> None:  # noqa: B027 - most connectors have nothing to do
-        """Adds `chunks`, which may be negative, to the number of chunks that consumers are expected to read.
+        """Adds `chunks` to the number of chunks that consumers are expected to read. `chunks` may be negative.
 
-        Called at the producer. A connector can override this method if reads need the producer's processor.
+        Called at the producer. A connector overrides this method if a read needs the producer's processor.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Releases all resources except memory that a peer may still read. Idempotent."""
+        """Releases all resources of the connector, except memory that a peer may still read. Idempotent."""

@@ -1,4 +1,4 @@
-"""A replica's data plane: its arena, its links to consumers, and its flows from producers."""
+"""A replica's data plane: its arena, its links to consumers, and the flows that it receives from producers."""
 
 import asyncio
 import secrets
@@ -24,11 +24,11 @@ from stagemesh.rpc.message_streams import LocalStream, ServerStream
 from stagemesh.v1 import stage_pb2
 
 PROBE_S = 10.0
-"""The time limit in seconds for the negotiation of a connector in `DataPlane.probe`."""
+"""Time limit, in seconds, for the negotiation of a connector in `DataPlane.probe`."""
 
 
 class DataPlane:
-    """The data plane of one replica. Create, use and close it on the replica's event loop."""
+    """The data plane of one replica. Create, use and close it only on the replica's event loop."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class DataPlane:
         self._retention = Retention(self.arena)
         self.arena.on_pressure = self._retention.evict_oldest
         self.landing = LandingArena(self.arena.size_bytes)
-        """The memory into which chunks are fetched, which is created when it is first needed."""
+        """The memory into which fetched chunks are copied. Created when the first chunk is fetched."""
         self._connectors = ReplicaConnectors(
             self.arena, landing=self.landing.get, replica=replica, incarnation=self.incarnation
         )
@@ -73,7 +73,7 @@ class DataPlane:
             ),
             run_in_background=self._run_in_background,
         )
-        """The consumer side of the data plane: the expected flows and the known producers."""
+        """The consumer side of the data plane, with the flows that it expects or receives, and their producers."""
 
     # -- producing
 
@@ -92,12 +92,13 @@ class DataPlane:
         Raises InvalidRequestError if the connector is unknown.
 
         Args:
-            key: The identifier of the flow.
+            key: The identifier of the flow's attempt.
             endpoint: The consumer's gRPC address.
             consumer: The consumer's replica name.
-            connector: The connector that transfers the flow's bytes, or AUTO.
+            connector: The connector that transfers the flow's bytes, or AUTO to negotiate one.
             policy: The policy by which packets are cut into chunks.
-            rebind_s: The number of seconds for which a flow that has lost its consumer waits for `rebind_outlet`.
+            rebind_s: Time limit, in seconds, for a call of `rebind_outlet` after the consumer has become unreachable.
+                If it is 0, the flow fails immediately.
         """
         link = self._link(consumer, endpoint, connector)
         outlet = Outlet(key, connector, policy=policy, retention=self._retention, rebind_s=rebind_s)
@@ -107,17 +108,22 @@ class DataPlane:
     def rebind_outlet(
         self, outlet: Outlet, key: EdgeKey, *, endpoint: str, consumer: str, connector: ConnectorName
     ) -> None:
-        """Moves a flow to another consumer and sends all chunks again. Call `Outlet.check_rebindable` first."""
+        """Moves a flow to another consumer and sends all chunks again. Call `Outlet.check_rebindable` first.
+
+        `key` identifies the new attempt. `endpoint` is the gRPC address of the new consumer.
+        """
         link = self._link(consumer, endpoint, connector)
         outlet.rebind(key, connector)
         link.add(outlet.attempt)
 
     def fan_out(self) -> FanOut:
-        """Returns an empty group of outlets. Packets that are sent to the group are written into the arena once."""
+        """Returns an empty group of outlets. A packet that is sent to the group is written into the arena only once."""
         return FanOut(arena=self.arena, inline_limit_bytes=self._inline_limit_bytes)
 
     async def probe(self, *, consumer: str, endpoint: str, connector: ConnectorName) -> EdgeProbe:
-        """Negotiates with `consumer` without sending a chunk. Returns the connector that a flow to it would use.
+        """Negotiates with `consumer` without sending a chunk.
+
+        Returns the connector that a flow to `consumer` would use.
 
         Raises NotReadyError (CONNECTOR_UNAVAILABLE) if the requested connector cannot be used. Raises UnavailableError
         if the consumer is unreachable or does not answer within PROBE_S seconds.
@@ -132,7 +138,7 @@ class DataPlane:
             ) from None
 
     def replay(self, key: EdgeKey, *, first_seq: int) -> AsyncGenerator[stage_pb2.GetChunkResponse]:
-        """Returns an iterator over the chunks of a flow from `first_seq` to the end of the flow.
+        """Returns an iterator over the chunks of a flow, from chunk `first_seq` to the end of the flow.
 
         Raises NotFoundError if the flow is unknown. The iterator raises NotFoundError if a chunk is no longer retained.
         """
@@ -144,26 +150,28 @@ class DataPlane:
     # -- consuming
 
     def open_inlet(self, key: EdgeKey, *, producer: str, rebind_s: float = 0.0) -> Inlet:
-        """Expects a flow from `producer` and returns the consumer side of the flow.
+        """Returns the consumer side of a flow that `producer` will open. Does not wait for the producer.
 
         Raises ExistsError if the flow is already open.
 
         Args:
-            key: The identifier of the flow.
+            key: The identifier of the flow's attempt.
             producer: The producer's replica name.
-            rebind_s: The number of seconds for which a reader that has lost its producer waits for `rebind_inlet`.
+            rebind_s: Time limit, in seconds, for a call of `rebind_inlet` after the producer has become unreachable.
+                If it is 0, the flow fails immediately.
         """
         return self.consumer.open(key, producer=producer, rebind_s=rebind_s)
 
     def rebind_inlet(self, inlet: Inlet, key: EdgeKey, *, producer: str, first_rows: Mapping[str, int]) -> None:
         """Continues a flow with another producer. Call `Inlet.check_rebindable` first.
 
-        `first_rows` maps each tensor's name to the first row that the new producer sends.
+        `key` identifies the new attempt. `first_rows` maps each tensor's name to the first row that the new producer
+        sends.
         """
         self.consumer.rebind(inlet, key, producer=producer, first_rows=first_rows)
 
     async def serve_put(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-        """Serves a producer's PutChunk stream until it ends. Receives and yields serialized messages."""
+        """Serves a producer's PutChunk stream until the stream ends. Receives and yields serialized messages."""
         session = self._open_session()
         stream = ServerStream(session)
         session.begin(stream)
@@ -171,7 +179,7 @@ class DataPlane:
             yield data
 
     async def close(self) -> None:
-        """Ends all flows and frees the arena. Idempotent."""
+        """Ends all flows and releases the arena and the landing memory. Idempotent."""
         await self._listener.close()
         for link in list(self._links.values()):
             await link.close()
@@ -201,9 +209,9 @@ class DataPlane:
         return link
 
     def _drop_link(self, link: ConsumerLink) -> None:
-        """Removes a link that has lost its connection and is not needed.
+        """Closes and removes a disconnected link that no flow needs.
 
-        A later flow to the consumer creates a new link.
+        A later flow to the same consumer creates a new link.
         """
         for name in [name for name, known in self._links.items() if known is link]:
             del self._links[name]

@@ -17,12 +17,12 @@ from stagemesh.common.tensors import Tensors
 MetadataValue: TypeAlias = int | float | bool | str
 
 REBIND_S = 15.0
-"""The number of seconds for which a flow that has lost its producer or consumer waits for a replacement."""
+"""Time limit, in seconds, for the replacement of a flow's unreachable producer or consumer."""
 
 NOT_READ = "NOT_READ"
-"""The error reason for a flow whose consumer deliberately stopped reading."""
+"""The reason of a flow's error if the consumer deliberately stopped reading."""
 PEER_LOST = "PEER_LOST"
-"""The error reason for a flow whose consumer was lost before the flow ended."""
+"""The reason of a flow's error if the consumer became unavailable before the flow ended."""
 _REPLICA_REASONS = frozenset({"UNKNOWN_FLOW", "STALE_ATTEMPT", "STALE_INCARNATION"})
 
 
@@ -38,7 +38,7 @@ _NO_METADATA: Mapping[str, MetadataValue] = MappingProxyType({})
 
 
 class Packet:
-    """A group of tensors and a few metadata values that are sent together. Immutable. The tensors may be read-only."""
+    """Tensors and metadata values that are sent together. Immutable. The tensors may be read-only."""
 
     # Not a frozen dataclass, because a packet is created for every chunk and a dataclass would be four times slower.
     __slots__ = ("metadata", "size_bytes", "tensors")
@@ -50,12 +50,12 @@ class Packet:
         for tensor in tensors.values():
             size_bytes += tensor.nbytes
         self.size_bytes = size_bytes
-        """The total number of bytes of all tensors."""
+        """The total number of bytes of the packet's tensors."""
 
 
 @dataclass(frozen=True)
 class FlowUsage:
-    """The number of data chunks and payload bytes that a flow has sent."""
+    """The numbers of data chunks and of payload bytes that a flow has sent."""
 
     edge: str
     connector: ConnectorName
@@ -65,7 +65,7 @@ class FlowUsage:
 
 @dataclass(frozen=True)
 class FlowStatus:
-    """A snapshot of the state of an outlet or inlet. The proto message FlowReport describes the fields."""
+    """A snapshot of the progress of an outlet or inlet. The proto message FlowReport describes the fields."""
 
     edge: str
     connector: ConnectorName
@@ -79,10 +79,9 @@ class FlowStatus:
 
 
 def is_recoverable(error: StagemeshError) -> bool:
-    """Returns whether a flow that failed with `error` can continue after its producer or consumer is replaced.
+    """Returns whether a flow that failed with `error` can continue with another producer or consumer.
 
-    An error that a stage reports about the request itself is not recoverable, because another replica would report the
-    same error.
+    An error about the request itself is not recoverable, because another replica would report the same error.
     """
     if error.reason in _REPLICA_REASONS or isinstance(error, UnavailableError):
         return True
@@ -95,8 +94,8 @@ _Flow = TypeVar("_Flow")
 class ReadyQueue(Generic[_Flow]):
     """The flows of one stream that have messages to send, in the order in which they became ready.
 
-    Flows add themselves. The `pull` callback removes flows and sends the messages of these flows. `pull` is called at
-    most once in each iteration of the event loop.
+    Flows add themselves to the queue. The callback `pull` removes flows from the queue and sends their messages. The
+    event loop calls `pull` at most once in each iteration.
     """
 
     def __init__(self, pull: Callable[[], None]) -> None:
@@ -106,31 +105,31 @@ class ReadyQueue(Generic[_Flow]):
         self._is_scheduled = False
 
     def add(self, flow: _Flow) -> None:
-        """Appends a flow, unless the queue already contains the flow, and schedules `pull`."""
+        """Schedules `pull`, and appends the flow unless the queue already contains it."""
         self._flows[flow] = None
         self.wake()
 
     def wake(self) -> None:
-        """Schedules `pull` unless it is already scheduled."""
+        """Schedules a call of `pull` in the next iteration of the event loop, unless a call is already scheduled."""
         if not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon(self._run)
 
     def discard(self, flow: _Flow) -> None:
-        """Removes a flow that has ended or has moved to another stream. Does nothing for a flow that is not queued."""
+        """Removes a flow from the queue. Does nothing if the flow is not in the queue."""
         self._flows.pop(flow, None)
 
     def first(self) -> _Flow | None:
-        """Returns the flow at the front without removing the flow, or None if the queue is empty."""
+        """Returns the first flow without removing it, or None if the queue is empty."""
         return next(iter(self._flows), None)
 
     def rotate(self, flow: _Flow) -> None:
-        """Moves a flow to the end of the queue."""
+        """Moves a flow to the end of the queue. Adds the flow if it is not in the queue."""
         self._flows.pop(flow, None)
         self._flows[flow] = None
 
     def take_all(self) -> list[_Flow]:
-        """Removes and returns all flows."""
+        """Removes all flows from the queue and returns them in order."""
         flows = list(self._flows)
         self._flows.clear()
         return flows

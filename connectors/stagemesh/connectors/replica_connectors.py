@@ -1,4 +1,4 @@
-"""The connectors of one replica. Each connector is created when it is first needed."""
+"""The connectors of one replica. Each connector is created when it is first used."""
 
 from collections.abc import Awaitable, Callable
 
@@ -10,7 +10,7 @@ from stagemesh.connectors.base import Connector
 
 
 class ReplicaConnectors:
-    """Creates connectors by name and closes them together."""
+    """The connectors of one replica, by name. Creates each connector when it is first used."""
 
     def __init__(
         self, arena: Arena, *, landing: Callable[[], Awaitable[Arena]], replica: str, incarnation: str
@@ -20,7 +20,7 @@ class ReplicaConnectors:
         self._connectors: dict[ConnectorName, Connector] = {}
 
     def get(self, name: ConnectorName) -> Connector:
-        """Returns the named connector, and creates it on the first call.
+        """Returns the connector `name`. Creates the connector on the first call.
 
         Raises NotReadyError (CONNECTOR_UNAVAILABLE) if this replica cannot use the connector.
         """
@@ -35,7 +35,7 @@ class ReplicaConnectors:
         return self._connectors[name]
 
     async def close(self) -> None:
-        """Closes all connectors that were created. Idempotent."""
+        """Closes all created connectors. Idempotent."""
         while self._connectors:
             _, connector = self._connectors.popitem()
             await connector.close()

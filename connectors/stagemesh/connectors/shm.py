@@ -1,8 +1,8 @@
-"""The shm connector: a consumer maps the arena of a producer on the same host and reads regions in place.
+"""The shm connector, with which a consumer maps the arena of a producer on the same host and reads regions in place.
 
-The producer passes the file descriptor of its memory file. This is possible only within one host, and therefore proves
-that both replicas run on one host. The random token at the start of the file proves that the file is the arena from the
-offer.
+The producer sends the file descriptor of its memory file. File descriptors can be sent only within one host, so a
+received descriptor proves that both replicas run on the same host. The random token at the start of the file proves
+that the file is the arena from the offer.
 """
 
 import fcntl
@@ -24,7 +24,7 @@ from stagemesh.v1 import stage_pb2
 
 
 class ShmConnector(Connector):
-    """Maps producers' arenas and reads them in place."""
+    """The connector that maps a producer's arena into the consumer's memory and reads tensors in place."""
 
     name: ClassVar[ConnectorName] = SHM
 
@@ -50,7 +50,7 @@ class ShmConnector(Connector):
 
 
 class ShmReader(InPlaceReader):
-    """Reads a producer's arena through a read-only mapping, which is removed when the last view is deleted."""
+    """A reader that maps a producer's arena read-only. The mapping is removed when its last view has been deleted."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._mapping: mmap.mmap | None = mapping
@@ -77,9 +77,9 @@ class ShmReader(InPlaceReader):
 
 
 def _map(fd: int, advertisement: stage_pb2.ArenaAdvertisement) -> mmap.mmap:
-    """Maps the memory file that the producer passed.
+    """Maps the producer's memory file `fd` for reading.
 
-    Raises ValueError or OSError if the file is not the offered arena or is not safe to read.
+    Raises ValueError or OSError if the file is not the arena in `advertisement` or is not safe to read.
     """
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
         raise ValueError("its size is not sealed")

@@ -1,10 +1,12 @@
-"""The memory of an arena: its creation, its layout, the layout of tensors in it, and the lifetime of views of it.
+"""The memory of an arena: memory creation, the page table, the layout of tensors in a region, and deletion callbacks.
 
-The first page begins with a random token and the layout's name. The next pages contain a table with the generation of
-every page. The data pages follow. A page's generation is the number of the region to which it belongs, or 0 if the page
-is free or precedes the data. A reader compares generations to detect a region that was freed after it was offered.
-A shared arena is a sealed memfd. No process can shrink it while another process reads it. The kernel frees it when no
-process has it open or mapped.
+The first page contains a random token and the name of the memory layout. The following pages contain a table with one
+generation for each page. The data pages follow the table. A page's generation is the number of the region to which the
+page belongs. The generation is 0 if the page is free or does not contain data. A reader compares generations to detect
+that a region was freed after the region was offered.
+
+A shared arena is a sealed memfd. No process can shrink the memfd while another process reads it. The kernel frees the
+memfd when no process has it open or mapped.
 """
 
 import fcntl
@@ -33,16 +35,16 @@ GENERATION_BYTES = 8
 
 
 def data_offset(data_bytes: int) -> int:
-    """Returns the offset of the data in a memory file with `data_bytes` of data."""
+    """Returns the offset of the first data page, in bytes, in a memory file with `data_bytes` bytes of data."""
     entries_per_page = PAGE_BYTES // GENERATION_BYTES
     # The table also has entries for its own pages.
     return PAGE_BYTES + -(-(1 + data_bytes // PAGE_BYTES) // (entries_per_page - 1)) * PAGE_BYTES
 
 
 def data_offset_in(file_bytes: int) -> int:
-    """Returns the offset of the data in a memory file of `file_bytes`.
+    """Returns the offset of the first data page, in bytes, in a memory file with a total size of `file_bytes` bytes.
 
-    Raises ValueError if the size is not a multiple of the page size or leaves no space for data.
+    Raises ValueError if `file_bytes` is not a multiple of the page size or leaves no space for data.
     """
     offset = PAGE_BYTES + -(-(file_bytes // PAGE_BYTES * GENERATION_BYTES) // PAGE_BYTES) * PAGE_BYTES
     if file_bytes % PAGE_BYTES or offset >= file_bytes:
@@ -51,17 +53,21 @@ def data_offset_in(file_bytes: int) -> int:
 
 
 def mark_pages(memory: memoryview, *, offset: int, size_bytes: int, generation: int) -> None:
-    """Sets the generation of the pages in a range, whose `offset` counts from the start of the file."""
+    """Sets the generation of the pages in a range to `generation`.
+
+    The range begins at `offset` bytes from the start of the memory file and has `size_bytes` bytes.
+    """
     first = PAGE_BYTES + offset // PAGE_BYTES * GENERATION_BYTES
     pages = size_bytes // PAGE_BYTES
     memory[first : first + pages * GENERATION_BYTES] = generation.to_bytes(GENERATION_BYTES, sys.byteorder) * pages
 
 
 def free_pages(memory: memoryview, *, offset: int, size_bytes: int) -> None:
-    """Clears the generation of pages that another process may allocate immediately afterwards.
+    """Sets the generation of the pages in a range to 0. Another process may allocate a page as soon as its entry is 0.
 
-    Writes each table entry exactly once. `mark_pages` copies bytes, and the C library may write a byte twice while
-    copying. The second write could clear the entry of a process that allocated the page between the two writes.
+    Writes each table entry exactly once. `mark_pages` cannot be used here: it copies bytes, and the C library may write
+    a byte twice while copying. The second write could clear the entry of a process that allocated the page between the
+    two writes.
     """
     entries = memory.cast("Q")
     first = (PAGE_BYTES + offset // PAGE_BYTES * GENERATION_BYTES) // GENERATION_BYTES
@@ -70,7 +76,10 @@ def free_pages(memory: memoryview, *, offset: int, size_bytes: int) -> None:
 
 
 def pages_are_of(memory: memoryview, *, offset: int, size_bytes: int, generation: int) -> bool:
-    """Returns whether all pages of a range have the given generation."""
+    """Returns whether all pages of a range have the generation `generation`.
+
+    The range begins at `offset` bytes from the start of the memory file and has `size_bytes` bytes.
+    """
     first = PAGE_BYTES + offset // PAGE_BYTES * GENERATION_BYTES
     pages = size_bytes // PAGE_BYTES
     wanted = generation.to_bytes(GENERATION_BYTES, sys.byteorder) * pages
@@ -81,18 +90,18 @@ class Layout(NamedTuple):
     """The locations of tensors within a region."""
 
     offsets: tuple[int, ...]
-    """The offset of each tensor in bytes from the start of the region."""
+    """The offset of each tensor, in bytes, from the start of the region."""
     size_bytes: int
-    """The number of bytes that the region needs, including gaps between tensors."""
+    """The number of bytes that the region needs, including the gaps between tensors."""
     tensor_bytes: int
-    """The number of bytes of all tensors, without the gaps between them."""
+    """The total number of bytes of the tensors, without the gaps between tensors."""
 
 
 def layout_of(tensors: Tensors) -> Layout:
-    """Returns a layout that places the tensors consecutively at offsets that are multiples of ALIGNMENT_BYTES.
+    """Returns a layout of `tensors` in consecutive order. Each offset is a multiple of ALIGNMENT_BYTES.
 
-    A tensor without elements also receives an offset. Raises InvalidChunkError if a tensor contains Python objects,
-    which have no meaning in another process.
+    An empty tensor also receives its own offset. Raises InvalidChunkError if a tensor contains Python objects, because
+    Python objects cannot be read by another process.
     """
     offsets: list[int] = []
     end = tensor_bytes = 0
@@ -107,7 +116,10 @@ def layout_of(tensors: Tensors) -> Layout:
 
 
 def copy_tensors(memory: memoryview, *, start: int, layout: Layout, tensors: Tensors) -> dict[str, Array]:
-    """Copies tensors to the offsets of `layout`, counted from `start`. Returns views of the copies by name."""
+    """Copies tensors into `memory`. Returns views of the copies, by tensor name.
+
+    The offsets in `layout` are relative to the byte offset `start` in `memory`.
+    """
     views: dict[str, Array] = {}
     for (name, tensor), offset in zip(tensors.items(), layout.offsets, strict=True):
         view: Array = np.ndarray(tensor.shape, tensor.dtype, memory, start + offset)
@@ -117,9 +129,9 @@ def copy_tensors(memory: memoryview, *, start: int, layout: Layout, tensors: Ten
 
 
 def when_gone(arrays: Sequence[Array], call: Callable[[], None]) -> None:
-    """Calls `call` once, when all `arrays` and all views of them are deleted. `arrays` must not be empty.
+    """Calls `call` once, when all `arrays` and all views of them have been deleted. `arrays` must not be empty.
 
-    `call` runs in the thread that deletes the last view, and can interrupt any code of that thread.
+    `call` runs in the thread that deletes the last view. It can interrupt that thread at any point.
     """
     assert arrays, "at least one array is needed"
     total, gone_arrays = len(arrays), itertools.count(1)
@@ -138,22 +150,22 @@ def when_gone(arrays: Sequence[Array], call: Callable[[], None]) -> None:
 
 
 _watched: dict[int, "weakref.ref[Array]"] = {}
-"""The weak references that `when_gone` has created, by their ids. Each must live as long as its array.
+"""The weak references that `when_gone` has created, by their ids. A weak reference must exist as long as its array.
 
 `weakref.finalize` would have the same effect at twice the cost.
 """
 
 
 def page_bytes_for(size_bytes: int) -> int:
-    """Returns `size_bytes` rounded up to whole pages, and at least the size of one page."""
+    """Returns `size_bytes` rounded up to a whole number of pages. The result is at least one page."""
     return (size_bytes + PAGE_BYTES - 1 & -PAGE_BYTES) or PAGE_BYTES
 
 
 def create_memory(data_bytes: int, token: bytes, *, shared: bool) -> tuple[int, mmap.mmap]:
-    """Creates the memory of an arena and allocates all of it.
+    """Creates and allocates the memory of an arena. Writes `token` to the start of the memory.
 
-    Returns a read-only file descriptor for readers, which is -1 if the memory is not shared, and the writable mapping.
-    Raises NotReadyError (NO_MEMORY) if not enough memory is available.
+    Returns a read-only file descriptor and a writable mapping of the memory. The file descriptor is -1 if the memory is
+    not shared. Raises NotReadyError (NO_MEMORY) if not enough memory is available.
     """
     size_bytes = data_offset(data_bytes) + data_bytes
     available = available_bytes()
@@ -169,7 +181,7 @@ def create_memory(data_bytes: int, token: bytes, *, shared: bool) -> tuple[int, 
 
 
 def _memory_file(size_bytes: int) -> tuple[int, mmap.mmap]:
-    """Creates a sealed memory file. Returns a file descriptor that cannot be mapped for writing, and the mapping."""
+    """Creates a sealed memory file. Returns a read-only file descriptor and a writable mapping of the file."""
     fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(fd, 0o600)
@@ -182,7 +194,7 @@ def _memory_file(size_bytes: int) -> tuple[int, mmap.mmap]:
 
 
 def _private_memory(size_bytes: int) -> mmap.mmap:
-    """Creates private memory. Uses huge pages if the kernel supports them."""
+    """Maps memory that is private to this process, with huge pages if the kernel supports them."""
     mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Without this advice, a fork could make this process copy a page while an RDMA device writes to the old page.
     mapping.madvise(mmap.MADV_DONTFORK)
@@ -193,10 +205,10 @@ def _private_memory(size_bytes: int) -> mmap.mmap:
 
 
 def pin_if_cuda(address: int, size_bytes: int) -> None:
-    """Page-locks memory for the lifetime of the process, so that copies to and from a CUDA device are asynchronous.
+    """Page-locks `size_bytes` bytes at `address`, so that copies to and from a CUDA device are asynchronous.
 
-    Does nothing unless torch is already imported in this process and has a CUDA device. Raises NotReadyError
-    (CANNOT_PIN) if CUDA cannot page-lock the memory.
+    The memory remains locked until the process ends. Does nothing unless torch is already imported in this process and
+    has a CUDA device. Raises NotReadyError (CANNOT_PIN) if CUDA cannot page-lock the memory.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():

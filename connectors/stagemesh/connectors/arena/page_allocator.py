@@ -1,9 +1,9 @@
-"""A constant-time allocator of whole pages in a fixed range. It stores its own data outside the range.
+"""A constant-time allocator of whole pages in a fixed memory range. Its own data is stored outside the range.
 
 Source: M. Masmano et al., "TLSF: a new dynamic memory allocator for real-time systems", ECRTS 2004 (two-level
-segregated fit). Free runs are grouped by size class. There are 32 classes between each power of two and the next, and
-one class for each number of pages below 64. One bit for each class indicates whether the class has a run, so that a
-run of the smallest sufficient class is found without a search.
+segregated fit). Free runs of pages are grouped into size classes by their number of pages. Runs of fewer than 64 pages
+have one class for each number of pages. For longer runs, there are 32 classes between each power of two and the next. A
+bit mask indicates which classes contain a free run, so that the smallest sufficient class is found without a search.
 """
 
 PAGE_BYTES = 4096
@@ -13,7 +13,7 @@ _EXACT_PAGES = 2 << _STEP_BITS
 
 
 class PageAllocator:
-    """Allocates runs of pages, and merges adjacent free runs. Computes offsets without accessing the memory."""
+    """An allocator of runs of pages, which merges adjacent free runs. Computes offsets without accessing the memory."""
 
     def __init__(self, size_bytes: int) -> None:
         if size_bytes < PAGE_BYTES or size_bytes % PAGE_BYTES:
@@ -27,27 +27,27 @@ class PageAllocator:
         self._nonempty = 0
         self._free_length: dict[int, int] = {}
         self._free_start: dict[int, int] = {}
-        """Maps the page after each free run to the first page of that run."""
+        """Maps the page number after the end of each free run to the run's first page number."""
         self._taken: dict[int, int] = {}
         self._insert(0, pages)
 
     @property
     def used_bytes(self) -> int:
-        """The number of bytes in allocated runs."""
+        """The number of bytes in allocated pages."""
         return self.size_bytes - self.free_bytes
 
     @property
     def largest_free_bytes(self) -> int:
-        """The size in bytes of the longest free run. 0 if no page is free."""
+        """The size of the longest free run in bytes, or 0 if no page is free."""
         if not self._nonempty:
             return 0
         longest = self._classes[self._nonempty.bit_length() - 1]
         return max(self._free_length[start] for start in longest) * PAGE_BYTES
 
     def allocate(self, size_bytes: int) -> int | None:
-        """Allocates contiguous pages for `size_bytes`, at least one page.
+        """Allocates a run of contiguous pages for `size_bytes` bytes. Allocates at least one page.
 
-        Returns the offset in bytes, or None if no free run is long enough.
+        Returns the run's offset in bytes, or None if no free run is long enough.
         """
         pages = (size_bytes + PAGE_BYTES - 1) // PAGE_BYTES or 1
         # Rounds up, because every run of the next class is long enough. A run of the size's class may be too short.
@@ -73,9 +73,9 @@ class PageAllocator:
         return start * PAGE_BYTES
 
     def release(self, offset: int) -> None:
-        """Frees the run at `offset` and merges it with adjacent free runs.
+        """Frees the run that begins at the byte offset `offset`, and merges it with adjacent free runs.
 
-        Raises KeyError if no run is allocated there.
+        Raises KeyError if no allocated run begins at `offset`.
         """
         start = offset // PAGE_BYTES
         length = self._taken.pop(start)
@@ -107,9 +107,10 @@ class PageAllocator:
             self._nonempty ^= 1 << size_class
 
     def _search(self, pages: int) -> int | None:
-        """Removes the first sufficient run from the size class of `pages` pages.
+        """Removes the first free run with at least `pages` pages from the size class of `pages`.
 
-        Returns the run's first page, or None if there is no such run. Called if no larger class has a run.
+        Returns the run's first page number, or None if that class contains no such run. Called only if all larger
+        classes are empty.
         """
         size_class = _size_class(pages)
         if size_class >= len(self._classes):
@@ -123,7 +124,7 @@ class PageAllocator:
 
 
 def _size_class(pages: int) -> int:
-    """Returns the index of the free list that contains runs of `pages` pages."""
+    """Returns the index of the size class for free runs of `pages` pages."""
     if pages < _EXACT_PAGES:
         return pages
     shift = pages.bit_length() - _STEP_BITS - 1

@@ -1,8 +1,8 @@
-"""The writer through which worker processes write tensors into their replica's arena without asking the replica.
+"""The writer with which a worker process writes tensors into its replica's arena without messages to the replica.
 
 The replica reserves a partition of the arena for each worker. A page of the partition is free if its entry in the
-arena's generation table is 0. Only the worker sets entries, and only the replica clears them, so that neither process
-needs a lock.
+arena's generation table is 0. Only the worker sets entries, and only the replica clears entries, so that neither
+process needs a lock.
 """
 
 import math
@@ -25,10 +25,10 @@ from stagemesh.connectors.arena import memory_file
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
 
 WRITER_SHIFT = 48
-"""The position of the writer's number in a generation, in bits.
+"""The number of bits in a generation below the writer's number.
 
-The top 16 bits of a generation are the writer's number, which is 0 for the replica. The lower bits are the number of
-the writer's region.
+The top 16 bits of a generation are the writer's number. The replica's own number is 0. The lower 48 bits are the number
+of the region among the writer's regions.
 """
 
 _SHORTEST_PAUSE_S = 20e-6
@@ -37,9 +37,9 @@ _LONGEST_PAUSE_S = 2e-3
 
 @dataclass(frozen=True)
 class PartitionTicket:
-    """The data that one worker process needs to write into its partition of the arena. Picklable.
+    """The data with which one worker process opens its partition of the replica's arena. Picklable.
 
-    `offset` is the offset of the partition in bytes from the start of the memory file.
+    `offset` is the partition's offset, in bytes, from the start of the memory file.
     """
 
     process_id: int
@@ -53,7 +53,7 @@ class PartitionTicket:
 class PlacedTensor(NamedTuple):
     """The name, dtype, shape and location of one tensor of a `Handle`.
 
-    `offset` is in bytes from the handle's offset.
+    `offset` is the tensor's offset, in bytes, from the start of the handle's pages.
     """
 
     name: str
@@ -64,9 +64,9 @@ class PlacedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Handle:
-    """Identifies the pages and the tensors of one write of a worker process. Picklable.
+    """The description of one write of a worker process: the pages and the tensors in them. Picklable.
 
-    The worker sends the handle to the replica, which adopts the tensors.
+    The worker sends the handle to the replica. The replica then adopts the tensors.
     """
 
     generation: int
@@ -76,14 +76,17 @@ class Handle:
 
 
 class Reserved(NamedTuple):
-    """Reserved space in a partition. The caller fills the tensors and then sends the handle to the replica."""
+    """Reserved memory in a worker's partition. The caller fills `tensors` and then sends `handle` to the replica."""
 
     handle: Handle
     tensors: Mapping[str, Array]
 
 
 class ArenaWriter:
-    """Writes tensors into a worker's partition. Only one thread may use it, and each ticket allows only one writer."""
+    """A writer of tensors into a worker's partition.
+
+    Create one writer for each ticket, and use it in one thread only.
+    """
 
     def __init__(self, ticket: PartitionTicket) -> None:
         self._ticket = ticket
@@ -99,10 +102,10 @@ class ArenaWriter:
         self._count = 0
 
     def reserve(self, tensors: Tensors, *, timeout_s: float = math.inf) -> "Reserved":
-        """Reserves space for tensors with the dtypes and shapes of `tensors`, which the caller fills.
+        """Reserves memory for tensors with the names, dtypes and shapes of `tensors`. Does not copy their contents.
 
-        Waits up to `timeout_s` seconds for space. Raises InvalidChunkError if the tensors can never fit, DeadlineError
-        if there is no space in time, and UnavailableError if the replica has terminated.
+        Waits up to `timeout_s` seconds for free memory. Raises InvalidChunkError if the tensors are larger than the
+        partition, DeadlineError if the time limit is exceeded, and UnavailableError if the replica has terminated.
         """
         dtypes = [dtype_name(tensor) for tensor in tensors.values()]
         layout = memory_file.layout_of(tensors)
@@ -121,7 +124,7 @@ class ArenaWriter:
         return Reserved(handle, {one.name: _view(one, handle, self._memory) for one in placed})
 
     def try_reserve(self, tensors: Tensors) -> "Reserved | None":
-        """Reserves space like `reserve`, but returns None if there is no space now."""
+        """Reserves memory like `reserve`, but returns None if not enough memory is free now."""
         try:
             return self.reserve(tensors, timeout_s=0.0)
         except DeadlineError:
@@ -129,11 +132,11 @@ class ArenaWriter:
 
     @property
     def room(self) -> memoryview:
-        """The memory of the partition. The caller may page-lock it."""
+        """The memory of the worker's whole partition. The caller may page-lock it."""
         return self._memory[self._ticket.offset : self._ticket.offset + self._ticket.size_bytes]
 
     def close(self) -> None:
-        """Closes the file descriptor of the replica's process. Written tensors remain valid. Idempotent."""
+        """Closes the file descriptor of the replica's process. The written tensors remain valid. Idempotent."""
         if self._replica >= 0:
             os.close(self._replica)
             self._replica = -1
@@ -158,9 +161,9 @@ class ArenaWriter:
         return page
 
     def _find_free(self, pages: int) -> int | None:
-        """Returns the first page of a free run of `pages` pages, or None if there is no such run.
+        """Returns the index of the first page of a free run of `pages` pages, or None if there is no such run.
 
-        Searches cyclically from the end of the last reserved run.
+        Searches cyclically from the end of the most recently reserved run.
         """
         start = self._next_page
         if start + pages <= len(self._generations) and not self._generations[start : start + pages].any():
@@ -181,10 +184,10 @@ class ArenaWriter:
 
 
 def read_handle(handle: Handle, memory: memoryview, *, slab_offset: int, slab_bytes: int) -> dict[str, Array]:
-    """Returns the tensors of a worker's handle by name. Called by the replica.
+    """Returns the tensors of a worker's handle, by tensor name, as views of `memory`. Called by the replica.
 
-    Raises InvalidChunkError if the tensors are not inside the worker's partition, or if the pages do not have the
-    handle's generation.
+    Raises InvalidChunkError if the handle's pages or tensors are not inside the worker's partition. Also raises
+    InvalidChunkError (STALE_REGION) if the pages do not have the handle's generation.
     """
     inside = slab_offset <= handle.offset < handle.offset + handle.size_bytes <= slab_offset + slab_bytes
     if not inside or handle.offset % PAGE_BYTES or handle.size_bytes % PAGE_BYTES:
@@ -197,8 +200,9 @@ def read_handle(handle: Handle, memory: memoryview, *, slab_offset: int, slab_by
 
 
 def without_content(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, Array]:
-    """Returns tensors of these shapes, whose dtype is named in `DTYPES`. They use almost no memory, because all
-    elements of a tensor share one element.
+    """Returns a placeholder tensor of zeros for each name and shape in `shapes`. `dtype` is a key of `DTYPES`.
+
+    The tensors use almost no memory, because all elements of a tensor share the memory of one element.
     """
     return {name: np.broadcast_to(np.zeros((), DTYPES[dtype]), shape) for name, shape in shapes.items()}
 

@@ -1,1 +1,1 @@
-"""Flows, which provide ordered exactly-once delivery, credit and retention for producers and consumers."""
+"""Flows between producers and consumers, with ordered exactly-once delivery, credit and retention of sent chunks."""

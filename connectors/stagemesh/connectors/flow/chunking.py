@@ -1,4 +1,4 @@
-"""Chunk policies, and the chunker that cuts a flow's packets into chunks by its policy."""
+"""Chunk policies, and the chunker that cuts the packets of a flow into chunks according to a policy."""
 
 import sys
 from collections.abc import Mapping
@@ -19,18 +19,18 @@ class StepPolicy:
 
 @dataclass(frozen=True)
 class WholePolicy:
-    """The chunk policy that joins all packets of a flow along their first axis into one chunk, which is sent last."""
+    """The chunk policy that sends one chunk, when the flow ends. The chunk joins all packets along their first axis."""
 
 
 @dataclass(frozen=True)
 class FramesPolicy:
-    """The chunk policy that cuts a flow's packets along their first axis into chunks of `frames` rows."""
+    """The chunk policy that joins packets along their first axis and cuts them into chunks of `frames` rows."""
 
     frames: int
     initial_frames: int = 0
-    """The number of rows of the first chunk. 0 means `frames`."""
+    """The number of rows of the first chunk. If it is 0, the first chunk has `frames` rows."""
     left_context_frames: int = 0
-    """The maximum number of preceding rows that are repeated at the front of each chunk. The first chunk has none."""
+    """The maximum number of preceding rows that each chunk repeats at its front. The first chunk repeats no rows."""
 
     def __post_init__(self) -> None:
         if self.frames < 1 or self.initial_frames < 0 or self.left_context_frames < 0:
@@ -41,7 +41,7 @@ ChunkPolicy: TypeAlias = StepPolicy | WholePolicy | FramesPolicy
 
 
 class Chunker:
-    """Applies a chunk policy to the packets of one flow. Retains rows until they fill a chunk."""
+    """A chunker for the packets of one flow. Retains rows until they fill a chunk of the policy."""
 
     def __init__(self, policy: FramesPolicy | WholePolicy) -> None:
         # No number of rows completes a chunk of a WholePolicy before the flow ends.
@@ -52,10 +52,10 @@ class Chunker:
         self._context: dict[str, Array] = {}
 
     def push(self, packet: Packet) -> list[Packet]:
-        """Adds a packet and returns the chunks that it completes.
+        """Adds a packet. Returns the chunks that are now complete, or an empty list if no chunk is complete.
 
-        Raises InvalidChunkError if the packet's tensors have unequal lengths or do not match the tensors of earlier
-        packets.
+        Raises InvalidChunkError if the packet's tensors have different lengths along their first axis, or if their
+        names differ from the names of earlier tensors.
         """
         frames = _frames(packet)
         self._waiting.append(packet)
@@ -72,7 +72,10 @@ class Chunker:
         return chunks
 
     def finish(self) -> list[Packet]:
-        """Returns the last chunk, which contains the remaining rows, or an empty list if no rows remain."""
+        """Returns a list with the flow's last chunk, which contains the retained rows.
+
+        Returns [] if no rows are retained.
+        """
         if not self._waiting_frames:
             return []
         joined = _join(self._waiting)

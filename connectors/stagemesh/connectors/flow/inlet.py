@@ -1,4 +1,7 @@
-"""The consumer side of a flow. Delivers the packets of a series of attempts to an engine exactly once and in order."""
+"""The consumer side of a flow.
+
+Delivers the packets of successive attempts to an engine exactly once and in order.
+"""
 
 import asyncio
 from collections import deque
@@ -16,33 +19,36 @@ from stagemesh.connectors.stream import wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 LOST_PRODUCER_S = 15.0
-"""The number of seconds for which a flow waits until its producer reconnects."""
+"""Time limit, in seconds, for a disconnected producer to reconnect before its flow fails."""
 MAX_RESYNCS = 3
-"""The maximum number of times that a flow is reopened at the same chunk before its producer is rejected as broken."""
+"""The maximum number of times that the consumer asks a producer to reopen a flow at the same chunk.
+
+After that, the consumer rejects the producer.
+"""
 
 
 class Phase(Enum):
-    """The state of an inlet attempt."""
+    """The state of an inlet's attempt."""
 
     WAITING = auto()
-    """No stream carries the attempt yet. The producer is expected to open the attempt."""
+    """No stream carries the attempt. The consumer waits until the producer opens the attempt."""
     OPEN = auto()
     """The attempt accepts chunks."""
     RESYNCING = auto()
-    """A message was lost. The attempt ignores all messages until the producer reopens the attempt."""
+    """A message is missing or a transfer has failed. The attempt ignores messages until the producer reopens it."""
     ENDED = auto()
-    """All chunks and End have arrived."""
+    """All chunks and the End message have arrived."""
     FAILED = auto()
-    """An error ended the flow. The reader receives the error after the packets that have arrived."""
+    """An error ended the attempt. The reader receives the error after the packets that have arrived."""
     CLOSED = auto()
-    """The inlet was closed, or a successor replaced the attempt."""
+    """The inlet was closed, or another attempt replaced this attempt."""
 
 
 class Inlet:
-    """The consumer side of a flow. One task iterates over the inlet, which yields packets in order and exactly once.
+    """The consumer side of a flow. One task iterates over the inlet. The inlet yields each packet once and in order.
 
-    If the producer is lost, another producer can replace it within `rebind_s` seconds. The inlet then drops the rows
-    that have already arrived from the previous producer.
+    If the producer becomes unreachable, another producer can replace it within `rebind_s` seconds. The inlet then drops
+    the rows that have already arrived from the previous producer.
     """
 
     def __init__(self, attempt: "InletAttempt", *, rebind_s: float = 0.0) -> None:
@@ -51,11 +57,18 @@ class Inlet:
         self._packets = attempt.packets
 
     def __aiter__(self) -> AsyncIterator[Packet]:
-        """Returns the inlet itself, because a flow can be read only once."""
+        """Returns this inlet.
+
+        A flow can be read only once, so every iteration continues where the previous one stopped.
+        """
         return self
 
     async def __anext__(self) -> Packet:
-        """Returns the next packet. Raises the error if the producer has aborted the flow or was lost."""
+        """Returns the next packet. Waits until a packet arrives.
+
+        Raises StopAsyncIteration after the last packet. Raises the flow's error if the producer aborts the flow, or if
+        the producer becomes unreachable and no other producer replaces it.
+        """
         # Not a generator, because its frame would retain the last packet and its lease.
         packets = self._packets
         while not packets.waiting:
@@ -72,7 +85,7 @@ class Inlet:
 
     @property
     def status(self) -> FlowStatus:
-        """A snapshot of the flow's state."""
+        """A snapshot of the flow's progress, as seen by the consumer."""
         attempt, packets = self.attempt, self._packets
         return FlowStatus(
             edge=attempt.key.edge,
@@ -95,7 +108,7 @@ class Inlet:
         """Rejects further packets and releases the packets that have arrived but have not been read. Idempotent.
 
         Args:
-            lost: Whether to report this consumer to the producer as lost, so that another consumer can replace it.
+            lost: Whether to report this consumer as unavailable, so that another consumer can replace it.
         """
         self._packets.clear()
         if self.attempt.is_discarding:
@@ -109,15 +122,19 @@ class Inlet:
         self.attempt.close(error)
 
     def check_rebindable(self, first_rows: Mapping[str, int]) -> None:
-        """Raises NotReadyError (ROWS_MISSING) if rows would be missing when another producer begins at `first_rows`."""
+        """Raises NotReadyError (ROWS_MISSING) if a producer that begins at `first_rows` would omit rows that are
+        needed.
+
+        `first_rows` maps each tensor's name to the first row that the producer would send.
+        """
         if not self._packets.has_ended:
             self._packets.check_rows(first_rows)
 
     def rebind(self, attempt: "InletAttempt", *, first_rows: Mapping[str, int]) -> None:
-        """Continues with another producer.
+        """Continues the flow with the producer of `attempt`. Packets that have arrived remain readable.
 
         `first_rows` maps each tensor's name to the first row that this producer sends. Call `check_rebindable` first,
-        and supersede the previous attempt. Packets that have arrived remain readable.
+        and supersede the previous attempt.
         """
         self.attempt = attempt
         if self._packets.has_ended:
@@ -130,7 +147,8 @@ class Inlet:
     async def _wait_for_successor(self, attempt: "InletAttempt", error: StagemeshError) -> None:
         """Waits until another attempt has replaced `attempt`.
 
-        Raises `error` if that does not happen within the time limit.
+        Raises `error` if no attempt replaces it within `rebind_s` seconds, or immediately if the error is not
+        recoverable.
         """
         # Raises a copy, because a raised error references frames, which reference packets and their leases.
         if not self._rebind_s or not is_recoverable(error):
@@ -144,21 +162,23 @@ class Inlet:
 
 
 class _Arrival(NamedTuple):
-    """A chunk that cannot be accepted yet, because its transfer or an earlier chunk's transfer is in progress."""
+    """A received message that waits for its own transfer, or for the transfers of earlier chunks."""
 
     size_bytes: int
     accept: Callable[[], None]
-    """A function that accepts the chunk. Raises the transfer's error if the transfer failed."""
+    """A function that accepts the message. Raises the transfer's error if the transfer failed."""
     transfer: asyncio.Task[Packet] | None = None
-    """The task that fetches the chunk's bytes, or None if they have arrived with the chunk."""
+    """The task that fetches the chunk's bytes, or None if no bytes must be fetched."""
 
 
 OnClosed: TypeAlias = Callable[["InletAttempt"], None]
-"""Called once, when an attempt has closed."""
+"""A callback for a closed attempt. Called once, with the attempt."""
 
 
 class InletAttempt:
-    """Receives an inlet's chunks from one producer. Ensures order and exactly-once delivery, and manages credit.
+    """An inlet's connection to one producer.
+
+    Ensures order and exactly-once delivery, and manages the producer's credit.
 
     The consumer session passes the producer's messages to the attempt and sends the attempt's replies to the producer.
     """
@@ -169,22 +189,22 @@ class InletAttempt:
         self.key = key
         self.wire_key = wire.key_to_wire(key)
         self.packets = packets
-        """The queue of received packets that have not been read. All attempts of the inlet share the queue."""
+        """The received packets that have not been read. All attempts of the inlet share this queue."""
         self.producer = producer
         self.incarnation = ""
         self.connector: ConnectorName = GRPC
         self.phase = Phase.WAITING
         self.error: StagemeshError | None = None
         self.is_read = False
-        """Whether the reader has read all packets and has reached End."""
+        """Whether the reader has read all packets and the end of the flow."""
         self.is_discarding = False
-        """Whether the attempt receives and discards the rest of the flow, because the inlet has no reader for it."""
+        """Whether the attempt discards the chunks that it receives, because the inlet already has all packets."""
         self.queue: ReadyQueue[InletAttempt] | None = None
-        """The ready queue of the stream that carries the attempt, or None if no stream carries it."""
+        """The ready queue of the stream that carries the attempt. None if no stream carries the attempt."""
         self.next_seq = 0
-        """The number of the next chunk to accept. All chunks with lower numbers have arrived."""
+        """The sequence number of the next chunk to accept. All earlier chunks have been accepted."""
         self.landing_account = MemoryAccount()
-        """The memory account that is charged for the attempt's fetched chunks."""
+        """The memory account of the attempt's fetched chunks in the landing arena."""
         self._credit, self._on_closed = credit, on_closed
         self._reported_seq = 0
         self._arriving: deque[_Arrival] = deque()
@@ -198,7 +218,7 @@ class InletAttempt:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the attempt has stopped receiving."""
+        """Whether the attempt is closed and receives no further messages."""
         return self.phase is Phase.CLOSED
 
     @property
@@ -208,19 +228,19 @@ class InletAttempt:
 
     @property
     def credit_bytes(self) -> int:
-        """The number of payload bytes that the producer may still send."""
+        """The producer's remaining credit in payload bytes."""
         return self._credit.available_bytes
 
     def consume(self, size_bytes: int) -> None:
-        """Counts payload bytes as read, which may grant the producer more credit."""
+        """Counts `size_bytes` payload bytes as read. Grants the producer more credit if enough bytes have been read."""
         if self._credit.consume(size_bytes):
             self._mark_ready()
 
     def close(self, error: StagemeshError) -> None:
-        """Closes the attempt and drops chunks whose transfer is in progress. Idempotent.
+        """Closes the attempt and drops the chunks whose transfer is in progress. Idempotent.
 
-        The producer receives a commit if the reader has reached End. Otherwise, the producer receives `error`, unless
-        the attempt has already failed.
+        Sends a commit to the producer if the reader has read the end of the flow. Otherwise, sends `error` to the
+        producer, unless the attempt has already failed.
         """
         if self.is_closed:
             return
@@ -235,19 +255,25 @@ class InletAttempt:
         self._on_closed(self)
 
     def supersede(self, error: StagemeshError) -> None:
-        """Closes the attempt because a successor replaces it. Commits the flow if all chunks and End have arrived."""
+        """Closes the attempt because another attempt replaces it.
+
+        Sends a commit to the producer if all chunks and the End message have arrived. Otherwise, sends `error`.
+        """
         self.is_read = self.phase is Phase.ENDED
         self.close(error)
 
     def discard(self) -> None:
-        """Makes the attempt receive and discard the rest of the flow, and then close."""
+        """Makes the attempt receive and discard all further chunks. The attempt closes after the End message."""
         self.is_discarding = True
         self._await_producer()
 
     # -- for the session
 
     def attach(self, queue: "ReadyQueue[InletAttempt]", *, incarnation: str, connector: ConnectorName) -> None:
-        """Moves the attempt to the stream of `queue`, where it continues after the last chunk that has arrived."""
+        """Moves the attempt to the stream of `queue`. The attempt continues after the last chunk that has arrived.
+
+        `incarnation` is the producer's incarnation, and `connector` is the negotiated connector.
+        """
         if self.queue is not None and self.queue is not queue:
             # Notifies the previous session that it no longer carries the flow.
             self.queue.add(self)
@@ -262,7 +288,7 @@ class InletAttempt:
         self._credit.report()
 
     def confirm(self, opening: int) -> None:
-        """Answers the producer's OpenEdge message whose number is `opening`."""
+        """Answers the producer's OpenEdge message. `opening` is the number in that message."""
         opened = stage_pb2.EdgeOpened(
             key=self.wire_key,
             next_seq=self.next_seq,
@@ -285,7 +311,7 @@ class InletAttempt:
             self._await_producer()
 
     def resync(self, error: StagemeshError, *, failed: ConnectorName | None = None) -> None:
-        """Asks the producer to reopen the flow after a message was lost.
+        """Asks the producer to reopen the flow, because a message is missing or a transfer has failed.
 
         Ignores all messages until the flow is reopened. Rejects the producer with `error` if no new chunk has arrived
         after MAX_RESYNCS requests. `failed` is the name of the connector that failed, or None if no connector failed.
@@ -304,7 +330,7 @@ class InletAttempt:
         self._await_producer()
 
     def report(self, response: stage_pb2.PutChunkResponse) -> None:
-        """Adds all unsent replies, the unsent acknowledgement and the unsent credit to `response`."""
+        """Adds the attempt's unsent replies, acknowledgement and credit to `response`."""
         if self._replies:
             response.replies.extend(self._replies)
             self._replies.clear()
@@ -323,7 +349,6 @@ class InletAttempt:
             credit.limit_bytes = limit_bytes
 
     def lost_error(self) -> UnavailableError:
-        """Returns the error for a reader whose producer is lost."""
         return UnavailableError(
             f"replica {self.producer} was lost before chunk {self.next_seq} of edge {self.key.edge}",
             reason="PRODUCER_LOST",
@@ -331,7 +356,7 @@ class InletAttempt:
         )
 
     def fail(self, error: StagemeshError) -> None:
-        """Ends the attempt with an error, which the reader receives after the queued packets."""
+        """Ends the attempt with an error. The reader receives the error after the queued packets."""
         if self.error is None and self.phase is not Phase.ENDED and not self.is_closed:
             self.error, self.phase = error, Phase.FAILED
             self.packets.changed.fire()
@@ -339,12 +364,15 @@ class InletAttempt:
                 self.close(error)
 
     def reject(self, error: StagemeshError) -> None:
-        """Reports an error to both the producer and the reader, because the producer violated the protocol."""
+        """Ends the attempt because the producer violated the protocol.
+
+        Reports `error` to both the producer and the reader.
+        """
         self._reject(error)
         self.fail(error)
 
     def check_credit(self, size_bytes: int) -> None:
-        """Raises InvalidChunkError (CREDIT_EXCEEDED) if a chunk of `size_bytes` exceeds the remaining credit."""
+        """Raises InvalidChunkError (CREDIT_EXCEEDED) if `size_bytes` exceeds the producer's remaining credit."""
         if size_bytes > self.credit_bytes:
             raise InvalidChunkError(
                 f"chunk {self.next_seq} of edge {self.key.edge} has {size_bytes} bytes, "
@@ -353,9 +381,11 @@ class InletAttempt:
             )
 
     def demand(self, size_bytes: int) -> None:
-        """Grants credit for a chunk that is larger than the credit window as soon as all earlier chunks have been read.
+        """Requests credit for a chunk that is larger than the credit window.
 
-        Rejects the producer if the chunk exceeds the consumer's size limit for chunks.
+        Grants it when all earlier chunks have been read.
+
+        Rejects the producer if `size_bytes` exceeds the consumer's maximum chunk size.
         """
         limit_bytes = self._credit.max_chunk_bytes
         if size_bytes > limit_bytes:
@@ -370,7 +400,7 @@ class InletAttempt:
             self._mark_ready()
 
     def check_seq(self, seq: int) -> bool:
-        """Returns True if `seq` is the next expected number, or False if that chunk has already arrived.
+        """Returns True if `seq` is the next chunk's sequence number, or False if the chunk `seq` has already arrived.
 
         Raises InvalidChunkError (SEQUENCE_GAP) if an earlier chunk is missing.
         """
@@ -382,11 +412,19 @@ class InletAttempt:
         return seq == due
 
     def deliver(self, packet: Packet) -> None:
-        """Accepts the next data chunk. The caller must have checked the chunk and its credit."""
+        """Accepts the next data chunk, after all earlier chunks.
+
+        The caller must have checked the chunk's number and credit.
+        """
         self._deliver(lambda: self._accept(packet), packet.size_bytes)
 
     def deliver_later(self, transfer: asyncio.Task[Packet], *, size_bytes: int) -> None:
-        """Accepts the next data chunk as soon as `transfer` has fetched its bytes. Later chunks wait for this chunk."""
+        """Accepts the next data chunk when `transfer` has fetched its bytes.
+
+        Later chunks wait until this chunk is accepted.
+
+        `size_bytes` is the chunk's number of payload bytes.
+        """
         self._credit.received_bytes += size_bytes
         self._arriving.append(_Arrival(size_bytes, lambda: self._accept(transfer.result()), transfer))
         transfer.add_done_callback(lambda _: self._accept_arrived())
@@ -394,20 +432,23 @@ class InletAttempt:
     def deliver_end(self, end: chunk_pb2.ChunkEnd) -> None:
         """Accepts the End message after all earlier chunks.
 
-        Raises InvalidChunkError (DIGEST_MISMATCH) if the message's count or digest does not match the chunks that have
-        arrived.
+        Raises InvalidChunkError (DIGEST_MISMATCH) if the message's chunk count or digest does not match the chunks that
+        have arrived.
         """
         self._deliver(lambda: self._accept_end(end))
 
     def deliver_abort(self, error: StagemeshError) -> None:
-        """Accepts the Abort message after all earlier chunks. The reader then receives `error`."""
+        """Accepts the producer's Abort message after all earlier chunks. The reader then receives `error`."""
         located = error.located(edge=self.key.edge, replica=self.producer)
         self._deliver(lambda: self.fail(located))
 
     # -- inner workings
 
     def _deliver(self, accept: Callable[[], None], size_bytes: int = 0) -> None:
-        """Calls `accept`, which accepts the next message. Waits for earlier chunks whose transfer is in progress."""
+        """Delivers the next message by calling `accept`, after all earlier chunks have been transferred.
+
+        `size_bytes` is the message's number of payload bytes. It counts against the producer's credit immediately.
+        """
         self._credit.received_bytes += size_bytes
         if self._arriving:
             self._arriving.append(_Arrival(size_bytes, accept))
@@ -439,9 +480,9 @@ class InletAttempt:
             self.close(self.lost_error())
 
     def _accept_arrived(self) -> None:
-        """Accepts the waiting chunks in order, up to the first chunk whose transfer is in progress.
+        """Accepts the waiting messages in order. Stops before the first chunk whose transfer is in progress.
 
-        Resyncs the flow if a transfer has failed.
+        Asks the producer to reopen the flow if a transfer has failed.
         """
         while self._arriving:
             transfer = self._arriving[0].transfer
@@ -460,7 +501,7 @@ class InletAttempt:
                 return
 
     def _drop_arriving(self) -> None:
-        """Drops the waiting chunks and cancels their transfers. The producer sends these chunks again."""
+        """Drops the waiting messages and cancels their transfers. The producer sends these messages again."""
         while self._arriving:
             arrival = self._arriving.pop()
             self._credit.received_bytes -= arrival.size_bytes

@@ -1,4 +1,4 @@
-"""One attempt of an outlet. Manages the credit of one consumer and creates the messages for that consumer."""
+"""One attempt of an outlet, which tracks the credit of one consumer and creates the messages to that consumer."""
 
 import asyncio
 import itertools
@@ -15,53 +15,53 @@ from stagemesh.connectors.stream import wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 _REOPEN_S, _MAX_REOPEN_S = 2.0, 30.0
-"""The initial and the maximum time in seconds after which the flow of a silent consumer is reopened."""
+"""The initial and the maximum number of seconds without an answer from the consumer before the flow is reopened."""
 MAX_RESYNCS = 10
 """The maximum number of times that a consumer may request a resync without acknowledging a new chunk."""
 _NO_CREDIT = -1
-"""The credit limit of an attempt that no consumer has accepted. Not even an empty chunk may be sent."""
+"""The credit limit before the consumer has accepted the attempt. Not even an empty chunk may be sent."""
 _ITEM_BYTES = 200
-"""The approximate number of bytes of a chunk's message without its payload."""
+"""The approximate size of a chunk's message in bytes, without the payload."""
 _transfer_ids = itertools.count(1)
-"""The source of transfer ids, which increase on every stream.
+"""The generator of transfer ids. Ids increase over all streams.
 
 A consumer can therefore distinguish a repeated fragment from a new transfer.
 """
 
 
 class Phase(Enum):
-    """The state of an outlet attempt."""
+    """The state of an outlet's attempt."""
 
     WAITING = auto()
-    """No stream carries the attempt. The link must open the attempt on a stream."""
+    """No stream carries the attempt. The link has yet to open the attempt on a stream."""
     OPENING = auto()
-    """OpenEdge was sent, and the consumer has not answered yet."""
+    """The producer has sent OpenEdge. The consumer has not answered yet."""
     OPEN = auto()
     """The consumer accepts chunks."""
     COMMITTED = auto()
-    """The consumer has received all chunks."""
+    """The consumer has confirmed that it has received all chunks."""
     FAILED = auto()
-    """An error or a successor ended the attempt."""
+    """The attempt has ended because of an error, or because another attempt replaced it."""
 
 
 OnOver: TypeAlias = Callable[[StagemeshError | None], None]
-"""Called once when an attempt ends, with None if the attempt is committed, or with the error if it fails."""
+"""A callback for the end of an attempt. Called once, with the attempt's error, or with None if it was committed."""
 
 
 class OutletAttempt:
-    """Sends an outlet's chunks to one consumer within the consumer's credit.
+    """An outlet's connection to one consumer. Sends chunks within the consumer's credit.
 
     The link to the consumer opens the attempt on a stream, and passes the consumer's replies to the attempt. The stream
     pulls messages from the attempt.
     """
 
     def __init__(self, key: EdgeKey, wanted: ConnectorName, chunks: SentChunks, *, on_over: OnOver) -> None:
-        """Creates an attempt that requests the connector `wanted`, which may be AUTO."""
+        """Creates an attempt that requests the connector `wanted`. If `wanted` is AUTO, the connector is negotiated."""
         self.key, self.wanted, self.connector = key, wanted, wanted
         self.wire_key = wire.key_to_wire(key)
         self.phase = Phase.WAITING
         self.limit_bytes = _NO_CREDIT
-        """The credit limit: the number of payload bytes, counted from the flow's first chunk, that may be sent."""
+        """The credit limit in payload bytes, counted from the flow's first chunk."""
         self.inline_limit_bytes = 0
         self.chunks, self._on_over = chunks, on_over
         self._leases = Leases()
@@ -70,17 +70,24 @@ class OutletAttempt:
         self._reader: Connector | None = None
         self._window_bytes = 0
         self._demanded_bytes = 0
-        """The highest credit limit that was demanded on this stream. 0 if none was demanded."""
+        """The highest credit limit, in bytes, that the attempt has demanded on this stream.
+
+        0 before the first demand.
+        """
         self._fragments: Iterator[wire.Fragment] | None = None
         self._openings = self._resyncs = 0
         self._now_s = asyncio.get_running_loop().time
         self._heard_s, self._patience_s = self._now_s(), _REOPEN_S
-        """The time of the consumer's last answer, and the silence in seconds after which the attempt is reopened."""
+        """The time of the consumer's last answer, and the permitted silence before the flow is reopened, both in
+        seconds."""
 
     # -- for the outlet
 
     def add(self, sent: SentChunk) -> None:
-        """Makes a new chunk pending if the attempt is open. Otherwise, opening the attempt makes the chunk pending."""
+        """Makes a new chunk pending if the attempt is open.
+
+        Otherwise, the chunk becomes pending when the attempt is opened.
+        """
         chunks = self.chunks
         if len(chunks.unacked) == 1:
             self._note_answer()
@@ -105,7 +112,7 @@ class OutletAttempt:
 
         Args:
             leases: The consumer's leases on regions of the arena.
-            attend: Called now, and when the attempt must be opened again or has ended.
+            attend: Called immediately, and again when the attempt must be reopened or has ended.
         """
         self._leases, self._attend = leases, attend
         attend(self)
@@ -117,7 +124,7 @@ class OutletAttempt:
 
     @property
     def was_opened(self) -> bool:
-        """Whether a consumer has accepted the attempt before."""
+        """Whether the consumer has ever accepted the attempt."""
         return self.limit_bytes != _NO_CREDIT
 
     def opening(
@@ -134,7 +141,7 @@ class OutletAttempt:
             connector: The negotiated connector.
             reader: This replica's instance of that connector, or None for grpc.
             queue: The ready queue of the stream.
-            inline_limit_bytes: The maximum size of a chunk that is sent inline.
+            inline_limit_bytes: The maximum size, in bytes, of a chunk that is sent inline.
         """
         self.disconnect()
         self.phase, self._queue = Phase.OPENING, queue
@@ -145,7 +152,10 @@ class OutletAttempt:
         return stage_pb2.PutItem(open=opening)
 
     def opened(self, reply: stage_pb2.EdgeOpened) -> None:
-        """Processes the consumer's answer to OpenEdge, and begins to send from `reply.next_seq`."""
+        """Processes the consumer's answer to OpenEdge. Begins to send chunks from number `reply.next_seq`.
+
+        Ignores an answer to an earlier OpenEdge.
+        """
         if reply.opening != self._openings or self.phase is not Phase.OPENING:
             # This answer belongs to an earlier OpenEdge or is repeated, so it is obsolete.
             return
@@ -167,7 +177,7 @@ class OutletAttempt:
             self._attend(self)
 
     def resync(self, error: StagemeshError) -> None:
-        """Reopens the attempt at the consumer's request.
+        """Reopens the attempt at the consumer's request. `error` is the reason for the request.
 
         Raises InvalidChunkError after more than MAX_RESYNCS requests without a newly acknowledged chunk.
         """
@@ -180,10 +190,10 @@ class OutletAttempt:
         self.reopen()
 
     def grant(self, limit_bytes: int) -> None:
-        """Raises the credit limit to `limit_bytes`.
+        """Raises the credit limit to `limit_bytes`. Does nothing if the current limit is at least as high.
 
-        Does nothing if the current limit is at least as high, or if the consumer has not answered the last OpenEdge,
-        because its answer contains the current limit.
+        Also does nothing while the attempt is not open. The consumer's answer to OpenEdge will contain the current
+        limit.
         """
         if self.phase is Phase.OPEN and limit_bytes > self.limit_bytes:
             self.limit_bytes = limit_bytes
@@ -192,7 +202,7 @@ class OutletAttempt:
             self.chunks.changed.fire()
 
     def acknowledge(self, next_seq: int) -> None:
-        """Marks all chunks below `next_seq` as delivered.
+        """Marks all chunks with numbers below `next_seq` as delivered.
 
         Raises InvalidChunkError if the consumer acknowledges a chunk that was never sent.
         """
@@ -205,9 +215,9 @@ class OutletAttempt:
                 self.chunks.changed.fire()
 
     def commit(self) -> None:
-        """Ends the attempt, because the consumer has received all chunks.
+        """Ends the attempt because the consumer has received all chunks.
 
-        Raises InvalidChunkError if the flow has not ended.
+        Raises InvalidChunkError if the producer has not finished the flow.
         """
         if not self.chunks.ended:
             raise InvalidChunkError(f"edge {self.key.edge}: the consumer committed the flow before its end")
@@ -223,9 +233,12 @@ class OutletAttempt:
             self._on_over(error)
 
     def check_silence(self, now_s: float) -> None:
-        """Reopens the attempt if its consumer has been silent for too long, because a message may have been lost.
+        """Reopens the attempt if the consumer owes an answer and has been silent for too long.
 
-        `now_s` is the current time of the event loop in seconds.
+        A message may be missing.
+
+        `now_s` is the current time of the event loop in seconds. Each reopening doubles the permitted silence, up to a
+        maximum.
         """
         chunks = self.chunks
         if not (chunks.unacked or chunks.wanted_bytes or self.phase is not Phase.OPEN or chunks.ended):
@@ -239,21 +252,20 @@ class OutletAttempt:
 
     @property
     def has_messages(self) -> bool:
-        """Whether the attempt can send a message now."""
+        """Whether the attempt can send at least one message now."""
         return self.phase is Phase.OPEN and (self._has_chunk or self._fragments is not None or self._demands_credit)
 
     @property
     def sends_fragments(self) -> bool:
-        """Whether the next chunk is sent as fragments, each in its own message."""
+        """Whether the next chunk is sent as fragments. Each fragment is sent in a message of its own."""
         return self._fragments is not None or (
             self.connector == GRPC and self._has_chunk and bool(self.chunks.pending[0].regions)
         )
 
     def fill(self, request: stage_pb2.PutChunkRequest, budget_bytes: int) -> int:
-        """Adds pending items of about `budget_bytes` to a message.
+        """Adds pending items to `request`, up to about `budget_bytes` bytes. Adds at least one item if any can be sent.
 
-        Returns the approximate number of bytes of the added chunks. Adds at least one item if any can be sent. Omits
-        chunks that are sent as fragments.
+        Returns the approximate number of bytes of the added chunks. Skips chunks that are sent as fragments.
         """
         used_bytes = 0
         pending = self.chunks.pending
@@ -268,7 +280,10 @@ class OutletAttempt:
         return used_bytes
 
     def take_fragment(self) -> bytes:
-        """Returns the message with the next fragment. A chunk's last fragment is in the same message as the chunk."""
+        """Returns the serialized message with the next fragment of the first pending chunk.
+
+        The message with the chunk's last fragment also contains the chunk's description.
+        """
         sent = self.chunks.pending[0]
         assert sent.tensors is not None, "only data is sent as fragments"
         if self._fragments is None:
@@ -291,15 +306,15 @@ class OutletAttempt:
 
     @property
     def _has_chunk(self) -> bool:
-        """Whether the credit limit covers the next pending chunk."""
+        """Whether a chunk is pending and the credit limit allows it to be sent."""
         pending = self.chunks.pending
         return bool(pending) and pending[0].end_bytes <= self.limit_bytes
 
     @property
     def _blocked(self) -> tuple[int, int]:
-        """The size in bytes of the next chunk that lacks credit, and the credit limit that this chunk requires.
+        """The size of the next chunk that lacks credit, and the credit limit that the chunk requires, both in bytes.
 
-        Zeros if no chunk waits for credit.
+        (0, 0) if no chunk lacks credit.
         """
         pending, wanted_bytes = self.chunks.pending, self.chunks.wanted_bytes
         if pending:
@@ -309,7 +324,7 @@ class OutletAttempt:
 
     @property
     def _demands_credit(self) -> bool:
-        """Whether to ask the consumer for credit for a chunk that is larger than the credit window."""
+        """Whether the attempt must demand credit, because the next chunk is larger than the credit window."""
         size_bytes, end_bytes = self._blocked
         return size_bytes > self._window_bytes and end_bytes > self._demanded_bytes
 
@@ -342,7 +357,7 @@ class OutletAttempt:
             self._queue = None
 
     def _leave(self, phase: Phase) -> None:
-        """Ends the attempt and removes it from its stream and its link."""
+        """Ends the attempt in state `phase`. Removes the attempt from its stream and its link."""
         self.disconnect()
         self.phase = phase
         self._attend(self)

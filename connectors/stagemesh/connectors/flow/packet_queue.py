@@ -1,4 +1,7 @@
-"""The queue of an edge's received packets, which drops rows that have already arrived, and the producer's credit."""
+"""The queue of an edge's received packets, and the credit of the edge's producer.
+
+The queue drops rows that have already arrived from a previous producer.
+"""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -8,13 +11,17 @@ from stagemesh.common.notification import Notifier
 from stagemesh.connectors.edge import MetadataValue, Packet
 
 CONTEXT, TOKEN_START = "context_frames", "token_start"
-"""Metadata keys for the number of repeated rows at the front of a packet, and for the token at which its rows start."""
+"""Metadata keys of a packet.
+
+CONTEXT is the key for the number of repeated rows at the front of the packet. TOKEN_START is the key for the index of
+the token to which the packet's first row belongs.
+"""
 
 
 def add_rows(rows: dict[str, int], packet: Packet) -> None:
-    """Adds the number of rows of each tensor of a packet to the tensor's entry in `rows`.
+    """Adds the packet's rows to `rows`, which maps each tensor name to a number of rows.
 
-    The rows of a tensor are its length along the first axis, or 1 if it has no axes.
+    The number of rows of a tensor is its length along the first axis, or 1 if it has no axes.
     """
     for name, tensor in packet.tensors.items():
         rows[name] = rows.get(name, 0) + (tensor.shape[0] if tensor.ndim else 1)
@@ -23,19 +30,19 @@ def add_rows(rows: dict[str, int], packet: Packet) -> None:
 class PacketQueue:
     """The packets of an edge that have arrived but have not been read. All attempts of an inlet share the queue.
 
-    Counts the received rows by tensor, and drops rows that a new producer sends again.
+    The queue counts the received rows of each tensor, and drops the rows that a new producer sends again.
     """
 
     def __init__(self, *, edge: str) -> None:
         self.has_ended = False
-        """Whether all packets of the edge have arrived."""
+        """Whether all packets of the edge have arrived. Packets may still be unread."""
         self.changed = Notifier()
-        """Fired when a packet has arrived, or when the current attempt has ended, failed or been replaced."""
+        """A notifier that fires when a packet arrives, and when the current attempt ends, fails or is replaced."""
         self._edge = edge
         self._packets: deque[tuple[Packet, int, Callable[[int], None]]] = deque()
         self._counted: dict[str, int] = {}
         self._replayed: dict[str, int] | None = None
-        """The row position of a producer that may repeat rows, by tensor. None if all further rows are new."""
+        """The next row that a repeating producer will send, by tensor name. None if all further rows are new."""
         self._has_context = False
 
     # -- the packets
@@ -47,7 +54,7 @@ class PacketQueue:
 
     @property
     def waiting_bytes(self) -> int:
-        """The number of payload bytes in the unread packets."""
+        """The total number of payload bytes in the unread packets."""
         return sum(packet.size_bytes for packet, _, _ in self._packets)
 
     def accept(self, packet: Packet, consume: Callable[[int], None]) -> None:
@@ -55,7 +62,7 @@ class PacketQueue:
 
         Args:
             packet: The packet as it arrived.
-            consume: Called with the packet's size in bytes when the packet is read, or now if it has no new rows.
+            consume: Called with the packet's size in bytes when the packet is read, or immediately if no row is new.
         """
         new = self.new_part(packet)
         if new is None:
@@ -64,7 +71,7 @@ class PacketQueue:
             self._packets.append((new, packet.size_bytes, consume))
 
     def accept_end(self) -> None:
-        """Marks the end of the edge after the queued packets.
+        """Records that no packets follow the queued packets.
 
         Raises InvalidChunkError (ATTEMPTS_DIFFER) if the producer has sent fewer rows than the previous producer.
         """
@@ -75,19 +82,23 @@ class PacketQueue:
         self.has_ended = True
 
     def pop(self) -> Packet:
-        """Removes and returns the oldest packet, and calls its `consume` callback."""
+        """Removes and returns the oldest packet. Calls the packet's `consume` callback."""
         packet, size_bytes, consume = self._packets.popleft()
         consume(size_bytes)
         return packet
 
     def clear(self) -> None:
-        """Drops all unread packets."""
+        """Drops all unread packets, without calling their `consume` callbacks."""
         self._packets.clear()
 
     # -- the rows
 
     def check_rows(self, first_rows: Mapping[str, int]) -> None:
-        """Raises NotReadyError (ROWS_MISSING) if rows would be missing when another producer begins at `first_rows`."""
+        """Raises NotReadyError (ROWS_MISSING) if a producer that begins at `first_rows` would omit rows that are
+        needed.
+
+        `first_rows` maps each tensor's name to the first row that the producer would send.
+        """
         for name, first in first_rows.items():
             counted = 0 if self._has_context else self._counted.get(name, 0)
             if first > counted:
@@ -99,18 +110,18 @@ class PacketQueue:
                 )
 
     def begin(self, first_rows: Mapping[str, int]) -> None:
-        """Prepares for packets of another producer.
+        """Prepares for the packets of another producer.
 
-        Each tensor begins at its row in `first_rows`, or at row 0 by default.
+        `first_rows` maps each tensor's name to the first row that the producer sends. A missing name means row 0.
         """
         self._replayed = {name: first_rows.get(name, 0) for name in self._counted}
         self._end_replay()
 
     def new_part(self, packet: Packet) -> Packet | None:
-        """Counts the rows of a packet.
+        """Counts the rows of a packet. Returns the packet without the rows that have already arrived.
 
-        Returns the packet without rows that have already arrived, or None if no row is new. Raises InvalidChunkError
-        (ATTEMPTS_DIFFER) if a packet with left context has both old and new rows.
+        Returns None if no row is new. Raises InvalidChunkError (ATTEMPTS_DIFFER) if a packet with left context has both
+        old and new rows.
         """
         self._has_context = self._has_context or CONTEXT in packet.metadata
         if self._replayed is None:
@@ -133,13 +144,16 @@ class PacketQueue:
     # -- inner workings
 
     def _end_replay(self) -> None:
-        """Stops dropping rows if the producer has reached the row counts of all tensors."""
+        """Stops dropping rows if the current producer has sent all rows that arrived from previous producers."""
         replayed = self._replayed
         if replayed is not None and all(replayed.get(name, 0) >= rows for name, rows in self._counted.items()):
             self._replayed = None
 
     def _without(self, packet: Packet, skips: Mapping[str, int]) -> Packet:
-        """Returns the packet without the first `skips` rows of each tensor."""
+        """Returns the packet without the first rows of its tensors. `skips` maps each tensor name to a number of rows.
+
+        Raises InvalidChunkError (ATTEMPTS_DIFFER) if the packet has left context.
+        """
         if packet.metadata.get(CONTEXT):
             raise self._attempts_differ("cut chunks with left context at different rows")
         tensors = {
@@ -162,23 +176,30 @@ class PacketQueue:
 
 
 class Credit:
-    """The credit of one producer: the number of payload bytes that it may send, counted from the flow's first chunk."""
+    """The credit of one producer: the number of payload bytes that the producer may send.
+
+    The credit limit is counted from the flow's first chunk.
+    """
 
     def __init__(self, window_bytes: int, *, max_chunk_bytes: int) -> None:
-        """Starts with credit for `window_bytes`. Chunks of more than `max_chunk_bytes` never receive credit."""
+        """Grants an initial credit of `window_bytes` bytes.
+
+        A chunk of more than `max_chunk_bytes` bytes never receives credit.
+        """
         self.max_chunk_bytes = max_chunk_bytes
         self.limit_bytes = self._window_bytes = self._reported_bytes = window_bytes
         self.received_bytes = self._consumed_bytes = self._demanded_bytes = 0
 
     @property
     def available_bytes(self) -> int:
-        """The number of payload bytes that the producer may still send."""
+        """The remaining credit in payload bytes."""
         return max(0, self.limit_bytes - self.received_bytes)
 
     def consume(self, size_bytes: int) -> bool:
-        """Counts bytes as read. Returns whether the limit has risen.
+        """Counts `size_bytes` bytes as read. Returns whether the credit limit has risen.
 
-        It rises in steps of at least a quarter of the window, or to the demanded size.
+        The limit rises in steps of at least a quarter of the credit window. If a demand is pending and all received
+        bytes have been read, the limit rises far enough for the demanded chunk.
         """
         self._consumed_bytes += size_bytes
         limit_bytes, step_bytes = self._consumed_bytes + self._window_bytes, max(1, self._window_bytes // 4)
@@ -191,15 +212,17 @@ class Credit:
         return is_raised
 
     def demand(self, size_bytes: int) -> bool:
-        """Requests credit for a chunk of `size_bytes`, which is granted when all received bytes have been read.
+        """Requests credit for a chunk of `size_bytes` bytes.
 
-        Returns True if the limit has risen immediately.
+        The credit is granted when all received bytes have been read.
+
+        Returns True if the credit limit has risen immediately.
         """
         self._demanded_bytes = size_bytes
         return self.consume(0)
 
     def report(self) -> int:
-        """Returns the credit limit in bytes if it has risen since the last call, or else 0."""
+        """Returns the credit limit in bytes if the limit has risen since the last call. Otherwise, returns 0."""
         if self.limit_bytes <= self._reported_bytes:
             return 0
         self._reported_bytes = self.limit_bytes

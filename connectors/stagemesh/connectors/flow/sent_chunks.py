@@ -1,6 +1,7 @@
-"""The chunks that a flow has sent. Delivered chunks are retained, so that they can be sent again.
+"""The chunks that a flow has sent, which are retained so that they can be sent again.
 
-They are retained within a memory budget, and while consumers have leases on them.
+A delivered chunk is retained within a budget of arena memory. The chunk's regions are also retained while consumers
+have leases on them.
 """
 
 from collections import OrderedDict, defaultdict, deque
@@ -17,19 +18,22 @@ from stagemesh.connectors.stream import wire
 from stagemesh.v1 import chunk_pb2
 
 RETAINED_FRACTION = 4
-"""The retained delivered chunks use at most 1 / RETAINED_FRACTION of the arena, and of each worker's partition."""
+"""The inverse of the fraction of memory that delivered chunks may use.
+
+The limit applies separately to the arena and to each worker's partition.
+"""
 
 _ARENA = 0
-"""The partition number of the arena's memory outside the workers' partitions."""
+"""The partition number of the arena memory that is outside all workers' partitions."""
 
 
 @dataclass(eq=False, slots=True)
 class SentChunk:
-    """A numbered chunk of a flow. It is retained until it is evicted, or until its flow has ended."""
+    """A numbered chunk of a flow. The chunk is retained until it is evicted or until its flow has ended."""
 
     seq: int
     shape: wire.PacketShape | None = None
-    """The shape of the packet, or None if the chunk is an End or Abort."""
+    """The shapes and dtypes of the chunk's tensors, or None if the chunk is an End or Abort message."""
     tensors: Tensors | None = None
     metadata: Mapping[str, MetadataValue] | None = None
     regions: tuple[Region, ...] = ()
@@ -39,30 +43,33 @@ class SentChunk:
     tail: wire.Tail | None = None
     """The End or Abort message, or None if the chunk contains data."""
     end_bytes: int = 0
-    """The flow's payload bytes up to and including this chunk.
+    """The total number of payload bytes of the flow's chunks up to and including this chunk.
 
     The chunk may be sent if the credit limit is at least this number.
     """
     lease_id: int = 0
-    """The id of the consumer's lease on the regions, or 0 if the consumer has no lease."""
+    """The id of the consumer's lease on the chunk's regions, or 0 if the consumer has no lease."""
     partition: int = 0
-    """The number of the arena's partition in whose budget the chunk is retained. 0 if the chunk is in no partition."""
+    """The number of the arena partition that contains the chunk. 0 if the chunk is outside all partitions.
+
+    The chunk counts toward that partition's budget for delivered chunks.
+    """
     reader: Connector | None = None
-    """The connector through which the consumer is expected to read the chunk, or None if no read is expected."""
+    """The connector through which the consumer is expected to read the chunk. None if no read is expected."""
 
     @property
     def size_bytes(self) -> int:
-        """The number of payload bytes. 0 for an End or Abort."""
+        """The number of payload bytes of the chunk. 0 for an End or Abort message."""
         return self.shape.size_bytes if self.shape else 0
 
     def mark_read(self) -> None:
-        """Records that the consumer has read the chunk or will not read it."""
+        """Records that the consumer has read the chunk or will not read it, so that no read is expected."""
         if self.reader is not None:
             self.reader.expect_reads(-1)
             self.reader = None
 
     def release(self) -> None:
-        """Releases the chunk's tensors and regions. Leases may still retain the regions."""
+        """Releases the chunk's tensors and its references to regions. Leases may still retain the regions."""
         self.mark_read()
         self.tensors = None
         regions, self.regions = self.regions, ()
@@ -82,7 +89,7 @@ class Leases:
         return bool(self._regions)
 
     def grant(self, regions: Sequence[Region]) -> int:
-        """Grants a lease, which retains the regions until the lease ends. Returns the lease's id."""
+        """Grants a lease on `regions` and returns its id. The lease retains the regions until the lease ends."""
         self._last_id += 1
         for region in regions:
             region.retain()
@@ -90,18 +97,18 @@ class Leases:
         return self._last_id
 
     def end(self, lease_id: int) -> None:
-        """Ends a lease and releases its regions. Does nothing if the id is unknown."""
+        """Ends the lease `lease_id` and releases its regions. Does nothing if there is no such lease."""
         for region in self._regions.pop(lease_id, ()):
             region.release()
 
     def end_all(self, *, except_ids: Container[int] = ()) -> None:
-        """Ends all leases except the leases in `except_ids`."""
+        """Ends all leases of the consumer, except the leases whose ids are in `except_ids`."""
         for lease_id in [each for each in self._regions if each not in except_ids]:
             self.end(lease_id)
 
 
 class SentChunks:
-    """The numbered chunks of one flow: unacknowledged chunks, and delivered chunks that are retained.
+    """The numbered chunks of one flow: the unacknowledged chunks and the retained delivered chunks.
 
     `pending` contains the unacknowledged chunks that the current attempt has yet to send.
     """
@@ -109,29 +116,32 @@ class SentChunks:
     def __init__(self, retention: "Retention") -> None:
         self.next_seq = self.acked = 0
         self.sent_bytes = 0
-        """The sum of the payload bytes of all chunks that have been appended."""
+        """The total number of payload bytes of all appended chunks, whether sent or pending."""
         self.ended = self.is_aborted = False
-        """Whether the flow's End or Abort has been appended, and whether it is an Abort."""
+        """Whether an End or Abort message has been appended, and whether that message is an Abort."""
         self.is_bulk = False
-        """Whether the flow has large chunks, which must not delay the chunks of other flows on the main stream."""
+        """Whether the flow has large chunks, and therefore uses the bulk stream.
+
+        On the main stream, large chunks would delay the chunks of other flows.
+        """
         self.wanted_bytes = 0
-        """The size in bytes of the chunk that waits for credit. 0 if no chunk waits."""
+        """The size, in bytes, of the next chunk that waits for credit before it is appended. 0 if no chunk waits."""
         self.changed = Notifier()
-        """Fired when the flow's chunks, credit or attempt changes."""
+        """A notifier that fires when the flow's chunks, credit or attempt changes."""
         self.pending: deque[SentChunk] = deque()
-        """The chunks that the current attempt has yet to send, oldest first."""
+        """The unacknowledged chunks that the current attempt has yet to send, oldest first."""
         self.unacked: deque[SentChunk] = deque()
-        """The chunks that the consumer has not acknowledged, oldest first."""
+        """The chunks that the consumer has not acknowledged, oldest first. Includes the pending chunks."""
         self._kept: deque[SentChunk] = deque()
         self._retention = retention
 
     @property
     def is_delivered(self) -> bool:
-        """Whether the consumer has received all chunks, including End or Abort."""
+        """Whether the consumer has received all chunks, including the End or Abort message."""
         return self.ended and self.acked == self.next_seq
 
     def append(self, sent: SentChunk) -> None:
-        """Adds the next chunk of the flow. Its number must be `next_seq`."""
+        """Adds the next chunk of the flow. The chunk's number must equal `next_seq`."""
         self.next_seq += 1
         self.sent_bytes += sent.size_bytes
         self.ended, self.is_aborted = sent.tail is not None, isinstance(sent.tail, chunk_pb2.ChunkAbort)
@@ -139,7 +149,7 @@ class SentChunks:
         self.unacked.append(sent)
 
     def drop_beyond(self, limit_bytes: int) -> None:
-        """Drops the chunks that exceed the credit limit, so that an Abort does not wait for credit."""
+        """Drops the chunks beyond the credit limit `limit_bytes`, so that an Abort does not wait for credit."""
         while self.pending and self.pending[-1].end_bytes > limit_bytes:
             self.pending.pop()
         while self.unacked and self.unacked[-1].end_bytes > limit_bytes:
@@ -149,7 +159,7 @@ class SentChunks:
             sent.release()
 
     def acknowledge(self, next_seq: int) -> bool:
-        """Marks all chunks below `next_seq` as delivered. Returns True if any chunk was not marked before.
+        """Marks all chunks with numbers below `next_seq` as delivered. Returns whether any chunk was newly marked.
 
         Raises InvalidChunkError if the consumer acknowledges a chunk that was never sent.
         """
@@ -166,13 +176,16 @@ class SentChunks:
         return True
 
     def stop_sending(self) -> None:
-        """Clears the pending chunks, because no stream carries the flow."""
+        """Clears the pending chunks, because no stream carries the flow. The chunks remain unacknowledged."""
         self.pending.clear()
         for sent in self.unacked:
             sent.mark_read()
 
     def resend(self, leases: Leases) -> None:
-        """Makes all unacknowledged chunks pending again. Ends their leases, which the consumer does not use."""
+        """Makes all unacknowledged chunks pending again.
+
+        Ends the leases on these chunks, because the consumer does not use them.
+        """
         for sent in self.unacked:
             sent.mark_read()
             if sent.lease_id:
@@ -181,7 +194,7 @@ class SentChunks:
         self.pending = deque(self.unacked)
 
     def restart(self) -> None:
-        """Marks all chunks as unacknowledged, so that they are sent again to another consumer."""
+        """Marks all retained chunks as unacknowledged, so that they are sent again to another consumer."""
         self.stop_sending()
         while self._kept:
             sent = self._kept.pop()
@@ -193,21 +206,24 @@ class SentChunks:
             sent.lease_id = 0
 
     def retained_from(self, first_seq: int) -> list[SentChunk] | None:
-        """Returns the chunks from `first_seq` on, or None if chunk `first_seq` is no longer retained."""
+        """Returns the chunks with numbers of at least `first_seq`, in order.
+
+        Returns None if chunk `first_seq` is no longer retained.
+        """
         oldest = self._kept[0].seq if self._kept else self.acked
         if first_seq < oldest:
             return None
         return [sent for sent in (*self._kept, *self.unacked) if sent.seq >= first_seq]
 
     def evict(self, last: SentChunk) -> None:
-        """Releases the delivered chunks up to and including `last`."""
+        """Releases the retained delivered chunks up to and including `last`."""
         while self._kept and self._kept[0].seq <= last.seq:
             sent = self._kept.popleft()
             self._retention.forget(sent)
             sent.release()
 
     def release(self) -> None:
-        """Releases all chunks, because the flow has ended."""
+        """Releases all chunks because the flow has ended."""
         self.pending.clear()
         if self._kept:
             self.evict(self._kept[-1])
@@ -216,20 +232,23 @@ class SentChunks:
 
 
 class Retention:
-    """Retains delivered chunks of a replica's flows within a budget of arena memory, so that they can be sent again.
+    """The delivered chunks of all flows of a replica, retained within a memory budget so that they can be sent again.
 
-    Each worker's partition of the arena has its own budget, because the worker cannot write elsewhere.
+    Each worker's partition of the arena has its own budget, because the worker cannot write outside its partition.
     """
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         # Unlike a dict, an OrderedDict finds its first key in constant time after many keys were removed.
         self._kept: defaultdict[int, OrderedDict[SentChunk, SentChunks]] = defaultdict(OrderedDict)
-        """The retained chunks of each partition, oldest first, with the chunks of their flow."""
+        """The retained chunks by partition number. Maps each chunk, oldest first, to the `SentChunks` of its flow."""
         self._kept_bytes: defaultdict[int, int] = defaultdict(int)
 
     def keep(self, chunks: SentChunks, sent: SentChunk) -> None:
-        """Adds a delivered chunk. Evicts the oldest chunks if the memory budget is exceeded."""
+        """Adds the delivered chunk `sent` of the flow of `chunks`.
+
+        Evicts the oldest chunks if the budget is exceeded.
+        """
         size_bytes = self.arena.size_bytes
         if sent.regions:
             sent.partition, size_bytes = self.arena.partition_of(sent.regions[0])
@@ -241,12 +260,12 @@ class Retention:
         self.arena.wake()
 
     def forget(self, sent: SentChunk) -> None:
-        """Removes a chunk that its flow no longer retains as delivered."""
+        """Removes a chunk from the budget, because its flow has evicted the chunk or sends it again."""
         del self._kept[sent.partition][sent]
         self._kept_bytes[sent.partition] -= sent.size_bytes
 
     def evict_oldest(self, partition: int = _ARENA) -> bool:
-        """Evicts the oldest retained chunk of a partition. Returns False if no chunk is retained there."""
+        """Evicts the oldest retained chunk of a partition. Returns False if the partition has no retained chunk."""
         oldest = next(iter(self._kept[partition].items()), None)
         if oldest is None:
             return False
