@@ -1,1 +1,1 @@
-"""The functions and transforms of the built-in models, and the download of their weights."""
+"""The functions and transforms of the built-in models, and a command that downloads the models' weights."""

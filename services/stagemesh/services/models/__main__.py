@@ -21,7 +21,7 @@ _INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command `fetch` and returns its exit status."""
+    """Runs the command `fetch`. Returns the exit status: 0 if all models are present."""
     options = _parser().parse_args(arguments)
     console = Console(stderr=True)
     signal.signal(signal.SIGTERM, _interrupt)

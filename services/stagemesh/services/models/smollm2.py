@@ -1,4 +1,6 @@
-"""Converts the SmolLM2 GGUF file to the format that vLLM loads fastest: bfloat16 safetensors, config and tokenizer."""
+"""Converts the SmolLM2 model from a GGUF file to bfloat16 safetensors, config and tokenizer, which vLLM
+loads fastest.
+"""
 
 import logging
 from collections.abc import Callable
@@ -9,7 +11,10 @@ from stagemesh.common.settings import set_library_variables
 
 
 def convert(source: Path, target: Path, report: Callable[[str], None]) -> None:
-    """Converts the GGUF file `source` and writes the model into the folder `target`."""
+    """Converts the GGUF file `source` and writes the model into the folder `target`. Implements `Prepare`.
+
+    Calls `report` with a line of text for each phase.
+    """
     # transformers must neither contact a hub nor draw progress bars over the caller's bars. It reads these variables
     # when it is imported.
     set_library_variables(

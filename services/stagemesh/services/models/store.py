@@ -1,4 +1,6 @@
-"""The store of fetched models on disk. A model's folder is always complete and contains a manifest with its source."""
+"""The store of fetched models on disk. A model's folder is always complete and contains a manifest of the model's
+source.
+"""
 
 import fcntl
 import json
@@ -15,17 +17,19 @@ _MANIFEST = "stagemesh.json"
 
 
 class ModelStore:
-    """The folder that contains all fetched models."""
+    """The store of fetched models: a folder with one subfolder for each model."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def path(self, recipe: Recipe) -> Path:
-        """Returns the path of a model's folder. The folder exists only if the model is present."""
+        """Returns the path of a model's folder. If the model has not been fetched, the folder does not exist."""
         return self.root / recipe.model
 
     def has(self, recipe: Recipe) -> bool:
-        """Returns whether a model is present and complete, and was built by this recipe."""
+        """Returns whether the model of this recipe is in the store, is complete, and was built with this version of the
+        recipe.
+        """
         folder = self.path(recipe)
         try:
             manifest = json.loads((folder / _MANIFEST).read_text())
@@ -34,17 +38,17 @@ class ModelStore:
         return bool(manifest == _describe(folder, recipe))
 
     def require_space(self, recipe: Recipe) -> None:
-        """Raises NotReadyError unless the disk has enough free space to fetch a model."""
+        """Raises NotReadyError if the disk does not have enough free space to fetch a model."""
         self.root.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(self.root).free < recipe.disk_bytes:
             raise disk_full(self.root, recipe)
 
     @contextmanager
     def create(self, recipe: Recipe) -> Generator[Path]:
-        """Yields a work folder in which the caller builds a model in the subfolder `model`.
+        """Yields a temporary folder. The caller builds the model in its subfolder `model`.
 
-        If no error is raised until the context exits, this subfolder becomes the model's folder. Deletes the rest of
-        the work folder in any case.
+        If the context exits without an error, the subfolder becomes the model's folder. The temporary folder is always
+        deleted.
         """
         work = self.root / f"{recipe.model}.part"
         shutil.rmtree(work, ignore_errors=True)
@@ -64,8 +68,9 @@ class ModelStore:
 
     @contextmanager
     def exclusive(self) -> Generator[None]:
-        """Locks the store's folder until the context exits, so that only one process fetches models. Waits for the
-        lock.
+        """Locks the store until the context exits, so that only one process at a time fetches models.
+
+        Waits while another process holds the lock.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.root / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -77,7 +82,7 @@ class ModelStore:
 
 
 def disk_full(root: Path, recipe: Recipe) -> NotReadyError:
-    """Returns the error for a disk without enough free space."""
+    """Returns the error for a disk that does not have enough free space for a model."""
     return NotReadyError(
         f"not enough space for {recipe.model} in {root}: {recipe.disk_bytes >> 20} MB must be free; "
         "free some space, or set STAGEMESH_HOME to a folder on another disk",

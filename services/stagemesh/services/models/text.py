@@ -1,4 +1,4 @@
-"""The transforms that process text, and their descriptors."""
+"""The transforms that process text, with their descriptors."""
 
 import codecs
 import re
@@ -18,10 +18,10 @@ SENTENCES = TransformDescriptor(takes=_TEXT, gives=_TEXT, factory="stagemesh.ser
 
 
 class Sentences:
-    """A `Transform` from fragments of text to packets of one sentence each.
+    """A `Transform` that splits text into sentences. Each output packet contains one sentence.
 
-    Emits a sentence as soon as the next sentence has started. The sentences do not depend on how the text is split into
-    fragments.
+    Emits a sentence as soon as the next sentence has started. The sentences do not depend on how the text is divided
+    into packets.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,10 @@ class Sentences:
         return [_packet(sentence) for sentence in self._split()]
 
     def _split(self) -> list[str]:
-        """Returns the sentences by hibari's rules. Retains closing quotes and brackets, which hibari drops."""
+        """Splits the buffered text into sentences by hibari's rules.
+
+        Retains closing quotes and brackets at the end of a sentence, which hibari drops.
+        """
         return list(_closed(self._text, self._split_sentences(self._text)))
 
 

@@ -1,4 +1,6 @@
-"""The options of a vllm stage that are not vLLM's own engine arguments. This module does not import vLLM."""
+"""The options of a vllm stage that Stagemesh defines in addition to vLLM's engine arguments. Does not
+import vLLM.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -15,30 +17,29 @@ _NO_OTHERS = ConfigDict(extra="forbid")
 
 
 def tensor_name(layer: Layer) -> str:
-    """Returns the name of the tensor that contains a layer's states.
+    """Returns the name of the tensor that contains the hidden states of a layer.
 
-    The name is `hidden_states` for the last layer and, for example, `hidden_states_8` for layer 8.
+    The name is `hidden_states` for the last layer, and `hidden_states_N` for layer N.
     """
     return "hidden_states" if layer == LAST else f"hidden_states_{layer}"
 
 
 @dataclass(frozen=True)
 class HiddenStatesOptions:
-    """The option `hidden_states`, which selects the hidden states that a stage emits."""
+    """The stage option `hidden_states`, which selects the hidden states that the stage emits."""
 
     __pydantic_config__: ClassVar = _NO_OTHERS
     layers: tuple[Layer, ...] = (LAST,)
-    """The layers whose states are emitted.
+    """The layers whose hidden states are emitted.
 
-    A number N selects the input of decoder layer N. Number 0 selects the embeddings. `last` selects the state after the
-    final norm.
+    A number N selects the input of decoder layer N. Number 0 therefore selects the embeddings. `last` selects the state
+    after the final norm.
     """
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
     """The dtype of the emitted tensors, independent of the model's dtype."""
     share_bytes: int = 0
-    """The size of the arena's partition into which the worker writes hidden states, in bytes.
-
-    0 means a quarter of the arena.
+    """The size of the part of the arena into which the worker writes hidden states, in bytes. 0 means a quarter of the
+    arena.
     """
 
     def __post_init__(self) -> None:
@@ -49,22 +50,22 @@ class HiddenStatesOptions:
 
     @property
     def inner_layers(self) -> list[int]:
-        """The sorted numbers in `layers`. Does not include `last`."""
+        """The numbers in `layers`, sorted. Does not include `last`."""
         return sorted(layer for layer in self.layers if isinstance(layer, int))
 
     @property
     def tensors(self) -> list[str]:
-        """The names of the emitted tensors."""
+        """The names of the tensors that the stage emits, one for each layer."""
         return [tensor_name(layer) for layer in self.layers]
 
 
 INPUTS_EMBEDS = "inputs_embeds"
-"""The name of the tensor in which a stage receives embeddings."""
+"""The name of the tensor that contains the embeddings a stage receives."""
 
 
 @dataclass(frozen=True)
 class EmbeddingsOptions:
-    """The option `embeddings`, with which a stage receives embeddings over an edge instead of a prompt."""
+    """The stage option `embeddings`, with which a stage receives embeddings over an edge instead of a prompt."""
 
     __pydantic_config__: ClassVar = _NO_OTHERS
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
@@ -73,16 +74,16 @@ class EmbeddingsOptions:
 
 @dataclass(frozen=True)
 class StageOptions:
-    """The options of a vllm stage that Stagemesh defines in addition to vLLM's engine arguments."""
+    """The options of a vllm stage that Stagemesh itself defines. All other options are engine arguments of vLLM."""
 
     hidden_states: HiddenStatesOptions | None = None
     embeddings: EmbeddingsOptions | None = None
     checkpoint_tokens: Annotated[int, Field(ge=0)] = 64
     """The number of tokens between two checkpoints of a request. 0 disables checkpoints."""
     profile_dir: str | None = None
-    """The absolute path of the folder for profiles. None disables profiles."""
+    """The absolute path of the folder for profiles, or None if profiles are disabled."""
     media_bytes: Annotated[int, Field(ge=0)] = 256 << 20
-    """The maximum decoded size of one request's images, audio and video, in bytes."""
+    """The maximum decoded size of the images, audio and video of one request, in bytes."""
 
     def __post_init__(self) -> None:
         if self.profile_dir is not None and not Path(self.profile_dir).is_absolute():
@@ -93,13 +94,13 @@ _OWN = frozenset(field.name for field in fields(StageOptions))
 
 
 def own_options(options: Mapping[str, JsonValue], *, stage: str = "") -> StageOptions:
-    """Parses the options that Stagemesh defines. Ignores all other options.
+    """Parses the stage options that Stagemesh itself defines. Ignores all other options.
 
-    Raises InvalidRequestError if a value is invalid. The message names the option.
+    Raises InvalidRequestError, which names the option, if a value is invalid.
     """
     return parse_options(StageOptions, {name: options[name] for name in options if name in _OWN}, stage=stage)
 
 
 def engine_options(options: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """Returns the options that Stagemesh does not define, which are passed to vLLM as engine arguments."""
+    """Returns the stage options that Stagemesh does not define. They are passed to vLLM as engine arguments."""
     return {name: value for name, value in options.items() if name not in _OWN}

@@ -1,4 +1,6 @@
-"""The entry point `vllm.general_plugins`. vLLM calls `register` first in every process that it starts."""
+"""The plugin for vLLM's entry point group `vllm.general_plugins`. Each process that vLLM starts first calls
+`register`.
+"""
 
 import multiprocessing
 from typing import Any
@@ -11,9 +13,9 @@ _PUNICA = "stagemesh.services.engines.vllm.cpu_lora.SelectiveLoraKernels"
 
 
 def register() -> None:
-    """Makes each vLLM process (engine core or worker) terminate when its parent process terminates.
+    """Makes the current vLLM process (engine core or worker) terminate when its parent process terminates.
 
-    On a CPU, also disables compilation of the sampler and replaces the LoRA kernels (`cpu_lora`).
+    On a CPU, also disables compilation of the sampler and replaces vLLM's LoRA kernels (`cpu_lora`).
     """
     if current_platform.is_cpu():
         # vLLM compiles small functions of its sampler even with `enforce_eager`. On a CPU the first request for

@@ -1,8 +1,8 @@
-"""Resumes requests from a checkpoint. The checkpoint's tokens are appended to the prompt but count as output.
+"""The resume feature: emits checkpoints and resumes requests from checkpoints.
 
-The request's token limits are reduced by the number of these tokens. The detokenizer processes the tokens first, so
-that the text can resume in the middle of a character or of a stop string. Mixins for vLLM's model runners pass the
-tokens to the sampler.
+The tokens of a checkpoint are appended to the prompt but count as output. The request's token limits are reduced by the
+number of these tokens. The detokenizer processes them first, so that the text can resume in the middle of a character
+or of a stop string. Mixins for vLLM's model runners pass them to the sampler.
 """
 
 import copy
@@ -43,26 +43,26 @@ Params = TypeVar("Params", bound=SamplingParams)
 Draw = Callable[[torch.Tensor, Mapping[int, torch.Generator], None, None], object]
 """The type of vLLM's function that samples tokens from logits.
 
-The arguments are the logits, the random generators by row, and None for each of top-k and top-p.
+The arguments are the logits, the random generators by row, and None instead of top-k and top-p.
 """
 
 
 class Resumed(msgspec.Struct, frozen=True):
-    """The number of checkpoint tokens of a resumed request, and the request's original minimum length.
+    """The properties of a resumed request that vLLM's workers need.
 
-    The replica sends this object to vLLM's workers with the request (`features.set_argument`).
+    The replica sends this object to the workers with the request (`features.set_argument`).
     """
 
     tokens: int
-    """The number of tokens at the end of the prompt that count as output."""
+    """The number of checkpoint tokens. They are at the end of the prompt but count as output."""
     min_tokens: int
-    """The minimum length of the whole output in tokens, including the checkpoint's tokens."""
+    """The minimum length of the request's whole output in tokens, including the checkpoint's tokens."""
 
 
 class Resume(RequestFeature):
-    """The request feature for checkpoints. Emits checkpoints of requests, and resumes requests from checkpoints.
+    """The request feature for checkpoints. Emits checkpoints of requests and resumes requests from checkpoints.
 
-    `checkpoint_tokens` is the number of tokens between two checkpoints. 0 disables checkpoints.
+    `checkpoint_tokens` is the number of tokens between two checkpoints. If it is 0, no checkpoints are emitted.
     """
 
     runner_module = __name__
@@ -95,7 +95,7 @@ class _Checkpoints(RequestHook):
 
 
 def remaining_params(params: Params, *, resumed: int) -> Params:
-    """Returns the sampling parameters for the rest of a resumed request's output.
+    """Returns the sampling parameters for the remaining output of a resumed request.
 
     Reduces the token limits by `resumed`, the number of output tokens in the checkpoint.
     """
@@ -112,7 +112,7 @@ def remaining_params(params: Params, *, resumed: int) -> Params:
 class ResumingOutputProcessor(OutputProcessor):
     """vLLM's output processor, extended so that the text of a resumed request continues at the checkpoint.
 
-    `Resume` changes the class of vLLM's existing output processor to this class. Therefore this class has no
+    `Resume` changes the class of vLLM's existing output processor to this class. Therefore this class must not have an
     `__init__`.
     """
 
@@ -124,7 +124,7 @@ class ResumingOutputProcessor(OutputProcessor):
         request_index: int = 0,
         queue: RequestOutputCollector | None = None,
     ) -> None:
-        """Adds a request. If the request is resumed, restores its detokenizer to the state at the checkpoint.
+        """Adds a request. If the request is resumed, its detokenizer starts in the state at the checkpoint.
 
         Raises VLLMValidationError if the checkpoint contains a stop token or a stop string.
         """
@@ -136,7 +136,7 @@ class ResumingOutputProcessor(OutputProcessor):
             state.detokenizer, state.sent_tokens_offset = detokenizer, resumed.tokens
 
     def _resumed_detokenizer(self, request: EngineCoreRequest, resumed: Resumed) -> IncrementalDetokenizer:
-        """Returns a detokenizer that has processed the checkpoint's tokens.
+        """Returns a detokenizer that has already processed the checkpoint's tokens.
 
         Raises VLLMValidationError if the checkpoint contains a stop token or a stop string.
         """
@@ -160,10 +160,10 @@ class ResumingOutputProcessor(OutputProcessor):
 
 
 def _checked_tokens(request: EngineRequest, *, vocabulary: int) -> Sequence[int]:
-    """Returns the tokens of the checkpoint from which a request resumes. Empty if there is no checkpoint.
+    """Returns the tokens of the checkpoint from which a request resumes, or no tokens if the request has no checkpoint.
 
-    Raises InvalidRequestError if the request cannot have produced the checkpoint. A checkpoint without a digest, such
-    as one that a caller has written by hand, is accepted for every prompt.
+    Raises InvalidRequestError if the request cannot have produced the checkpoint. A checkpoint contains a digest of its
+    prompt. A checkpoint without a digest, such as one that a caller has written by hand, is accepted for every prompt.
     """
     checkpoint, max_tokens = request.task.resume_from, request.params.max_tokens or 0
     if checkpoint is None:
@@ -192,14 +192,14 @@ def _invalid(problem: str) -> InvalidRequestError:
 
 
 class RunnerV1:
-    """A mixin that resumes requests in vLLM's model runner in `vllm.v1.worker.gpu_model_runner`.
+    """A mixin that resumes requests in the model runner in `vllm.v1.worker.gpu_model_runner`.
 
-    Also applies to the runner's subclasses, such as the CPU runner.
+    Also works with the runner's subclasses, such as the CPU runner.
     """
 
     @property
     def _resumed(self) -> dict[str, list[int]]:
-        """The checkpoint tokens of the running requests, by request id."""
+        """The checkpoint tokens of the running requests that were resumed, by request id."""
         return vars(self).setdefault("_resumed_tokens", {})  # type: ignore[no-any-return]
 
     def _update_states(self, scheduler_output: "SchedulerOutput") -> Any:
@@ -218,10 +218,10 @@ class RunnerV1:
         return result
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        """Samples tokens. Penalties and bad words consider the checkpoint tokens.
+        """Samples the step's tokens. Penalties and bad words take the checkpoint tokens into account.
 
-        The checkpoint tokens are added to the sampled tokens only during this call, because the runner itself would
-        count them twice.
+        The checkpoint tokens are added to the sampled tokens only during this call, because the model runner itself
+        would count them twice.
         """
         batch = cast("Any", self).input_batch
         # vLLM leaves the lists empty if no request needs them.
@@ -238,14 +238,18 @@ class RunnerV1:
 
 
 class RunnerV2:
-    """A mixin that resumes requests in vLLM's model runner in `vllm.v1.worker.gpu.model_runner`.
+    """A mixin that resumes requests in the model runner in `vllm.v1.worker.gpu.model_runner`.
 
-    This runner accepts a new request that already has sampled tokens, as after a preemption. The runner's random
-    numbers depend only on the seed and the token position.
+    This model runner accepts a new request that already has sampled tokens, because a request has them after a
+    preemption. The runner's random numbers depend only on the seed and the token position.
     """
 
     def add_requests(self, scheduler_output: "SchedulerOutput") -> None:
-        """Adds a step's new requests. Restores the original prompt and token limits of resumed requests."""
+        """Adds a step's new requests to the model runner.
+
+        Restores the original prompt and token limits of resumed requests, so that the checkpoint tokens are sampled
+        tokens.
+        """
         for new in scheduler_output.scheduled_new_reqs:
             resumed = get_argument(new.sampling_params, Resumed)
             if resumed is not None and new.prompt_token_ids is not None and new.sampling_params is not None:
@@ -258,7 +262,7 @@ class RunnerV2:
 
 
 def _advance(generator: torch.Generator, draw: Draw, *, draws: int, width: int) -> None:
-    """Advances `generator` to the state that it has after `draws` tokens, each sampled from `width` logits."""
+    """Advances `generator` to its state after `draws` sampled tokens. Each token is sampled from `width` logits."""
     narrow, wide = generator.clone_state(), generator.clone_state()
     for probe, probe_width in ((narrow, 1), (wide, width)):
         draw(torch.zeros(1, probe_width, device=generator.device), {0: probe}, None, None)

@@ -1,8 +1,8 @@
-"""The run-ahead feature limits how far vLLM computes requests ahead of their inputs and of their consumers.
+"""The run-ahead feature, which limits how far vLLM computes a request ahead of its inputs and its consumer.
 
-vLLM's schedulers are extended to stop each request at its limit while the rest of the batch continues. A request at its
-limit remains in the running queue and retains its cache blocks, like a request whose next token is still being sampled.
-vLLM's scheduler reads the number of tokens to compute from each request. A limited request reports at most its limit.
+Mixins for vLLM's schedulers stop each request at its limit while the other requests of the batch continue. A request at
+its limit remains in the running queue and retains its cache blocks, like a request whose next token is still being
+sampled. vLLM's scheduler asks each request how many tokens to compute. A limited request returns at most its limit.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 _RETRY_S = 0.005
 _CORE_METHOD = "stagemesh_set_limits"
-"""The name of the method that the schedulers add to vLLM's engine core to receive new limits."""
+"""The name of a method of vLLM's engine core that accepts new limits. The scheduler mixin adds this method."""
 _NOT_YET_RUNNING = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED})
 
 _log = logging.getLogger(__name__)
 
 
 class StartLimit(msgspec.Struct, frozen=True):
-    """The run-ahead limit with which a request starts.
+    """The run-ahead limit of a request when the request starts.
 
     The replica sends this object to vLLM's scheduler with the request (`features.set_argument`).
     """
@@ -55,32 +55,31 @@ class StartLimit(msgspec.Struct, frozen=True):
 class LimitedRequest(Request):
     """A request with a run-ahead limit.
 
-    vLLM creates the object as a plain Request, and the scheduler then changes its class. Therefore this class has no
-    `__init__`.
+    vLLM creates the object as a plain Request. The scheduler then changes the object's class to this class. Therefore
+    this class must not have an `__init__`.
     """
 
     limit: int
 
     @property
     def num_tokens(self) -> int:
-        """The number of prompt tokens and sampled tokens.
-
-        While the request is waiting or preempted, the number is at most the limit.
+        """The number of prompt tokens and sampled tokens. At most the limit if the request is waiting or
+        preempted.
         """
         known = len(self._all_token_ids)
         return min(known, self.limit) if self.status in _NOT_YET_RUNNING else known
 
     @property
     def num_tokens_with_spec(self) -> int:
-        """The number of tokens up to which vLLM computes a running request, including draft tokens.
+        """The number of tokens that vLLM may compute of a running request, including draft tokens.
 
-        vLLM adds `num_output_placeholders` to this number. The sum is at most the limit.
+        vLLM adds `num_output_placeholders` to this number. The result is at most the limit.
         """
         return min(len(self._all_token_ids) + len(self.spec_token_ids), self.limit - self.num_output_placeholders)
 
     @property
     def parked(self) -> bool:
-        """Whether the request is running but cannot continue until its limit is raised."""
+        """Whether the request is running but cannot continue until its limit is increased."""
         return self.status == RequestStatus.RUNNING and self.num_computed_tokens >= self.limit
 
 
@@ -94,7 +93,7 @@ class LimitsRequests:
         setattr(EngineCore, _CORE_METHOD, _set_limits)
 
     def add_request(self, request: Request) -> None:
-        """Adds a request to the scheduler. Limits the request if it has a StartLimit argument."""
+        """Adds a request to the scheduler. If the request has a StartLimit argument, applies this limit."""
         start = get_argument(request.sampling_params, StartLimit)
         if start is not None:
             limited = cast("LimitedRequest", request)
@@ -104,17 +103,17 @@ class LimitsRequests:
         super().add_request(request)  # type: ignore[misc]
 
     def get_num_unfinished_requests(self) -> int:
-        """Returns the number of unfinished requests that are not parked at their limit.
+        """Returns the number of unfinished requests, without the requests that are parked at their limit.
 
-        The engine core sleeps while the number is 0. A new limit wakes the core.
+        The engine core sleeps while the number is 0. A call of `set_limits` wakes the core.
         """
         unfinished: int = cast("Any", super()).get_num_unfinished_requests()
         return max(0, unfinished - sum(request.parked for request in self._limited.values()))
 
     def set_limits(self, limits: Sequence[Sequence[Any]]) -> list[str]:
-        """Increases the limits of requests. `limits` contains (request name, token position) pairs.
+        """Increases the limits of requests. `limits` contains pairs of a request name and a token position.
 
-        Returns the names of unknown requests. A position below a request's present limit has no effect.
+        Returns the names of unknown requests. Ignores a position below the request's present limit.
         """
         unknown: list[str] = []
         for name, position in limits:
@@ -127,11 +126,11 @@ class LimitsRequests:
 
 
 class LimitingScheduler(LimitsRequests, Scheduler):
-    """A scheduler with run-ahead limits that schedules a step after the previous step has ended."""
+    """A scheduler with run-ahead limits that schedules a step only after the previous step has ended."""
 
 
 class LimitingAsyncScheduler(LimitsRequests, AsyncScheduler):
-    """A scheduler with run-ahead limits that schedules a step while the previous step runs."""
+    """A scheduler with run-ahead limits that already schedules a step while the previous step runs."""
 
 
 def _set_limits(core: EngineCore, limits: list[Any]) -> list[str]:
@@ -141,8 +140,8 @@ def _set_limits(core: EngineCore, limits: list[Any]) -> list[str]:
 class RunAhead(RequestFeature):
     """The request feature that sends the run-ahead limits of requests to vLLM's scheduler.
 
-    This feature is the last in the engine's list, because the other features set a request's limit in `open`. Limits
-    that change within one iteration of the event loop are sent together.
+    This feature must be the last in the engine's list of features, because the other features set a request's limit in
+    `open`. Limits that change within one iteration of the event loop are sent together.
     """
 
     def __init__(self) -> None:
@@ -189,6 +188,9 @@ class RunAhead(RequestFeature):
             self._sending = None
 
     async def _call_core(self, limits: list[tuple[str, int]]) -> list[str]:
-        """Sends limits to vLLM's scheduler. Returns the names of the requests that the scheduler does not know."""
+        """Sends limits to vLLM's scheduler. Returns the names of requests that the scheduler does not know.
+
+        `limits` contains pairs of a request name and a token position.
+        """
         call = self.llm.engine_core.call_utility_async(_CORE_METHOD, limits)
         return await core_call(self.llm, cast("Coroutine[object, object, list[str]]", call))

@@ -1,6 +1,6 @@
 """The worker class of the vllm engine, which adds the features' mixins to vLLM's model runner.
 
-The engine argument `worker_cls` contains the name of the class.
+vLLM receives the name of this class in the engine argument `worker_cls`.
 """
 
 import atexit
@@ -25,10 +25,10 @@ else:
 
 
 class StageWorker(Worker):
-    """vLLM's worker for a GPU or a CPU, extended with the features' mixins for the worker's model runner."""
+    """vLLM's worker for a GPU or a CPU. Adds the features' mixins to its model runner."""
 
     def init_device(self) -> None:
-        """Creates vLLM's model runner and adds the features' mixins to its class."""
+        """Creates vLLM's model runner and adds the features' mixins to the model runner's class."""
         super().init_device()
         runner: Any = self.model_runner
         kind: type[Any] = runner.__class__
@@ -40,18 +40,18 @@ class StageWorker(Worker):
         runner.__class__ = type(f"Stage{kind.__name__}", (*mixins, kind), {})
 
     def call_runner(self, method: str, *args: object) -> Any:
-        """Calls a method of the model runner and returns the method's result.
-
-        The replica calls this method through vLLM's `collective_rpc`.
+        """Calls a method of the model runner and returns its result. Called by the replica through vLLM's
+        `collective_rpc`.
         """
         return getattr(self.model_runner, method)(*args)
 
     def adapter_targets(self, names: list[str]) -> dict[str, list[int]]:
-        """Returns the sizes of the layers in `names` that this worker has and that a LoRA adapter can change, by name.
+        """Returns the sizes of those layers in `names` that this worker has and that a LoRA adapter can change, by
+        name.
 
-        Layer names are PEFT's names. A size is [inputs, outputs], the total numbers over all ranks. The list is empty
-        for a layer of unknown size. vLLM itself checks such a layer when it loads the adapter. The replica calls this
-        method through vLLM's `collective_rpc`.
+        `names` contains PEFT's layer names. A size is [inputs, outputs], the total numbers over all ranks, or an empty
+        list if the size is unknown. vLLM itself checks a layer of unknown size when it loads the adapter. The replica
+        calls this method through vLLM's `collective_rpc`.
         """
         runner: Any = self.model_runner
         manager = runner.lora_manager._adapter_manager  # noqa: SLF001  # vLLM has no public accessor
@@ -62,21 +62,21 @@ class StageWorker(Worker):
         return {name: sizes[own_name] for name, own_name in own_names.items() if own_name in sizes}
 
     def shutdown(self) -> None:
-        """Shuts the worker down.
+        """Shuts the worker down. At exit, freezes all objects, so that the final garbage collection skips them.
 
-        Freezes all objects at exit, so that the final garbage collection skips them, which saves seconds.
+        This saves several seconds.
         """
         super().shutdown()
         atexit.register(gc.freeze)
 
 
 class FixesCpuRunner:
-    """A mixin for vLLM's V1 model runner on a CPU that fixes two of the runner's errors."""
+    """A mixin that fixes two errors of vLLM's V1 model runner on a CPU: in `load_model` and in `sample_tokens`."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Loads the model and allocates the buffers for tensors from the previous pipeline rank.
+        """Loads the model. Also allocates the buffers for tensors from the previous pipeline rank.
 
-        vLLM allocates these buffers in a warm-up that it skips on a CPU.
+        vLLM allocates these buffers in a warm-up, but does not run the warm-up on a CPU.
         """
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         runner: Any = self
@@ -86,12 +86,12 @@ class FixesCpuRunner:
             )
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Samples tokens without the random generators of requests whose prefill is unfinished.
+        """Samples the step's tokens. Does not use the random generators of requests whose prefill is unfinished.
 
-        vLLM samples for every request of a step and discards the token of an unfinished prefill. vLLM then rewinds the
-        request's generator by the offset that a GPU would use. A CPU generator cannot be rewound, which terminates the
-        engine ("CPU Generator does not use offset"). With this fix, the discarded token is sampled with the shared
-        generator.
+        vLLM samples a token for every request of a step and discards the token of an unfinished prefill. vLLM then
+        rewinds the request's generator by the offset that a GPU would use. A CPU generator cannot be rewound, which
+        terminates the engine ("CPU Generator does not use offset"). With this fix, the discarded token is sampled with
+        the generator that all requests share.
         """
         runner: Any = self
         generators: dict[int, torch.Generator] = runner.input_batch.generators
@@ -104,9 +104,10 @@ class FixesCpuRunner:
 
 
 def _layer_sizes(manager: Any) -> dict[str, list[int]]:
-    """Returns a dict from layer names to layer sizes, [inputs, outputs].
+    """Returns the sizes of the layers that a LoRA adapter can change, [inputs, outputs], by vLLM's layer name.
 
-    A layer that packs several projections, such as q, k and v, has one dict entry for each projection.
+    The size is an empty list if it is unknown. A layer that packs several projections, such as q, k and v, has one dict
+    entry for each projection.
     """
     sizes: dict[str, list[int]] = {}
     for name, module in manager.modules.items():

@@ -1,7 +1,8 @@
-"""hibari: English text to speech at 24 kHz in two stages, an acoustic network and a signal-processing vocoder.
+"""hibari: English text to speech at 24 kHz, in two stages: an acoustic network, and a signal-processing vocoder.
 
-Frames are 12.5 ms long. `spectrum` contains the network's five parts for each of 601 frequency bins. The parts are the
-harmonic branch's log magnitude and phase, the noise branch's log magnitude, and the residual's log magnitude and phase.
+A frame represents 12.5 ms of audio. The tensor `spectrum` contains five values of the network for each of 601 frequency
+bins: log magnitude and phase of the harmonic branch, log magnitude of the noise branch, and log magnitude and phase of
+the residual.
 """
 
 from stagemesh.common.descriptors import Emitted, FunctionDescriptor, OptionSpec, Signature

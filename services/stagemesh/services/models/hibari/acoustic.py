@@ -12,11 +12,11 @@ from stagemesh.services.engines.function.base import Call
 
 MODEL_FILE = "hibari.onnx"
 _MIN_IDS = 3
-"""The minimum number of phoneme ids of a sentence that contains speech. Two ids are padding."""
+"""The minimum number of phoneme ids in a sentence that contains speech. Two of the ids are padding."""
 
 
 class AcousticModel:
-    """A `Function` that converts text to spectral frames. Each output packet contains one sentence.
+    """A `Function` that converts text to spectral frames. Each output packet contains the frames of one sentence.
 
     The state of a request is its speaking speed.
     """

@@ -1,9 +1,9 @@
-"""The vocoder stage, which converts spectral frames to audio. The packet boundaries do not affect the samples.
+"""The vocoder stage, which converts spectral frames to audio. The samples do not depend on the packet boundaries.
 
-The stage computes the same result as `hibari.dsp.synth` for a whole sentence, but as a stream. Between packets it
-retains the phase of the pulse train, the samples that the next transform needs, and the frames that still overlap. The
-audio lags behind the frames by four frames. Noise is generated frame by frame, so that packet boundaries do not affect
-it either.
+The stage computes the same samples as `hibari.dsp.synth` does for a whole sentence, but as a stream. Between packets it
+retains the phase of the pulse train, the pulse samples of the next windows, and the frames that still overlap. The
+audio lags behind the frames by four frames. Noise is generated frame by frame, so that it does not depend on the packet
+boundaries either.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ _NEAR_POLE = 2e-3
 
 
 class Vocoder:
-    """A `Function` that converts frames to audio. The state is the request's `VocoderStream`."""
+    """A `Function` that converts spectral frames to audio. The state of a request is a `VocoderStream`."""
 
     def __init__(self, model: Path | None, options: Mapping[str, object]) -> None:
         if model is not None or options:
@@ -52,7 +52,9 @@ class VocoderStream:
         self._sentence = SentenceStream(self._rng)
 
     def push(self, packet: Packet) -> Iterator[Packet]:
-        """Converts a packet of frames to audio. Yields at most one packet of samples for each sentence."""
+        """Converts a packet of frames to audio. Yields at most one packet of audio for each sentence in the
+        packet.
+        """
         spectrum, f0 = (packet.tensors[name].astype(np.float32, copy=False) for name in ("spectrum", "f0"))
         ends = [int(end) + 1 for end in np.flatnonzero(packet.tensors["boundary"])]
         start = 0
@@ -75,19 +77,23 @@ class SentenceStream:
         self._rng = rng
         self._pulses = PulseTrain()
         self._source: Floats | None = None
-        """The pulse samples from the start of the next frame's window on.
+        """The pulse samples that have not been converted, from the start of the next frame's window onwards.
 
-        A reflection of the sentence's first samples precedes them. None until there are enough samples for the
-        reflection.
+        At the start of the sentence, a reflection of the first samples precedes them. None until enough samples for the
+        reflection are available.
         """
         self._early: Floats = np.empty(0, np.float32)
-        """The sentence's first pulse samples, until there are enough samples for the reflection."""
+        """The first pulse samples of the sentence, buffered until they suffice for the reflection."""
         self._spectrum: Floats = np.empty((0, 5, BINS), np.float32)
         self._overlapping: Floats = np.zeros((_OVERLAP - 1, _OVERLAP, _HOP), np.float32)
         self._frames_done = 0
 
     def push(self, spectrum: Floats, f0: Floats, *, last: bool) -> Floats:
-        """Converts frames to audio. `last` marks the end of the sentence. Returns the samples that are complete."""
+        """Converts the sentence's next frames to audio. Returns the samples that are complete.
+
+        `spectrum` is float32[frames, 5, bins]. `f0` is the pitch in Hz. `last` is True for the last frames of the
+        sentence.
+        """
         self._spectrum = np.concatenate([self._spectrum, spectrum])
         self._extend_source(self._pulses.push(f0, last=last), last=last)
         frames = self._inverse(self._next_windows())
@@ -100,7 +106,11 @@ class SentenceStream:
         return _overlap_add(blocks, first=first, total=total if last else None)
 
     def _extend_source(self, samples: Floats, *, last: bool) -> None:
-        """Appends pulse samples. Adds the reflections that the transform expects at both ends of the sentence."""
+        """Appends pulse samples to the source. Adds the reflections that the transform expects at both ends of the
+        sentence.
+
+        `last` is True for the last samples of the sentence.
+        """
         if self._source is not None:
             self._source = np.concatenate([self._source, samples])
         else:
@@ -120,7 +130,7 @@ class SentenceStream:
         return windows
 
     def _inverse(self, windows: Floats) -> Floats:
-        """Applies the next frames of the spectrum to the windows of pulse samples.
+        """Shapes windows of pulse samples with the spectrum of their frames.
 
         Returns the windowed frames in the time domain, as float32[frames, overlap, hop].
         """
@@ -139,21 +149,25 @@ class SentenceStream:
 
 
 class PulseTrain:
-    """The vocoder's source signal, a stream of band-limited pulses that follow the pitch.
+    """The vocoder's source signal: a stream of band-limited pulses at the pitch frequency.
 
-    A pulse is the sum of all harmonics of the pitch below 11 kHz, at unit amplitude.
-
-    Silent if the pitch is below 40 Hz. The samples lag behind the pitch by one frame.
+    The signal is the sum of all harmonics of the pitch below 11 kHz, at unit amplitude. It is zero if the pitch is at
+    most 40 Hz. The samples lag behind the pitch by one frame.
     """
 
     def __init__(self) -> None:
         self._f0: Floats = np.empty(0, np.float32)
-        """The pitch of the frames that have not been converted to samples, in Hz. Starts with one earlier frame."""
+        """The pitch of the frames that have not been converted to samples, preceded by one converted frame,
+        in Hz.
+        """
         self._cycles_hz = 0.0
-        """The sum of the pitch over all samples so far. It equals the phase in cycles times the sample rate."""
+        """The sum of the pitch in Hz over all samples so far. Equals the phase in cycles, multiplied by the sample
+        rate.
+        """
 
     def push(self, f0: Floats, *, last: bool) -> Floats:
-        """Converts the pitch of the next frames to samples. `f0` is in Hz. `last` marks the end of the sentence.
+        """Converts the pitch of the next frames, in Hz, to pulse samples. `last` is True for the last frames of the
+        sentence.
 
         Returns the samples of the frames that are complete, as float32[frames * hop].
         """
@@ -166,11 +180,10 @@ class PulseTrain:
         return self._pulses(_interpolate(known)) if count else np.empty(0, np.float32)
 
     def _pulses(self, pitch_hz: Floats) -> Floats:
-        """Returns, for each sample, the sum of cos(h t) over the harmonics h = 1 to H.
+        """Returns a pulse sample for each pitch in `pitch_hz`: the sum of cos(h t) over the harmonics h = 1 to H.
 
-        H is the number of harmonics below the limit, and t is the phase of the pitch in radians.
-
-        The sum equals sin((H + 1/2) t) / (2 sin(t / 2)) - 1/2.
+        H is the number of harmonics below 11 kHz. t is the phase of the pitch in radians. The sum equals sin((H + 1/2)
+        t) / (2 sin(t / 2)) - 1/2.
         """
         voiced = pitch_hz > _VOICED_HZ
         pitch_hz = np.maximum(pitch_hz, np.float32(_VOICED_HZ))
@@ -187,7 +200,7 @@ class PulseTrain:
 
 
 def _interpolate(f0: Floats) -> Floats:
-    """Returns the pitch at each sample of all frames except the first and the last frame, in Hz.
+    """Returns the pitch at each sample, in Hz, for all frames of `f0` except the first and the last one.
 
     The pitch is interpolated linearly between the centres of frames.
     """
@@ -209,10 +222,10 @@ def _polar(magnitude: Floats, angle: Floats) -> npt.NDArray[np.complex64]:
 
 
 def _overlap_add(blocks: Floats, *, first: int, total: int | None) -> Floats:
-    """Returns the normalised sum of overlapping frames, as samples.
+    """Adds overlapping frames and normalises the sums. Returns the samples that are complete.
 
-    `first` is the number of the first new frame. `blocks` starts with the earlier frames that overlap this frame.
-    `total` is the number of frames in the sentence, or None if the sentence continues.
+    `first` is the number of the first new frame in the sentence. `blocks` starts with the earlier frames that overlap
+    the new frames. `total` is the number of frames in the sentence, or None if the sentence continues.
     """
     count = len(blocks) - (_OVERLAP - 1)
     terms = [blocks[_OVERLAP - 1 - k : _OVERLAP - 1 - k + count, k] for k in range(_OVERLAP)]
@@ -228,9 +241,9 @@ def _overlap_add(blocks: Floats, *, first: int, total: int | None) -> Floats:
 
 @cache
 def _norm(present: tuple[bool, ...]) -> Floats:
-    """Returns the factors by which the samples of one hop are normalised.
+    """Returns the factors that normalise the samples of one hop, float32[hop].
 
-    The factors are the reciprocals of the summed squares of the overlapping windows. `present` says for each
+    The factors are the reciprocals of the sums of the overlapping windows' squares. `present` states for each
     overlapping frame whether the sentence contains it.
     """
     squares = (dsp.WIN * dsp.WIN).reshape(_OVERLAP, _HOP)

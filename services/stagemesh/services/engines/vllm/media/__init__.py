@@ -1,1 +1,1 @@
-"""Support for images, audio and video in prompts. The replica decodes the media, then vLLM processes them."""
+"""Support for images, audio and video in prompts. The replica decodes the media before vLLM processes them."""

@@ -1,4 +1,4 @@
-"""Decodes images, audio and video into arrays. Enforces size limits, because callers are not trusted."""
+"""Decodes images, audio and video into arrays. Enforces size limits, because media from callers are not trusted."""
 
 import struct
 import zlib
@@ -40,23 +40,23 @@ class DecodedAudio(NamedTuple):
 
 
 class DecodedVideo(NamedTuple):
-    """Selected frames of a decoded video, in the form that vLLM accepts."""
+    """Some frames of a decoded video, in the form that vLLM accepts."""
 
     frames: npt.NDArray[np.uint8]
-    """The selected frames, [frames, height, width, 3]."""
+    """The decoded frames, uint8[frames, height, width, 3]."""
     metadata: dict[str, object]
-    """vLLM's metadata of the whole video, and the indices of the selected frames."""
+    """vLLM's metadata of the whole video. Includes the indices of the decoded frames."""
 
 
 class DecodedBytes:
-    """Counts the total decoded size of one request's media, in bytes. Enforces a limit of `limit_bytes`."""
+    """The total size of the decoded media of one request, in bytes. Must not exceed `limit_bytes`."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._bytes = 0
 
     def add(self, size_bytes: int, kind: MediaKind) -> None:
-        """Adds the size of a decoded medium or of a part of it, in bytes.
+        """Adds the decoded size of a medium, or of a part of a medium, in bytes.
 
         Raises InvalidRequestError (MEDIA_TOO_LARGE) if the total size exceeds the limit.
         """
@@ -70,7 +70,7 @@ class DecodedBytes:
 
 
 def read_image(file: MediaFile, decoded: DecodedBytes) -> Image.Image:
-    """Decodes the first image of a file.
+    """Decodes the first image of a file. Adds its size to the request's decoded size.
 
     Raises InvalidRequestError if the image is damaged, too large or too narrow.
     """
@@ -85,7 +85,7 @@ def read_image(file: MediaFile, decoded: DecodedBytes) -> Image.Image:
 
 
 def read_samples(audio: Samples, decoded: DecodedBytes) -> DecodedAudio:
-    """Converts audio that the caller sent as samples to one channel of float32 samples.
+    """Converts audio samples from the caller to float32 samples of one channel.
 
     Raises InvalidRequestError if a sample is not finite or if the audio is too long.
     """
@@ -94,9 +94,9 @@ def read_samples(audio: Samples, decoded: DecodedBytes) -> DecodedAudio:
 
 
 def read_audio(file: MediaFile, decoded: DecodedBytes) -> DecodedAudio:
-    """Decodes the first audio track of a file and mixes it to one channel.
+    """Decodes the first audio track of a file to float32 samples of one channel.
 
-    Raises InvalidRequestError if the file is damaged, has no audio, or is too long.
+    Raises InvalidRequestError if the file is damaged, contains no audio, or is too long.
     """
     fragments = list[Array]()
     with _reading("audio"), _opened(file) as container:
@@ -118,9 +118,9 @@ def read_audio(file: MediaFile, decoded: DecodedBytes) -> DecodedAudio:
 
 
 def read_video(file: MediaFile, decoded: DecodedBytes, *, max_frames: int) -> DecodedVideo:
-    """Decodes at most `max_frames` frames, evenly distributed over a video.
+    """Decodes at most `max_frames` frames of a video, evenly distributed over the video.
 
-    Raises InvalidRequestError if the file is damaged or too large.
+    Raises InvalidRequestError if the file is damaged or if the video is too large.
     """
     with _reading("video"), _opened(file) as container:
         if not container.streams.video:
@@ -198,7 +198,7 @@ def _one_channel(samples: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 
 def _count_frames(container: "InputContainer", stream: "VideoStream", *, max_frames: int) -> int:
-    """Returns the number of frames of a video. Counts packets, because a file's header may be wrong.
+    """Returns the number of frames of a video. Counts the file's packets, because the header may be wrong.
 
     Raises InvalidRequestError if the video has no frames or more than `max_frames` frames.
     """

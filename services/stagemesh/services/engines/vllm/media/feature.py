@@ -1,6 +1,6 @@
 """The media feature: prompts may contain images, audio and video.
 
-The feature decodes the media. Then vLLM inserts placeholder tokens into the prompt and creates the model's input
+The feature decodes the media. vLLM then inserts placeholder tokens into the prompt and creates the model's input
 tensors.
 """
 
@@ -44,18 +44,18 @@ _PROCESSOR_ERRORS = (
 )
 _Resampler: TypeAlias = Literal["pyav", "scipy", "soxr", "torchaudio"]
 _RESAMPLERS: Mapping[_Resampler, str] = {"torchaudio": "torchaudio", "pyav": "av", "scipy": "scipy", "soxr": "soxr"}
-"""The module that each of vLLM's resampling methods needs, by method."""
+"""The Python module that each of vLLM's resampling methods imports, by method."""
 
 
 class Media(RequestFeature):
     """The request feature for prompts with media.
 
-    A separate thread decodes files, so that a long video does not delay text prompts. `tokenizer_thread` runs the
-    tokenizer. vLLM runs the model's processor on its own thread.
+    A separate thread decodes files, so that a long video does not delay text prompts. The tokenizer runs on
+    `tokenizer_thread`. vLLM runs the model's processor on another thread.
     """
 
     def __init__(self, *, stage: str, media_bytes: int, tokenizer_thread: Executor) -> None:
-        """Creates the feature. `media_bytes` is the maximum decoded size of one request's media, in bytes."""
+        """Creates the feature. `media_bytes` is the maximum decoded size of the media of one request, in bytes."""
         self._stage, self._media_bytes = stage, media_bytes
         self._tokenizer_thread = tokenizer_thread
         self._decoding_thread = ThreadPoolExecutor(1, thread_name_prefix="vllm-media")
@@ -63,8 +63,8 @@ class Media(RequestFeature):
     async def read_prompt(self, task: Task, name: str, held: AsyncExitStack) -> RequestPrompt | None:  # noqa: ARG002
         """Returns the prompt of a task with media, or None if the task has no media.
 
-        Raises InvalidRequestError if a medium cannot be read, and UnsupportedError if the model does not accept the
-        medium's kind, such as video.
+        Raises InvalidRequestError if a medium cannot be decoded, and UnsupportedError if the model does not accept a
+        medium of this kind, such as video.
         """
         media = media_of(task.prompt)
         if not media:
@@ -84,7 +84,7 @@ class Media(RequestFeature):
     # -- internals
 
     async def _process(self, prompt: TokensPrompt) -> "MultiModalInput":
-        """Runs the model's processor on the prompt's tokens and decoded media, and returns the processor's result.
+        """Runs the model's processor on a prompt of tokens and decoded media. Returns the model's inputs.
 
         Raises InvalidRequestError if the processor rejects the media, and UnsupportedError if vLLM cannot combine the
         model's media with a prompt.
@@ -105,10 +105,10 @@ class Media(RequestFeature):
         return features
 
     def _checked_info(self, media: Sequence[Medium]) -> "BaseProcessingInfo":
-        """Returns vLLM's information about the media that the model accepts.
+        """Checks that the model accepts these media. Returns vLLM's description of the media that the model accepts.
 
-        Raises UnsupportedError if the model does not accept a kind of media in `media`, and InvalidRequestError if
-        `media` contains too many of one kind.
+        Raises UnsupportedError if the model does not accept one of the kinds, and InvalidRequestError if there are too
+        many media of one kind.
         """
         processor = cast("BaseMultiModalProcessor[BaseProcessingInfo] | None", self.llm.renderer.mm_processor)
         limits: Mapping[str, int] = processor.info.allowed_mm_limits if processor is not None else {}
@@ -150,9 +150,10 @@ class Media(RequestFeature):
 
 
 def _resample(audio: DecodedAudio, info: "BaseProcessingInfo") -> object:
-    """Resamples audio to the model's sample rate. Returns the audio in the form that vLLM accepts.
+    """Resamples audio to the model's sample rate, if the model has one. Returns the audio in the form that vLLM
+    accepts.
 
-    Without this function, vLLM would resample only with torchaudio.
+    Uses any resampling library that is installed. vLLM itself would use only torchaudio.
     """
     wanted = info.data_parser.audio_resampler
     if wanted.target_sr is None:
@@ -175,9 +176,9 @@ def _resample(audio: DecodedAudio, info: "BaseProcessingInfo") -> object:
 
 
 def _without_placeholders(features: "MultiModalInput") -> list[int]:
-    """Returns the prompt's tokens, with 0 instead of each placeholder.
+    """Returns the prompt's token ids, with 0 instead of the ids of placeholder tokens.
 
-    Placeholders are not in the model's vocabulary.
+    Placeholder tokens are not in the model's vocabulary and would not pass the check of the ids.
     """
     ids = list(features["prompt_token_ids"])
     for ranges in features["mm_placeholders"].values():
@@ -187,7 +188,7 @@ def _without_placeholders(features: "MultiModalInput") -> list[int]:
 
 
 def _digest(media: Sequence[Medium]) -> bytes:
-    """Returns a digest of the media, because prompts with different media can have the same tokens."""
+    """Returns a digest of the media, which distinguishes prompts that have the same tokens but different media."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for medium in media:
         if isinstance(medium, MediaFile):
