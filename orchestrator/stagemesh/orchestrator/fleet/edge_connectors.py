@@ -1,13 +1,13 @@
 """Determines which connector each edge uses between each pair of replicas.
 
 When both replicas of a pair become ready, the orchestrator asks the producer which connector it would use. A connector
-that the pipeline file fixes but that cannot work is therefore found before a request needs it. Each replica is linked
-to at most `PARTNERS` replicas of the adjacent stage, because a large pipeline has too many pairs, and the pairs of an
-edge behave alike.
+that is fixed in the pipeline file but cannot work is therefore detected before a request needs it. Each replica is
+linked to at most `PARTNERS` replicas of the adjacent stage, because a large pipeline has too many pairs, and the pairs
+of an edge behave alike.
 
-A replica receives no requests while a fixed connector does not work or was not probed (`Replica.hold_for_connector`),
-provided that its stage has another usable replica. If the stage has no other usable replica, requests that need the
-edge fail with CONNECTOR_UNAVAILABLE.
+A replica receives no requests (`Replica.hold_for_connector`) if the fixed connector of one of its edges cannot work or
+has not been probed. This applies only if its stage has another usable replica. If the stage has no other usable
+replica, requests that need the edge fail with CONNECTOR_UNAVAILABLE.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ PARTNERS = 4
 
 
 class EdgeLink:
-    """A pair of replicas that an edge connects, and the producer's last answer to a probe."""
+    """A pair of replicas that an edge connects, and the result of the last probe of its connector."""
 
     def __init__(self, edge: Edge, *, producer: Replica, consumer: Replica) -> None:
         self.edge, self.producer, self.consumer = edge, producer, consumer
@@ -49,7 +49,7 @@ class EdgeLink:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the producer has been probed at least once, successfully or not."""
+        """Whether the link has been probed at least once, successfully or not."""
         return self.probe is not None or self.error is not None
 
     @property
@@ -63,12 +63,15 @@ class EdgeLink:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the pipeline file fixes the edge's connector and the probe showed that this connector cannot work."""
+        """Whether the pipeline file fixes the edge's connector and the last probe showed that it cannot work."""
         temporary = self.error is None or isinstance(self.error, UnavailableError | DeadlineError)
         return self.edge.connector != AUTO and not temporary
 
     async def ask(self) -> None:
-        """Asks the producer which connector it would use. Stores the answer in `probe`, or the error in `error`."""
+        """Probes the link by asking the producer which connector it would use.
+
+        Stores the answer in `probe`, or the error in `error`.
+        """
         try:
             probe = await self.producer.client.probe_edge(
                 self.edge.name,
@@ -101,7 +104,7 @@ class EdgeLink:
 class EdgeConnectors:
     """Links the replicas of adjacent stages, and determines the connector of each link.
 
-    `probe_links` must run for the connectors to be determined.
+    The connectors are determined only while `probe_links` runs.
     """
 
     def __init__(self, edges: Sequence[Edge], *, partners: int = PARTNERS, rng: random.Random | None = None) -> None:
@@ -112,7 +115,7 @@ class EdgeConnectors:
         """The replicas that other replicas can connect to, by stage name and generation."""
         self._links: dict[str, dict[tuple[Replica, Replica], EdgeLink]] = {edge.name: {} for edge in edges}
         self._by_replica: dict[Replica, dict[EdgeLink, None]] = {}
-        """The links of each replica. The replicas are in the order in which they joined."""
+        """The links of each replica. The replica that joined first comes first."""
         self._usable: dict[str, set[EdgeLink]] = {edge.name: set() for edge in edges}
         self._refused: dict[str, set[EdgeLink]] = {edge.name: set() for edge in edges}
         self._held: set[Replica] = set()
@@ -141,7 +144,7 @@ class EdgeConnectors:
                 raise NotReadyError(link.error.message, reason="CONNECTOR_UNAVAILABLE", metadata=link.error.metadata)
 
     def join(self, replica: Replica) -> None:
-        """Links a replica that is now ready to replicas of the adjacent stages."""
+        """Links a replica that has become ready to random replicas of the adjacent stages."""
         self._by_replica[replica] = {}
         self._pools.add((replica.stage, replica.generation), replica)
         for edge in self._edges:
@@ -217,9 +220,9 @@ class EdgeConnectors:
     # -- replicas that receive no requests
 
     def _update_holds(self, changed: Iterable[Replica]) -> None:
-        """Withholds requests from replicas that lack a working connector, and allows them again otherwise.
+        """Stops requests to replicas without a working connector, and allows requests to the other replicas again.
 
-        Updates the replicas in `changed` and all replicas from which requests are or must be withheld.
+        Updates the replicas in `changed` and all replicas that receive no requests before or after the update.
         """
         unusable = self._find_unusable() if any(self._refused.values()) else {}
         for replica in {*changed, *self._held, *unusable}:
@@ -236,10 +239,11 @@ class EdgeConnectors:
                 replica.hold_for_connector(None)
 
     def _find_unusable(self) -> dict[Replica, str]:
-        """Returns the replicas from which requests must be withheld because of refused links, with the reason for each.
+        """Returns the replicas that must receive no requests because of refused links. Maps each replica to the reason.
 
-        Requests are withheld from one of the two replicas of each refused link. This is the replica that joined later
-        if it has a substitute, and otherwise the other replica if that has a substitute.
+        For each refused link, requests are withheld from one of its two replicas. If the replica that joined later has
+        a substitute, it is that replica. Otherwise, it is the replica that joined earlier, if this replica has a
+        substitute.
         """
         order = {replica: number for number, replica in enumerate(self._by_replica)}
         refused: list[tuple[Replica, Replica, EdgeLink]] = []
@@ -264,7 +268,10 @@ class EdgeConnectors:
         )
 
     def _has_substitute(self, edge: Edge, replica: Replica, unusable: Collection[Replica]) -> bool:
-        """Returns whether another replica of the same stage and generation has a usable link of the edge."""
+        """Returns whether another replica of the same stage and generation has a usable link of the edge.
+
+        Links of the replicas in `unusable` do not count.
+        """
         for link in self._usable[edge.name]:
             other = link.producer if replica.stage == edge.producer else link.consumer
             usable = link.producer not in unusable and link.consumer not in unusable

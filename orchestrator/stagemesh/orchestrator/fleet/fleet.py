@@ -21,13 +21,13 @@ _log = logging.getLogger(__name__)
 
 
 def connect(member: Member) -> ReplicaClient:
-    """Opens a connection to the address of a member."""
+    """Returns a client for the replica at the address of a member."""
     name = member.name or member.endpoint
     return ReplicaClient(open_channel(member.endpoint), stage=member.stage, replica=name, endpoint=member.endpoint)
 
 
 class Fleet:
-    """Tracks the replicas of a pipeline by stage. Watches them within `async with fleet.watched():`."""
+    """Tracks the replicas of a pipeline by stage. Watches the replicas within `async with fleet.watched():`."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Fleet:
     ) -> None:
         """Creates a fleet. `sources` report its members.
 
-        Accepts replicas of `generations` in addition to replicas of the pipeline's own generation.
+        Accepts replicas of the pipeline's own generation and of the additional `generations`.
         """
         self.registry = ReplicaRegistry()
         self.edge_connectors = EdgeConnectors(pipeline.edges)
@@ -62,7 +62,7 @@ class Fleet:
 
     @property
     def ready(self) -> bool:
-        """Whether requests can run.
+        """Whether the fleet can run requests.
 
         Some generation must have a ready replica of every stage, and every edge must be usable.
         """
@@ -112,14 +112,18 @@ class Fleet:
     # -- called by the watchers
 
     def create_replica(self, member: Member, client: ReplicaClient) -> Replica:
-        """Returns the state of a new process at the member's address. The replica is not registered yet."""
+        """Creates the Replica for a new process at the member's address, without registering it."""
         replica = Replica(
             member, client, on_change=lambda: self._update(replica), cost=self._costs[member.stage], clock=self._clock
         )
         return replica
 
     def admit(self, replica: Replica, description: stage_pb2.DescribeResponse) -> None:
-        """Sets a replica's state from its description. The state is FAILED if the fleet refuses the replica."""
+        """Sets a replica's state from its description.
+
+        The state becomes FAILED if another ready replica has the same name, or if the replica does not belong to its
+        stage.
+        """
         # Other replicas use the name in the replica's own config, whichever process had the address before.
         replica.name = description.replica or replica.name
         former_detail = replica.detail
@@ -134,7 +138,10 @@ class Fleet:
             _log.warning("replica %s of stage %s: %s", replica.name, replica.stage, replica.detail)
 
     def replace(self, replica: Replica, successor: Replica | None) -> None:
-        """Unregisters a replica, and registers its successor at the same address. None if the watch ends."""
+        """Unregisters `replica`, and registers `successor`, which is the next process at the same address.
+
+        `successor` is None if the address is no longer watched.
+        """
         self.registry.remove(replica)
         self.edge_connectors.leave(replica)
         if self._by_name.get(replica.name) is replica:

@@ -1,4 +1,4 @@
-"""A replica of a stage as the orchestrator sees it: its state and an estimate of its load."""
+"""The orchestrator's view of one replica of a stage: its state and an estimate of its load."""
 
 import math
 import time
@@ -28,7 +28,7 @@ class ReplicaState(Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> "ReplicaState":
-        """Returns FAILED for a number that is unknown here."""
+        """Returns FAILED for a state number that this version does not know."""
         del value
         return cls.FAILED
 
@@ -36,8 +36,8 @@ class ReplicaState(Enum):
 class Hold(Enum):
     """A reason why the orchestrator sends no new requests to a replica that reports READY.
 
-    The most important reason is first. Each value is a rank and the state that is reported for the replica instead of
-    READY.
+    Each value is a pair: the rank of the reason, and the state that is shown for the replica instead of READY. If a
+    replica has several holds, the hold with the lowest rank is shown.
     """
 
     LEAVING = (1, ReplicaState.DRAINING)
@@ -51,7 +51,7 @@ class Hold(Enum):
 
     @property
     def shown_state(self) -> ReplicaState:
-        """The state that is reported for a replica with this hold."""
+        """The state that is shown for a replica with this hold instead of READY."""
         return self.value[1]
 
 
@@ -59,17 +59,17 @@ _CONNECTOR_HOLDS = (Hold.NO_CONNECTOR, Hold.CONNECTOR_UNKNOWN)
 
 
 class StepCost:
-    """Estimates the seconds of work in one engine step of a stage, from the load reports of all of its replicas."""
+    """Estimates the time that one step of a stage takes, from the load reports of all replicas of the stage."""
 
     def __init__(self) -> None:
         self.seconds = _FIRST_GUESS_S
         self.known = False
-        """Whether any load report contained an estimate of work. If not, `seconds` is a guess."""
+        """Whether any load report contained an estimate of work. If False, `seconds` is an initial guess."""
 
     def learn(self, work_s: float, *, steps: int) -> None:
-        """Updates the estimate from a load report: `steps` engine steps take `work_s` seconds.
+        """Updates the estimate from a load report: `steps` steps take `work_s` seconds.
 
-        Ignores the report if `work_s` is 0, because the engine then does not estimate its work.
+        `work_s` is 0 if the engine does not estimate its work. Such a report is ignored.
         """
         if work_s <= 0 or steps <= 0:
             return
@@ -81,14 +81,15 @@ class StepCost:
 class LoadEstimate:
     """Estimates the remaining work of one replica.
 
-    Between two load reports, the estimate decreases as time passes and increases with each placed request.
+    Between two load reports, the estimate decreases as time passes and increases with each request that is placed on
+    the replica.
     """
 
     def __init__(self, cost: StepCost, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.running = 0
         """The number of requests that this orchestrator has placed on the replica and not yet released."""
         self.idle = Notifier()
-        """A notifier that fires when `running` becomes 0."""
+        """A notifier that fires when `running` becomes 0 or the replica ends."""
         self._cost = cost
         self._clock = clock
         self._reported_s = 0.0
@@ -98,22 +99,22 @@ class LoadEstimate:
 
     @property
     def work_s(self) -> float:
-        """The estimated remaining work in seconds."""
+        """The estimated remaining work, in seconds."""
         left_s = self._reported_s and max(0.0, self._reported_s - (self._clock() - self._reported_at_s))
         return left_s + self._unreported * self._cost.seconds
 
     @property
     def backlog_s(self) -> float:
-        """The estimated time in seconds until a new request would be processed.
+        """The estimated time until a new request would be processed, in seconds.
 
-        The sum of the remaining work and of one engine step for each of this orchestrator's requests on the replica.
-        The addition corrects the engine's estimate, which includes little work for requests that still wait for their
-        input.
+        This is the remaining work plus the time of one step for each request that this orchestrator has placed on the
+        replica. The addition corrects the engine's estimate, which includes little work for requests that still wait
+        for their input.
         """
         return self.work_s + self.running * self._cost.seconds
 
     def report(self, work_s: float, *, steps: int) -> None:
-        """Updates the estimate from a load report: `steps` engine steps remain and take `work_s` seconds.
+        """Updates the estimate from a load report: `steps` steps remain and take `work_s` seconds.
 
         `work_s` is 0 if the engine does not estimate its work.
         """
@@ -127,7 +128,7 @@ class LoadEstimate:
         self._report_number += 1
 
     def place(self) -> Callable[[], None]:
-        """Adds one request to the load. Returns an idempotent function that removes the request again."""
+        """Adds one request to the load. Returns an idempotent function that removes the request from the load."""
         self.running += 1
         self._unreported += 1
         number, released = self._report_number, False
@@ -161,7 +162,7 @@ class Replica:
         cost: StepCost | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Creates a replica. `on_change` is called after each change of its state or of its holds."""
+        """Creates a replica. `on_change` is called after each change of the replica's state or holds."""
         self.stage, self.endpoint = member.stage, member.endpoint
         self.name = member.name or member.endpoint
         self.client = client
@@ -169,7 +170,7 @@ class Replica:
         self.incarnation = self.generation = self.host = self.zone = ""
         """The identity and location from the replica's first description. Empty until that description arrives."""
         self.is_described = False
-        """Whether a description of the replica has ever arrived."""
+        """Whether at least one description of the replica has arrived."""
         self.last_report: stage_pb2.WatchLoadResponse | None = None
         """The replica's newest load report, or None if none has arrived."""
         self._reported_at_s = 0.0
@@ -181,18 +182,17 @@ class Replica:
         self.died = False
         """Whether the replica's process is known to have ended.
 
-        If `end_cause` is set and this is False, the process may be unreachable.
+        If `end_cause` is set and this is False, the process is unreachable but may still be running.
         """
         self.end_cause: StagemeshError | None = None
-        """The error because of which the replica counts as ended, or None if it has not ended."""
+        """The error that is the reason why the replica counts as ended, or None if the replica has not ended."""
         self._end_callbacks: dict[object, Callable[[StagemeshError], None]] = {}
 
     @property
     def state(self) -> ReplicaState:
-        """The state for the planner and for operators.
+        """The state that the planner and operators see.
 
-        This is the last reported state. If the replica reports READY but has a hold, it is the state of that hold
-        instead.
+        This is the last reported state. If the replica reports READY but has a hold, this is the state of the hold.
         """
         if self._state is not ReplicaState.READY or not self._holds:
             return self._state
@@ -218,7 +218,7 @@ class Replica:
 
     @property
     def report_age_s(self) -> float:
-        """The seconds since `last_report` was received."""
+        """The time since `last_report` was received, in seconds."""
         return self._clock() - self._reported_at_s
 
     def record_load(self, report: stage_pb2.WatchLoadResponse) -> None:
@@ -229,7 +229,8 @@ class Replica:
     def on_end(self, callback: Callable[[StagemeshError], None]) -> Callable[[], object]:
         """Registers a callback for the replica's end, and returns a function that removes the callback.
 
-        The callback receives the cause. It is called at once if the replica has already ended.
+        The callback receives the error that is the cause of the end. If the replica has already ended, the callback is
+        called immediately.
         """
         key = object()
         if self.end_cause is not None:
@@ -239,9 +240,9 @@ class Replica:
         return lambda: self._end_callbacks.pop(key, None)
 
     def end(self, cause: StagemeshError, *, died: bool = True) -> None:
-        """Marks the replica as ended, and calls the callbacks with the cause. Idempotent.
+        """Marks the replica as ended, and passes `cause` to the registered callbacks. Idempotent.
 
-        `died` is False if the process may still be alive.
+        `died` is False if the process may still be running.
         """
         if self.end_cause is not None:
             return
@@ -252,7 +253,11 @@ class Replica:
         self.load.idle.fire()
 
     def loss(self, event: str, *, reason: str = REPLICA_LOST) -> UnavailableError:
-        """Returns the error of the replica's requests after `event`, which completes the sentence "replica X …"."""
+        """Returns the error for requests that ran on the replica before `event`.
+
+        `event` is a verb phrase that completes the sentence "replica X …". `reason` is the machine-readable error
+        reason.
+        """
         return UnavailableError(
             f"replica {self.name} of stage {self.stage!r} at {self.endpoint} {event}; try again",
             reason=reason,
@@ -266,21 +271,33 @@ class Replica:
             await self.load.idle.wait()
 
     def leave(self, why: str) -> None:
-        """Stops planning new requests on the replica because it is no longer a member. Running requests continue."""
+        """Stops planning new requests on the replica because it is no longer a member. Running requests continue.
+
+        `why` is shown to operators.
+        """
         self._set_hold(Hold.LEAVING, why)
 
     def reserve(self, why: str) -> Callable[[], None]:
-        """Stops planning other requests on the replica. Returns a function that allows them again."""
+        """Reserves the replica for one request, so that no other requests are planned on it.
+
+        Returns a function that ends the reservation. `why` is shown to operators.
+        """
         self._set_hold(Hold.RESERVED, why)
         return lambda: self._set_hold(Hold.RESERVED, None)
 
     def hold_for_connector(self, hold: Hold | None, why: str = "") -> None:
-        """Sets the replica's connector hold to NO_CONNECTOR or CONNECTOR_UNKNOWN, or removes it if `hold` is None."""
+        """Sets the replica's connector hold to NO_CONNECTOR or CONNECTOR_UNKNOWN, or removes it if `hold` is None.
+
+        `why` is shown to operators.
+        """
         for each in _CONNECTOR_HOLDS:
             self._set_hold(each, why if each is hold else None)
 
     def observe(self, state: ReplicaState, detail: str) -> None:
-        """Sets the state that the replica has reported or that the orchestrator has determined."""
+        """Sets the replica's state, which the replica has reported or the orchestrator has determined.
+
+        `detail` is a human-readable explanation of the state.
+        """
         changed = state is not self._state
         self._state, self._detail = state, detail
         if changed:
@@ -289,7 +306,11 @@ class Replica:
     def observe_description(
         self, description: stage_pb2.DescribeResponse, pipeline: Pipeline, *, generations: Collection[str] = ()
     ) -> None:
-        """Updates the replica from its description. The state is FAILED if the replica does not belong to the stage."""
+        """Updates the replica from its description.
+
+        The state becomes FAILED if the replica does not belong to its stage, the pipeline or one of the accepted
+        generations.
+        """
         if not self.is_described:
             self.is_described = True
             self.incarnation, self.generation = description.incarnation, description.generation

@@ -39,7 +39,7 @@ class ReplicaClient:
     """Calls the replica at one address over a gRPC channel. The calls raise the errors of `stagemesh.common.errors`."""
 
     def __init__(self, channel: grpc.aio.Channel, *, stage: str, replica: str, endpoint: str) -> None:
-        """Creates a client, which closes the channel in `close`."""
+        """Creates a client for the replica at `endpoint`. The client owns `channel` and closes it in `close`."""
         self._channel, self._endpoint = channel, endpoint
         self._stub = stage_pb2_grpc.StageServiceStub(channel)
         self._watch_health = channel.unary_stream(
@@ -62,7 +62,7 @@ class ReplicaClient:
         return self._steps.execute(request, timeout_s=timeout_s, take=take)
 
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
-        """Cancels a request's steps on the replica. Returns after the engine has released them."""
+        """Cancels a request's steps on the replica. Returns after the engine has released the steps."""
         with self._errors.mapped():
             await self._stub.CancelStep(request, timeout=timeout_s)
 
@@ -78,9 +78,9 @@ class ReplicaClient:
     async def probe_edge(
         self, edge: str, *, consumer: str, endpoint: str, connector: ConnectorName, timeout_s: float
     ) -> EdgeProbe:
-        """Returns the connector that the replica would use to send data to `consumer`.
+        """Returns the connector that the replica would use to send data to `consumer`, which listens at `endpoint`.
 
-        Raises the reason as an error if no connector works.
+        If no connector works, raises a StagemeshError that contains the reason.
         """
         request = stage_pb2.ProbeEdgeRequest(
             edge=edge, consumer=consumer, endpoint=endpoint, connector=number_of(connector)
@@ -122,7 +122,7 @@ class ReplicaClient:
                 call.cancel()
 
     async def is_port_closed(self) -> bool:
-        """Returns True if certainly no process listens at the address, and False otherwise."""
+        """Returns whether it is certain that no process listens at the address."""
         host, _, port = self._endpoint.rpartition(":")
         try:
             async with asyncio.timeout(_DIAL_S):
@@ -135,7 +135,7 @@ class ReplicaClient:
         return False
 
     async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
-        """Calls the named method of StageControlService. The request and the response are serialized messages."""
+        """Calls the method `method` of StageControlService. The request and the response are serialized messages."""
         call: _UnaryBytes = self._channel.unary_unary(f"/{CONTROL_NAME}/{method}", None, None)
         with self._errors.mapped():
             return await call(request, timeout=timeout_s)
@@ -148,7 +148,7 @@ class ReplicaClient:
 
 
 class _ReplicaErrors:
-    """Creates the errors of calls to one replica. Their messages and metadata name the replica."""
+    """Creates the errors of calls to one replica. The messages and metadata of the errors name the replica."""
 
     def __init__(self, *, stage: str, replica: str, endpoint: str) -> None:
         self.location = {"stage": stage, "replica": replica}
@@ -156,7 +156,10 @@ class _ReplicaErrors:
 
     @contextmanager
     def mapped(self) -> Generator[None]:
-        """Converts errors of gRPC calls to StagemeshErrors, also if the channel is closed before or during the call."""
+        """Converts errors of gRPC calls within the block to StagemeshErrors.
+
+        Also converts the errors of a channel that is closed before or during the call.
+        """
         try:
             yield
         except grpc.aio.AioRpcError as exc:
@@ -170,10 +173,10 @@ class _ReplicaErrors:
             raise self.after_stream(None, running=False) from exc
 
     def after_stream(self, error: StagemeshError | None, *, running: bool) -> StagemeshError:
-        """Returns the error of a step after its stream has ended with `error`.
+        """Returns the error of a step whose stream has ended with `error`.
 
         - `error` is None if the orchestrator closed the stream.
-        - `running` is True if the step had received an event.
+        - `running` is True if an event of the step had arrived.
         """
         if error is None:
             return self._lost("is no longer connected (its channel was closed)")
@@ -208,19 +211,19 @@ class _ReplicaErrors:
 
 
 class _StepStream:
-    """Executes steps over one ExecuteSteps stream. If `is_closed` is True, the stream must be replaced."""
+    """Executes steps over one ExecuteSteps stream. If `is_closed` is True, a new stream must be opened."""
 
     def __init__(self, channel: grpc.aio.Channel, errors: _ReplicaErrors) -> None:
         """Opens the stream. Requires a running event loop."""
         self.is_closed = False
         """Whether the stream has ended, so that it can execute no further steps."""
         self._is_closing = False
-        """Whether new calls are rejected, because the stream has ended or the replica has announced its end."""
+        """Whether new calls are rejected, because the stream has ended or the replica is about to end the stream."""
         self._errors = errors
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
         self._unsent: dict[int, bytes] = {}
-        """The serialized step requests that were not sent yet, by call number. Cancellations are sent before them."""
+        """The serialized step requests that have not been sent yet, by call number. Cancellations are sent first."""
         self._cancelled: deque[int] = deque()
         self._stream = ClientStream(channel, self, peer=f"replica {errors.location['replica']}", method=_EXECUTE_STEPS)
         # The context is empty, because the stream does not belong to the request that happens to be the first.
@@ -296,7 +299,7 @@ class _StepStream:
 
 
 class _Call:
-    """The execution of one step on the stream."""
+    """The execution of one step on a stream."""
 
     def __init__(self, take: TakeEvent) -> None:
         self.has_events = self.has_ended = False
@@ -319,7 +322,7 @@ class _Call:
         self._end(error)
 
     def raise_failure(self) -> None:
-        """Raises the error with which the step failed, if any. Must be called only once."""
+        """Raises the error with which the step failed, or returns if the step succeeded. Must be called only once."""
         # The error refers to frames that refer to this call.
         failure, self._failure = self._failure, None
         try:
@@ -335,9 +338,9 @@ class _Call:
 
 
 def _detached(event: stage_pb2.ExecuteStepResponse) -> stage_pb2.ExecuteStepResponse:
-    """Returns a copy of an event that does not keep the event's whole message in memory.
+    """Returns a copy of an event, so that the event does not keep the message that contains it in memory.
 
-    Returns outputs as they are, because outputs are never retained.
+    Returns an output event without copying it, because output events are never retained.
     """
     if event.HasField("output"):
         return event

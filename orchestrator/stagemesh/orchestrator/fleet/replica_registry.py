@@ -1,4 +1,4 @@
-"""Indexes all replicas by stage, and the ready replicas by generation, host and zone."""
+"""An index of all replicas by stage, and of the ready replicas by generation, stage, host and zone."""
 
 import random
 from collections.abc import Collection, Iterator, Mapping
@@ -49,7 +49,7 @@ class RandomPool(Generic[T]):
 
 
 class RandomPools(dict[tuple[str, str], RandomPool[T]]):
-    """Random pools by key. A pool without items is not stored, so that a missing key stands for an empty pool."""
+    """Random pools by key. A pool without items is not stored. A missing key therefore has an empty pool."""
 
     def __missing__(self, key: tuple[str, str]) -> RandomPool[T]:
         return RandomPool()
@@ -94,7 +94,7 @@ def _locations(replica: Replica) -> list[tuple[str, str]]:
 
 
 class ReplicaRegistry:
-    """Indexes the replicas that an orchestrator knows.
+    """An index of all replicas that an orchestrator has found.
 
     The time for an update does not depend on the number of replicas.
     """
@@ -107,19 +107,19 @@ class ReplicaRegistry:
         return replica in self._replicas.get(replica.stage, {})
 
     def add(self, replica: Replica) -> None:
-        """Adds a replica under its stage. If the replica is ready, also adds it to the index of ready replicas."""
+        """Adds a replica to its stage. If the replica is ready, also adds it to the index of ready replicas."""
         self._replicas.setdefault(replica.stage, {})[replica] = None
         self.update(replica)
 
     def remove(self, replica: Replica) -> None:
-        """Removes a replica. Does nothing if the replica is unknown."""
+        """Removes a replica. Does nothing if the registry does not contain the replica."""
         self._replicas.get(replica.stage, {}).pop(replica, None)
         self._withdraw(replica)
 
     def update(self, replica: Replica) -> None:
-        """Adds a replica to the index of ready replicas, or removes it, according to its state.
+        """Adds a replica to the index of ready replicas if it is ready. Otherwise removes it from this index.
 
-        Must be called after each possible change of the state.
+        Must be called whenever the state of the replica may have changed.
         """
         if replica.state is ReplicaState.READY and replica in self:
             by_stage = self._ready.setdefault(replica.generation, {})
@@ -132,7 +132,7 @@ class ReplicaRegistry:
         return tuple(self._replicas.get(stage, ()))
 
     def ready(self, stages: Collection[str]) -> Mapping[str, Mapping[str, ReadyReplicas]]:
-        """Returns the ready replicas in a dict from generation to a dict from stage to replicas.
+        """Returns the ready replicas, grouped by generation and then by stage name.
 
         Includes only generations that have a ready replica of each stage in `stages`.
         """
@@ -143,7 +143,7 @@ class ReplicaRegistry:
         }
 
     def has_ready(self, stage: str) -> bool:
-        """Returns whether the stage has a ready replica of any generation."""
+        """Returns whether the stage has a ready replica in at least one generation."""
         return any(stage in by_stage for by_stage in self._ready.values())
 
     def _withdraw(self, replica: Replica) -> None:

@@ -27,7 +27,7 @@ GIVE_UP_S = 15.0
 class ReplicaWatcher:
     """Watches the replica processes at one address, one after another.
 
-    Ends when the address is no longer a member and its replica runs no request of this orchestrator.
+    The watch ends when the member has left and its replica runs no request of this orchestrator.
     """
 
     def __init__(self, fleet: "Fleet", member: Member, client: ReplicaClient) -> None:
@@ -38,16 +38,19 @@ class ReplicaWatcher:
         self._backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         self._tasks = asyncio.TaskGroup()
         self._load_reports: asyncio.Task[None] | None = None
-        """The task that stores the replica's load reports, or None if the replica is unreachable."""
+        """The task that stores the replica's load reports, or None if no reports are being received."""
         self.replica = fleet.create_replica(member, client)
 
     def leave(self, why: str) -> None:
-        """Stops planning requests on the replica. The watch ends after the replica's running requests have ended."""
+        """Stops planning requests on the replica. The watch ends after the replica's running requests have ended.
+
+        `why` is shown to operators.
+        """
         self.replica.leave(why)
         self._left.set()
 
     async def watch(self) -> None:
-        """Watches the address until the replica has left and is idle. Then closes the connection."""
+        """Watches the address until the member has left and its replica is idle. Then closes the connection."""
         try:
             async with self._tasks:
                 watching = self._tasks.create_task(self._watch(), name=f"watch {self.replica.name}")
@@ -60,9 +63,9 @@ class ReplicaWatcher:
             await self._client.close()
 
     async def _watch(self) -> None:
-        """Polls the replica's description until the replica is ready.
+        """Polls the replica's description until the replica is ready. Runs until it is cancelled.
 
-        Then waits until it is no longer ready, and starts over.
+        After the replica is ready, waits until it is no longer ready, and then polls again.
         """
         while True:
             pause_s = _LOADING_PAUSE_S
@@ -101,9 +104,10 @@ class ReplicaWatcher:
         self._fleet.replace(predecessor, self.replica)
 
     async def _record_loads(self, replica: Replica) -> None:
-        """Stores load reports until the task is cancelled.
+        """Stores the load reports of `replica` until the task is cancelled.
 
-        A replica that sends no load reports can still serve requests. Whether it is ready depends on its health check.
+        A replica that sends no load reports can still serve requests. Whether the replica is ready depends on its
+        health check.
         """
         while True:
             with suppress(StagemeshError):

@@ -1,4 +1,4 @@
-"""Finds replacement replicas for the stages of running requests, and limits the checkpoints that they resume from."""
+"""Finds replacement replicas for the stages of running requests. Limits the total size of their checkpoints."""
 
 import asyncio
 from collections import OrderedDict, defaultdict
@@ -17,17 +17,17 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5
 class Failover:
     """Finds replacement replicas for the lost stages of all requests of one orchestrator.
 
-    Reserves at most one replica of each stage at a time for a single request.
+    In each stage, reserves at most one replica at a time for a single request.
     """
 
     def __init__(self, planner: Planner, *, max_kept_state_bytes: int = 256 << 20) -> None:
         self.kept_states = StateBudget(max_kept_state_bytes)
-        """The budget for the checkpoints from which steps resume if their replicas terminate."""
+        """The budget that limits the total size of the retained checkpoints."""
         self._planner = planner
         self._reserving: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def find(self, stage: str, plan: Plan, *, avoid: Collection[Replica]) -> Replica:
-        """Waits until a replica of the stage is ready, and returns it.
+        """Waits until a replica of the stage and of the plan's generation is ready, and returns the replica.
 
         Chooses a replica in `avoid` only if no other replica is ready.
         """
@@ -41,9 +41,9 @@ class Failover:
     async def find_alone(
         self, stage: str, plan: Plan, *, avoid: Collection[Replica], reservation: ExitStack
     ) -> Replica:
-        """Reserves a replica for one request, and waits until it runs no other request of this orchestrator.
+        """Reserves a replica for one request. Returns the replica when it runs no other request of this orchestrator.
 
-        The reservation ends when `reservation` is closed.
+        Chooses a replica in `avoid` only if no other replica is ready. Closing `reservation` ends the reservation.
         """
         with ExitStack() as reserved:
             await self._reserving[stage].acquire()
@@ -65,16 +65,16 @@ class _KeptState(NamedTuple):
 
 
 class StateBudget:
-    """Limits the total bytes of the checkpoints from which steps can resume if their replicas terminate.
+    """Limits the total size of the checkpoints that the orchestrator retains.
 
-    The oldest checkpoints are dropped first. A step whose checkpoint was dropped restarts from its beginning if its
-    replica terminates. A checkpoint that was sent to a restarted step is not counted, because it is part of the step's
-    request.
+    If a replica terminates, its steps resume from these checkpoints. The oldest checkpoints are dropped first. A step
+    whose checkpoint was dropped restarts from the beginning. A checkpoint that was sent to a restarted step is not
+    counted, because it is part of the step's request.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.size_bytes = 0
-        """The total size of the retained checkpoints in bytes."""
+        """The total size of the retained checkpoints, in bytes."""
         self._limit_bytes = limit_bytes
         # By `id`, because owners need not be hashable. An owner stays alive at least until its state is released.
         self._states: OrderedDict[int, _KeptState] = OrderedDict()
@@ -82,8 +82,8 @@ class StateBudget:
     def keep(self, owner: object, size_bytes: int, *, drop: Callable[[], None]) -> bool:
         """Replaces the owner's checkpoint. Returns False if the new checkpoint alone exceeds the limit.
 
-        In that case, the owner must not retain the checkpoint. `drop` is called if the checkpoint is later displaced by
-        newer checkpoints of other owners.
+        If False is returned, the owner must not retain the new checkpoint. `drop` is called if newer checkpoints of
+        other owners displace this checkpoint later.
         """
         self.release(owner)
         if size_bytes > self._limit_bytes:
@@ -97,7 +97,7 @@ class StateBudget:
         return True
 
     def release(self, owner: object) -> None:
-        """Removes the owner's checkpoint from the total size. Does nothing if the owner has none."""
+        """Subtracts the size of the owner's checkpoint from the total. Does nothing if the owner has no checkpoint."""
         state = self._states.pop(id(owner), None)
         if state is not None:
             self.size_bytes -= state.size_bytes

@@ -1,11 +1,11 @@
 """Plans requests: chooses a replica for each stage.
 
 The planner compares a few random replicas of a stage, and selects the replica with the least remaining work. If several
-have about the same amount of work, it prefers a co-located replica.
+replicas have about the same amount of work, the planner prefers a co-located replica.
 
-Comparing all replicas would take longer as their number increases, and would send all requests that arrive between two
-load reports to the same replica. A choice between two random replicas keeps all replicas about equally busy (M.
-Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001). A third candidate makes the slowest
+A comparison of all replicas would take longer as their number increases. It would also send all requests that arrive
+between two load reports to the same replica. A choice between two random replicas keeps all replicas about equally busy
+(M. Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001). A third candidate makes the slowest
 requests of busy stages a seventh faster (`benchmarks/simulate.py`). In addition, the planner compares the same number
 of random replicas on the host and in the zone of each upstream and downstream replica.
 """
@@ -31,7 +31,7 @@ _MAX_NAMED = 8
 
 
 class NotReadyYetError(UnavailableError):
-    """Raised if a stage has no ready replica, but at least one replica may become ready soon."""
+    """Raised if a stage has no ready replica, but at least one of its replicas may become ready soon."""
 
 
 class Choice(Protocol):
@@ -75,12 +75,12 @@ class PlannedStep:
     stage: Stage
     replica: Replica
     release: Callable[[], None]
-    """Removes the step from the load of its replica. Idempotent."""
+    """A function that removes the step from the load of its replica. Idempotent."""
 
 
 @dataclass(eq=False)
 class Plan:
-    """The replicas that run one request. Each step counts as load on its replica until it is released."""
+    """The replicas that run one request. Each step counts as load on its replica until the step is released."""
 
     steps: dict[str, PlannedStep]
     """The newest step of each stage, by stage name. Producers precede consumers."""
@@ -90,24 +90,27 @@ class Plan:
 
     @property
     def replicas(self) -> Mapping[str, str]:
-        """The name of the replica of each stage, by stage name."""
+        """The name of each stage's replica, by stage name."""
         return {stage: step.replica.name for stage, step in self.steps.items()}
 
     def move(self, stage: str, replica: Replica) -> PlannedStep:
-        """Moves a stage, whose previous step was released, to `replica`. Returns the new step."""
+        """Replaces the step of a stage with a new step on `replica`. Returns the new step.
+
+        The previous step must already be released.
+        """
         step = self.steps[stage] = _step(self.steps[stage].stage, replica)
         return step
 
     def release(self) -> None:
-        """Removes every step from the load of its replica. Skips steps that were already released."""
+        """Removes every step from the load of its replica. Skips steps that are already released."""
         for step in self.steps.values():
             step.release()
 
 
 class Planner:
-    """Chooses replicas for requests from the replicas that are ready.
+    """Chooses the replicas that run a request from the ready replicas.
 
-    The time for a plan does not depend on the number of replicas.
+    The time to plan a request does not depend on the number of replicas.
     """
 
     def __init__(
@@ -124,10 +127,11 @@ class Planner:
         self._choice = choice or LeastWork(self._rng)
 
     def plan(self, route: Route) -> Plan:
-        """Chooses a ready replica for each stage of a route. All chosen replicas are of one generation.
+        """Chooses a ready replica for each stage of a route. All chosen replicas belong to one generation.
 
-        Raises UnavailableError (STAGE_NOT_READY) if there are no such replicas. The message contains the states of the
-        stage's replicas. The error is a NotReadyYetError if one of them may become ready soon.
+        Raises UnavailableError (STAGE_NOT_READY) if no generation has a ready replica of each stage. The error message
+        contains the states of the replicas of a stage that has no ready replica. If one of these replicas may become
+        ready soon, the error is a NotReadyYetError.
         """
         generation, ready = self._choose_generation([stage.name for stage in route.stages])
         chosen: dict[str, Replica] = {}
@@ -139,9 +143,10 @@ class Planner:
         return Plan(steps, route, generation)
 
     def choose_again(self, stage: str, plan: Plan, *, avoid: Collection[Replica]) -> Replica:
-        """Returns a replacement replica for one stage of a plan: ready, of the plan's generation, and not in `avoid`.
+        """Returns a replacement replica for one stage of a plan.
 
-        Raises UnavailableError (STAGE_NOT_READY) if there is no such replica.
+        The replica is ready, belongs to the plan's generation, and is not in `avoid`. Raises UnavailableError
+        (STAGE_NOT_READY) if there is no such replica.
         """
         ready = self._registry.ready([stage]).get(plan.generation, {}).get(stage)
         chosen = {name: step.replica for name, step in plan.steps.items() if name != stage}
@@ -151,9 +156,10 @@ class Planner:
         return replica
 
     def _choose_generation(self, stages: Sequence[str]) -> tuple[str, Mapping[str, ReadyReplicas]]:
-        """Returns a random generation in which every stage has a ready replica, and its ready replicas by stage.
+        """Chooses a random generation in which every stage has a ready replica.
 
-        A generation is weighted by the number of ready replicas of the stage that has the fewest.
+        Returns the generation and its ready replicas by stage name. The weight of a generation is the number of ready
+        replicas of the stage that has the fewest.
         """
         ready = self._registry.ready(stages)
         if not ready:
@@ -165,7 +171,10 @@ class Planner:
         return self._rng.choices(list(ready.items()), weights)[0]
 
     def _adjacent(self, stage: str, chosen: Mapping[str, Replica]) -> list[Replica]:
-        """Returns the replicas that were chosen for the upstream and downstream stages of a stage."""
+        """Returns the replicas in `chosen` that run the upstream and downstream stages of `stage`.
+
+        `chosen` maps stage names to the replicas that have been chosen so far.
+        """
         edges = (*self._pipeline.incoming(stage), *self._pipeline.outgoing(stage))
         names = dict.fromkeys(edge.producer if edge.consumer == stage else edge.consumer for edge in edges)
         return [chosen[name] for name in names if name in chosen]
@@ -197,7 +206,7 @@ def _step(stage: Stage, replica: Replica) -> PlannedStep:
 
 
 def _may_become_ready(replica: Replica) -> bool:
-    """Returns whether a replica is loading, or may recover without an operator's intervention."""
+    """Returns whether a replica is loading, or is down but may recover without an operator's intervention."""
     return replica.end_cause is not None or replica.state in (ReplicaState.LOADING, ReplicaState.UNREACHABLE)
 
 

@@ -88,7 +88,7 @@ class Failure:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """Returns the failure that is most likely the root cause. If several are equally likely, returns the first of them."""
+    """Returns the failure that is most likely the root cause. If several are equally likely, returns the first one."""
     return min(failures, key=lambda failure: failure.rank)
 
 

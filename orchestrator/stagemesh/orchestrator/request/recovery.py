@@ -146,7 +146,10 @@ class StepState(AttemptState):
         self.checkpoint = self.checkpoint_rows = None
 
     def restart(self, restart: Restart) -> None:
-        """Supersedes the current attempt, and creates the next attempt, which waits for a replica."""
+        """Replaces the current attempt with the next attempt, as decided in `restart`.
+
+        The next attempt has no replica yet.
+        """
         if self.at_work or self.phase is Phase.FINISHED:
             self.superseded.append(SupersededAttempt(self.replica, self.attempt))
         self.release_replica()
@@ -204,7 +207,7 @@ class Action:
 
 
 def carried_rows(edge: Edge, rows: Mapping[str, int]) -> Mapping[str, int]:
-    """Returns the entries of `rows` for tensors that the edge transfers. `rows` maps tensor names to numbers of rows."""
+    """Returns the entries of `rows` for tensors that the edge transfers. `rows` maps tensor names to row counts."""
     return {name: count for name, count in rows.items() if not edge.tensors or name in edge.tensors}
 
 

@@ -101,7 +101,7 @@ class StepCalls:
         )
 
     def can_resume_from(self, checkpoint: stage_pb2.Checkpoint) -> bool:
-        """Returns whether the checkpoint contains a state and fits into one message together with the request's input."""
+        """Returns whether the checkpoint contains a state and fits into one message with the request's input."""
         has_state = bool(checkpoint.token_ids or checkpoint.tensors)
         return has_state and self._input_bytes + checkpoint.ByteSize() + _BINDINGS_BYTES <= MAX_MESSAGE_BYTES
 
@@ -145,9 +145,10 @@ class StepCalls:
             _log.warning("replica %s may still run the request: %s", attempt.replica.name, exc.message)
 
     def take(self, state: StepState, attempt: int, event: stage_pb2.ExecuteStepResponse) -> None:
-        """Applies an event of an attempt. Ignores the event if a newer attempt has replaced the attempt.
+        """Applies an event of an attempt to the state of its stage.
 
-        Raises UnavailableError (DRAINED) if the replica has paused the step.
+        `attempt` is the number of the attempt. Ignores the event if a newer attempt has replaced this attempt. Raises
+        UnavailableError (DRAINED) if the replica has paused the step.
         """
         if state.attempt != attempt:
             # A newer attempt has replaced this attempt, which will soon be cancelled.
