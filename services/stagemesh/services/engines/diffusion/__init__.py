@@ -1,4 +1,4 @@
-"""The diffusion engine, which runs diffusers pipelines. The denoising steps of concurrent requests alternate."""
+"""The diffusion engine. Runs diffusers pipelines, and alternates between the denoising steps of concurrent requests."""
 
 from collections.abc import Mapping
 
@@ -11,17 +11,19 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions, stage
 CONDITIONING, LATENTS, IMAGE, FRAMES, STATE = "conditioning", "latents", "image", "frames", "state"
 
 _SERIALIZED = TensorSpec("uint8", ("bytes",))
-"""Tensor spec of a request's serialized data (`transfer.serialization`). The model determines the contents of the
-data."""
+"""Tensor spec of a request's data as serialized by `transfer.serialization`. The content of the data depends on the
+model."""
 _RESULTS: Mapping[str, Emitted] = {
     IMAGE: Emitted(TensorSpec("uint8", ("bytes",)), kind="image"),
     FRAMES: Emitted(TensorSpec("float32", ("frames", 3, "height", "width"))),
 }
-"""Outputs of a stage that decodes: the image or video file, and the RGB frames with values in [0, 1]."""
+"""The outputs of a stage that decodes: the image or video as a file, and the RGB frames with values in [0, 1]."""
 
 
 def signature_of(stage: DiffusionOptions) -> Signature:
-    """Returns the inputs, outputs and request options of a diffusion stage with these stage options."""
+    """Returns the signature of a diffusion stage with these options: its inputs, its outputs and its request
+    options.
+    """
     accepts = {"denoise": {CONDITIONING: _SERIALIZED}, "decode": {LATENTS: _SERIALIZED}}
     emits = {"encode": {CONDITIONING: Emitted(_SERIALIZED)}, "denoise": {LATENTS: Emitted(_SERIALIZED)}}
     reads_prompt = stage.part in {"all", "encode"}

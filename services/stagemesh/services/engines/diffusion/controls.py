@@ -15,7 +15,7 @@ WEIGHTS, BUFFERS = "weights", "buffers"
 
 
 class DiffusionAdapters(AdapterManager):
-    """Manages a stage's LoRA adapters. All loaded adapters stay on the device, each in its own slot.
+    """Manages a stage's LoRA adapters. All loaded adapters remain on the device, each in its own slot.
 
     Each denoising step uses at most one adapter.
     """
@@ -33,14 +33,17 @@ class DiffusionAdapters(AdapterManager):
         await self._executor.call("runner.adapters.unload", entry.name)
 
     async def _engine_pin(self, entry: Entry) -> None:
-        """Does nothing, because every loaded adapter has its own slot."""
+        """Does nothing, because every loaded adapter has its own slot and does not need to be pinned."""
 
     def _check_awake(self) -> None:
         """Does nothing, because the engine loads all adapters again when it wakes up."""
 
 
 class WorkerControls(SleepManager):
-    """Controls the engine's worker. Implements `abilities.SleepControl` and `abilities.CacheControl`."""
+    """Puts the engine's worker to sleep and wakes it, and controls its prompt cache.
+
+    Implements `abilities.SleepControl` and `abilities.CacheControl`.
+    """
 
     def __init__(
         self, executor: Executor, adapters: DiffusionAdapters, options: DiffusionOptions, *, stage: str
@@ -79,10 +82,12 @@ class WorkerControls(SleepManager):
 
 
 class WorkerProfiles(Profiles):
-    """Profiles the workers of an executor. Each worker writes its own file."""
+    """Profiles the workers of an executor. Each worker writes a separate file."""
 
     def __init__(self, executor: Executor, *, stage: str, profile_dir: str | None) -> None:
-        """Creates the control. It rejects all requests for profiles if `profile_dir` is None."""
+        """`profile_dir` is the folder in which profiles are written. If None, all requests for profiles are
+        rejected.
+        """
         private = Path(private_folder(profile_dir)) if profile_dir else Path()
         super().__init__(stage=stage, base=profile_dir, private=private)
         self._executor = executor

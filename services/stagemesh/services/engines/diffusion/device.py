@@ -1,4 +1,4 @@
-"""Selects the device of a worker, and releases memory that the process no longer uses."""
+"""The device of a worker: its selection, and the release of memory that is not used any more."""
 
 import ctypes
 import gc
@@ -11,7 +11,8 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions
 
 
 def choose_device(options: DiffusionOptions, *, rank: int = 0) -> torch.device:
-    """Returns the device of a rank: the CPU, or a separate GPU for each rank.
+    """Returns the device on which a rank computes: the CPU, or a GPU. If the stage has several ranks, each uses a
+    separate GPU.
 
     Raises NotReadyError if the machine has too few GPUs.
     """
@@ -31,7 +32,7 @@ def choose_device(options: DiffusionOptions, *, rank: int = 0) -> torch.device:
 
 
 def release_unused_memory() -> None:
-    """Runs the garbage collector, and returns unused memory to the device and to the operating system."""
+    """Runs the garbage collector, then returns unused memory to the device and to the operating system."""
     # Models contain reference cycles, and a stage process excludes loaded objects from garbage collection.
     is_frozen = gc.get_freeze_count() > 0
     if is_frozen:
@@ -48,7 +49,7 @@ def release_unused_memory() -> None:
 
 
 def freeze_loaded_objects() -> None:
-    """Freezes loaded objects (`gc.freeze`) so that the garbage collector skips them.
+    """Freezes all objects that exist now (`gc.freeze`), so that the garbage collector skips them.
 
     Does nothing unless the process already froze objects at startup.
     """

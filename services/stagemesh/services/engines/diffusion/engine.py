@@ -1,4 +1,4 @@
-"""The engine for diffusion models. The denoising steps of concurrent requests alternate."""
+"""The engine for diffusion models. Alternates between the denoising steps of concurrent requests."""
 
 import asyncio
 import itertools
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class DiffusionEngine:
-    """Runs diffusion requests step by step on a worker, which loads the model and executes one call at a time.
+    """Runs diffusion requests step by step on a worker. The worker loads the model and executes one call at a time.
 
     Each request is a coroutine that waits for its steps. The step loop repeatedly selects a batch of requests and calls
     the worker to run one step of each request in the batch.
@@ -153,9 +153,9 @@ class DiffusionEngine:
         return await self._step_loop.call("runner.begin", name, inputs, conditioning=conditioning)  # type: ignore[no-any-return]
 
     async def _run_steps(self, name: str, task: Task, prepared: "PreparedRequest") -> AsyncGenerator[EngineEvent, None]:
-        """Runs a request's remaining steps and yields its events.
+        """Runs the remaining steps of the request `name` and yields its events.
 
-        The last events are the result and the usage, or a checkpoint if the request is paused.
+        The last events are the result and the usage. If the request pauses, the last event is a checkpoint instead.
         """
         request = RequestProgress(
             name,
@@ -189,14 +189,16 @@ class DiffusionEngine:
         yield Usage(steps=request.done - prepared.step_index)
 
     def _next_stop(self, done: int, last: int) -> int:
-        """Returns the number of completed steps at which the step loop must stop next: for a checkpoint, for a preview,
-        or at `last`."""
+        """Returns the number of completed steps at which the request must leave the step loop next. This happens for a
+        checkpoint, for a preview, or when `last` steps are completed. `done` is the number of steps completed so far.
+        """
         intervals = [each for each in (self._options.checkpoint_steps, self._options.preview_steps) if each]
         return min([last, *(done - done % each + each for each in intervals)])
 
     async def _at_stop(self, name: str, task: Task, done: int) -> list[EngineEvent]:
-        """Returns the preview and the checkpoint that are due after `done` steps, or an empty list if neither is
-        due."""
+        """Returns the preview and the checkpoint that are due after `done` completed steps. The list is empty if
+        neither is due.
+        """
         events: list[EngineEvent] = []
         if self._options.preview_steps and not done % self._options.preview_steps:
             events += await self._results(name, task, done, final=False)
@@ -214,7 +216,9 @@ class DiffusionEngine:
         return await self._images(await self._step_loop.call("runner.decode", name), task, metadata)
 
     async def _decode_all(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
-        """Decodes each packet of latents that a decode-only stage receives, and yields a result for each packet."""
+        """Runs a task of a stage that only decodes. Decodes each incoming packet of latents, and yields one result for
+        each packet.
+        """
         flow, steps = _only_inlet(task.inlets), 0
         async for packet in flow:
             frames = await self._step_loop.call("runner.decode_latents", packet.tensors[LATENTS])
@@ -229,7 +233,9 @@ class DiffusionEngine:
     # -- inner workings
 
     async def _serialized(self, name: str, kind: str) -> dict[str, Array]:
-        """Returns the data of a request that `kind` selects, as the tensor with that name."""
+        """Returns serialized data of the request `name` in a dict with the key `kind`. `kind` selects the data:
+        CONDITIONING, LATENTS or STATE.
+        """
         return {kind: await self._step_loop.call("runner.serialize", name, kind)}
 
     def _inputs(self, task: Task, family: "Family") -> "DiffusionInputs":
@@ -239,7 +245,9 @@ class DiffusionEngine:
         return build_inputs(task, options, stage=self._options, family=family)
 
     async def _images(self, frames: Array, task: Task, metadata: Mapping[str, MetadataValue]) -> list[Emission]:
-        """Returns one emission with the requested tensors, or an empty list if the task requests none of them."""
+        """Returns a list with one emission that contains the outputs requested by the task. The list is empty if the
+        task requests neither the image file nor the frames.
+        """
         from stagemesh.services.engines.diffusion.image_files import encode_file
 
         tensors: dict[str, Array] = {}
@@ -260,8 +268,7 @@ def _only_inlet(inlets: Mapping[str, AsyncIterable[Packet]]) -> AsyncIterable[Pa
 
 
 async def _receive_once(inlets: Mapping[str, AsyncIterable[Packet]], tensor: str) -> Array:
-    """Reads the stage's only incoming edge to its end and returns the tensor named `tensor` from the edge's only
-    packet.
+    """Reads the only incoming edge to its end, and returns the tensor named `tensor` from the edge's only packet.
 
     Raises InvalidRequestError unless there is exactly one edge with exactly one packet.
     """

@@ -1,8 +1,8 @@
 """Executors, which run a worker outside the event loop: on a thread of this process, or in several processes.
 
-The processes are called ranks and compute together. The stage process and its ranks exchange pickled messages over a
-`multiprocessing.connection.Connection`. Pickling is safe here, because both processes run this project's code and no
-other process can access the socket pair.
+The worker processes are called ranks. They compute one model together. The stage process and each rank exchange pickled
+messages over a `multiprocessing.connection.Connection`. Pickling is safe here, because both processes run this
+project's code and no other process can access the socket pair.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _MODULE = "stagemesh.services.engines.diffusion.parallel.rank_main"
 _AGREE_S = 10.0
 """Time limit in seconds for the replies of the other ranks after one rank has reported a failure. Without the limit,
-the other ranks could wait for the failed rank for minutes."""
+ranks could spend minutes waiting for the failed rank."""
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -44,8 +44,9 @@ _ENVIRONMENT = {
 
 
 class ThreadExecutor:
-    """Runs one worker on a single thread of this process. Executes calls one at a time, in the order in which they are
-    made."""
+    """Runs one worker on a single thread of this process. Executes calls one at a time, in the order in which they were
+    submitted.
+    """
 
     def __init__(self, folder: Path, options: DiffusionOptions) -> None:
         self._folder, self._options = folder, options
@@ -53,15 +54,16 @@ class ThreadExecutor:
         self._worker: Any = None
 
     async def start(self, report: Callable[[str], None]) -> None:
-        """Creates the worker. Calls `report` with a description of the current startup phase."""
+        """Creates the worker. Before each phase of the startup, calls `report` with a description of the phase."""
         report("importing diffusers")
         worker_class = await self._run(import_worker)
         self._worker = await self._run(partial(worker_class, self._folder, self._options))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the worker or of its parts, such as "runner.decode".
+        """Calls a method of the worker or of one of its parts. `method` is the method's path from the worker, such as
+        "runner.decode".
 
-        Returns the method's result or raises its error. Raises UnavailableError if the worker has ended.
+        Returns the method's result or raises its error. Raises UnavailableError if the executor is closed.
         """
         # `close` may reset the attribute before the thread runs the call.
         worker = self._worker
@@ -70,7 +72,7 @@ class ThreadExecutor:
         return await self._run(lambda: attrgetter(method)(worker)(*args, **kwargs))
 
     async def wait_failed(self) -> str:
-        """Waits until the worker fails. Returns the cause as a message."""
+        """Never returns, because the worker's thread ends only with this process."""
         # A thread ends only with its process.
         await asyncio.Event().wait()
         raise AssertionError("the event is never set")
@@ -90,19 +92,18 @@ class ThreadExecutor:
 
 @dataclass(frozen=True)
 class RankSetup:
-    """The first message to a rank, which configures the rank's worker. The rank replies after it has created the
-    worker."""
+    """The first message to a rank. The rank creates its worker with this content and then replies."""
 
     folder: Path
     options: DiffusionOptions
     rank: int
     store: Path
-    """Path of the file through which the ranks connect to each other. The file must not exist yet."""
+    """Path of the file through which the ranks connect to each other. The file must not exist before."""
 
 
 @dataclass(frozen=True)
 class RankCall:
-    """A message that asks a rank to call a method of its `DiffusionWorker`, or of a part such as `runner`."""
+    """A request to a rank to call a method of its `DiffusionWorker`, or of a part of the worker such as `runner`."""
 
     method: str
     args: tuple[Any, ...] = ()
@@ -117,22 +118,21 @@ class RankReply:
     """Return value of the method on rank 0. None on other ranks."""
     error: StagemeshError | None = None
     failures: tuple[str | None, ...] = ()
-    """Error reasons, which show whether all ranks had the same outcome.
+    """The reasons of the errors of this call. Compared between ranks, because all ranks must have the same outcome.
 
-    Contains the reason of the raised error. If the method returned a list of errors, contains the reason of each error,
-    and None for each success. Empty otherwise. If the failures of two ranks differ, the ranks have diverged.
-    """
+    If the call raised an error, contains the reason of that error. If the method returned a list of errors, contains
+    one item for each request: the error's reason, or None if the request succeeded. Otherwise empty."""
 
     @property
     def has_failure(self) -> bool:
-        """Whether the call failed, or the method returned at least one error."""
+        """Whether the call raised an error, or the method returned at least one error."""
         return any(reason is not None for reason in self.failures)
 
 
 class ProcessExecutor:
     """Runs each call on all ranks in the same order, so that the ranks reach their collective operations together.
 
-    Returns the return value of rank 0. Kills all ranks if a rank ends, or if a call fails on only some of the ranks.
+    Returns rank 0's result of each call. Kills all ranks if a rank ends, or if a call fails on only some of the ranks.
     """
 
     def __init__(self, folder: Path, options: DiffusionOptions) -> None:
@@ -195,9 +195,10 @@ class ProcessExecutor:
         return first.value
 
     async def _agreed_reply(self, requests: Sequence["asyncio.Future[RankReply]"]) -> RankReply:
-        """Waits for the replies of all ranks and returns rank 0's reply.
+        """Waits for the replies of all ranks to one call, and returns rank 0's reply.
 
-        Raises UnavailableError if a rank has ended, or if the ranks report different failures.
+        `requests` contains the pending reply of each rank, in the order of the ranks. Raises UnavailableError if a rank
+        has ended, or if the ranks report different failures.
         """
         waiting, limit_s = set(requests), None
         while waiting:
@@ -217,7 +218,7 @@ class ProcessExecutor:
         self._fail(await rank.wait_ended())
 
     def _fail(self, cause: str) -> None:
-        """Kills all ranks. Records only the first cause, because one failed rank causes the other ranks to fail."""
+        """Kills all ranks. Records only the first `cause`, because one failed rank causes the other ranks to fail."""
         if not self._failed.is_set():
             self._failure = cause
             self._failed.set()
@@ -226,17 +227,18 @@ class ProcessExecutor:
 
 
 class RankProcess:
-    """The stage process's handle for one rank process. Created by `start_rank`."""
+    """The stage process's connection to one rank process. Created by `start_rank`."""
 
     def __init__(
         self, name: str, process: asyncio.subprocess.Process, connection: "Connection[Any, RankReply]"
     ) -> None:
         self._name, self._process, self._connection = name, process, connection
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-        """The thread that exchanges messages with the rank, because the connection blocks."""
+        """The thread that exchanges messages with the rank. A thread is needed because the connection's methods
+        block."""
 
     async def request(self, message: RankSetup | RankCall) -> RankReply:
-        """Sends a message to the rank and returns the rank's reply.
+        """Sends a message to the rank, then waits for the rank's reply and returns it.
 
         Raises UnavailableError with the exit status if the rank has ended.
         """
@@ -246,7 +248,7 @@ class RankProcess:
             raise UnavailableError(await self.wait_ended()) from exc
 
     async def wait_ended(self) -> str:
-        """Waits until the rank process has ended. Returns an error message that contains the exit status."""
+        """Waits until the rank process has ended. Returns the exit status in a sentence for operators."""
         status = await self._process.wait()
         cause = f" ({signal.Signals(-status).name})" if status < 0 else ""
         return f"{self._name} has ended with exit status {status}{cause}; its own log says why"
@@ -257,7 +259,7 @@ class RankProcess:
             self._process.kill()
 
     async def close(self) -> None:
-        """Kills the rank process. It has no state to save."""
+        """Kills the rank process, which has no state to save, and closes the connection."""
         self.kill()
         await self._process.wait()
         self._thread.shutdown()
@@ -269,8 +271,10 @@ class RankProcess:
 
 
 async def start_rank(name: str) -> RankProcess:
-    """Starts a rank process, which error messages call `name`. The first message to the process must be a
-    `RankSetup`."""
+    """Starts a rank process. `name` is the process's name in error messages.
+
+    The first message to the process must be a `RankSetup`.
+    """
     connection, child_connection = Pipe()
     with child_connection:
         process = await asyncio.create_subprocess_exec(
@@ -300,13 +304,14 @@ Executor: TypeAlias = ThreadExecutor | ProcessExecutor
 
 
 def make_executor(folder: Path, options: DiffusionOptions) -> Executor:
-    """Returns a thread executor if `options.parallel` specifies one process, otherwise a process executor."""
+    """Returns a `ThreadExecutor` if `options.parallel` specifies a single process, otherwise a `ProcessExecutor`."""
     return (ThreadExecutor if options.parallel.ranks == 1 else ProcessExecutor)(folder, options)
 
 
 def import_worker() -> "type[DiffusionWorker]":
-    """Imports and returns `DiffusionWorker`. Raises NotReadyError (MISSING_MODULE) if a required module is not
-    installed."""
+    """Imports the class `DiffusionWorker` and returns it. Raises NotReadyError (MISSING_MODULE) if a module that it
+    requires is not installed.
+    """
     try:
         from stagemesh.services.engines.diffusion.worker import DiffusionWorker
     except ImportError as exc:

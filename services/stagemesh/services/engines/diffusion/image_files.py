@@ -1,4 +1,4 @@
-"""Encodes frames as an image file or a video file."""
+"""Encoding of frames as an image file or a video file."""
 
 import io
 from typing import Any

@@ -1,4 +1,4 @@
-"""Converts exceptions that models and schedulers raise to StagemeshErrors."""
+"""Conversion of exceptions that models and schedulers raise to StagemeshErrors."""
 
 import torch
 
@@ -6,7 +6,7 @@ from stagemesh.common.errors import InternalError, InvalidRequestError, Overload
 
 
 def to_stagemesh_error(exc: Exception) -> StagemeshError:
-    """Returns the error to report to the caller.
+    """Returns the StagemeshError that is reported to the caller for an exception of a model or scheduler.
 
     A ValueError becomes an InvalidRequestError, because models raise ValueError for inputs that they do not support.
     """

@@ -24,13 +24,13 @@ class QuantizationOptions:
 
     backend: Literal["torchao", "bitsandbytes_4bit", "bitsandbytes_8bit", "quanto"]
     parameters: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
-    """Arguments for diffusers' configuration class for the backend. For torchao, `quant_type` is the name of a class in
+    """Arguments for the backend's configuration class in diffusers. For torchao, `quant_type` is the name of a class in
     torchao.quantization, such as Int8WeightOnlyConfig."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class LoadOptions:
-    """Options for loading a pipeline's weights and for storing them while they are not in use."""
+    """Options for loading a pipeline's weights, and for storing the weights while they are not in use."""
 
     format: Literal["default", "dummy", "custom_pipeline"] = "default"
     """How the pipeline is loaded. `default` reads the model's files. `dummy` generates reproducible random weights, for
@@ -46,11 +46,11 @@ class LoadOptions:
     """Size of the transformer's offload groups: a single layer (`leaf`) or a transformer block (`block`). Blocks are
     faster but use more device memory."""
     offload_dir: str | None = None
-    """Folder in which each process creates its offload folder if `offload` is `disk`. None selects the system's
-    temporary folder."""
+    """Folder in which each process creates its own folder for offloaded weights if `offload` is `disk`. None selects
+    the system's temporary folder."""
     layerwise_casting: Literal["none", "float8_e4m3fn", "float8_e5m2"] = "none"
-    """Data type in which the transformer's weights are stored. A layer's weights are converted to the computation's
-    data type while the layer computes, which loses some precision. `none` disables the conversion."""
+    """Data type in which the transformer's weights are stored. The weights of a layer are converted to the data type
+    `dtype` while the layer computes. The conversion loses some precision. `none` disables it."""
     quantization: QuantizationOptions | None = None
     compile: bool = False
     """Whether the transformer's blocks are compiled at the first step. Compilation changes the results by rounding
@@ -68,66 +68,68 @@ class LoadOptions:
 
     @property
     def changes_weights(self) -> bool:
-        """Whether the options modify the transformer's weights or keep some of them off the device."""
+        """Whether these options modify the transformer's weights, or store some of the weights outside the device."""
         return self.offload in {"group", "disk"} or self.layerwise_casting != "none" or self.quantization is not None
 
 
 @dataclass(frozen=True, config=_STRICT)
 class FirstBlockOptions:
-    """Options of FirstBlockCache, which skips all later transformer blocks in a step if the first block's output has
-    changed little."""
+    """Options of FirstBlockCache. This step cache skips the other transformer blocks of a step if the first block's
+    output has changed little.
+    """
 
     kind: Literal["first_block"]
     threshold: NonNegativeFloat = 0.05
-    """Maximum mean relative change of the first block's residual at which the other blocks are skipped. 0.05 means 5
+    """Maximum mean relative change of the first block's residual for which the other blocks are skipped. 0.05 means 5
     %."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class MagOptions:
-    """Options of MagCache, which skips a step if the model's residuals are expected to change little."""
+    """Options of MagCache. This step cache skips a step if the model's residuals are expected to change little."""
 
     kind: Literal["mag"]
     threshold: NonNegativeFloat = 0.06
-    """Maximum estimated relative error that consecutive skipped steps may accumulate. 0.06 means 6 %."""
+    """Maximum estimated relative error that may accumulate over consecutive skipped steps. 0.06 means 6 %."""
     max_skip_steps: PositiveInt = 3
     """Maximum number of consecutive skipped steps."""
     retention_ratio: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """Fraction of the steps, counted from the first step, that are always computed."""
+    """Fraction of the request's steps that are always computed, beginning with the first step. From 0 to 1."""
     mag_ratios: tuple[float, ...] = ()
     """Ratios of the residual's magnitude between consecutive steps, as measured by diffusers' MagCache with
-    `calibrate`. The measurement may use any number of steps. If the tuple is empty, diffusers' own ratios are used,
-    which exist only for Flux."""
+    `calibrate`. The measurement may use any number of steps. If the tuple is empty, diffusers' own ratios are used.
+    diffusers has such ratios only for Flux."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class TaylorSeerOptions:
-    """Options of TaylorSeer, which extrapolates attention outputs between computed steps."""
+    """Options of TaylorSeer. This step cache extrapolates attention outputs between computed steps."""
 
     kind: Literal["taylor_seer"]
     cache_interval: PositiveInt = 5
-    """Number of steps from one computed step to the next. With n, every n-th step is computed."""
+    """Number of steps from one computed step to the next. With a value of n, every n-th step is computed."""
     disable_cache_before_step: PositiveInt = 3
     """Number of initial steps that are always computed."""
     disable_cache_after_step: int | None = None
-    """Index of the step from which every step is computed. None if steps are skipped until the end."""
+    """Index of the step from which on every step is computed. None if steps may be skipped until the last step."""
     max_order: NonNegativeInt = 1
-    """Order of the Taylor series that extrapolates. A higher order is more accurate and uses more memory."""
+    """Order of the Taylor series for the extrapolation. A higher order is more accurate but uses more memory."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class CacheDitOptions:
-    """Options of DBCache from the package cache-dit. DBCache extends FirstBlockCache to several first and last
-    blocks."""
+    """Options of DBCache, a step cache from the package cache-dit. DBCache extends FirstBlockCache to several first and
+    last blocks.
+    """
 
     kind: Literal["cache_dit"]
     first_blocks: PositiveInt = 1
-    """Number of first blocks, which run at every step. The other blocks are skipped if the first blocks' residual
-    changes little."""
+    """Number of blocks at the start of the transformer that are computed in every step. The subsequent blocks are
+    skipped if the residual of the first blocks changes little."""
     last_blocks: NonNegativeInt = 0
-    """Number of last blocks, which run at every step."""
+    """Number of blocks at the end of the transformer that are computed in every step."""
     threshold: NonNegativeFloat = 0.08
-    """Maximum mean relative change of the first blocks' residual at which the other blocks are skipped. 0.08 means 8
+    """Maximum mean relative change of the first blocks' residual for which the other blocks are skipped. 0.08 means 8
     %."""
     warmup_steps: NonNegativeInt = 8
     """Number of initial steps that are always computed."""
@@ -141,18 +143,19 @@ StepCacheOptions: TypeAlias = Annotated[DiffusersCacheOptions | CacheDitOptions,
 
 @dataclass(frozen=True, config=_STRICT)
 class ParallelOptions:
-    """Degrees of parallelism, as numbers of processes that denoise together. If all are 1, the stage uses a single
-    process."""
+    """Degrees of parallelism. Each degree is a number of processes that denoise together. If all degrees are 1, the
+    stage uses a single process.
+    """
 
     cfg: Annotated[int, Field(ge=1, le=2)] = 1
-    """Number of guidance branches that are computed in parallel, each by a separate group of processes. Must be 1 or
-    2, because guidance has two branches."""
+    """Number of guidance branches that are computed in parallel, each by a separate group of processes. Must be 1 or 2,
+    because guidance has two branches."""
     ulysses: PositiveInt = 1
     """Number of processes that split each forward pass (Ulysses sequence parallelism). Each process computes a part of
     the tokens and, in attention, a part of the heads."""
     hsdp: PositiveInt = 1
-    """Number of processes across which the transformer's weights are sharded. Each process stores one shard, and
-    fetches the other shards of a block when it computes the block."""
+    """Number of processes across which the transformer's weights are sharded. Each process stores one shard of each
+    block, and fetches the other shards of a block when it computes the block."""
 
     def __post_init__(self) -> None:
         if self.ulysses > 1 and self.ulysses % self.hsdp:
@@ -163,12 +166,12 @@ class ParallelOptions:
 
     @property
     def branch_ranks(self) -> int:
-        """Number of processes that compute one guidance branch."""
+        """Number of processes that compute one guidance branch together."""
         return max(self.ulysses, self.hsdp)
 
     @property
     def ranks(self) -> int:
-        """Total number of processes of the stage."""
+        """Total number of processes of the stage that compute the model."""
         return self.cfg * self.branch_ranks
 
 
@@ -182,52 +185,52 @@ class DiffusionOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device on which the model computes. `auto` selects a GPU if the machine has one, otherwise the CPU."""
     load: LoadOptions = field(default_factory=LoadOptions)
-    """Options for loading and storing the weights."""
+    """Options for loading and storing the model's weights."""
     enable_lora: bool = False
     """Whether requests may select a LoRA adapter. Operators load and unload the adapters."""
     max_loras: PositiveInt = 8
     """Maximum number of LoRA adapters that are loaded at the same time."""
     max_lora_rank: PositiveInt = 128
     height: int = 1024
-    """Default image height in pixels. A request may override `height`, `width`, `num_frames`, `num_inference_steps` and
-    `guidance_scale`."""
+    """Default height of an image in pixels. A request may override the defaults of `height`, `width`, `num_frames`,
+    `num_inference_steps` and `guidance_scale`."""
     width: int = 1024
     num_frames: int = 1
     num_inference_steps: int = 50
     guidance_scale: float = 4.0
-    """Default scale of classifier-free guidance, or default of the guidance input for models that have such an
-    input."""
+    """Default scale of classifier-free guidance. For models with a guidance input, the default value of that input."""
     max_side: PositiveInt = 2048
     """Maximum height and maximum width of an image, in pixels."""
     max_frames: PositiveInt = 1
-    """Maximum number of frames in a request. Must be greater than 1 to generate videos."""
+    """Maximum number of frames that a request may generate. Must be greater than 1 to generate videos."""
     max_inference_steps: PositiveInt = 200
     max_prompt_characters: PositiveInt = 20_000
     max_running: PositiveInt = 16
-    """Maximum number of requests whose denoising steps alternate. Further requests wait before they are encoded."""
+    """Maximum number of requests whose denoising steps alternate. Further requests wait before their prompts are
+    encoded."""
     max_batch: PositiveInt = 8
-    """Maximum number of requests in one forward pass. If 1, a request's result does not depend on other requests."""
+    """Maximum number of requests that share one forward pass. With a value of 1, a request's result does not depend on
+    other requests."""
     max_wait_steps: NonNegativeInt = 8
-    """Number of steps for which other requests may take precedence over a waiting request."""
+    """Number of steps after which a waiting request takes precedence over other requests."""
     memory_bytes: int | None = None
-    """Maximum memory of all requests in addition to the weights, in bytes. None means all memory that is free after the
-    weights are loaded."""
+    """Maximum memory in bytes for all requests together, excluding the weights. None means all memory that is free
+    after the weights are loaded."""
     checkpoint_steps: NonNegativeInt = 0
     """Number of steps from one checkpoint to the next. 0 disables checkpoints."""
     preview_steps: NonNegativeInt = 0
     """Number of steps from one preview to the next. 0 disables previews.
 
-    A preview contains images or a video, or latents if the stage only denoises.
-    """
+    A preview contains images or a video. If the stage only denoises, the preview contains latents instead."""
     prompt_cache_bytes: NonNegativeInt = 256 << 20
     """Maximum size of the cache of prompt embeddings, in bytes. 0 disables the cache."""
     step_cache: StepCacheOptions | None = None
-    """Options of the step cache, which reuses results of previous steps. It makes steps faster but changes the
-    generated image. None disables the step cache."""
+    """Options of the step cache, which reuses results of previous steps. A step cache makes steps faster but changes
+    the generated image. None disables it."""
     profile_dir: str | None = None
     """Absolute path of the folder in which profiles are written. None disables profiling."""
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
-    """Number of processes for each kind of parallelism."""
+    """Degrees of parallelism of the stage's processes."""
 
     def __post_init__(self) -> None:
         for name, limit in (
@@ -264,5 +267,8 @@ class DiffusionOptions:
 
 
 def stage_options(options: Mapping[str, JsonValue], *, stage: str = "") -> DiffusionOptions:
-    """Parses the options of a stage. Raises InvalidRequestError if an option is invalid. The error names the option."""
+    """Parses the options of a diffusion stage. `stage` is the stage's name in errors.
+
+    Raises InvalidRequestError if an option is invalid. The error names the option.
+    """
     return parse_options(DiffusionOptions, options, stage=stage)

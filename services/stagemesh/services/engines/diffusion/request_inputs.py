@@ -1,4 +1,4 @@
-"""Validates a task and converts it to the inputs of a diffusion pipeline."""
+"""Validation of a task, and its conversion to the inputs of a diffusion pipeline."""
 
 from collections.abc import Mapping
 
@@ -14,8 +14,8 @@ _MAX_SEED = (1 << 63) - 1
 def build_inputs(
     task: Task, options: Mapping[str, float], *, stage: DiffusionOptions, family: Family
 ) -> DiffusionInputs:
-    """Returns the pipeline inputs for a task. `options` contains the request's options and the defaults of omitted
-    options.
+    """Returns the pipeline inputs for a task. `options` contains the values of the request's options, including
+    defaults.
 
     Raises InvalidRequestError or UnsupportedError if the task is invalid. The error names the invalid value and the
     allowed values.
@@ -44,8 +44,9 @@ def build_inputs(
 
 
 def _needs_prompt(task: Task, stage: DiffusionOptions) -> bool:
-    """Returns whether the stage must read the task's prompt. A task that resumes from a checkpoint may omit the
-    prompt."""
+    """Returns whether the stage must read the task's prompt. A task that resumes from a checkpoint may omit its
+    prompt.
+    """
     return stage.part in {"all", "encode"} and (task.resume_from is None or task.prompt is not None)
 
 

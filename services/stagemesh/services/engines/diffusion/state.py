@@ -8,15 +8,16 @@ from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
 @dataclass(frozen=True)
 class DiffusionInputs:
-    """Inputs of a diffusion request. A stage that runs one part of a pipeline reads only the inputs that its part
-    needs."""
+    """The inputs of a diffusion request. A stage that runs only one part of a pipeline reads only some of the
+    inputs.
+    """
 
     seed: int
     prompt: str = ""
     negative_prompt: str = ""
     image: bytes | None = None
     """Content of the input image file, or None if the request has no image. Only models that edit images accept an
-    image."""
+    input image."""
     height: int = 0
     """Height of the image in pixels. 0 if the request does not set the height."""
     width: int = 0
@@ -32,7 +33,7 @@ class DiffusionInputs:
 
 @dataclass
 class DiffusionRequestState:
-    """The data of a diffusion request between the phases of the pipeline. Does not contain the model.
+    """The data of a diffusion request between the phases of the pipeline. Excludes the model.
 
     `transfer` serializes this data for another process.
     """
@@ -40,14 +41,14 @@ class DiffusionRequestState:
     request_id: str
     inputs: DiffusionInputs
     values: Any = field(default_factory=PipelineState)
-    """`PipelineState` with the results of completed blocks by name, such as embeddings, masks, sizes and timesteps."""
+    """diffusers' `PipelineState` with the results of completed blocks by name, such as embeddings, masks, sizes and
+    timesteps."""
     loop: Any = None
-    """`BlockState` with the variables of the denoising loop. None before and after the loop."""
+    """diffusers' `BlockState` with the variables of the denoising loop. None before and after the loop."""
     scheduler: Any = None
-    """The request's own diffusers scheduler, which contains the position in the noise schedule. None before
-    denoising."""
+    """The request's own diffusers scheduler. Contains the position in the noise schedule. None before denoising."""
     guider: Any = None
-    """The request's own diffusers guider, which contains the guidance scale. None if the model has no guider."""
+    """The request's own diffusers guider. Contains the guidance scale. None if the model has no guider."""
     step_index: int = 0
     """Number of completed denoising steps."""
     total_steps: int = 0
@@ -55,5 +56,5 @@ class DiffusionRequestState:
 
     @property
     def denoised(self) -> bool:
-        """Whether all denoising steps are completed."""
+        """Whether all denoising steps are completed. False before the noise schedule is set."""
         return self.total_steps > 0 and self.step_index >= self.total_steps

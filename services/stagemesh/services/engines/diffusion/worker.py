@@ -1,5 +1,6 @@
-"""The worker of a diffusion engine, which owns the device and its memory, and the runner, which runs requests on the
-loaded model."""
+"""The worker of a diffusion engine, which owns the device and its memory, and the worker's runner, which runs requests
+on the loaded model.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,12 +32,14 @@ if TYPE_CHECKING:
     from stagemesh.services.engines.diffusion.parallel.rank_group import RankGroup
 
 PROFILED_STEP = "denoising step"
-"""Name of each denoising step in a profile."""
+"""Name under which each denoising step is recorded in a profile."""
 
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """Scheduling data of a request that is ready for its first step, or for its next step after a checkpoint."""
+    """The scheduling data of a request that is ready for its first step, or for its next step if it resumes from a
+    checkpoint.
+    """
 
     key: tuple[object, ...]
     """Compatibility key. Only requests with equal keys can share a step."""
@@ -44,11 +47,12 @@ class PreparedRequest:
     step_index: int
     total_steps: int
     prompt_cache: CacheStatistics
-    """Statistics of the prompt cache, taken after the request was prepared."""
+    """Statistics of the prompt cache after the request has been prepared."""
 
 
 class DiffusionRunner:
-    """Loads a pipeline, or one part of a pipeline, on one device and runs requests, which are identified by name.
+    """Loads a pipeline, or one part of a pipeline, on one device, and runs requests. Each request is identified by a
+    name.
 
     Not thread-safe.
     """
@@ -65,16 +69,16 @@ class DiffusionRunner:
             forwards.caches = enable_caches(forwards.model, options.step_cache)
         self._transfer = RequestTransfer(self.pipeline, folder)
         self.states: dict[str, DiffusionRequestState] = {}
-        """The running requests, by name."""
+        """The state of each running request, by request name."""
 
     def begin(
         self, name: str, inputs: DiffusionInputs, *, conditioning: Array | None = None, state: Array | None = None
     ) -> PreparedRequest:
-        """Adds a request and prepares its next step: encodes the prompt, generates the noise and sets the noise
-        schedule.
+        """Adds a request and prepares its next step. Encodes the prompt, generates the noise and sets the noise
+        schedule, unless `state` contains them.
 
-        `conditioning` contains encoding results of another stage, and `state` contains the state of a checkpoint. If
-        both are None, the request starts from its prompt.
+        `conditioning` contains the encoding results of another stage, and `state` contains the state of a checkpoint.
+        If both are None, the request starts from its prompt.
         """
         if state is not None:
             request = self._transfer.restore_state(name, inputs, state)
@@ -89,10 +93,11 @@ class DiffusionRunner:
         return PreparedRequest(key, tokens, request.step_index, request.total_steps, self._prompt_cache.statistics)
 
     def step(self, names: Sequence[str]) -> list[StagemeshError | None]:
-        """Advances each request by one denoising step in as few forward passes as possible.
+        """Advances each request by one denoising step, in as few forward passes as possible. `names` are the requests'
+        names.
 
         Returns one item for each request: the request's error, or None if the request succeeded. If a shared forward
-        pass fails, runs each request alone, so that only the request that caused the failure fails.
+        pass fails, each request is computed separately, so that only the request that caused the failure fails.
         """
         states = [self.states[name] for name in names]
         try:
@@ -105,23 +110,24 @@ class DiffusionRunner:
         return [self._advance(state, noise) for state, noise in zip(states, noises, strict=True)]
 
     def decode(self, name: str) -> Array:
-        """Decodes the latents of a request. Before the last step, the returned frames are a preview.
+        """Decodes the latents of a request. Before the last step, the result is a preview.
 
         Returns float32[images or frames, 3, height, width] with values in [0, 1].
         """
         return self._decode(self.states[name])
 
     def decode_latents(self, latents: Array) -> Array:
-        """Decodes latents that another stage has serialized. Returns frames in the format of `decode`."""
+        """Decodes latents that another stage has serialized as uint8[bytes]. Returns the same shape and type as
+        `decode`.
+        """
         request = DiffusionRequestState("", DiffusionInputs(seed=0))
         self._transfer.restore_values(request, LATENTS, latents)
         self._prepare(request)
         return self._decode(request)
 
     def serialize(self, name: str, kind: str) -> Array:
-        """Returns the data of a request that `kind` selects: CONDITIONING, LATENTS or STATE.
-
-        The data is serialized as uint8[bytes].
+        """Returns data of a request, serialized as uint8[bytes]. `kind` selects the data: CONDITIONING, LATENTS or
+        STATE.
         """
         return self._transfer.serialize(self.states[name], kind)
 
@@ -155,10 +161,10 @@ class DiffusionRunner:
 
 
 class DiffusionWorker:
-    """Owns the device and the memory of one process, and loads the runner. Not thread-safe.
+    """Owns the device and the memory of one process, and creates the runner, which loads the model. Not thread-safe.
 
-    Executors call the methods of the worker and of its runner. Arguments and results can be pickled, because the worker
-    may run in another process.
+    Executors call the methods of the worker and of its runner. Their arguments and results can be pickled, because the
+    worker may run in another process.
     """
 
     def __init__(self, folder: Path, options: DiffusionOptions, *, rank_group: "RankGroup | None" = None) -> None:
@@ -169,10 +175,11 @@ class DiffusionWorker:
             torch.set_num_threads(1)
         self._runner: DiffusionRunner | None = None
         self._sleeping_runner: DiffusionRunner | None = None
-        """The runner while the engine is asleep and retains the weights in host memory. None otherwise."""
+        """The runner with its weights in host memory, while the engine is asleep. None if the engine is awake or has
+        freed the weights."""
         self.prompt_cache = PromptCache(options.prompt_cache_bytes)
         self._profile: Any = None
-        """The profiler of torch while a profile is in progress, otherwise None."""
+        """The running profiler of torch, or None if no profile is in progress."""
         self._profile_steps_left: int | None = None
 
     def load(self) -> ModelFacts:
@@ -186,13 +193,15 @@ class DiffusionWorker:
 
     @property
     def runner(self) -> DiffusionRunner:
-        """Runner with the loaded model. Raises NotReadyError if no model is loaded."""
+        """The runner with the loaded model. Raises NotReadyError if no model is loaded."""
         if self._runner is None:
             raise NotReadyError("the model is not loaded")
         return self._runner
 
     def step(self, names: Sequence[str]) -> list[StagemeshError | None]:
-        """Advances each request by one denoising step. Returns the results of `DiffusionRunner.step`."""
+        """Advances each request by one denoising step. Returns the result of `DiffusionRunner.step`. Counts the step in
+        a running profile.
+        """
         if self._profile is None:
             return self.runner.step(names)
         with record_function(PROFILED_STEP):
@@ -209,7 +218,7 @@ class DiffusionWorker:
             self._runner.drop(name)
 
     def sleep(self, level: int) -> None:
-        """Frees the device memory of the weights and discards all requests.
+        """Discards all requests and frees the device memory of the weights.
 
         Level 1 retains the weights in host memory if possible. Level 2 also clears the prompt cache.
         """
@@ -226,9 +235,10 @@ class DiffusionWorker:
         release_unused_memory()
 
     def wake(self) -> bool:
-        """Restores the weights after `sleep`. Returns True if the weights were read from files.
+        """Restores the weights after `sleep`. Returns True if the weights were read from files, or False if they were
+        in host memory.
 
-        In that case, all LoRA adapters must be loaded again.
+        If the weights were read from files, all LoRA adapters must be loaded again.
         """
         if self._sleeping_runner is None:
             self.load()
@@ -239,7 +249,8 @@ class DiffusionWorker:
         return False
 
     def start_profile(self, path: str, *, max_steps: int | None) -> None:
-        """Starts a profile of the next `max_steps` steps. If `max_steps` is None, the profile ends at `stop_profile`.
+        """Starts a profile of the next `max_steps` denoising steps. If `max_steps` is None, the profile ends when
+        `stop_profile` is called.
 
         Each rank writes its profile to the file `{path}-rank{rank}.json.gz`.
         """

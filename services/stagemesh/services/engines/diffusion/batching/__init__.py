@@ -1,1 +1,1 @@
-"""Batching: computes the transformer calls of several requests in shared forward passes."""
+"""Batching: computing the transformer calls of several requests in shared forward passes."""

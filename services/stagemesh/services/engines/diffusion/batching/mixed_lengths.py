@@ -22,18 +22,18 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from stagemesh.common.settings import library_variable
 
 _STRICT_ROWS = 8
-"""Minimum number of matrix rows at which MKL in strict mode computes each row identically for any number of rows."""
+"""Minimum number of matrix rows for which a row's result in MKL's strict mode does not depend on the number of rows."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """The token counts and the attention mask of one row of a batch."""
+    """One row of a batch: its numbers of tokens and its attention mask."""
 
     image_tokens: int
     text_tokens: int
     mask: torch.Tensor | None
-    """Attention mask as bool[1, 1, 1, text and image tokens], which is True for tokens to attend to. None if attention
-    covers all tokens."""
+    """Attention mask of shape and type bool[1, 1, 1, text and image tokens]. True for tokens to attend to. None if
+    attention covers all tokens."""
 
 
 class MixedLengthForward:
@@ -44,17 +44,18 @@ class MixedLengthForward:
         self._strict = library_variable("MKL_CBWR").upper().endswith("STRICT")
 
     def can_join(self, inputs: Mapping[str, Any]) -> bool:
-        """Returns whether a call with these inputs may share a forward pass.
+        """Returns whether a call with these inputs may share a forward pass with other calls.
 
-        In MKL's strict mode, a call with too few tokens may not.
+        Returns False in MKL's strict mode if the call has too few text or image tokens.
         """
         tokens = min(inputs[name].shape[1] for name in ("hidden_states", "encoder_hidden_states"))
         return not self._strict or tokens >= _STRICT_ROWS
 
     def forward(self, inputs: Sequence[Mapping[str, Any]]) -> list[tuple[torch.Tensor]]:
-        """Computes all calls in one forward pass and returns the prediction for each call.
+        """Computes several transformer calls in one forward pass and returns one prediction for each call.
 
-        `inputs` contains the inputs of each call, which may differ only in their tensors and in `img_shapes`.
+        `inputs` contains the inputs of each call. The inputs of two calls may differ only in their tensors and in
+        `img_shapes`.
         """
         rows = [_row(each["hidden_states"], each["encoder_hidden_states"], each) for each in inputs]
         joined = {
@@ -100,9 +101,9 @@ class MixedLengthForward:
 
 
 class _AttentionByRow:
-    """Attention processor that computes joint text and image attention for each row of a batch separately.
+    """An attention processor that computes joint text and image attention separately for each row of a batch.
 
-    Replaces the processor of diffusers' `Attention`.
+    Replaces the processor of diffusers' `Attention` while a shared forward pass runs.
     """
 
     def __init__(self, rows: Sequence[_Row], stock: Any) -> None:
@@ -117,9 +118,11 @@ class _AttentionByRow:
         attention_mask: None = None,
         image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes joint attention over image and text tokens. Returns the outputs for the image and for the text.
+        """Computes joint attention over image and text tokens. Returns the outputs for the image tokens and for the
+        text tokens.
 
-        The image and text states have the shape [rows, length of the longest row, width].
+        `hidden_states` are the image states and `encoder_hidden_states` the text states. Both have the shape [rows,
+        length of the longest row, width].
         """
         assert encoder_hidden_states_mask is attention_mask is None, "each row has its own mask"
         assert image_rotary_emb is not None, "the model uses rotary positions"
@@ -187,9 +190,9 @@ def _positions(
     max_txt_seq_len: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the rotary positions of the image tokens and of the text tokens.
+    """Returns the rotary position embeddings of the image tokens and of the text tokens.
 
-    Each has the shape and type complex[rows, length of the longest row, 1, half the head size].
+    Both have the shape and type complex[rows, length of the longest row, 1, half the head size].
     """
     del max_txt_seq_len
     row_positions = [
@@ -201,9 +204,8 @@ def _positions(
 
 
 def _pad(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Combines tensors of shape [1, length, width] into one tensor of shape [rows, length of the longest row, width].
-
-    Shorter rows are padded with zeros at the end.
+    """Returns one tensor of shape [rows, length of the longest row, width] from one tensor of shape [1, length, width]
+    for each row.
     """
     longest = max(row.shape[1] for row in rows)
     padded = rows[0].new_zeros((len(rows), longest, *rows[0].shape[2:]))

@@ -26,7 +26,7 @@ Prediction: TypeAlias = Any
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One transformer call with a batch size of 1."""
+    """One call of the transformer, with a batch size of 1."""
 
     inputs: Mapping[str, Any]
     """Arguments of the call, by parameter name of the model's `forward`."""
@@ -35,15 +35,16 @@ class Call:
 RecordedCalls: TypeAlias = Sequence[Sequence[Call]]
 """The transformer calls of one step. Each inner sequence contains the calls of one request."""
 Compute: TypeAlias = Callable[[RecordedCalls], dict[Call, Prediction]]
-"""Computes the recorded calls of all requests."""
+"""A function that computes the recorded calls of all requests and returns the prediction for each call."""
 SplitCalls: TypeAlias = Callable[[RecordedCalls, Compute], dict[Call, Prediction]]
-"""Computes a part of the recorded calls in this process with the given function, and the other parts in other
-processes."""
+"""A function that distributes the recorded calls across processes and returns the prediction for each call. In this
+process, it computes a part of the calls with the `Compute` function. Other processes compute the other calls."""
 
 
 class TransformerStandIn:
-    """Replaces the transformer in a pipeline's blocks. Passes calls to the function `predict`, and reads all other
-    attributes from the real model."""
+    """Replaces the transformer in a pipeline's blocks. Passes each call's inputs to the function `predict`, and reads
+    all other attributes from the real transformer.
+    """
 
     def __init__(
         self, model: Any, forward: "ForwardSignature", predict: Callable[[Mapping[str, Any]], Prediction]
@@ -58,8 +59,9 @@ class TransformerStandIn:
 
 
 class ForwardSignature:
-    """A callable with the signature of a model's `forward`. Pipeline blocks inspect it at each step but never call
-    it."""
+    """A callable with the signature of a model's `forward`. Pipeline blocks inspect the signature at each step but
+    never call the object.
+    """
 
     def __init__(self, model: Any) -> None:
         kind = cast("Any", type(model))
@@ -72,7 +74,7 @@ class ForwardSignature:
 
 
 class CallRecorder:
-    """Records each call in `calls` and returns a prediction of zeros."""
+    """A stand-in's `predict` function. Records each transformer call in `calls`, and returns a prediction of zeros."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -83,13 +85,17 @@ class CallRecorder:
 
 
 def replay(predictions: Iterable[Prediction]) -> Callable[[Mapping[str, Any]], Prediction]:
-    """Returns a function that ignores its argument and returns the next of the given predictions at each call."""
+    """Returns a `predict` function that returns the given predictions in order, one at each call, and ignores the
+    call's inputs.
+    """
     remaining = iter(predictions)
     return lambda _inputs: next(remaining)
 
 
 def zero_prediction(inputs: Mapping[str, Any]) -> Prediction:
-    """Returns a prediction of zeros with the shape and data type of the model's prediction for these inputs."""
+    """Returns zeros with the shape and data type of the prediction that the transformer would return for these
+    inputs.
+    """
     latents: torch.Tensor | list[torch.Tensor] = inputs["x"] if "x" in inputs else inputs["hidden_states"]
     if isinstance(latents, list):
         return ([torch.zeros_like(each) for each in latents],)
@@ -101,10 +107,10 @@ class SharedForwards:
 
     def __init__(self, family: Family, model: Any) -> None:
         self.caches: Caches | None = None
-        """The model's step caches, or None if the stage does not use any. With step caches, requests do not share
-        forward passes."""
+        """The step cache of the transformer, or None if the stage does not use one. With a step cache, requests do not
+        share forward passes."""
         self.split_calls: SplitCalls | None = None
-        """Distributes transformer calls across processes. None if this process computes all calls."""
+        """A function that distributes transformer calls across processes. None if this process computes all calls."""
         self._family, self.model = family, model
         self._signature = ForwardSignature(model) if model is not None else None
         has_mixed_lengths = family.mixed_lengths and model is not None and not model.zero_cond_t
@@ -116,7 +122,9 @@ class SharedForwards:
         return TransformerStandIn(self.model, self._signature, predict)
 
     def forward_alone(self, state: DiffusionRequestState) -> Callable[[Mapping[str, Any]], Prediction]:
-        """Returns a function that computes each transformer call of one request in a separate forward pass."""
+        """Returns a `predict` function that computes each transformer call of one request in a separate forward
+        pass.
+        """
         branch = 0
 
         def forward(inputs: Mapping[str, Any]) -> Prediction:
@@ -132,8 +140,10 @@ class SharedForwards:
     def forward_together(
         self, states: Sequence[DiffusionRequestState], recorded: RecordedCalls
     ) -> dict[Call, Prediction]:
-        """Computes the recorded calls of all requests in shared forward passes. Returns the prediction for each
-        call."""
+        """Computes the recorded calls of all requests in shared forward passes. Returns the prediction for each call.
+
+        `states` contains the request of each item of `recorded`.
+        """
         if self.split_calls is None:
             return self._predict(states, recorded)
         return self.split_calls(recorded, lambda own: self._predict(states, own))
@@ -180,7 +190,8 @@ class SharedForwards:
 
 
 def _shape_key(call: Call) -> tuple[object, ...]:
-    """Returns the shapes and data types of a call's tensors, and the values of its other inputs.
+    """Returns a key that consists of the shapes and data types of a call's tensors and of the values of its other
+    inputs.
 
     Calls with equal keys can share a forward pass.
     """
@@ -188,9 +199,9 @@ def _shape_key(call: Call) -> tuple[object, ...]:
 
 
 def _concatenate(calls: Sequence[Call], *, shared: frozenset[str]) -> dict[str, Any]:
-    """Returns the inputs of a forward pass that has one row for each call.
+    """Returns the inputs of one forward pass that has one row for each call.
 
-    Inputs named in `shared` have no row axis and are copied from the first call.
+    `shared` contains the names of the inputs that have no row axis. These inputs are taken from the first call.
     """
     return {
         name: value if name in shared else _concatenate_values([call.inputs[name] for call in calls])
@@ -199,7 +210,7 @@ def _concatenate(calls: Sequence[Call], *, shared: frozenset[str]) -> dict[str, 
 
 
 def _split_rows(prediction: Prediction, rows: int) -> list[Prediction]:
-    """Splits a batch's prediction into one prediction for each row. `rows` is the number of rows."""
+    """Splits the prediction for a batch into a list with one prediction for each row. `rows` is the number of rows."""
     sample = prediction[0]
     return [(sample[row : row + 1],) for row in range(rows)]
 

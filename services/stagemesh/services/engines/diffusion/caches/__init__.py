@@ -1,1 +1,3 @@
-"""Step caches, which skip parts of the computation of denoising steps, and the cache of prompt embeddings."""
+"""The caches of the diffusion engine: step caches, which skip parts of denoising steps, and the cache of prompt
+embeddings.
+"""

@@ -1,4 +1,4 @@
-"""A cache of prompt embeddings, which avoids encoding a repeated prompt again."""
+"""A cache of prompt embeddings, so that a repeated prompt is not encoded again."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
@@ -9,8 +9,10 @@ from stagemesh.services.engines.diffusion.transfer.serialization import tensors_
 
 
 class PromptCache:
-    """Least-recently-used cache of prompt embeddings with a size limit in bytes. Requests must not modify cached
-    values."""
+    """A least-recently-used cache of prompt embeddings with a size limit in bytes.
+
+    Requests share the cached values and must not modify them.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -19,7 +21,9 @@ class PromptCache:
 
     @property
     def statistics(self) -> CacheStatistics:
-        """The current size and limit of the cache, and the numbers of hits and misses since the cache was created."""
+        """The current size and the size limit of the cache in bytes, and its numbers of hits and misses since
+        construction.
+        """
         return CacheStatistics(
             entries=len(self._entries),
             size_bytes=self._size_bytes,
@@ -55,7 +59,7 @@ class PromptCache:
             self._size_bytes -= freed_bytes
 
     def clear(self) -> CacheStatistics:
-        """Removes all entries and returns the statistics. Does not reset the numbers of hits and misses."""
+        """Removes all entries and returns the new statistics. Does not reset the numbers of hits and misses."""
         self._entries.clear()
         self._size_bytes = 0
         return self.statistics

@@ -1,10 +1,10 @@
-"""Step caches, which skip parts of denoising steps. Each request has a separate cache.
+"""Step caches, which skip parts of denoising steps. The cached data of different requests is separate.
 
-diffusers stores results of previous steps in the hooks of a model's blocks, under a context name. The optional package
-cache-dit stores them in contexts, which are named after the model's blocks, and expects that requests run one after the
-other. This module uses separate contexts for each transformer call in a request's step, so that requests can alternate.
-The name of such a call is `<request id>/<index of the call in the step>`. A request's contexts are freed when the
-request ends, and serialized when the request is transferred.
+diffusers stores the results of previous steps in the hooks of a model's blocks, under a context name. The optional
+package cache-dit stores these results in contexts that are named after the model's blocks, and expects that requests
+run one after the other. This module uses separate contexts for each transformer call in a request's step, so that
+requests can alternate. The context name of a call is `<request id>/<index of the call in the step>`. A request's
+contexts are freed when the request ends, and serialized when the request is transferred.
 """
 
 import copy
@@ -32,14 +32,19 @@ from stagemesh.services.engines.diffusion.transfer.serialization import Tree
 diffusers: Any = _diffusers
 
 _ATTENTION = r".*blocks\.\d+\.attn\d?"
-"""Pattern of the layers whose outputs TaylorSeer extrapolates. diffusers' own pattern misses attn1 and attn2 of Wan."""
+"""Regular expression for the names of the layers whose outputs TaylorSeer extrapolates. diffusers' own pattern does not
+match the layers attn1 and attn2 of Wan."""
 
 
 class StepCaches:
-    """A diffusers step cache for one transformer, with a separate context for each transformer call of each request."""
+    """A step cache of diffusers for one transformer. Has a separate context for each transformer call of each
+    request.
+    """
 
     def __init__(self, model: Any, options: DiffusersCacheOptions) -> None:
-        """Enables the step cache on `model`. Raises NotReadyError if the model does not support the step cache."""
+        """Enables the step cache on `model`. Raises NotReadyError if the model does not support this kind of step
+        cache.
+        """
         self.options = options
         self._model = model
         self._configs = cache(partial(_config, model, options))
@@ -55,10 +60,10 @@ class StepCaches:
 
     @contextmanager
     def context(self, name: str, *, total_steps: int) -> Generator[None]:
-        """Selects the cache context of one forward pass.
+        """Selects the cache context for the forward pass in the `with` block.
 
-        `name` is `<request id>/<index of the transformer call in the step>`. `total_steps` is the request's number of
-        steps.
+        `name` is `<request id>/<index of the transformer call in the step>`. `total_steps` is the request's total
+        number of denoising steps.
         """
         if isinstance(self.options, MagOptions):
             # The steps that may be skipped depend on the number of steps, which differs between requests.
@@ -76,8 +81,8 @@ class StepCaches:
     def export(self, request_id: str) -> list[dict[str, Tree]]:
         """Returns a request's cached data in the format that `restore` accepts.
 
-        The list has one item for each state manager of the model. An item contains the cached data of each transformer
-        call, by the call's index in the step.
+        The list has one item for each of diffusers' state managers in the model. An item contains the cached data of
+        each transformer call, by the call's index in the step as a string.
         """
         return [
             {name.removeprefix(f"{request_id}/"): _tree(manager._state_cache[name]) for name in names}  # noqa: SLF001
@@ -86,8 +91,9 @@ class StepCaches:
         ]
 
     def restore(self, request_id: str, exported: list[dict[str, Tree]], device: torch.device) -> None:
-        """Restores the cached data of a request that `export` returned on another replica. `device` is the device of
-        this replica."""
+        """Restores the cached data of a request. `exported` is the result of `export` on another replica, and `device`
+        is the device of this replica.
+        """
         for manager, states in zip(self._managers, exported, strict=True):
             for name, values in states.items():
                 state = manager._state_cls(*manager._init_args, **manager._init_kwargs)  # noqa: SLF001
@@ -98,12 +104,14 @@ class StepCaches:
 
 
 class CacheDitCaches:
-    """DBCache for one transformer, with the interface of `StepCaches`. Cannot transfer cached data to
-    another replica."""
+    """The step cache DBCache of cache-dit for one transformer, with the same methods as `StepCaches`. Its cached data
+    cannot be transferred to another replica.
+    """
 
     def __init__(self, model: Any, options: CacheDitOptions) -> None:
-        """Enables DBCache on `model`. Raises NotReadyError if the package cache-dit is missing or does not support the
-        model."""
+        """Enables DBCache on `model`. Raises NotReadyError if the package cache-dit is not installed or does not
+        support the model.
+        """
         self.options = options
         try:
             cache_dit: Any = import_module("cache_dit")
@@ -146,21 +154,23 @@ class CacheDitCaches:
         self._manager._current_context = None  # noqa: SLF001
 
     def export(self, request_id: str) -> list[dict[str, Tree]]:
-        """Returns an empty list, because cached data cannot be serialized. A transferred request starts with an empty
-        cache."""
+        """Returns an empty list, because the data that cache-dit caches cannot be serialized. A transferred request
+        starts with an empty cache.
+        """
         del request_id
         return []
 
     def restore(self, request_id: str, exported: list[dict[str, Tree]], device: torch.device) -> None:
-        """Does nothing, because `export` returns no state."""
+        """Does nothing, because `export` returns no cached data."""
 
 
 Caches: TypeAlias = StepCaches | CacheDitCaches
 
 
 def enable_caches(model: Any, options: StepCacheOptions) -> Caches:
-    """Enables the step cache that `options` selects. Raises NotReadyError if the model does not support the step
-    cache."""
+    """Enables the step cache that `options` selects on `model` and returns it. Raises NotReadyError if the model does
+    not support this kind of step cache.
+    """
     return CacheDitCaches(model, options) if isinstance(options, CacheDitOptions) else StepCaches(model, options)
 
 
@@ -206,7 +216,7 @@ def _names(manager: Any, request_id: str) -> list[str]:
 
 
 def _tree(state: Any) -> Mapping[str, Tree]:
-    """Returns the attributes of a cache state that must be serialized.
+    """Returns the attributes of a cache state that must be serialized, by name.
 
     Omits the device and the values that are used only within one forward pass.
     """

@@ -1,6 +1,6 @@
 """Properties of a loaded model that the engine needs to validate and admit requests.
 
-The memory that requests need is estimated from the model's configuration. Requests usually need less than estimated.
+The memory that a request needs is estimated from the model's configuration. Requests usually need less than estimated.
 """
 
 from dataclasses import dataclass
@@ -15,47 +15,49 @@ from stagemesh.services.engines.diffusion.scheduling.admission import Footprint
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
 
 _BLOCK_WIDTHS = 24
-"""Number of elements that a transformer block needs per token, as a multiple of the model's width. Covers queries,
-keys, values, MLP and residuals."""
+"""Number of tensor elements that a transformer block needs for each token, as a multiple of the model's width. Covers
+queries, keys, values, MLP and residuals."""
 _VAE_WIDTHS = 4
-"""Number of elements that the VAE needs per pixel, as a multiple of the VAE's width."""
+"""Number of tensor elements that the VAE needs for each pixel, as a multiple of the VAE's width."""
 _TEXT_TOKENS = 512
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Properties of a loaded model, with the estimated memory that requests need per token and per pixel."""
+    """Properties of a loaded model, including estimates of the memory that a request needs per token and per pixel."""
 
     family: Family
     denoise_bytes: int
-    """Memory for denoising, in bytes per token. 0 if the stage does not load the transformer."""
+    """Estimated memory for denoising a request, in bytes per token. 0 if the stage does not load the transformer."""
     decode_bytes: int
-    """Memory for decoding, in bytes per pixel. 0 if the stage does not load the VAE."""
+    """Estimated memory for decoding a request, in bytes per pixel. 0 if the stage does not load the VAE."""
     free_bytes: int
-    """Device memory that is available for requests after the model is loaded, in bytes."""
+    """Device memory that was free for requests after the model had been loaded, in bytes."""
 
     def footprint(self, inputs: DiffusionInputs) -> Footprint:
-        """Returns the estimated memory for a request with these inputs."""
+        """Returns the estimated memory that a request with these inputs needs."""
         tokens = image_tokens(inputs, self.family) + _TEXT_TOKENS
         pixels = inputs.num_frames * inputs.height * inputs.width
         return Footprint(tokens * self.denoise_bytes, pixels * self.decode_bytes)
 
 
 def model_facts(pipeline: ModularStepPipeline) -> ModelFacts:
-    """Returns the properties of a loaded pipeline."""
+    """Returns the properties of the model that `pipeline` has loaded, with the device memory that is free now."""
     return ModelFacts(pipeline.family, _denoise_bytes(pipeline), _decode_bytes(pipeline), _free_bytes(pipeline.device))
 
 
 def image_tokens(inputs: DiffusionInputs, family: Family) -> int:
-    """Returns the number of transformer tokens that represent the requested image or video."""
+    """Returns the number of transformer tokens that represent the requested image or video. Excludes the prompt's
+    tokens.
+    """
     frames = 1 + (inputs.num_frames - 1) // 4
     return frames * (inputs.height // family.size_multiple) * (inputs.width // family.size_multiple)
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Returns the number of free bytes on a device.
+    """Returns the number of free bytes on a GPU.
 
-    For the CPU, returns the number of bytes that this process can still allocate, or 0 if unknown.
+    For the CPU, returns the number of bytes that this process can still allocate, or 0 if the number is unknown.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

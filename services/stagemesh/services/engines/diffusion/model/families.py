@@ -16,27 +16,27 @@ class Family:
     guidance_from_zero: bool = False
     """Whether a guidance scale of 0 disables guidance. If False, a scale of 1 disables guidance."""
     encodes_both: bool = False
-    """Whether the text encoder must encode a negative prompt even without guidance, because the encoder fails without
-    one."""
+    """Whether the text encoder must always encode a negative prompt, even without guidance. Without a negative prompt,
+    the encoder of such a family fails."""
     joint_guidance: Literal["negative first", "negative last"] | None = None
-    """Order of the positive and negative guidance branches in a joint forward pass.
+    """Order of the positive and negative guidance branches in a forward pass that computes both branches.
 
-    None if the diffusers pipeline computes each branch in a separate forward pass.
-    """
+    None if the diffusers pipeline computes each branch in a separate forward pass."""
     masks: tuple[str, ...] = ()
-    """Names of the prompts' attention masks. A mask that excludes no tokens is removed, because attention without a
-    mask is faster."""
+    """Names of the pipeline values that contain the prompts' attention masks. A mask that excludes no tokens is
+    removed, because attention without a mask is faster."""
     shared_inputs: frozenset[str] = frozenset()
-    """Names of the transformer inputs that have no row axis because all rows of a batch share them."""
+    """Names of the transformer inputs that have no row axis, because all rows of a batch share the same value."""
     mixed_lengths: bool = False
-    """Whether requests with different prompt lengths or image sizes can share a forward pass
-    (`batching.mixed_lengths`)."""
+    """Whether requests with different prompt lengths or image sizes can share a forward pass (see
+    `batching.mixed_lengths`)."""
     size_multiple: int = 16
-    """Height and width in pixels must be multiples of this number: the VAE's downscaling factor times patch size."""
+    """Required divisor of an image's height and width in pixels: the VAE's downscaling factor times the patch size."""
     frames_multiple: int = 0
-    """The number of frames minus 1 must be a multiple of this number. 0 for models that generate images."""
+    """Required divisor of the number of frames minus 1. 0 for models that generate images."""
     min_steps: int = 1
-    """Minimum number of denoising steps. The noise schedule would divide by zero with fewer steps."""
+    """Minimum number of denoising steps. With fewer steps, the computation of the noise schedule would divide by
+    zero."""
     takes_image: bool = False
     """Whether each request must contain an input image."""
 

@@ -1,6 +1,6 @@
-"""Loads a pipeline's components with their original, random or quantized weights, and offloads them if requested.
+"""Loading of a pipeline's components with original, random or quantized weights, and offloading of the components.
 
-diffusers implements these features. This module selects the features that the stage's options enable, and checks that
+diffusers implements these features. This module applies the features that the stage's options enable, and checks that
 the machine supports them.
 """
 
@@ -29,17 +29,20 @@ _QUANTIZATION: Mapping[str, tuple[str, str]] = {
     "bitsandbytes_8bit": ("BitsAndBytesConfig", "bitsandbytes"),
     "quanto": ("QuantoConfig", "optimum.quanto"),
 }
-"""For each quantization backend, the name of its configuration class in diffusers and the module that must be
-installed."""
+"""For each quantization backend, the name of its configuration class in diffusers and the name of the Python module
+that must be installed."""
 _SEED = 0
 
 
 class Loader:
-    """Loads the components of a pipeline, and moves them to the device or offloads them."""
+    """Loads the components of a pipeline, then moves the components to the device or offloads them, depending on the
+    options.
+    """
 
     def __init__(self, folder: Path, options: DiffusionOptions, *, device: torch.device) -> None:
         """Creates a loader for the pipeline in `folder`. Raises NotReadyError if this machine does not support the
-        options."""
+        loading options.
+        """
         self._folder, self._options, self._device = folder, options.load, device
         self._dtype = getattr(torch, options.dtype)
         on_gpu = device.type == "cuda"
@@ -109,7 +112,9 @@ class Loader:
                     self._offload(name, model, disk)
 
     def _load_dummy(self, components: Any) -> None:
-        """Registers models with random weights in `components`. Does not load other components, such as tokenizers."""
+        """Creates the models with random weights and registers them in `components`. Does not load other components,
+        such as tokenizers.
+        """
         index = diffusers.DiffusionPipeline.load_config(self._folder, local_files_only=True)
         models: dict[str, Any] = {}
         for name in components.component_names:
@@ -158,8 +163,9 @@ def _models(components: Any) -> dict[str, torch.nn.Module]:
 
 
 def _untie(model: torch.nn.Module) -> None:
-    """Replaces weights that several layers share with copies, because diffusers writes a shared weight to disk only
-    once."""
+    """Replaces weights that several layers share with a separate copy for each layer. This is needed because diffusers
+    writes a shared weight to disk only once.
+    """
     seen: set[int] = set()
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -183,7 +189,7 @@ def _random_model(kind: Any, folder: Path) -> Any:
 
 
 def _quantization_config(options: QuantizationOptions) -> Any:
-    """Returns the configuration object that diffusers uses for the quantization backend.
+    """Returns diffusers' configuration object for the quantization backend that `options` selects.
 
     Raises NotReadyError if the backend's module or a required GPU is missing, or if the parameters are invalid.
     """
@@ -208,8 +214,11 @@ def _quantization_config(options: QuantizationOptions) -> Any:
 
 
 class _ImageProcessor(Qwen2VLProcessor):
-    """Processes prompts that contain an image. Does not call the base class's constructor, which requires a video
-    processor and therefore torchvision. Stages must not import torchvision."""
+    """A processor of prompts that contain an image.
+
+    Does not call the base class's constructor, because that requires a video processor and therefore torchvision.
+    Stages must not import torchvision.
+    """
 
     def __init__(self, image_processor: Any, tokenizer: Any) -> None:  # pyright: ignore[reportMissingSuperCall]
         self.image_processor, self.tokenizer = image_processor, tokenizer
@@ -220,8 +229,9 @@ class _ImageProcessor(Qwen2VLProcessor):
 
 
 def load_image_processor(folder: Path) -> Any:
-    """Loads the processor for prompts that contain an image. `folder` is a pipeline in the layout of transformers or
-    diffusers."""
+    """Loads the processor of prompts that contain an image. `folder` contains the pipeline, in the layout of
+    transformers or of diffusers.
+    """
     saved = folder / "processor"
     tokenizer: Any = Qwen2Tokenizer
     tokenizer_folder = saved if (saved / "tokenizer_config.json").exists() else folder / "tokenizer"

@@ -30,7 +30,7 @@ from stagemesh.services.engines.adapters.manager import check_rank
 
 DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 _METADATA = "lora_adapter_metadata"
-"""Metadata key of the weights file under which diffusers stores the adapter's configuration."""
+"""Key in the weights file's metadata under which diffusers stores the adapter's configuration."""
 _PEFT_PREFIX, _DIFFUSERS_PREFIX = "base_model.model.", "transformer."
 _MATRICES = (".lora_A.weight", ".lora_B.weight")
 
@@ -41,7 +41,8 @@ class ModelAdapters:
     def __init__(self, model: Any, max_rank: int) -> None:
         self._model, self._max_rank = model, max_rank
         self._keys: dict[str, str] = {}
-        """PEFT's name for each adapter, by adapter name. Adapter names may contain dots, but PEFT's names may not."""
+        """The name of each loaded adapter in PEFT, by adapter name. PEFT's names may not contain dots, but adapter
+        names may."""
         self._numbers = itertools.count()
         self._selected: tuple[str, float] | None = None
 
@@ -69,14 +70,15 @@ class ModelAdapters:
         return lora.files.rank
 
     def unload(self, name: str) -> None:
-        """Unloads an adapter. Does nothing if the adapter is not loaded."""
+        """Removes an adapter from the model. Does nothing if the adapter is not loaded."""
         key = self._keys.pop(name, None)
         if key is not None:
             self._deactivate()
             self._model.delete_adapters(key)
 
     def select(self, name: str | None, scale: float) -> None:
-        """Activates an adapter with the strength `scale` for the next forward passes.
+        """Activates the adapter `name` with the strength `scale` for the next forward passes. All other adapters are
+        inactive.
 
         If `name` is None, deactivates all adapters. Raises NotFoundError if the adapter is not loaded.
         """
@@ -98,7 +100,8 @@ class ModelAdapters:
     # -- inner workings
 
     def _sizes(self, layers: Mapping[str, object]) -> dict[str, Sizes | None]:
-        """Returns the input and output sizes of the named layers that the model has.
+        """Returns the input and output sizes of the model's layers with these names, by layer name. Omits names that
+        the model does not have.
 
         The value for a layer that is not linear is None, because PEFT itself checks such layers.
         """
@@ -119,24 +122,26 @@ class ModelAdapters:
 
 @dataclass(frozen=True)
 class LoraFiles:
-    """The configuration and the weight shapes of a LoRA adapter. Layers have the same names as in the transformer."""
+    """The configuration and the weight shapes of a LoRA adapter. Uses the transformer's names for the layers."""
 
     files: AdapterFiles
     config: Mapping[str, Any] | None
-    """Arguments for PEFT's `LoraConfig`. None if the folder contains no configuration, in which case alpha equals the
-    rank."""
+    """Arguments for PEFT's `LoraConfig`. None if the adapter has no configuration. In this case, LoRA's alpha equals
+    the rank."""
     weights: Path
     prefix: str
 
     def matrices(self) -> dict[str, torch.Tensor]:
         """Reads the LoRA matrices from the weights file. Returns the matrices by name, without the name prefix of the
-        format."""
+        file format.
+        """
         return {name.removeprefix(self.prefix): tensor for name, tensor in load(self.weights.read_bytes()).items()}
 
 
 def read_lora(path: str) -> LoraFiles:
-    """Reads an adapter's configuration and weight shapes from the folder `path`. Raises InvalidRequestError if they are
-    invalid."""
+    """Reads an adapter's configuration and weight shapes from the folder `path`. Raises InvalidRequestError if the
+    adapter's files are invalid.
+    """
     folder = Path(path)
     if folder.is_absolute() and (folder / DIFFUSERS_WEIGHTS).exists() and not (folder / CONFIG).exists():
         return _read_diffusers(folder)
@@ -170,7 +175,8 @@ def _check_names(folder: Path, names: Mapping[str, object], prefix: str) -> None
 
 
 def _lora_files(files: AdapterFiles, config: Mapping[str, Any] | None, weights: Path, prefix: str) -> LoraFiles:
-    """Removes the name prefix of the format from the layers, and checks the configuration.
+    """Returns the adapter's files with `prefix` removed from the layer names. `prefix` is the name prefix of the file
+    format.
 
     Raises InvalidRequestError if PEFT rejects the configuration.
     """

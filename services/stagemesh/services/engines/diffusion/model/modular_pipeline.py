@@ -37,21 +37,21 @@ from stagemesh.services.engines.diffusion.state import DiffusionInputs, Diffusio
 diffusers: Any = _diffusers
 
 _DENOISER = "denoiser"
-"""Name of the block of a step that predicts the noise. The blocks after it update the latents."""
+"""Name of the block that predicts the noise in a step. The subsequent blocks of the step update the latents."""
 _GUIDED = 2.0
-"""A guidance scale at which both guidance branches are computed."""
+"""A guidance scale with which both guidance branches are computed."""
 _IMAGE_ENCODER = "vae_encoder"
 _SUB_BLOCKS: Mapping[str, tuple[str, ...]] = {
     "encode": ("text_encoder", _IMAGE_ENCODER),
     "denoise": ("denoise",),
     "decode": ("decode",),
 }
-"""For each part of a pipeline, the names of the part's blocks in diffusers."""
+"""The names of the diffusers blocks that belong to each part of a pipeline, by part."""
 
 
 @dataclass(frozen=True)
 class PhaseBlocks:
-    """The blocks of a pipeline, grouped by phase. A phase that the stage does not run has no blocks."""
+    """The blocks of a pipeline, grouped by phase. The groups of a phase that the stage does not run are empty."""
 
     encode: Sequence[Any] = ()
     before: Sequence[Any] = ()
@@ -63,8 +63,8 @@ class PhaseBlocks:
 
 
 class ModularStepPipeline:
-    """Runs a diffusers pipeline in four phases. A request's state contains all of its data, so requests can alternate
-    after any step.
+    """Runs a diffusers pipeline in four phases. A request's state contains all of its data, so the next step may belong
+    to another request.
 
     For each request, call `prepare_encode` once, then `denoise_step` and `step_scheduler` for each step, then
     `post_decode` once. The result equals the result of the diffusers pipeline's own `__call__`. Not thread-safe.
@@ -78,9 +78,10 @@ class ModularStepPipeline:
         device: torch.device | None = None,
         prompt_cache: PromptCache | None = None,
     ) -> None:
-        """Loads the pipeline in `folder`, or the part that the stage's options select.
+        """Loads the pipeline in `folder`, or only the part of the pipeline that the stage's options select.
 
-        Raises NotReadyError if the pipeline cannot be loaded.
+        Raises NotReadyError if the pipeline cannot be loaded. `device` is the CPU if None. Prompts are not cached if
+        `prompt_cache` is None.
         """
         self.family = family_of(folder)
         self.device = device or torch.device("cpu")
@@ -106,8 +107,9 @@ class ModularStepPipeline:
 
     @torch.no_grad()
     def prepare_encode(self, state: DiffusionRequestState) -> None:
-        """Runs all blocks that precede the first step. They encode the prompt, generate the noise and set the noise
-        schedule."""
+        """Runs all blocks that precede the first denoising step. These blocks encode the prompt, generate the noise and
+        set the noise schedule.
+        """
         self.adopt(state)
         if self._phases.encode:
             self._encode(state)
@@ -116,7 +118,9 @@ class ModularStepPipeline:
 
     @torch.no_grad()
     def denoise_step(self, batch: Sequence[DiffusionRequestState]) -> list[torch.Tensor]:
-        """Predicts the noise for each request at its current step. Returns one tensor for each request."""
+        """Predicts the noise of each request at the request's current step. Returns one tensor for each request, in the
+        order of `batch`.
+        """
         single = len(batch) == 1 and self.forwards.split_calls is None and not self._guides_jointly(batch[0])
         if single or self.forwards.caches is not None:
             return [self._denoise(state, self.forwards.forward_alone(state)) for state in batch]
@@ -133,7 +137,9 @@ class ModularStepPipeline:
 
     @torch.no_grad()
     def step_scheduler(self, state: DiffusionRequestState, noise_pred: torch.Tensor) -> None:
-        """Updates the latents of a request with the predicted noise, and advances the request by one step."""
+        """Updates the latents of a request with the predicted noise, and increments the request's number of completed
+        steps.
+        """
         assert state.loop is not None, "a request is encoded before its steps"
         state.loop.noise_pred = noise_pred
         self._run_step(self._phases.advance, state, self._view(state))
@@ -155,7 +161,8 @@ class ModularStepPipeline:
 
     @torch.no_grad()
     def end_loop(self, state: DiffusionRequestState) -> DiffusionRequestState:
-        """Returns a copy of the request whose denoising ends at its current step, so that the copy can be decoded.
+        """Returns a copy of the request that can be decoded. In the copy, denoising ends after the steps completed so
+        far.
 
         Returns `state` itself if denoising has already ended. Does not modify `state`.
         """
@@ -168,7 +175,9 @@ class ModularStepPipeline:
         return ended
 
     def adopt(self, state: DiffusionRequestState) -> None:
-        """Initializes the guider and the missing pipeline inputs of a new or transferred request."""
+        """Prepares a new or transferred request for this pipeline: creates its guider, and sets the pipeline inputs
+        that it does not have yet.
+        """
         state.guider = self._guider(state.inputs.guidance_scale)
         inputs = _request_inputs(state.inputs)
         for param in self._inputs:
@@ -176,14 +185,14 @@ class ModularStepPipeline:
                 state.values.set(param.name, inputs.get(param.name, param.default), param.kwargs_type)
 
     def batch_key(self, state: DiffusionRequestState) -> tuple[object, ...]:
-        """Returns a key for grouping requests. Requests with equal keys can share a forward pass."""
+        """Returns the request's compatibility key. Requests with equal keys can share a forward pass."""
         guided = state.guider is None or state.guider.num_conditions
         return (state.inputs.adapter, state.inputs.adapter_scale, guided, *self.forwards.batch_key(state))
 
     # -- inner workings
 
     def _has(self, name: str, blocks: Any) -> bool:
-        """Returns whether the pipeline uses the block `name`.
+        """Returns whether `blocks` contains the block `name` and the pipeline uses this block.
 
         Text-to-image pipelines do not use the image encoder, which diffusers often lists for them.
         """
@@ -269,7 +278,8 @@ class ModularStepPipeline:
     def _guider(self, scale: float) -> Any:
         """Returns a copy of the model's guider with the guidance scale `scale`.
 
-        Returns None if the model has no guider, because its transformer receives the guidance scale as an input.
+        Returns None if the model has no guider. The transformer of such a model receives the guidance scale as an
+        input.
         """
         guider = copy.deepcopy(getattr(self.components, "guider", None))
         if guider is not None:
@@ -289,7 +299,7 @@ class ModularStepPipeline:
 
     @property
     def request_input_names(self) -> Iterable[str]:
-        """Names of the pipeline inputs that are set from a request."""
+        """The names of the pipeline inputs whose values are specified by a request."""
         return _request_inputs(DiffusionInputs(seed=0)).keys()
 
 
@@ -329,13 +339,13 @@ def family_of(folder: Path) -> Family:
 
 
 def _freeze_properties(owner: Any, **values: object) -> None:
-    """Overrides properties of `owner` with the constants in `values`."""
+    """Replaces properties of `owner` with constants. `values` contains the constants, by property name."""
     kind: Any = owner.__class__
     owner.__class__ = type(kind.__name__, (kind,), values)
 
 
 def _copy_block(block: Any) -> Any:
-    """Returns a private copy of `block`, which diffusers can modify without an effect on other pipelines.
+    """Returns a private copy of `block`, so that diffusers can modify the copy without affecting other pipelines.
 
     diffusers modifies blocks in place when it combines them into a pipeline.
     """
@@ -349,8 +359,9 @@ def _copy_block(block: Any) -> Any:
 
 
 def _sequence(blocks: Mapping[str, Any], *, like: Any) -> Any:
-    """Returns a pipeline that consists of `blocks` and has the model name of `like`, from which diffusers selects the
-    pipeline class."""
+    """Returns a sequence of the blocks `blocks` with the model name of the block `like`. diffusers selects the pipeline
+    class by this model name.
+    """
     kind: Any = type(type(like).__name__, (SequentialPipelineBlocks,), {"model_name": like.model_name})
     return kind.from_blocks_dict(dict(blocks))
 

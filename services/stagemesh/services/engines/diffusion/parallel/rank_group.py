@@ -1,4 +1,4 @@
-"""The process group of a stage's ranks, which distributes a transformer's computation over the ranks."""
+"""The process group of a stage's ranks, which distributes a transformer's computation over several worker processes."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -27,16 +27,20 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions
 diffusers: Any = _diffusers
 
 _COLLECTIVE_TIMEOUT_S = 300.0
-"""Time limit in seconds for a collective operation. Allows for another rank that is still reading its weights."""
+"""Time limit in seconds for a collective operation. The limit is long, because another rank may still be loading its
+weights."""
 
 
 class RankGroup:
-    """This process's membership in the process group of its stage. All ranks must construct their RankGroup
-    concurrently."""
+    """The process group of a stage's ranks, as seen by this rank. All ranks must construct their `RankGroup` at the
+    same time.
+    """
 
     def __init__(self, options: DiffusionOptions, *, rank: int, store: Path) -> None:
-        """Connects to the other ranks through the file `store`. Raises NotReadyError if the machine has too few
-        GPUs."""
+        """Connects to the other ranks through the file `store`. `rank` is the number of this rank, from 0.
+
+        Raises NotReadyError if the machine has too few GPUs.
+        """
         self._parallel = parallel = options.parallel
         self.rank = rank
         self.device = choose_device(options, rank=rank)
@@ -54,9 +58,9 @@ class RankGroup:
         self._mesh: Any = init_device_mesh(self.device.type, shape, mesh_dim_names=("cfg", "ring", "ulysses"))
 
     def distribute(self, forwards: SharedForwards) -> None:
-        """Distributes a model's forward passes over the ranks.
+        """Distributes the forward passes of a transformer over the ranks. Does nothing if the stage has no transformer.
 
-        Raises NotReadyError if the model does not support the parallelism that the stage's options select.
+        Raises NotReadyError if the model does not support the kind of parallelism that the stage's options select.
         """
         model = forwards.model
         if model is None:
@@ -90,7 +94,7 @@ class RankGroup:
             accelerator.device_count = count
 
     def _shard_weights(self, model: torch.nn.Module) -> None:
-        """Shards the transformer's weights across ranks.
+        """Shards the weights of `model` across ranks.
 
         Each block is sharded separately, so that a rank assembles the complete weights of only one block at a time.
         """
@@ -105,20 +109,20 @@ class RankGroup:
 
 
 class GuidanceBranches:
-    """Computes each branch of classifier-free guidance on another rank (CFG parallelism).
+    """Computes each branch of classifier-free guidance on a different rank (CFG parallelism).
 
     With n ranks, each rank computes every n-th call of each request. Then all ranks exchange the results.
     """
 
     def __init__(self, mesh: Any) -> None:
-        """Splits calls across the ranks of `mesh`, a one-dimensional `DeviceMesh` with one rank for each guidance
-        branch."""
+        """`mesh` is a one-dimensional `DeviceMesh` with one rank for each guidance branch."""
         self._group = mesh.get_group()
         self._own, self._count = mesh.get_local_rank(), mesh.size()
         self._ranks = dist.get_process_group_ranks(self._group)
 
     def predict(self, recorded: RecordedCalls, compute: Compute) -> dict[Call, Prediction]:
-        """Returns the predictions for the calls of all ranks. Calls `compute` with the calls of this rank only.
+        """Returns the predictions for all calls in `recorded`. Uses `compute` only for the calls of this rank, and
+        receives the other predictions from the other ranks.
 
         If `compute` fails on any rank, all ranks raise the same error, so that no rank waits for results that never
         arrive.

@@ -26,8 +26,9 @@ _SETUP_FAILED = 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Executes the calls that the stage process sends until the connection closes. Returns the exit status of the
-    rank."""
+    """Executes the calls that the stage process sends until the connection closes. Returns the exit status of this rank
+    process.
+    """
     descriptor, parent_pid = map(int, arguments)
     die_with_parent(parent_pid)
     # Ctrl-C reaches every process of the terminal. The stage process alone decides when a rank ends.

@@ -1,1 +1,3 @@
-"""Scheduling of denoising steps: admits requests, and selects the requests that run their next steps together."""
+"""Scheduling of denoising steps: the admission of requests, and the selection of the requests that run their next step
+together.
+"""

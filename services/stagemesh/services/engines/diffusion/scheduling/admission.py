@@ -1,4 +1,4 @@
-"""Admits requests to denoising. Limits the number of admitted requests and their total memory."""
+"""Admission of requests to denoising. Limits the number of admitted requests and their total memory."""
 
 import asyncio
 import itertools
@@ -13,17 +13,18 @@ POSITIONS_PER_PRIORITY = 64
 
 @dataclass(frozen=True)
 class Footprint:
-    """Estimated memory that a request needs in addition to the model's weights."""
+    """The estimated memory that a request needs in addition to the model's weights."""
 
     denoise_bytes: int
-    """Memory in bytes for the request's tensors and for its part of a forward pass. Needed while the request runs."""
+    """Memory for the request's tensors and for its part of a forward pass, in bytes. Needed as long as the request is
+    admitted."""
     decode_bytes: int = 0
-    """Memory in bytes for decoding the request. Only one request is decoded at a time."""
+    """Memory for decoding the request, in bytes. Only one request is decoded at a time."""
 
 
 class Admission:
-    """Admits requests by priority, then in arrival order. If the first request in the queue does not fit, all later
-    requests wait.
+    """Admits requests by priority, then in order of arrival. If the first request in the queue does not fit in the
+    limits, all later requests also wait.
 
     One priority level equals `POSITIONS_PER_PRIORITY` queue positions. Therefore only a limited number of requests with
     a higher priority can overtake a waiting request, and every request is eventually admitted.
@@ -33,7 +34,8 @@ class Admission:
         self._max_running, self._memory_bytes = max_running, memory_bytes
         self._admitted: list[Footprint] = []
         self._waiting: list[tuple[int, int, Footprint, asyncio.Future[None]]] = []
-        """Waiting requests, ordered by queue position, then by arrival number."""
+        """The waiting requests, sorted by queue position, then by arrival number. Each item ends with a future that is
+        completed on admission."""
         self._numbers = itertools.count()
 
     @property
@@ -50,7 +52,8 @@ class Admission:
     async def admitted(self, footprint: Footprint, *, priority: int) -> AsyncGenerator[None]:
         """Waits until the request is admitted. The request counts toward the limits until the context exits.
 
-        Raises InvalidRequestError if the request needs more memory than the stage has in total.
+        `footprint` is the memory that the request needs. Raises InvalidRequestError if the stage's memory limit is
+        lower.
         """
         self._check(footprint)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""Runs the denoising steps of all requests, and selects the requests that run their next step together."""
+"""The scheduler of denoising steps, and the loop that runs them. Each step is shared by a batch of requests."""
 
 import asyncio
 import itertools
@@ -13,7 +13,7 @@ from stagemesh.services.engines.diffusion.executor import Executor
 _MAX_TOKENS_RATIO = 2
 """Maximum ratio of the token counts of two requests that share a step."""
 _MAX_STEPS_RATIO = 3
-"""Maximum ratio of a request's remaining steps to the remaining steps of the first request in the batch."""
+"""Maximum ratio of the remaining steps of a request to the remaining steps of the batch's first request."""
 _WORTHWHILE_RATIO = 0.97
 _MIN_MEASUREMENTS = 2
 _KEPT_MEASUREMENTS = 16
@@ -23,7 +23,7 @@ _arrivals = itertools.count()
 
 @dataclass(eq=False)
 class RequestProgress:
-    """The scheduling data and the completed steps of a request."""
+    """The scheduling data of a request and the number of its completed steps."""
 
     request_id: str
     key: Hashable
@@ -36,16 +36,16 @@ class RequestProgress:
     priority: int = 0
     """Priority of the request. Requests with a higher number run first."""
     deadline_s: float | None = None
-    """Deadline in seconds on the clock that provides `now_s` for `StepScheduler.next_batch`. None if there is no
+    """Deadline in seconds, on the same clock as the `now_s` of `StepScheduler.next_batch`. None if the request has no
     deadline."""
     stop_at: int = 0
     """Number of completed steps at which the request leaves the step loop."""
     error: StagemeshError | None = None
-    """Error of the last step, or None if the step succeeded."""
+    """Error of the request's latest step, or None if that step succeeded."""
     recorded: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set after each step, and when the step loop ends."""
+    """Event that is set after each step of the request, and when the step loop ends."""
     waited: int = 0
-    """Number of steps of other requests since this request's last step."""
+    """Number of steps that other requests have run since this request's latest step."""
     arrival: int = field(default_factory=lambda: next(_arrivals))
 
     @property
@@ -54,12 +54,13 @@ class RequestProgress:
         return self.total_steps - self.done
 
     def stop_early(self) -> None:
-        """Makes the request leave the step loop after its current step, or after its next step if no step is
-        running."""
+        """Makes the request leave the step loop after its current step. If none of its steps is running, the request
+        leaves after its next step.
+        """
         self.stop_at = min(self.stop_at, self.done + 1)
 
     def record(self, error: StagemeshError | None) -> None:
-        """Records a completed step, or a failed step if `error` is not None."""
+        """Records that a step has completed, or that it has failed with `error`. None means that the step succeeded."""
         if error is None:
             self.done += 1
         self.error = error
@@ -69,33 +70,38 @@ class RequestProgress:
 class StepScheduler:
     """Selects the requests of the next step by priority, then by the fewest remaining steps, without starvation.
 
-    Short requests run first because they delay long requests only a little. A request that has waited for
-    `max_wait_steps` steps takes precedence over all others. The next in precedence is a request that would otherwise
-    miss its deadline. Requests with similar numbers of tokens share a step if sharing lowers the time per request. The
-    numbers must be similar because all rows of a forward pass are padded to the longest row.
+    Short requests run first, because they delay long requests only a little. There are two exceptions. A request that
+    has waited for `max_wait_steps` steps takes precedence over all other requests. After such requests, a request that
+    would otherwise miss its deadline takes precedence.
+
+    Requests with similar numbers of tokens share a step if sharing lowers the time per request. The numbers must be
+    similar, because all rows of a forward pass are padded to the longest row.
     """
 
     def __init__(self, *, max_wait_steps: int, max_batch: int) -> None:
         self.step_s = 0.0
-        """Moving average of the step duration, in seconds. 0 until the first step has completed."""
+        """Moving average of the duration of a step, in seconds. 0 until the first step has completed."""
         self._max_wait_steps = max_wait_steps
         self._sizes = BatchSizes(max_batch)
         self.requests: set[RequestProgress] = set()
-        """The requests that wait for their next step or run a step."""
+        """All requests that are waiting for their next step or running a step."""
 
     def add(self, request: RequestProgress) -> None:
-        """Adds a request that waits for its next step."""
+        """Adds a request, so that it is considered for the next steps."""
         request.waited = 0
         self.requests.add(request)
 
     def remove(self, request: RequestProgress) -> None:
-        """Removes a request from the waiting requests. Does nothing if the request is not waiting."""
+        """Removes a request, so that it runs no further steps. Does nothing if the scheduler does not contain the
+        request.
+        """
         self.requests.discard(request)
 
     def next_batch(self, now_s: float) -> list[RequestProgress]:
         """Returns the requests that run the next step together, or an empty list if no request is waiting.
 
-        The returned requests remain in the scheduler. `now_s` is compared with the deadlines of requests.
+        The returned requests remain in the scheduler. `now_s` is the current time, in seconds on the clock of the
+        requests' deadlines.
         """
         ordered = sorted(self.requests, key=lambda request: self._rank(request, now_s))
         if not ordered:
@@ -108,12 +114,12 @@ class StepScheduler:
         return batch
 
     def record(self, batch: Sequence[RequestProgress], seconds: float) -> None:
-        """Records the duration of a step of the requests in `batch`, in seconds."""
+        """Records that a step of the requests in `batch` has taken `seconds` seconds."""
         self._sizes.record(self._size_class(batch[0]), len(batch), seconds)
         self.step_s = seconds if not self.step_s else 0.9 * self.step_s + 0.1 * seconds
 
     def work_s(self) -> float:
-        """Returns the estimated total duration of all remaining steps of the waiting requests, in seconds."""
+        """Returns the estimated time that all remaining steps of all requests take, in seconds."""
         return self.step_s * sum(request.steps_left for request in self.requests)
 
     # -- inner workings
@@ -126,13 +132,14 @@ class StepScheduler:
 
     @staticmethod
     def _size_class(request: RequestProgress) -> Hashable:
-        """Returns the key of a request's size class. Steps of requests in the same size class take about the same
-        time."""
+        """Returns the key of a request's size class. All requests with the same key take about the same time for a
+        step.
+        """
         return (request.key, request.tokens.bit_length())
 
 
 class BatchSizes:
-    """Finds the batch size with the shortest time per request, based on measured step durations.
+    """Finds the batch size with the shortest time per request, based on measured durations of steps.
 
     Batch sizes are measured in ascending order. Each batch size is measured several times, because a single step may be
     slow by chance. The shortest of the recent durations is used.
@@ -143,7 +150,9 @@ class BatchSizes:
         self._times: OrderedDict[Hashable, dict[int, deque[float]]] = OrderedDict()
 
     def size(self, key: Hashable, available: int) -> int:
-        """Returns the batch size for the next step, at most `available`. `key` is the size class of the requests."""
+        """Returns the batch size for the next step. `key` is the size class of the requests, and `available` is the
+        number of requests that could share the step.
+        """
         times, best = self._times.get(key, {}), 1
         limit = min(available, self._max_batch)
         for size in range(1, limit + 1):
@@ -154,7 +163,7 @@ class BatchSizes:
         return best
 
     def record(self, key: Hashable, size: int, seconds: float) -> None:
-        """Records the duration in seconds of a step with `size` requests in the size class `key`."""
+        """Records that a step with `size` requests of the size class `key` has taken `seconds` seconds."""
         self._times.setdefault(key, {}).setdefault(size, deque(maxlen=_KEPT_MEASUREMENTS)).append(seconds)
         self._times.move_to_end(key)
         if len(self._times) > _MAX_KEYS:
@@ -185,7 +194,9 @@ class StepLoop:
         self._ended = False
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the worker and returns its result. No step starts until the call has returned."""
+        """Calls a method of the worker and returns its result. The next step starts only after the method has
+        returned.
+        """
         self._calls += 1
         try:
             return await self._executor.call(method, *args, **kwargs)
@@ -194,9 +205,10 @@ class StepLoop:
             self._changed.set()
 
     async def run_steps(self, request: RequestProgress, stop_at: int) -> AsyncGenerator[int, None]:
-        """Runs a request until `stop_at` steps are completed. Yields the number of completed steps after each step.
+        """Runs a request until `stop_at` steps are completed in total. Yields the number of completed steps after each
+        step.
 
-        `RequestProgress.stop_early` makes the request stop earlier. Raises the error of a failed step.
+        `RequestProgress.stop_early` makes the request stop earlier. Raises the step's error if a step fails.
         """
         if self._ended:
             raise UnavailableError("the engine has ended")

@@ -1,1 +1,1 @@
-"""Request transfer: serializes a request's state so that another stage or replica can resume the request."""
+"""Request transfer: serialization of a request's state, so that another stage or replica can resume the request."""

@@ -1,5 +1,6 @@
-"""Transfers requests to another stage or replica: after encoding, between two denoising steps, or after the last
-step."""
+"""Transfer of requests to another stage or replica: after encoding, between two denoising steps, or after the last
+step.
+"""
 
 import copy
 import hashlib
@@ -26,8 +27,9 @@ _CONFIG = "_internal_dict"
 
 
 class RequestTransfer:
-    """Serializes requests of a pipeline, and restores requests that another replica of the same model has
-    serialized."""
+    """Serializes the requests of a pipeline, and restores requests that other replicas or stages of the same model have
+    serialized.
+    """
 
     def __init__(self, pipeline: ModularStepPipeline, folder: Path) -> None:
         self._pipeline = pipeline
@@ -42,16 +44,17 @@ class RequestTransfer:
         """Returns data of a request, serialized as uint8[bytes]. `kind` selects the data:
 
         - CONDITIONING: the encoding results that denoising and decoding need.
-        - LATENTS: the decoder's inputs. Before the last step, these inputs yield a preview.
-        - STATE: all data needed to resume the request after its last completed step.
+        - LATENTS: the decoder's inputs. Before the last step, decoding these inputs yields a preview.
+        - STATE: all data needed to resume the request after its latest completed step.
         """
         tree = self._state(state) if kind == STATE else self._values(self._pipeline.end_loop(state), kind)
         return serialize(tree, kind=kind, model=self._model)
 
     def restore_values(self, state: DiffusionRequestState, kind: str, data: Array) -> None:
-        """Sets the values of `state` to the CONDITIONING or LATENTS that another stage has serialized in `data`.
+        """Adds values to the request `state`. `data` contains the values, as serialized by another stage. `kind` is
+        CONDITIONING or LATENTS.
 
-        Raises InvalidChunkError if `data` is invalid.
+        Raises InvalidChunkError if `data` is invalid or has another kind.
         """
         values = self._deserialize(kind, data)
         if unknown := values.keys() - self._names[kind]:
@@ -60,7 +63,7 @@ class RequestTransfer:
             state.values.set(name, value)
 
     def restore_state(self, request_id: str, inputs: DiffusionInputs, data: Array) -> DiffusionRequestState:
-        """Returns a request that resumes after the last completed step in `data`.
+        """Returns a request that resumes after the latest completed step of the STATE in `data`.
 
         Raises InvalidChunkError if `data` is invalid or does not match `inputs`.
         """
@@ -85,7 +88,9 @@ class RequestTransfer:
     # -- inner workings
 
     def _settings(self, inputs: DiffusionInputs) -> dict[str, Tree]:
-        """Returns the settings that must be the same when a request is serialized and when the request resumes."""
+        """Returns the settings that must have the same values when a request is serialized and when it resumes, by
+        name.
+        """
         numbers = {name: value for name, value in vars(inputs).items() if name not in _PROMPT_FIELDS}
         transformer = getattr(self._pipeline.components, "transformer", None)
         step_cache = repr(self._caches.options) if self._caches is not None else None
@@ -128,7 +133,9 @@ class RequestTransfer:
 
 
 def fingerprint(folder: Path) -> str:
-    """Returns a digest of the model's configuration files and of the version of diffusers. Ignores the weights."""
+    """Returns a digest of the configuration files of the model in `folder` and of the version of diffusers. Ignores the
+    weights.
+    """
     digest = hashlib.blake2b(diffusers.__version__.encode(), digest_size=8)
     for path in ("model_index.json", "transformer/config.json", "scheduler/scheduler_config.json"):
         if (folder / path).exists():

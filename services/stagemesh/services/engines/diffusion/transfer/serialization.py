@@ -1,7 +1,7 @@
-"""Serializes a request's tensors and numbers as a safetensors file, a format that cannot contain code.
+"""Serialization of a request's tensors and numbers as a safetensors file, a format that cannot contain code.
 
 The input is a tree of dicts, lists and tuples. The file stores the tree's tensors under consecutive numbers, and all
-other values as JSON in its metadata. Objects such as models and images cannot be serialized.
+other values as JSON in the file's metadata. Objects such as models and images cannot be serialized.
 """
 
 import json
@@ -17,8 +17,8 @@ from stagemesh.common.errors import InternalError, InvalidChunkError
 from stagemesh.common.tensors import Array
 
 Tree: TypeAlias = Any
-"""A value that can be serialized: a number, string, None, tensor, NumPy array, generator or dtype, or a dict with
-string keys, list or tuple of such values."""
+"""A value that can be serialized: a number, string, None, tensor, NumPy array, generator or dtype, or a collection of
+such values (dict with string keys, list or tuple)."""
 
 VERSION = 1
 _DTYPES: Mapping[str, torch.dtype] = {
@@ -34,14 +34,15 @@ _READ_ERRORS = (
     TypeError,
     ValueError,
 )
-"""Exceptions that reading raises for data that `serialize` did not write. RecursionError is a subclass of
-RuntimeError."""
+"""The exceptions that reading can raise for data that `serialize` has not written. Includes RecursionError, a subclass
+of RuntimeError."""
 
 
 def serialize(tree: Mapping[str, Tree], *, kind: str, model: str) -> Array:
     """Returns `tree` serialized as uint8[bytes].
 
-    `kind` names the type of content, and `model` is the model's fingerprint. `deserialize` checks both.
+    `kind` names the type of content, and `model` is the fingerprint of the model. `deserialize` raises an error if it
+    expects other values for them.
     """
     collector = _TensorCollector()
     outline = collector.outline(dict(tree))
@@ -51,10 +52,10 @@ def serialize(tree: Mapping[str, Tree], *, kind: str, model: str) -> Array:
 
 
 def deserialize(data: Array, *, kind: str, model: str, device: torch.device) -> dict[str, Tree]:
-    """Returns the tree that `serialize` has written to `data`, with its tensors on `device`.
+    """Returns the tree that `serialize` has serialized as `data`. The tree's tensors are created on `device`.
 
     If the tree had tensors both on the CPU and on a GPU, its CPU tensors remain on the CPU. Raises InvalidChunkError if
-    the data is not a serialized tree, has another kind, or belongs to another model.
+    `data` is not a serialized tree, has another `kind`, or belongs to another `model`.
     """
     try:
         head, tensors = _read(data)
@@ -75,15 +76,16 @@ def deserialize(data: Array, *, kind: str, model: str, device: torch.device) -> 
 
 
 def tensors_of(tree: Tree) -> list[torch.Tensor]:
-    """Returns CPU copies of the tensors in a tree. A tensor that occurs more than once is returned once."""
+    """Returns CPU copies of all tensors in a tree. A tensor that occurs several times is returned only once."""
     collector = _TensorCollector()
     collector.outline(tree)
     return collector.tensors
 
 
 class _TensorCollector:
-    """Collects the tensors of a tree and replaces them with numbers. Collects each tensor only once, because tensors
-    may be large."""
+    """Collects the tensors of a tree and replaces each tensor with its number. A tensor that occurs several times is
+    collected only once, because tensors may be large.
+    """
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
