@@ -1,6 +1,6 @@
-"""Pipeline files: converts YAML to a checked graph of stages and edges.
+"""Pipeline files: parses YAML, checks it, and converts it to a graph of stages and edges.
 
-Each error in a file is reported with its file, line and remedy.
+Each error in a file is reported with the file, the line and a remedy.
 """
 
 from stagemesh.orchestrator.spec.checks.stages_and_outputs import Catalog

@@ -1,8 +1,8 @@
 """Conditions on a request. A condition is a conjunction of comparisons.
 
-Each comparison compares a fact about the request, which is a number. For an option, the fact is the option's value. For
-a kind of input, the fact is 1 if the request has such input, and 0 otherwise. For an output, the fact is 1 if the
-request wants the output, and 0 otherwise.
+Each comparison compares a fact about the request with a number. Facts are numbers too. For an option, the fact is the
+option's value. For a kind of input, the fact is 1 if the request has such input, and 0 otherwise. For an output, the
+fact is 1 if the request wants the output, and 0 otherwise.
 """
 
 import operator
@@ -17,7 +17,7 @@ InputKind: TypeAlias = Literal["text", "tokens", "image", "audio", "video", "ten
 """The kinds of input that a request may contain."""
 
 FLAG = OptionSpec(default=0.0, minimum=0.0, maximum=1.0)
-"""The bounds and the default of a fact about an input or output, which is either 0 or 1."""
+"""The bounds and the default of each fact about an input or output. The value of such a fact is 0 or 1."""
 
 
 class Fact(NamedTuple):
@@ -38,11 +38,11 @@ class Fact(NamedTuple):
 
 
 Facts: TypeAlias = Mapping[Fact, float]
-"""The known values of facts about a request. A missing fact has its default value."""
+"""The values of facts about one request. A fact that is missing has its default value."""
 
 
 class Comparison(Enum):
-    """A comparison operator. The value is its key in the pipeline file."""
+    """A comparison operator. The value of each member is the operator's key in a pipeline file."""
 
     IS = "is"
     IS_NOT = "is_not"
@@ -92,15 +92,15 @@ def holds(condition: Condition, facts: Facts) -> bool:
 
 
 def wanted(output: str) -> Term:
-    """Returns a term that is true if the request wants this output."""
+    """Returns a term that is true if the request wants the output with this name."""
     return Term(Fact("output", output), Comparison.IS, 1.0)
 
 
 def describe_condition(condition: Condition) -> str:
-    """Returns a condition as plain English, or "always" if the condition is empty."""
+    """Returns a description of a condition in plain English. An empty condition is described as "always"."""
     return " and ".join(map(str, condition)) or "always"
 
 
 def describe_facts(facts: Facts) -> str:
-    """Returns facts as plain English, or "always" if there are none."""
+    """Returns a description of facts in plain English. An empty mapping is described as "always"."""
     return " and ".join(fact.describe(value) for fact, value in facts.items()) or "always"

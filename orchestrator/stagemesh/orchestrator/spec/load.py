@@ -45,10 +45,11 @@ def load_pipeline(
 
     - `variables` are the values for variables in the file. If None, the environment variables are used.
     - `overrides` replace values of the file, for example {"edges.*.connector": "grpc"}.
-    - `check_models` is False if a missing model is not an error.
+    - `check_models` is True if a missing model is an error. If it is False, models are not looked up.
+    - `catalog` loads the descriptors of engines and transforms. If None, the installed descriptors are used.
 
     Raises NotFoundError (UNKNOWN_PIPELINE) if there is no such pipeline. Raises InvalidPipelineError if the file is
-    invalid. The message has a line "file:line: error; remedy" for each error.
+    invalid. The message of this error has a line "file:line: error; remedy" for each error in the file.
     """
     source = _find_file(name_or_path)
     variables = settings.variables() if variables is None else variables
@@ -131,7 +132,10 @@ def _generation(stages: Mapping[str, Stage]) -> str:
 
 
 def _explain(file: PipelineFile, origins: Mapping[KeyPath, Origin]) -> Iterator[ExplainedValue]:
-    """Yields every value of the file and the default of every omitted key, each with its origin."""
+    """Yields every value of the file, and the default value of every key that the file omits, each with its origin.
+
+    Omits keys whose value is null.
+    """
     for path, value in _leaves(file.model_dump(mode="json", by_alias=True), ()):
         if value is not None:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,6 +1,6 @@
-"""A checked pipeline, and the routes of requests through it.
+"""Types for a checked pipeline, and for the routes of requests through a pipeline.
 
-The types add to the entries of a pipeline file the values that the checks have derived from them.
+The types extend the entries of a pipeline file by the values that the checks have derived from the entries.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -31,11 +31,11 @@ class Stage(StageEntry, frozen=True):
     model_path: Path | None = None
     """The folder or file of the model. None if the stage has no model or if the model was not looked up."""
     condition: SkipValidation[Condition] = ()
-    """The stage runs only for requests that fulfil this condition."""
+    """The condition that a request must fulfil for the stage to run. Empty if there is no condition."""
 
     @property
     def model_name(self) -> str:
-        """The model's name or path in the pipeline file, or an empty string if the stage has no model."""
+        """The model's name or path as written in the pipeline file. Empty if the stage has no model."""
         return self.model or ""
 
 
@@ -46,14 +46,14 @@ class Edge(EdgeEntry, frozen=True):
     tensors: tuple[str, ...] = ()
     """The names of the producer's tensors that the edge transfers."""
     brings: tuple[str, ...] = ()
-    """The names of the tensors that the consumer receives from the edge, after its transform."""
+    """The names of the tensors that the consumer receives from the edge, after the edge's transform."""
     apart: bool = False
     """Whether each packet of the edge is a separate input of the consumer.
 
     If False, packets of this edge are joined with packets of other edges to form an input.
     """
     condition: SkipValidation[Condition] = ()
-    """The edge carries packets only for requests that fulfil this condition."""
+    """The condition that a request must fulfil for the edge to carry packets. Empty if there is no condition."""
 
     @property
     def arc(self) -> Arc:
@@ -62,7 +62,7 @@ class Edge(EdgeEntry, frozen=True):
 
 
 class PipelineOutput(OutputEntry, frozen=True):
-    """An output of a pipeline: a tensor of a stage that clients may request."""
+    """An output of a pipeline that clients may request: a tensor that a stage emits."""
 
     name: str
     kind: OutputKind
@@ -71,7 +71,11 @@ class PipelineOutput(OutputEntry, frozen=True):
 
 @dataclass(frozen=True)
 class ExplainedValue:
-    """A value of the pipeline and its origin. The origin is "file:line", "default", "variable X" or "override"."""
+    """A value of the pipeline and its origin, for `stagemesh pipeline explain`.
+
+    `key` is the dotted key of the value in the pipeline file. `origin` is "file:line", "default", "variable X" or
+    "override".
+    """
 
     key: str
     value: str
@@ -80,7 +84,7 @@ class ExplainedValue:
 
 @dataclass(frozen=True)
 class Route:
-    """The stages and edges that one request uses. Producers precede consumers."""
+    """The stages and edges that one request uses. Producers precede consumers in `stages`."""
 
     stages: tuple[Stage, ...]
     edges: tuple[Edge, ...]
@@ -89,12 +93,12 @@ class Route:
 
     @cached_property
     def incoming(self) -> Mapping[str, tuple[Edge, ...]]:
-        """The edges of the route that lead to each stage, by stage name."""
+        """The edges of the route that lead to each stage, by the name of the stage."""
         return {stage.name: tuple(edge for edge in self.edges if edge.consumer == stage.name) for stage in self.stages}
 
     @cached_property
     def outgoing(self) -> Mapping[str, tuple[Edge, ...]]:
-        """The edges of the route that start at each stage, by stage name."""
+        """The edges of the route that start at each stage, by the name of the stage."""
         return {stage.name: tuple(edge for edge in self.edges if edge.producer == stage.name) for stage in self.stages}
 
     def absent(self, stage: Stage) -> tuple[str, ...]:
@@ -109,7 +113,10 @@ class Pipeline:
 
     name: str
     generation: str
-    """A hash of the stages' engines, models and options. All replicas that run a request are of the same generation."""
+    """A hash of the wire version and of the stages' engines, models, functions and options.
+
+    All replicas that run a request are of the same generation.
+    """
     stages: Mapping[str, Stage]
     """The stages by name. Producers precede consumers."""
     edges: tuple[Edge, ...]
@@ -117,14 +124,15 @@ class Pipeline:
     limits: Limits
     source: Path
     options: Mapping[str, OptionSpec] = field(default_factory=dict[str, OptionSpec])
-    """The options that requests may set, by name. Defined by the stages or declared by the file."""
+    """The options that requests may set, by name. An option is defined by stages or declared by the file."""
     explanation: tuple[ExplainedValue, ...] = field(default=(), repr=False, compare=False)
-    """Every value of the file with its origin, in the order of the file."""
+    """Every value of the pipeline with its origin, including default values."""
 
     def route(self, outputs: Collection[str], facts: Facts | None = None) -> Route:
         """Returns the stages and edges that a request for these outputs uses.
 
-        `facts` are the request's other facts, such as its options. A missing fact has its default value.
+        `facts` are further facts about the request, such as the values of its options. A missing fact has its default
+        value.
         """
         known = {**(facts or {}), **{Fact("output", name): 1.0 for name in outputs}}
         runs = {stage.name for stage in self.stages.values() if holds(stage.condition, known)}
@@ -147,7 +155,7 @@ class Pipeline:
 
 
 def ancestors(targets: Iterable[str], arcs: Collection[Arc]) -> frozenset[str]:
-    """Returns the target nodes and all nodes from which a target can be reached."""
+    """Returns the target nodes and all nodes from which a target node can be reached along `arcs`."""
     upstream: Mapping[str, set[str]] = {arc.consumer: set() for arc in arcs}
     for arc in arcs:
         upstream[arc.consumer].add(arc.producer)

@@ -1,7 +1,7 @@
 """The schema of pipeline files, and the check of a file's structure against the schema.
 
-`check_shape` converts pydantic's errors to problems with a line and a remedy. The other checks convert each entry to
-its type in `spec.model`.
+`check_shape` converts pydantic's errors to problems with a line and a remedy. The modules in `spec.checks` convert each
+entry to its type in `spec.model`.
 """
 
 import sys
@@ -57,7 +57,7 @@ def _dump_written(entry: Entry) -> dict[str, Any]:
 
 
 _WRITTEN = PlainSerializer(_dump_written)
-"""Annotation for fields of which only the keys in the file are serialized, without defaults."""
+"""Field annotation: only the keys that the file contains are serialized. Defaults are omitted."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -71,7 +71,7 @@ class DataPlaneEntry(DataPlaneConfig):
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class OptionEntry(OptionSpec):
-    """An item of `options`: a number that requests may set. Only conditions use such an option."""
+    """An item of `options`: a number that requests may set for use in conditions. Engines ignore this number."""
 
     default: Number
     minimum: Number
@@ -95,7 +95,7 @@ class OptionTerm(Entry, frozen=True):
 
     @property
     def comparisons(self) -> Mapping[Comparison, float]:
-        """The number for each comparison that the term contains."""
+        """The number with which the option is compared, by comparison operator. Contains only the term's operators."""
         values = {how: getattr(self, how.value, self.equal) for how in Comparison}
         return {how: value for how, value in values.items() if value is not None}
 
@@ -137,7 +137,7 @@ def _as_list(value: object) -> object:
 
 
 When: TypeAlias = Annotated[list[Term], Field(min_length=1), BeforeValidator(_as_list)]
-"""Terms that must all be true. In the file, a single term may be written without a list."""
+"""The terms of a condition, which must all be true. In the file, a single term may be written without a list."""
 
 
 def _join_form(value: object) -> str:
@@ -165,7 +165,12 @@ class StageEntry(Entry, frozen=True):
 
 
 class FramesEntry(Entry, frozen=True):
-    """The value of an edge's `chunk` if chunks are divided by numbers of frames."""
+    """The value of an edge's `chunk` if packets are cut into chunks by numbers of frames.
+
+    `frames` is the number of frames of each chunk. `initial_frames` is the number of frames of the first chunk, or 0
+    for `frames`. `left_context_frames` is the maximum number of preceding frames that are repeated at the front of each
+    chunk.
+    """
 
     frames: Positive
     initial_frames: Count = 0
@@ -191,7 +196,10 @@ class EdgeEntry(Entry, frozen=True):
     connector: str = AUTO
     chunk: Chunk = "step"
     tokens: Literal["all", "last"] = "all"
-    """Whether the edge transfers all rows or only the last row of tensors that have one row for each token."""
+    """The rows that the edge transfers of each tensor that has one row for each token.
+
+    "all" selects all rows. "last" selects only the last row.
+    """
     name: Name | None = None
     when: When | None = None
 
@@ -202,7 +210,7 @@ class EdgeEntry(Entry, frozen=True):
 
     @cached_property
     def policy(self) -> ChunkPolicy:
-        """The value of `chunk`, converted to the type that the data plane uses."""
+        """The chunk policy that `chunk` describes, as the type that the data plane uses."""
         if isinstance(self.chunk, FramesEntry):
             return FramesPolicy(self.chunk.frames, self.chunk.initial_frames, self.chunk.left_context_frames)
         return WholePolicy() if self.chunk == "whole" else StepPolicy()
@@ -228,7 +236,7 @@ class OutputEntry(Entry, frozen=True):
 
 
 class Bounds(Entry, frozen=True):
-    """Limits on running and waiting requests, by number and by bytes. Omitted limits are unlimited."""
+    """Limits on the number and the total bytes of running and of waiting requests. An omitted limit means unlimited."""
 
     max_in_flight: Positive = sys.maxsize
     max_in_flight_bytes: Size = sys.maxsize
@@ -245,14 +253,14 @@ class Limits(Bounds, frozen=True):
     max_queued_bytes: Size = 256 << 20
     per_caller: Annotated[Bounds, _WRITTEN] = Bounds()
     max_unread_bytes: Size = 256 << 20
-    """The maximum number of output bytes that all callers of a request may leave unread.
+    """The maximum number of output bytes that a request's callers may leave unread.
 
-    If exceeded, the request is stopped.
+    Only the caller that has read the most bytes is considered. The request is stopped if the maximum is exceeded.
     """
 
 
 class PipelineFile(Entry, frozen=True):
-    """The content of a pipeline file."""
+    """The content of a pipeline file, with the types of the schema."""
 
     name: Annotated[Name, Field(validation_alias="pipeline", serialization_alias="pipeline")]
     stages: Annotated[Mapping[Name, StageEntry], Field(min_length=1)]
@@ -270,7 +278,7 @@ _NAME_REMEDY = "use lower-case letters, digits and '-', a letter first"
 def check_shape(document: Document) -> PipelineFile:
     """Validates the document against the schema, and returns the typed pipeline file.
 
-    Raises InvalidPipelineError with all problems found so far if the document is invalid.
+    Raises InvalidPipelineError if the document is invalid. The message lists all problems found so far.
     """
     file = None
     try:

@@ -1,4 +1,4 @@
-"""Checks the conditions of a pipeline file: their names, their types, and whether they can be both true and false."""
+"""Checks the conditions of a pipeline file. Reports unknown names, and comparisons that are never or always true."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,13 +22,19 @@ class ConditionResolver:
     options: Mapping[str, OptionSpec]
     """The options that requests may set, by name."""
     ambiguous: Mapping[str, Sequence[str]]
-    """The options that have different defaults in different stages, with the names of these stages."""
+    """The names of the stages that have an ambiguous option, by option name.
+
+    An option is ambiguous if its default differs between stages.
+    """
     outputs: Collection[str]
     media: bool
-    """Whether at least one stage accepts images, audio and video."""
+    """Whether at least one stage accepts media: images, audio or video."""
 
     def resolve(self, path: KeyPath, entries: Sequence[schema.Term]) -> Condition:
-        """Returns the checked condition of the terms at `path`. Omits invalid terms."""
+        """Returns the checked condition that consists of the terms `entries`. Omits invalid terms.
+
+        `path` is the position of the terms in the pipeline file, for error messages.
+        """
         condition: Condition = ()
         for number, entry in enumerate(entries):
             condition += self._terms((*path, number), entry)
@@ -82,10 +88,15 @@ class ConditionResolver:
 def merge_options(
     stages: Mapping[str, Stage], declared: Mapping[str, OptionSpec], problems: Problems
 ) -> tuple[Mapping[str, OptionSpec], Mapping[str, Sequence[str]]]:
-    """Merges the options of all stages with the options that the file declares.
+    """Merges the options of all stages with `declared`, the options that the pipeline file declares.
 
-    Returns the options that requests may set, and the ambiguous options: the options whose default differs between
-    stages, with the names of these stages. `declared` contains the options that the file declares.
+    Returns two mappings by option name:
+
+    - The options that requests may set.
+    - The ambiguous options, whose default differs between stages. The values are the names of the stages with the
+      option.
+
+    Reports an error to `problems` if the file declares an option that a stage already has.
     """
     options: dict[str, OptionSpec] = {}
     owners: dict[str, list[str]] = {}

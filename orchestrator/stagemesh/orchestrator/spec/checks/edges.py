@@ -16,7 +16,10 @@ from stagemesh.orchestrator.spec.source.problem_lines import Problems, suggest
 
 
 class Endpoint(NamedTuple):
-    """A stage or transform on an edge, with the types of the tensors that it emits or accepts."""
+    """A stage or transform that emits or accepts tensors on an edge, with the types of these tensors.
+
+    `name` is a description for error messages, such as "stage 'encoder'".
+    """
 
     name: str
     tensors: Mapping[str, TensorSpec]
@@ -26,7 +29,11 @@ class Endpoint(NamedTuple):
 
 
 class EdgeTensors(NamedTuple):
-    """The names of the tensors that an edge transfers (`tensors`) and that the consumer then receives (`brings`)."""
+    """The names of the tensors on an edge.
+
+    `tensors` are transferred from the producer. `brings` are the tensors that the consumer receives after the edge's
+    transform.
+    """
 
     tensors: tuple[str, ...] = ()
     brings: tuple[str, ...] = ()
@@ -41,7 +48,7 @@ class EdgeResolver:
     conditions: ConditionResolver
 
     def resolve(self, file: PipelineFile, stages: Mapping[str, Stage]) -> tuple[Edge, ...]:
-        """Checks all edges. Returns the edges whose producer and consumer exist."""
+        """Checks all edges. Returns the edges whose producer and consumer exist, in the order of the file."""
         known = [i for i, entry in enumerate(file.edges) if self._check_ends(i, entry, file)]
         self._check_names(file.edges)
         self._check_cycles(file, known)
@@ -131,9 +138,9 @@ class EdgeResolver:
         self.problems.add(("stages", stage.name), text)
 
     def _tensors(self, index: int, edge: EdgeEntry, *, producer: Stage, consumer: Stage) -> EdgeTensors | None:
-        """Returns the tensors on an edge, or None if their types do not match.
+        """Returns the names of the tensors on an edge, or None if the edge's tensor types or transform are invalid.
 
-        `index` is the edge's position in the file.
+        `index` is the edge's position in the file's list of edges. Reports errors to `problems`.
         """
         source = Endpoint(f"stage {producer.name!r}", emitted(producer))
         given = source if edge.transform is None else self._transformed(index, edge.transform, source)
@@ -188,12 +195,12 @@ def emitted(stage: Stage) -> Mapping[str, TensorSpec]:
 
 
 def list_specs(specs: Mapping[str, TensorSpec]) -> str:
-    """Formats tensor types for a message. Returns "nothing" if there are none."""
+    """Formats tensor types as text for an error message. Returns "nothing" if `specs` is empty."""
     return ", ".join(f"{name}: {spec}" for name, spec in specs.items()) or "nothing"
 
 
 def topological_order(nodes: Sequence[str], arcs: Collection[Arc]) -> tuple[str, ...]:
-    """Sorts nodes so that producers precede consumers. Otherwise preserves the given order.
+    """Sorts nodes so that producers precede consumers. Otherwise preserves the order of `nodes`.
 
     Omits nodes that are on a cycle or downstream of a cycle.
     """
@@ -206,7 +213,10 @@ def topological_order(nodes: Sequence[str], arcs: Collection[Arc]) -> tuple[str,
 
 
 def find_cycle(nodes: Sequence[str], arcs: Collection[Arc]) -> tuple[str, ...]:
-    """Returns the nodes of one cycle, or an empty tuple if there is none. The first node is repeated at the end."""
+    """Returns the nodes of one cycle, or an empty tuple if the graph has no cycle.
+
+    Each node is followed by one of its consumers. The first node is repeated at the end.
+    """
     stuck = set(nodes) - set(topological_order(nodes, arcs))
     producers = {arc.consumer: arc.producer for arc in arcs if {arc.producer, arc.consumer} <= stuck}
     if not producers:

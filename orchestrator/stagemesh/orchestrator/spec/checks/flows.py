@@ -14,8 +14,8 @@ from stagemesh.orchestrator.spec.source.problem_lines import Problems
 def check_flows(catalog: Catalog, problems: Problems, pipeline: Pipeline) -> None:
     """Checks that the pipeline can serve every request. Reports errors to `problems`.
 
-    The stages, edges and outputs must already be valid individually. Stages must list producers before consumers. Edges
-    must be in the order of the file.
+    Each stage, edge and output must already be valid individually. Producers must precede consumers in the pipeline's
+    stages. The edges must be in the order of the file.
     """
     try:
         _FlowChecker(catalog, problems, pipeline).check()
@@ -25,7 +25,10 @@ def check_flows(catalog: Catalog, problems: Problems, pipeline: Pipeline) -> Non
 
 
 class _FlowChecker:
-    """Computes for which requests each stage runs and each edge carries packets, and checks these sets of requests."""
+    """Computes the set of requests for which each stage runs, and the set for which each edge carries packets.
+
+    Reports an error if a set shows that the pipeline cannot serve a request.
+    """
 
     def __init__(self, catalog: Catalog, problems: Problems, pipeline: Pipeline) -> None:
         self._catalog, self._problems, self._pipeline = catalog, problems, pipeline
@@ -45,7 +48,7 @@ class _FlowChecker:
             self._runs[stage.name] = self._runs_when(stage)
 
     def check(self) -> None:
-        """Reports each error once, at the line of the file that must be changed."""
+        """Checks all outputs and stages. Reports each error once, at the line of the file that must be changed."""
         for output in self._pipeline.outputs.values():
             self._check_made(output)
         for stage in self._pipeline.stages.values():
@@ -59,8 +62,8 @@ class _FlowChecker:
     def _runs_when(self, stage: Stage) -> RequestSet:
         """Returns the set of requests for which a stage runs.
 
-        These are the requests that fulfil the stage's condition and either want one of its outputs or need it for a
-        consumer.
+        A request belongs to the set if the request fulfils the stage's condition and needs one of the stage's outputs,
+        either for the client or for a downstream stage that runs.
         """
         sets = self._sets
         outputs, edges = self._pipeline.outputs.values(), self._pipeline.outgoing(stage.name)
@@ -114,7 +117,7 @@ class _FlowChecker:
                 self._check_brought(stage, tensor)
 
     def _check_brought(self, stage: Stage, tensor: str) -> None:
-        """Reports an error if some request would send the stage an input without the required tensor `tensor`."""
+        """Reports an error if a request could send the stage an input without the required tensor `tensor`."""
         together = [edge for edge in self._pipeline.incoming(stage.name) if not edge.apart]
         for edge in self._pipeline.incoming(stage.name):
             if edge.apart and tensor not in edge.brings:
@@ -157,7 +160,7 @@ class _FlowChecker:
     def _find(self, stage: Stage, taken: Sequence[Edge] = (), *, unless: Sequence[Edge] = ()) -> Facts | None:
         """Returns the facts of one request for which the stage runs, or None if there is no such request.
 
-        For the request, every edge in `taken` carries packets, and no edge in `unless` carries packets.
+        For this request, every edge in `taken` carries packets, and no edge in `unless` carries packets.
         """
         sets = self._sets
         requests = reduce(sets.both, (self._open[edge.name] for edge in taken), self._runs[stage.name])

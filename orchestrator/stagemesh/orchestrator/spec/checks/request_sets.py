@@ -1,8 +1,9 @@
 """Represents sets of requests, so that conditions can be combined and tested for contradictions.
 
 A set is a decision diagram (Bryant, "Graph-based algorithms for Boolean function manipulation", 1986) over the facts
-that conditions compare. Each node tests one fact, and has a child for each value that makes a difference. The size of a
-diagram increases with the number of interdependent facts, not with the number of paths through a pipeline.
+that conditions compare. Each node of the diagram tests one fact. The node has one child for each value of the fact that
+can change a comparison. The size of a diagram increases with the number of interdependent facts, not with the number of
+paths through a pipeline.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,26 +21,26 @@ _IMPOSSIBLE: Sequence[Condition] = tuple(
 MAX_NODES = 50_000
 
 RequestSet: TypeAlias = int
-"""A set of requests, represented by the number of its decision diagram's root node."""
+"""A set of requests, represented by the index of the root node of its decision diagram."""
 
 NONE: RequestSet = 0
 ALL: RequestSet = 1
 
 
 class TooManyCasesError(Exception):
-    """Raised if the conditions distinguish more cases than can be checked."""
+    """Raised if the sets of requests in a pipeline need more than MAX_NODES nodes."""
 
 
 class _Node(NamedTuple):
     level: int
-    """The index of the fact that the node tests. The sets ALL and NONE test no fact and have the highest level."""
+    """The index of the fact that the node tests. The nodes ALL and NONE test no fact and have the highest level."""
     children: tuple[RequestSet, ...]
 
 
 class RequestSets:
-    """Creates and combines sets of requests. `terms` are all comparisons from which sets can be built.
+    """Creates and combines sets of requests. `terms` are all comparisons that conditions of the sets may contain.
 
-    Each set has a unique number, so that two sets are equal if and only if their numbers are equal. All methods raise
+    Each set is represented by a number. Two sets are equal if and only if their numbers are equal. All methods raise
     TooManyCasesError if the sets together have more than 50,000 nodes.
     """
 
@@ -78,9 +79,9 @@ class RequestSets:
         return self.difference(ALL, self.difference(self.difference(ALL, first), second))
 
     def find_facts(self, requests: RequestSet) -> Facts | None:
-        """Returns facts such that every possible request with these facts is in the set, or None if the set is empty.
+        """Returns facts such that every possible request with these facts is in the set `requests`.
 
-        Prefers the default value of each fact.
+        Prefers the default value of each fact. Returns None if no possible request is in the set.
         """
         node = self.both(requests, self._possible)
         if node == NONE:
@@ -135,8 +136,8 @@ class RequestSets:
 def find_facts(given: Condition, *, unless: Iterable[Condition] = ()) -> Facts | None:
     """Returns facts of a request that fulfils `given` and none of `unless`, or None if there is no such request.
 
-    The result is exact. The search considers, for each fact, its bounds, its default, every value with which it is
-    compared, and a value between each two of these values.
+    The result is exact. For each fact, the search considers the bounds, the default, every compared value, and one
+    value between each two adjacent values.
     """
     others = tuple(unless)
     sets = RequestSets(chain(given, *others))
@@ -144,7 +145,10 @@ def find_facts(given: Condition, *, unless: Iterable[Condition] = ()) -> Facts |
 
 
 def _values_by_fact(terms: Iterable[Term]) -> Mapping[Fact, Sequence[float]]:
-    """Returns, for each fact, values that represent all of its possible values. The first value is the default."""
+    """Returns representative values of each fact. The first value of each fact is its default.
+
+    Every other possible value gives the same results in all comparisons as one of the representative values.
+    """
     by_fact: dict[Fact, list[Term]] = {}
     for term in terms:
         by_fact.setdefault(term.fact, []).append(term)

@@ -21,7 +21,7 @@ from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Problems, 
 
 @dataclass(frozen=True)
 class Catalog:
-    """Loads the descriptors of engines and transforms by name.
+    """The functions that load the descriptor of an engine and the descriptor of a transform by name.
 
     Both functions raise NotFoundError if the name is unknown.
     """
@@ -32,19 +32,20 @@ class Catalog:
 
 @dataclass(frozen=True)
 class StageResolver:
-    """Converts the stages of a pipeline file to checked stages. Does not resolve their conditions.
+    """Converts the stages of a pipeline file to checked stages. Does not resolve the stages' conditions.
 
-    Reports errors to `problems`.
+    Reports errors to `problems`. If `check_models` is False, does not look up models, and a missing model is not an
+    error.
     """
 
     catalog: Catalog
     problems: Problems
     check_models: bool
     fetch_hint: str
-    """The text that tells the user how to obtain a missing model."""
+    """The remedy in the error message for a missing model. It tells the user how to obtain the model."""
 
     def resolve(self, file: PipelineFile) -> Mapping[str, Stage]:
-        """Returns the stages, by name, that have a valid engine and signature."""
+        """Checks all stages. Returns the stages that have a valid engine and signature, by name."""
         stages = {name: self._stage(name, entry) for name, entry in file.stages.items()}
         return {name: stage for name, stage in stages.items() if stage is not None}
 
@@ -101,7 +102,10 @@ class StageResolver:
 def resolve_outputs(
     file: PipelineFile, stages: Mapping[str, Stage], problems: Problems
 ) -> Mapping[str, PipelineOutput]:
-    """Returns the outputs, by name, for which both the stage and the tensor exist. Reports errors to `problems`."""
+    """Checks all outputs. Returns the outputs for which both the stage and the tensor exist, by name.
+
+    Reports errors to `problems`.
+    """
     outputs: dict[str, PipelineOutput] = {}
     for name, entry in file.outputs.items():
         if entry.stage not in file.stages:

@@ -1,11 +1,11 @@
 """Parses a pipeline file as YAML, replaces references to variables, applies overrides, and records each value's line.
 
 A reference is ${NAME} or ${NAME:-default}. $${NAME} is the text "${NAME}". References are replaced by marks before the
-text is parsed, and the marks in each scalar are replaced by values afterwards. Therefore references may be used within
-{…}, no value can change the structure of the file, and references in comments have no effect.
+text is parsed. The marks in each scalar are replaced by the values of the variables afterwards. Therefore references
+may be used within {…}, no value can change the structure of the file, and references in comments have no effect.
 
-An override is a value for a key, such as `--set edges.*.connector=grpc`. `*` matches every key or list index. An edge
-can be selected by its name instead of its list index. The values are YAML.
+An override sets the value of a key, such as `--set edges.*.connector=grpc`. `*` matches every key or list index. An
+edge can be selected by its name instead of its list index. The values of overrides are YAML.
 """
 
 import re
@@ -28,16 +28,20 @@ _OPTIONAL_MAPPINGS = frozenset({"data_plane", "options", "limits", "per_caller",
 
 
 class Document(NamedTuple):
-    """The content of a pipeline file, and the problems found so far, which know the line of each value."""
+    """The content of a pipeline file, and the problems found so far.
+
+    `problems` also contains the line of each value.
+    """
 
     values: dict[str, object]
     problems: Problems
 
 
 def read_document(text: str, *, file: str, variables: Mapping[str, str]) -> Document:
-    """Parses the text of a pipeline file. `file` is the path for error messages.
+    """Parses the text of a pipeline file.
 
-    Raises InvalidPipelineError if the text is not a YAML mapping.
+    `file` is the path for error messages. `variables` are the values for references to variables, by name. Raises
+    InvalidPipelineError if the text is not a YAML mapping.
     """
     reader = _Reader(file, variables)
     try:
@@ -78,11 +82,14 @@ class _Reader:
         self.problems = Problems(self._origins)
 
     def mark_references(self, text: str) -> str:
-        """Replaces each reference in the file's text by a mark, and returns the new text."""
+        """Replaces each reference to a variable in the file's text by a mark, and returns the new text."""
         return _REFERENCE.sub(self._mark, text)
 
     def read_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, object]:
-        """Returns the values of a YAML mapping. Reports a repeated key as a problem, and uses the key's last value."""
+        """Returns the values of the YAML mapping at `path`, by key.
+
+        Reports a repeated key as a problem, and uses the last value of the key.
+        """
         values: dict[str, object] = {}
         for key_node, value_node in node.value:
             key = str(key_node.value)
@@ -132,7 +139,10 @@ class _Reader:
             return text
 
     def _fill_in(self, text: str, path: KeyPath) -> str:
-        """Replaces the marks in a scalar by the values of variables. Adds the variables to the scalar's origin."""
+        """Returns the text of the scalar at `path`, with each mark replaced by the text for its reference.
+
+        Adds the variables that were used to the origin of the scalar.
+        """
         names: list[str] = []
         filled = _MARK.sub(lambda mark: self._value(self._references[int(mark[1])], path, names=names), text)
         if names:
@@ -142,7 +152,11 @@ class _Reader:
         return filled
 
     def _value(self, reference: re.Match[str], path: KeyPath, *, names: list[str]) -> str:
-        """Returns the text that replaces a reference. Adds the name of the variable to `names` if its value is used."""
+        """Returns the text that replaces a reference: the value of the variable, or the reference's default.
+
+        Adds the name of the variable to `names` if the variable's value is used. Reports a problem at `path` if the
+        variable is not set and the reference has no default.
+        """
         name, default = reference["name"], reference["default"]
         if reference["escape"]:
             return reference[0][1:]
@@ -160,7 +174,7 @@ class _Reader:
 
 
 def apply_overrides(document: Document, overrides: Mapping[str, str]) -> None:
-    """Replaces values of the document. Reports an override that matches no key as a problem.
+    """Replaces values of the document. Reports a problem for each override that matches no key or is not valid YAML.
 
     `overrides` maps dotted keys, such as "edges.*.connector", to YAML values.
     """
@@ -187,7 +201,11 @@ def _reject(document: Document, origin: Origin, text: str) -> None:
 
 
 def _places(container: Any, names: list[str], path: KeyPath) -> Iterator[tuple[Any, KeyPath]]:
-    """Yields, for each value that the key `names` matches, the mapping or list that contains it and its path."""
+    """Yields a pair for each value that a dotted key matches: the value's container and the value's path.
+
+    The container is a mapping or list. `names` are the parts of the key below `container`. `path` is the path of
+    `container`. Creates optional mappings that are missing.
+    """
     name, *rest = names
     if isinstance(container, dict) and not rest and name != "*":
         yield container, (*path, name)

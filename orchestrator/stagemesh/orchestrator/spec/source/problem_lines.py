@@ -13,7 +13,7 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Origin:
-    """The place where a value was set, for error messages and for `stagemesh pipeline explain`."""
+    """The place where a value of the pipeline was set, for error messages and for `stagemesh pipeline explain`."""
 
     line: int
     """The line number in the file, starting at 1. 0 if the value was not set in the file."""
@@ -28,12 +28,15 @@ class Problems:
 
     def __init__(self, origins: dict[KeyPath, Origin]) -> None:
         self.origins = origins
-        """The origin of each value by path. The empty path represents the whole file. Omits default values."""
+        """The origin of each value, by path. The empty path means the whole file. Default values have no origin."""
         self._found: list[tuple[int, str]] = []
         self._paths = set[KeyPath]()
 
     def add(self, path: KeyPath, text: str) -> None:
-        """Adds an error in the value at `path`, unless it was already added. `text` has the form "error; remedy"."""
+        """Adds an error in the value at `path`. Ignores an error that was already added.
+
+        `text` has the form "error; remedy".
+        """
         origin = self._nearest_origin(path)
         self._paths.add(path)
         entry = (origin.line, f"{origin.place}: {text}")
@@ -41,13 +44,13 @@ class Problems:
             self._found.append(entry)
 
     def has(self, path: KeyPath) -> bool:
-        """Returns whether an error was added for exactly this path."""
+        """Returns whether an error was added for exactly this path, not for a value above or below it."""
         return path in self._paths
 
     def raise_any(self) -> None:
         """Raises InvalidPipelineError if any error was added.
 
-        The message has one line for each error, in the file's order.
+        The message has one line for each error, in ascending order of the line numbers in the file.
         """
         if self._found:
             raise InvalidPipelineError("\n".join(text for _, text in sorted(self._found, key=lambda entry: entry[0])))
@@ -55,7 +58,7 @@ class Problems:
     def _nearest_origin(self, path: KeyPath) -> Origin:
         """Returns the origin of the value at a path, or of the closest enclosing value that has an origin.
 
-        Skips path elements that are not in the file, such as tags that pydantic inserts.
+        Skips elements of the path that are not in the file, such as tags that pydantic inserts.
         """
         reached: KeyPath = ()
         for element in path:
@@ -65,7 +68,10 @@ class Problems:
 
 
 def suggest(name: str, known: Collection[str]) -> str:
-    """Returns a remedy for an unknown name: the most similar known name, or all known names if no name is similar."""
+    """Returns a remedy for an unknown name: the most similar name in `known`.
+
+    If no name in `known` is similar, the remedy lists all of them.
+    """
     close = get_close_matches(name, known, n=1)
     if close:
         return f"did you mean {close[0]!r}?"
@@ -73,5 +79,5 @@ def suggest(name: str, known: Collection[str]) -> str:
 
 
 def dotted(path: KeyPath) -> str:
-    """Formats a path as text, for example "edges.0.connector"."""
+    """Formats a path as a dotted key, for example "edges.0.connector"."""
     return ".".join(map(str, path))
