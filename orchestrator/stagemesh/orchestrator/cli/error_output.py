@@ -1,4 +1,4 @@
-"""Prints errors: as one line and a remedy, or as one JSON document with --json. Never prints a traceback."""
+"""Prints errors with a remedy, as text or (with --json) as one JSON document. Never prints a traceback."""
 
 import json
 import sys
@@ -47,10 +47,10 @@ AsJson = Annotated[
 
 
 class ErrorGroup(TyperGroup):
-    """The root command group. Prints a StagemeshError instead of a traceback, and sets the exit status."""
+    """The root command group. Prints a StagemeshError without its traceback, and sets the exit status."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command. Exits with status 1 on a StagemeshError, and with 130 on Ctrl-C."""
+        """Runs the command. Exits with status 1 if a StagemeshError is raised, and with status 130 after Ctrl-C."""
         try:
             return super().invoke(ctx)
         except StagemeshError as exc:
@@ -61,7 +61,10 @@ class ErrorGroup(TyperGroup):
 
 
 def show_error(error: StagemeshError, *, as_json: bool) -> None:
-    """Prints `error` and its remedy to stderr, as text or, if `as_json` is True, as one JSON document."""
+    """Prints `error` and its remedy to stderr.
+
+    The format is one JSON document if `as_json` is True, and text otherwise.
+    """
     remedy = _remedy(error)
     if as_json:
         document = {

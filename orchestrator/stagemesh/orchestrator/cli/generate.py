@@ -113,7 +113,7 @@ _SAMPLING: Mapping[str, Parameter] = {
     ),
     "adapter": option(str, "Use this LoRA adapter. The model is used without an adapter if omitted.", metavar="NAME"),
 }
-"""The options, by the name of the argument of `AsyncClient.generate` that each option sets."""
+"""The sampling options, by the name of the argument of `AsyncClient.generate` that each option sets."""
 
 PARAMETERS: Mapping[str, Parameter] = {
     "prompt": argument(str, "Send this prompt. A single - reads the prompt from standard input.", metavar="PROMPT"),
@@ -186,7 +186,8 @@ def generate(**values: Any) -> None:
 def client_arguments(values: Mapping[str, Any]) -> "GenerateArguments":
     """Returns the arguments of `AsyncClient.generate` for the command's parameters that are set.
 
-    Raises BadParameter if a file cannot be read or an option is malformed.
+    `values` are the values of the command's parameters by name. Raises BadParameter if a file cannot be read or an
+    option is malformed.
     """
     given = {name: value for name, value in values.items() if value not in (None, [], "")}
     arguments = {name: value for name, value in given.items() if name in _CLIENT_ARGUMENTS}
@@ -202,7 +203,8 @@ def client_arguments(values: Mapping[str, Any]) -> "GenerateArguments":
 def _read_text(path: Path | None, *, option: str) -> str | None:
     """Returns the text of the file at `path`, or None if `path` is None.
 
-    Raises BadParameter, which names `option`, if the file cannot be read as text.
+    Raises BadParameter if the file cannot be read as text. `option` is the command-line option that the error message
+    names.
     """
     try:
         return path.read_text() if path is not None else None
@@ -218,7 +220,12 @@ async def run_request(
     timeout_s: float | None,
     sinks: "Sinks",
 ) -> "Result":
-    """Runs a request until it finishes, passes each event to `sinks` as it arrives, and returns the result."""
+    """Runs a request until it finishes, and returns its result. Writes each event to `sinks` as it arrives.
+
+    - `endpoints` are the addresses of orchestrators.
+    - `arguments` are further arguments of `AsyncClient.generate`.
+    - `timeout_s` is the time limit of the request in seconds. None means no limit.
+    """
     from stagemesh.client import AsyncClient
     from stagemesh.client.responses import ResultBuilder
 
@@ -233,7 +240,8 @@ async def run_request(
 def show_result(result: "Result", sinks: "Sinks", *, as_json: bool) -> None:
     """Prints the result of a request.
 
-    If `as_json` is True, prints JSON to stdout. Otherwise, prints the images, timings and file names to stderr.
+    If `as_json` is True, prints JSON to stdout. Otherwise, prints the timings and the names of the written files to
+    stderr. If stderr is a terminal, also prints the images.
     """
     from rich.console import Console
 
@@ -277,13 +285,19 @@ def _audio_s(result: "Result") -> float:
 
 
 def _real_time_factor(result: "Result") -> float | None:
-    """Returns the request's total time divided by the playing time of its audio, or None if there is no audio."""
+    """Returns the request's total time divided by the playing time of the request's audio outputs.
+
+    Returns None if there is no audio.
+    """
     audio_s = _audio_s(result)
     return result.total_s / audio_s if audio_s else None
 
 
 def _terminal_image(image: "Image") -> "RenderableType | None":
-    """Returns an image as half-block characters for a terminal, or None if the required packages are not installed."""
+    """Returns an image as colored half-block characters for a terminal.
+
+    Returns None if the required packages are not installed.
+    """
     try:
         from PIL import Image as PillowImage
         from rich_pixels import Pixels

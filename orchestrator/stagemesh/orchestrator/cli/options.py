@@ -1,6 +1,6 @@
-"""Options that several commands share, the parsing of their values, and tables of arguments and options.
+"""Options that several commands share, the parsing of option values, and tables of parameters.
 
-typer reads the tables as function signatures.
+A table of parameters defines the arguments and options of one command. typer reads the table as a function signature.
 """
 
 import inspect
@@ -57,9 +57,13 @@ _Value = TypeVar("_Value")
 
 
 def read_pairs(texts: Sequence[str] | None, *, option: str, convert: Callable[[str], _Value]) -> dict[str, _Value]:
-    """Returns the values of a repeatable KEY=VALUE option by key. `convert` converts each value.
+    """Returns the values of a repeatable KEY=VALUE option, by key.
 
-    Raises BadParameter if a text is not of this form, or if `convert` raises ValueError.
+    - `texts` are the occurrences of the option, or None if the option is omitted.
+    - `option` is the name of the option for error messages.
+    - `convert` converts each value.
+
+    Raises BadParameter if a text is not of the form KEY=VALUE, or if `convert` raises ValueError.
     """
     pairs: dict[str, _Value] = {}
     for text in texts or ():
@@ -82,7 +86,10 @@ def read_endpoints(server: str) -> list[str]:
 
 
 def read_overrides(settings: Sequence[str] | None, replicas: Sequence[str] | None = None) -> dict[str, str]:
-    """Returns the values that --set and --replicas override in the pipeline file, by key of the file."""
+    """Returns the overrides of the pipeline file that the options --set and --replicas contain.
+
+    The result maps dotted keys of the file, such as "stages.thinker.replicas", to values.
+    """
     counts = read_pairs(replicas, option="--replicas", convert=int)
     return {
         **read_pairs(settings, option="--set", convert=str),
@@ -102,29 +109,35 @@ class Parameter(NamedTuple):
 
 
 def argument(kind: Any, text: str, *, metavar: str, complete: Callable[..., list[str]] | None = None) -> Parameter:
-    """Returns a required argument of a command. `text` is the argument's help text."""
+    """Returns a required argument of a command.
+
+    `kind` is the argument's type. `text` is its help text. `complete` is a shell completion callback, or None for no
+    completion.
+    """
     return Parameter(Annotated[kind, typer.Argument(metavar=metavar, help=text, autocompletion=complete)])
 
 
 def option(kind: Any, text: str, *names: str, default: Any = None, **settings: Any) -> Parameter:
-    """Returns an option of a command. `text` is the option's help text.
+    """Returns an option of a command. `kind` is the option's type. `text` is the option's help text.
 
-    `names` are the option's names, such as "--server". If `names` is empty, typer derives the name from the parameter's
-    name. `settings` are passed to `typer.Option`. The help shows the default unless the default is None or empty.
+    - `names` are the option's names, such as "--server". If `names` is empty, typer derives the name from the name of
+      the parameter.
+    - `default` is the option's value if the option is omitted. The help shows the default unless it is None or empty.
+    - `settings` are passed to `typer.Option`.
     """
     info = typer.Option(*names, help=text, show_default=default not in {None, ""}, **settings)
     return Parameter(Annotated[kind | None if default is None else kind, info], default)
 
 
 def flag(text: str, name: str) -> Parameter:
-    """Returns an option without a value, which is False if omitted. `text` is the option's help text."""
+    """Returns an option that is True if it is present and False if it is omitted. `text` is its help text."""
     return option(bool, text, name, default=False)
 
 
 def with_parameters(function: Callable[..., None], parameters: Mapping[str, Parameter]) -> Callable[..., None]:
-    """Sets the signature of `function`, from which typer reads the parameters, and returns `function`.
+    """Sets the signature of `function` to the given parameters, and returns `function`.
 
-    `function` must accept keyword arguments.
+    typer reads the command's parameters from the signature. `function` must accept keyword arguments.
     """
     command = cast("Any", function)
     command.__annotations__ = {name: each.annotation for name, each in parameters.items()}

@@ -36,7 +36,7 @@ Cell: TypeAlias = "str | int | list[tuple[str, str]]"
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table. `cell` returns the content of the column's cell for a row.
+    """A column of a table. `cell` is a function from a row to the content of the row's cell in this column.
 
     If `right` is True, the cells are aligned to the right.
     """
@@ -47,22 +47,25 @@ class Column:
 
 
 def number(title: str, cell: Callable[[Any], Cell]) -> Column:
-    """Returns a table column for numbers, whose cells are aligned to the right."""
+    """Returns a right-aligned table column for numbers. `cell` returns the content of a row's cell."""
     return Column(title, cell, right=True)
 
 
 def fields(*names: str) -> list[Column]:
-    """Returns a table column for each of these attributes, titled with its name."""
+    """Returns a table column for each of these attributes of a row. The title is the name of the attribute."""
     return [Column(name, attrgetter(name)) for name in names]
 
 
 def numbers(*names: str) -> list[Column]:
-    """Returns a table column for each of these numeric attributes, titled with its name, and aligned to the right."""
+    """Returns a right-aligned table column for each of these numeric attributes of a row.
+
+    The title is the name of the attribute.
+    """
     return [number(name, attrgetter(name)) for name in names]
 
 
 def make_table(columns: Sequence[Column], rows: Iterable[object], *, title: str | None = None) -> "Table":
-    """Returns a table with one line for each element of `rows`."""
+    """Returns a table with one line for each element of `rows`. The table has no title if `title` is None."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
@@ -83,7 +86,10 @@ def to_text(cell: Cell) -> "Text":
 
 
 def print_all(output: "RenderableType") -> None:
-    """Prints text or tables to stdout, as wide as the terminal, or 240 columns wide if stdout is not a terminal."""
+    """Prints text or tables to stdout.
+
+    The output is as wide as the terminal, or 240 columns wide if stdout is not a terminal.
+    """
     from rich.console import Console
 
     Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS).print(output)
@@ -107,9 +113,9 @@ def print_json(document: object) -> None:
 
 
 def enum_word(enum: "EnumDescriptor", value: int) -> str:
-    """Returns the name of a protobuf enum value in lower case, without the enum's prefix.
+    """Returns the name of a protobuf enum value in lower case, without the prefix that all names of the enum share.
 
-    If this version does not know the value, returns the number as text.
+    Returns the number as text if this version does not know the value.
     """
     named = enum.values_by_number.get(value)
     prefix = enum.values[0].name.removesuffix("UNSPECIFIED")
@@ -129,17 +135,17 @@ def size(size_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Formats a duration that is given in seconds, for example "12 ms", "3.20 s", "0:04:05" or "3 days, 4:00:00"."""
+    """Formats a number of seconds as text, for example "12 ms", "3.20 s", "0:04:05" or "3 days, 4:00:00"."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     return f"{seconds:.2f} s" if seconds < _MINUTE_S else str(timedelta(seconds=round(seconds)))
 
 
 def connector_name(connector: int) -> str:
-    """Returns the name of the connector with this value in the protobuf enum `Connector`.
+    """Returns the name of the connector with this number in the protobuf enum `Connector`.
 
-    Returns "not known" for 0, which means that no replica has reported a connector. If the value is unknown, returns
-    text that contains the value.
+    Returns "not known" for 0, which means that no replica has reported a connector. If this version does not know the
+    number, returns a text that contains the number.
     """
     from stagemesh.common.connector_descriptors import name_of
     from stagemesh.common.errors import InvalidRequestError
@@ -151,7 +157,7 @@ def connector_name(connector: int) -> str:
 
 
 def links_table(edges: "Iterable[orchestrator_pb2.EdgeDescription]") -> "Table":
-    """Returns a table of the connectors that edges use, with the reasons why better connectors cannot be used.
+    """Returns a table of the connectors that edges use, with the reasons why preferred connectors cannot be used.
 
     Pairs of replicas with the same connector and the same reasons share a row.
     """

@@ -16,10 +16,12 @@ class Sinks(ExitStack):
     """Writes the outputs of a request to stdout and to files.
 
     Text is written to stdout, and the queue position to stderr, unless `quiet` is True. The first audio output is
-    written to the file `audio`, and the first image output to the file `image`. Other audio, images and tensors are
-    written to files in `folder`, which are named after their outputs, or are discarded if `folder` is None. `files`
-    contains the paths of the written files by output name. The end of the `with` block completes the files and ends
-    the last line of text.
+    written to the file `audio`, and the first image output to the file `image`. All other audio, images and tensors are
+    written to files in `folder`. Each of these files has the name of its output. If `folder` is None, these outputs are
+    discarded.
+
+    `files` contains the paths of the written files, by output name. The end of the `with` block completes the files and
+    ends the last line of text.
     """
 
     def __init__(self, *, folder: Path | None, audio: Path | None, image: Path | None = None, quiet: bool) -> None:
@@ -32,7 +34,7 @@ class Sinks(ExitStack):
         self.callback(self._end_line)
 
     def write(self, event: Event) -> None:
-        """Writes the output in an event to stdout or to a file. Writes the queue position in an event to stderr."""
+        """Writes an event of a request: an output to stdout or to a file, and a queue position to stderr."""
         match event:
             case Queued() if not self._quiet:
                 sys.stderr.write(f"queued: position {event.position}, about {event.expected_wait_s:.0f} s\n")
@@ -80,9 +82,9 @@ class Sinks(ExitStack):
             self.files[event.output] = [path]
 
     def _image_path(self, event: Image) -> Path | None:
-        """Returns the path of the file for an image, or None if the image is not written.
+        """Returns the path of the file for an image, or None if the image must not be written.
 
-        A later image of the same output has the same path and therefore replaces the earlier image.
+        A later image of the same output has the same path. The later image therefore replaces the earlier image.
         """
         if self._image is not None and self._image_output in (None, event.output):
             self._image_output = event.output

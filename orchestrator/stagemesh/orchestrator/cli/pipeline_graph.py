@@ -12,9 +12,9 @@ from stagemesh.orchestrator.spec.conditions import Condition, describe_condition
 
 
 def draw_tree(pipeline: Pipeline) -> RenderableType:
-    """Returns a tree for each stage, with the stage's producers, consumers and outputs.
+    """Returns the name of the pipeline and one tree for each stage.
 
-    Producing stages are listed before consuming stages.
+    The tree of a stage lists its producers, its consumers and its outputs. Producers precede consumers.
     """
     return Group(
         Text(pipeline.name, style="bold"), *(_stage_tree(pipeline, stage) for stage in pipeline.stages.values())
@@ -22,7 +22,7 @@ def draw_tree(pipeline: Pipeline) -> RenderableType:
 
 
 def draw_mermaid(pipeline: Pipeline) -> str:
-    """Returns the pipeline as a mermaid flowchart."""
+    """Returns the text of a Mermaid flowchart of the pipeline."""
     ids = {name: f"s{number}" for number, name in enumerate(pipeline.stages)}
     lines = ["flowchart LR", "  prompt([prompt])"]
     lines += [f'  {ids[stage.name]}["{stage.name}<br/>{_stage_label(stage)}"]' for stage in pipeline.stages.values()]
@@ -34,7 +34,7 @@ def draw_mermaid(pipeline: Pipeline) -> str:
 
 
 def draw_dot(pipeline: Pipeline) -> str:
-    """Returns the pipeline as a Graphviz digraph."""
+    """Returns the text of a Graphviz digraph of the pipeline, in the dot language."""
     lines = [f"digraph {_quoted(pipeline.name)} {{", "  rankdir=LR;", '  "prompt" [shape=oval];']
     for stage in pipeline.stages.values():
         label = _quoted(f"{stage.name}\n{_stage_label(stage)}")

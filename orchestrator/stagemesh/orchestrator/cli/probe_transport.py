@@ -90,9 +90,9 @@ async def _serve(listen: str, *, as_json: bool) -> None:
 
 
 def _name_of(host: str) -> str:
-    """Returns the name at which other hosts reach `host`.
+    """Returns the name or address at which other hosts reach a server that listens on `host`.
 
-    Returns the name of this host if `host` stands for all addresses.
+    If `host` is a wildcard address, returns the name of this host. Otherwise, returns `host`.
     """
     return socket.gethostname() if host in {"0.0.0.0", "[::]"} else host  # noqa: S104 - only compared
 

@@ -1,4 +1,4 @@
-"""The displays of `up` and `demo` for the processes that they run: lines of text, a live table, or lines of JSON."""
+"""Displays of the processes that `up` and `demo` run: lines of text, a live table, or lines of JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -29,10 +29,10 @@ def make_display(*, as_json: bool) -> "Display":
 
 
 class Display:
-    """Displays the changes of processes' statuses on stderr.
+    """Displays each change of a process's status on stderr.
 
-    If stderr is a terminal, updates a table in place until all processes are ready. Otherwise, and after that, prints
-    a line for each change, which suits logs and pipes.
+    If `live` is True and stderr is a terminal, updates a table in place until all processes are ready. Without the
+    table, prints one line for each change, which suits logs and pipes.
     """
 
     def __init__(self, *, live: bool) -> None:
@@ -42,17 +42,20 @@ class Display:
         if live and self._console.is_terminal:
             self._live.start()
         self.restarts = 0
-        """The total number of restarts of all processes."""
+        """The total number of restarts of all processes so far."""
 
     def show(self, status: ProcessStatus) -> None:
-        """Displays the new status of a process."""
+        """Displays the new status of a process, and counts the restart if the process restarts."""
         self.restarts += status.state is ProcessState.RESTARTING
         self._show(status)
 
     def ready(self, endpoint: str, *, edges: Sequence[EdgeDescription], hint: str, admin_endpoint: str = "") -> None:
-        """Displays that all processes are ready, with the connectors of the edges and a hint about the next command.
+        """Displays that all processes are ready.
 
-        `endpoint` is the address for clients. `admin_endpoint` is the address for operators, or "" to display none.
+        - `endpoint` is the address for clients.
+        - `edges` are the edges whose connectors are displayed.
+        - `hint` suggests the next command to the user.
+        - `admin_endpoint` is the address for operators, or "" to display none.
         """
         self._live.stop()
         if edges:
@@ -63,7 +66,7 @@ class Display:
             self._print(Text(f"operators at {admin_endpoint}; try: stagemesh top{server}"))
 
     def close(self, message: str = "") -> None:
-        """Ends the display, and prints `message` unless it is empty. May be called more than once."""
+        """Stops updating the display. Prints `message` unless it is empty. May be called more than once."""
         self._live.stop()
         if message:
             self._print(Text(message))

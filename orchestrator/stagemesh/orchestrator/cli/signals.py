@@ -1,4 +1,4 @@
-"""Functions that stop commands when the process receives SIGINT or SIGTERM."""
+"""Stops a command when its process receives SIGINT or SIGTERM."""
 
 import asyncio
 import signal
@@ -11,7 +11,7 @@ _Result = TypeVar("_Result")
 def stop_on_signals() -> asyncio.Event:
     """Returns an event that is set when the process receives SIGINT or SIGTERM.
 
-    After this call, the signals have no other effect.
+    After this call, these signals no longer interrupt or end the process.
     """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -21,7 +21,10 @@ def stop_on_signals() -> asyncio.Event:
 
 
 async def result_before(stopping: asyncio.Event, work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result | None:
-    """Runs `work` and returns its result. If `stopping` is set first, cancels `work` and returns None."""
+    """Runs `work` and returns the result of `work`, or None if `stopping` is set first.
+
+    Cancels `work` if `stopping` is set before `work` has finished.
+    """
     async with asyncio.TaskGroup() as tasks:
         working = tasks.create_task(work())
         waiting = tasks.create_task(stopping.wait())

@@ -114,7 +114,10 @@ def _show(snapshots: "Iterator[admin_pb2.WatchPipelineResponse]", *, once: bool)
 
 
 def top_view(now: "admin_pb2.WatchPipelineResponse", before: "admin_pb2.WatchPipelineResponse") -> "RenderableType":
-    """Returns the display of the snapshot `now`, with the rates since the snapshot `before`."""
+    """Returns the display of the snapshot `now`, with the rates since the snapshot `before`.
+
+    The rates are numbers per second.
+    """
     from rich.console import Group
     from rich.text import Text
 
@@ -149,7 +152,10 @@ def _summary(now: "admin_pb2.PipelineStatus", before: "admin_pb2.PipelineStatus"
 
 
 def _pairs(now: Iterable[Any], before: Iterable[Any], name: Callable[[Any], str]) -> list[tuple[Any, Any]]:
-    """Pairs each current item with the earlier item of the same name, or with itself if there is no earlier item."""
+    """Pairs each item of `now` with the item of `before` that has the same name.
+
+    Pairs an item with itself if `before` contains no item of this name. `name` returns the name of an item.
+    """
     earlier = {name(item): item for item in before}
     return [(item, earlier.get(name(item), item)) for item in now]
 

@@ -135,7 +135,10 @@ async def _run(
     """Runs a pipeline, and calls `work` when the pipeline is ready.
 
     Stops the pipeline when `work` ends or when the process receives SIGINT or SIGTERM. Returns the result of `work`, or
-    None if a signal came first.
+    None if a signal arrived before `work` ended.
+
+    - `hint` is the text that `display` shows when the pipeline is ready.
+    - `admin_endpoint` is the address for operators that `display` shows. If it is empty, no address is shown.
     """
     from stagemesh.orchestrator.cli.signals import result_before, stop_on_signals
 

@@ -38,7 +38,7 @@ def _run(command: Command, values: dict[str, Any], *, server: str, as_json: bool
 
 
 def _answers(command: Command, values: dict[str, Any], *, server: str) -> "Iterator[tuple[Message, str]]":
-    """Runs a command. Yields each answer with the name of the replica that sent the answer.
+    """Calls the command's RPC, and yields each answer with the name of the replica that sent the answer.
 
     The name is empty if AdminService sent the answer.
     """

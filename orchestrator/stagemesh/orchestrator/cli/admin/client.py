@@ -1,4 +1,7 @@
-"""The connection of the command line to AdminService, which also forwards calls to the control services of replicas."""
+"""The connection of the command line to AdminService.
+
+AdminService also forwards calls of StageControlService to replicas.
+"""
 
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager
@@ -28,19 +31,20 @@ _CONTROL = control_pb2.DESCRIPTOR.services_by_name["StageControlService"].method
 
 
 def is_control(rpc: str) -> bool:
-    """Returns whether an RPC belongs to StageControlService, which each replica serves, and not to AdminService."""
+    """Returns whether the RPC with this name belongs to StageControlService. All other RPCs belong to AdminService."""
     return rpc not in _ADMIN
 
 
 def is_stream(rpc: str) -> bool:
-    """Returns whether an RPC returns a stream of messages instead of one message."""
+    """Returns whether the RPC with this name returns a stream of messages instead of one message."""
     return bool(_method(rpc).server_streaming)
 
 
 def make_request(rpc: str, values: dict[str, Any]) -> "Message":
-    """Returns the request message of an RPC.
+    """Returns the request message of the RPC with this name.
 
-    Sets each field for which `values` contains a value other than None. Ignores entries whose names are not fields.
+    Sets each field for which `values` contains a value other than None. Ignores entries of `values` that are not fields
+    of the message.
     """
     message = _method(rpc).input_type
     fields = {name: value for name, value in values.items() if value is not None and name in message.fields_by_name}
@@ -48,9 +52,9 @@ def make_request(rpc: str, values: dict[str, Any]) -> "Message":
 
 
 class AdminConnection(AbstractContextManager["AdminConnection"]):
-    """Calls RPCs of AdminService and StageControlService by name. Raises a StagemeshError if a call fails.
+    """A connection that calls RPCs of AdminService and StageControlService by name.
 
-    The end of the `with` block closes the connection.
+    All methods raise a StagemeshError if a call fails. The end of the `with` block closes the connection.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -59,9 +63,10 @@ class AdminConnection(AbstractContextManager["AdminConnection"]):
         self._stubs = AdminServiceStub(self._channel), StageControlServiceStub(self._channel)
 
     def call(self, rpc: str, request: "Message", *, replica: str = "", timeout_s: float = TIMEOUT_S) -> Any:
-        """Calls an RPC and returns its answer.
+        """Calls an RPC that returns one message, and returns this message.
 
-        AdminService answers its own RPCs. An RPC of StageControlService is forwarded to `replica`.
+        `replica` is the name of the replica that receives an RPC of StageControlService. It is empty for RPCs of
+        AdminService. `timeout_s` is the time limit of the call in seconds.
         """
         metadata = ((_REPLICA_KEY, replica),) if replica else ()
         try:
@@ -70,7 +75,10 @@ class AdminConnection(AbstractContextManager["AdminConnection"]):
             raise self._error(exc) from exc
 
     def stream(self, rpc: str, request: "Message", *, timeout_s: float | None = None) -> Generator[Any]:
-        """Yields the answers of a streaming RPC of AdminService. Closing the generator cancels the call."""
+        """Yields the answers of a streaming RPC of AdminService. Closing the generator cancels the call.
+
+        `timeout_s` is the time limit of the whole call in seconds. None means no limit.
+        """
         call = getattr(self._stubs[0], rpc)(request, timeout=timeout_s)
         try:
             yield from call
@@ -80,10 +88,10 @@ class AdminConnection(AbstractContextManager["AdminConnection"]):
             call.cancel()
 
     def replicas_of(self, target: str) -> list[str]:
-        """Returns the names of the replicas that `target`, the name of a replica or of a stage, selects.
+        """Returns the names of the replicas that `target` selects.
 
-        A stage's name selects all replicas of the stage. Raises NotFoundError (UNKNOWN_TARGET) if no replica and no
-        stage has this name.
+        The name of a replica selects this replica. The name of a stage selects all replicas of the stage. Raises
+        NotFoundError (UNKNOWN_TARGET) if no replica and no stage has the name `target`.
         """
         known = {replica.name: replica.stage for replica in self._replicas()}
         found = [target] if target in known else [name for name, stage in known.items() if stage == target]

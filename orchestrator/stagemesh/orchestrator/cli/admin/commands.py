@@ -1,6 +1,6 @@
 """The table of commands for operators: the name, RPC, parameters, request fields and display of each command.
 
-The shell completes the names of stages, replicas, edges and requests that the server knows.
+Shell completion suggests the names of stages, replicas, edges and requests that AdminService lists.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Values: TypeAlias = Mapping[str, Any]
-"""The values of a command's parameters by name. If a replica answers the RPC, "replica" is the name of the replica."""
+"""The values of a command's parameters, by parameter name.
+
+The key "replica" contains the name of the replica that answers, or "" if AdminService answers.
+"""
 Display: TypeAlias = "Callable[[Any, Values], RenderableType]"
-"""A function that returns the text or table to print for the answer of an RPC."""
+"""A function that returns the text or table to print, from the answer of an RPC and the command's values."""
 
 _CHANGE_S = 600.0
 _LOAD_S = 300.0
@@ -41,8 +44,8 @@ def _no_fields(_: Values) -> Values:
 class Command:
     """One command of `stagemesh admin`.
 
-    If the RPC belongs to StageControlService, the command calls the RPC on each replica that the parameter `target`
-    selects, one replica after the other.
+    If the command's RPC belongs to StageControlService, the command has a parameter `target`: the name of a replica or
+    stage. The command then calls the RPC on each selected replica, one after the other.
     """
 
     def __init__(
@@ -58,8 +61,10 @@ class Command:
     ) -> None:
         """Creates a command.
 
-        - `name` is preceded by the name of the command's group if there is one, for example "lora load".
+        - `name` starts with the name of the command's group if the command has a group, for example "lora load".
         - `description` is the command's help text.
+        - `rpc` is the name of the RPC, or a function that selects the RPC by the values of the parameters.
+        - `display` returns the text or table to print for an answer.
         - `fields` computes further request fields from the values of the parameters.
         - `fails` returns whether an answer makes the command exit with status 1.
         - `parameters` are the parameters by name. A parameter that has the name of a request field sets that field.
@@ -69,7 +74,10 @@ class Command:
 
 
 def _table(columns: Sequence[Column], rows: str) -> Display:
-    """Returns a display that shows the repeated field `rows` of an answer as a table."""
+    """Returns a display that shows a repeated field of an answer as a table.
+
+    `rows` is the name of the field. The table has one row for each item of the field.
+    """
     return lambda answer, _: make_table(columns, getattr(answer, rows))
 
 
@@ -113,9 +121,9 @@ def _busy_policy(values: Values) -> Values:
 
 
 def _complete(*rpcs: str) -> Callable[[typer.Context, str], list[str]]:
-    """Returns a shell completion callback for the names in the answers of these list RPCs.
+    """Returns a shell completion callback that suggests the names of the items that list RPCs return.
 
-    The callback completes nothing if the server does not answer.
+    `rpcs` are the names of these RPCs, such as "ListStages". The callback suggests nothing if a call fails.
     """
 
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Displays the answers of AdminService: tables of lists, and one request with its steps, flows and timeline."""
+"""Displays of AdminService's answers: tables of lists, and one request with its steps, flows and timeline."""
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -37,7 +37,7 @@ def request_state(request: Any) -> Cell:
 
 
 def replica_state(replica: Any) -> Cell:
-    """Returns a table cell with the state of a replica in the color of the state, followed by its detail."""
+    """Returns a table cell with the state of a replica in the color of the state, followed by the state's detail."""
     from stagemesh.v1 import stage_pb2
 
     state = enum_word(stage_pb2.ReplicaState.DESCRIPTOR, replica.state) if replica.state else ""
@@ -45,13 +45,16 @@ def replica_state(replica: Any) -> Cell:
 
 
 def ready_replicas(stage: Any) -> Cell:
-    """Returns a table cell with the numbers of ready replicas and of all replicas of a stage, such as "1 of 2"."""
+    """Returns a table cell with the numbers of ready and of all replicas of a stage, such as "1 of 2"."""
     style = "green" if stage.ready == stage.replicas and stage.ready else "yellow" if stage.ready else "red"
     return [(f"{stage.ready} of {stage.replicas}", style)]
 
 
 def arena(load: Any) -> str:
-    """Returns the used percentage and the size of an arena, such as "40% of 67.1 MB", or "" if the size is unknown."""
+    """Formats how much of an arena is used, such as "40% of 67.1 MB".
+
+    Returns an empty string if the size of the arena is unknown.
+    """
     if not load.arena_size_bytes:
         return ""
     return f"{load.arena_used_bytes / load.arena_size_bytes:.0%} of {size(load.arena_size_bytes)}"
@@ -123,7 +126,7 @@ REQUESTS = (
 
 
 def pipelines_view(pipelines: "Sequence[admin_pb2.PipelineStatus]") -> "RenderableType":
-    """Returns the table of pipelines, followed by a table of callers for each pipeline that has any."""
+    """Returns the table of pipelines, followed by a table of callers for each pipeline that has callers."""
     from rich.console import Group
 
     parts: list[RenderableType] = [make_table(PIPELINES, pipelines)]
@@ -134,7 +137,7 @@ def pipelines_view(pipelines: "Sequence[admin_pb2.PipelineStatus]") -> "Renderab
 
 
 def edges_view(edges: "Sequence[admin_pb2.EdgeStatus]") -> "RenderableType":
-    """Returns a table of the edges with their transferred chunks and bytes, followed by a table of connectors."""
+    """Returns a table of the edges with their transferred chunks and bytes, and a table of the edges' connectors."""
     from rich.console import Group
 
     if not edges:
@@ -151,7 +154,7 @@ class Moment(NamedTuple):
 
 
 def request_view(answer: "admin_pb2.GetRequestResponse") -> "RenderableType":
-    """Returns a display of everything that the server reports about a request."""
+    """Returns a display of a request: its summary, its steps, its flows and its timeline."""
     from rich.console import Group
 
     parts: list[RenderableType] = [_summary(answer.request), "", make_table(_STEPS, answer.steps)]
@@ -212,7 +215,7 @@ _STEPS = (
 
 
 def _newest(flow: Any) -> "control_pb2.FlowReport":
-    """Returns the producer's report of a flow, or the consumer's report if the producer sent none."""
+    """Returns the producer's report about a flow, or the consumer's report if there is no report of the producer."""
     report: control_pb2.FlowReport = flow.sent if flow.HasField("sent") else flow.received
     return report
 
