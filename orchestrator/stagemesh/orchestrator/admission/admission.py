@@ -27,10 +27,11 @@ _MAX_CALLER_SCHEDULES = 256
 
 
 class Admission:
-    """Admits requests up to the pipeline's limits, queues further requests, and rejects the rest with a retry delay.
+    """Admits requests up to the pipeline's limits and queues further requests. Rejects requests if the queue is full.
 
-    This object starts no task, so that `tick` must be called regularly. It reads the time only from `clock`. Listeners
-    must not call its methods.
+    The error of a rejected request contains the delay after which the client may retry. This object starts no tasks:
+    its owner must call `tick` regularly. The only source of time is `clock`. Listeners must not call methods of this
+    object.
     """
 
     def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,7 +39,7 @@ class Admission:
         self._clock = clock
         self._queue = AdmissionQueue(limits)
         self.loads = self._queue.loads
-        """The current numbers and bytes of the running and the waiting requests."""
+        """The current number and total size in bytes of the running requests and of the waiting requests."""
         self._waiting = SortedKeyList[Ticket](key=attrgetter("latest_start_s", "number"))
         self._estimates = RequestEstimates()
         self._schedule = RetrySchedule()
@@ -61,7 +62,7 @@ class Admission:
 
     @property
     def returning(self) -> int:
-        """The number of rejected requests that have a retry time and may be sent again."""
+        """The number of rejected requests that may be sent again, because their retry times have not expired."""
         return len(self._schedule)
 
     def enter(self, request: AdmissionRequest, listener: Listener) -> Ticket:
@@ -154,7 +155,7 @@ class Admission:
     def _fill(self) -> None:
         """Admits as many waiting requests as the limits allow, in the order of the queue.
 
-        If the first request does not fit into the limit on bytes, no later request overtakes it.
+        If the next request would exceed the limit on bytes, the requests behind it are not admitted either.
         """
         now_s = self._clock()
         while (ticket := self._queue.next()) is not None and self.loads.may_run(ticket, self.limits):
@@ -177,11 +178,9 @@ class Admission:
             self._report_rejected(other, self._full_error(other.request, now_s))
 
     def _make_space(self, ticket: Ticket, caller: Caller, now_s: float) -> list[Ticket]:
-        """Makes space in the queue for a request.
+        """Removes tickets from the queue if a new request needs the space. Returns the removed tickets.
 
-        Returns the tickets that were removed from the queue for this purpose.
-
-        Raises OverloadedError if space cannot be made. The queue is then unchanged.
+        Raises OverloadedError if there is not enough space for the request. The queue is then unchanged.
         """
         request = ticket.request
         bounds, schedule = self.limits.per_caller, self._caller_schedules.get(caller.name)
@@ -211,7 +210,10 @@ class Admission:
             listener.refused(error)
 
     def _end_waiting(self, ticket: Ticket) -> Listener | None:
-        """Marks a ticket as no longer waiting, and detaches its listener. Returns the listener for a last call."""
+        """Marks a ticket as no longer waiting, and detaches its listener.
+
+        Returns the listener, so that the caller can call it one last time, or None if the ticket has no listener.
+        """
         self._waiting.discard(ticket)
         listener, ticket.listener, ticket.state = ticket.listener, None, TicketState.GONE
         return listener
@@ -222,13 +224,14 @@ class Admission:
             schedule.remove(request.request_id)
 
     def _interval_s(self, loads: Loads) -> float:
-        """Returns the expected time in seconds between the ends of two consecutive running requests of `loads`."""
+        """Returns the expected interval between the ends of two of the running requests in `loads`, in seconds."""
         return self._estimates.duration_s.value / max(1, loads.running.requests)
 
     def _wait_s(self, ticket: Ticket, caller: Caller, *, position: int, in_caller_queue: int) -> float:
-        """Returns the expected time in seconds until the limits allow the request to run.
+        """Returns the expected time until the limits allow the request to run, in seconds.
 
-        `position` and `in_caller_queue` are its positions in the order of admission and in the queue of its caller.
+        - `position` is the request's position in the order of admission, from 1.
+        - `in_caller_queue` is the request's position in the queue of its caller, from 1.
         """
         wait_s = position * self._interval_s(self.loads)
         if caller.may_run(ticket, self.limits.per_caller):
@@ -241,7 +244,10 @@ class Admission:
         ticket.listener.queued(position=position, expected_wait_s=wait_s)
 
     def _report_some(self, now_s: float) -> None:
-        """Reports changed queue positions to a limited number of listeners. The next tick continues with the others."""
+        """Reports changed queue positions to a limited number of listeners.
+
+        The next tick continues with the remaining listeners.
+        """
         positions = list(islice(self._to_report, _REPORTS_PER_TICK))
         for ticket, position, in_caller_queue in positions:
             if ticket.state is TicketState.WAITING and position != ticket.reported_position:
@@ -280,7 +286,10 @@ class Admission:
 
 
 def _reserved(schedule: RetrySchedule, request: AdmissionRequest, now_s: float, *, limits: Bounds) -> int:
-    """Returns the number of queue slots that are reserved for other rejected requests that may be sent again."""
+    """Returns the number of queue slots that `request` must leave free for rejected requests that may be sent again.
+
+    Returns 0 if the retry time of `request` itself has been reached.
+    """
     returning = 0 if schedule.is_due(request.request_id, now_s) else len(schedule)
     return min(returning, math.ceil(limits.max_queued * _RESERVED_FRACTION))
 

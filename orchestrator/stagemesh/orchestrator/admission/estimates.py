@@ -1,4 +1,4 @@
-"""Estimates from earlier requests: durations and output sizes, and the times at which rejected requests may retry."""
+"""Estimates of request durations and output sizes from earlier requests, and retry times of rejected requests."""
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable
@@ -56,24 +56,24 @@ class RequestEstimates:
 
     def __init__(self) -> None:
         self.duration_s = Mean(_FIRST_GUESS_S)
-        """The mean duration in seconds of all requests, including failed requests. The initial guess is 1 s."""
+        """The mean duration of all requests in seconds, including failed requests. The initial guess is 1 s."""
         self._made_bytes = Mean(0.0)
         self._kinds = OrderedDict[Hashable, _Kind]()
 
     def made_bytes(self, kind: Hashable) -> int:
-        """Returns the mean output size in bytes of requests of this kind.
+        """Returns the mean output size of requests of this kind, in bytes.
 
-        If none has succeeded, returns that of all requests.
+        If no request of this kind has succeeded, returns the mean output size of all successful requests.
         """
         known = self._kinds.get(kind)
         made = self._made_bytes if known is None or known.made_bytes.is_guess else known.made_bytes
         return int(made.value)
 
     def fastest_s(self, kind: Hashable, now_s: float) -> float:
-        """Returns the shortest duration in seconds among the last 32 successful requests of this kind.
+        """Returns the shortest duration among the last 32 successful requests of this kind, in seconds.
 
-        Returns 0 if fewer than 8 of them ended within the last minute. Without this expiry, old durations could cause
-        all requests to be rejected, and no request would show that the pipeline has become faster.
+        Returns 0 if fewer than 8 of these requests ended within the last minute. Without this time limit, old durations
+        could cause all requests to be rejected, and no request would show that the pipeline has become faster.
         """
         known = self._kinds.get(kind)
         if known is None:
@@ -83,7 +83,10 @@ class RequestEstimates:
         return min(sample.took_s for sample in known.samples) if len(known.samples) >= _ENOUGH_SAMPLES else 0.0
 
     def add_success(self, kind: Hashable, now_s: float, *, took_s: float, made_bytes: int) -> None:
-        """Adds the duration and the output size of a successful request."""
+        """Adds the duration `took_s` in seconds and the output size `made_bytes` of a successful request.
+
+        `now_s` is the time at which the request ended, in seconds.
+        """
         known = self._kinds.setdefault(kind, _Kind())
         self._kinds.move_to_end(kind)
         if len(self._kinds) > _MAX_KINDS:
@@ -94,18 +97,18 @@ class RequestEstimates:
 
 
 class RetrySchedule:
-    """Assigns retry times at the rate at which running requests end.
+    """Assigns retry times to rejected requests, at the rate at which running requests end.
 
     A request that is sent again at its retry time, or at most one second later, precedes new requests. Because not all
     requests are sent again, the interval between retry times is multiplied by the fraction of requests that were sent
-    again so far. At most 10,000 requests have their own retry time. Further requests are assigned the last retry time.
+    again so far. At most 10,000 requests have their own retry time. Further requests share the last retry time.
     """
 
     def __init__(self) -> None:
         self._future = OrderedDict[str, float]()
-        """The retry times in the future, by request id. The earliest time is first."""
+        """The retry times in the future, in seconds, by request id. The earliest time is first."""
         self._due = OrderedDict[str, float]()
-        """The retry times that have been reached, by request id. These requests may be sent again at any moment."""
+        """The retry times that have been reached but have not expired, in seconds, by request id."""
         self._last_s = 0.0
         self._returning = 1.0
 
@@ -124,7 +127,7 @@ class RetrySchedule:
         self._future.pop(request_id, None)
 
     def assign(self, request_id: str, now_s: float, *, interval_s: float) -> float:
-        """Assigns a retry time to a rejected request. Returns the delay in seconds until this time.
+        """Assigns a retry time to a rejected request. Returns the delay until this time in seconds.
 
         `interval_s` is the average time in seconds between the ends of two running requests.
         """

@@ -1,15 +1,15 @@
 """The queue of waiting requests, and the order in which they are admitted.
 
 A request of a higher priority is admitted before a request of a lower priority. Within a priority, callers share the
-pipeline. The next request comes from the caller with the smallest share of the running requests. Ties are resolved by
-the caller's number of turns, then by the earliest deadline, then by the earliest arrival. The requests of one caller
-are ordered by deadline.
+pipeline. The next request comes from the caller with the smallest share of the running requests. If several callers
+have the same share, they take turns (round-robin). Remaining ties are resolved by the earliest deadline, then by the
+earliest arrival. The requests of one caller are ordered by deadline.
 
-Every eighth turn admits the request that has waited longest, regardless of this order. A request that finds n other
-requests waiting is therefore among the next 8 (n + 1) requests to be admitted.
+Every eighth admission from the queue selects the request that has waited longest, regardless of this order. A request
+that finds n other requests waiting is therefore among the next 8 (n + 1) requests to be admitted.
 
-A caller's share is its dominant share (Ghodsi et al., NSDI 2011): the larger of the used fractions of the limit on
-requests and of the limit on bytes.
+A caller's share is its dominant share (Ghodsi et al., NSDI 2011). This is the larger of two fractions: the used part of
+the limit on requests, and the used part of the limit on bytes.
 """
 
 import math
@@ -30,25 +30,25 @@ _MAX_RECORDED_TURNS = 4096
 
 @dataclass
 class Load:
-    """A number of requests, and the sum of their sizes in bytes."""
+    """A number of requests, and their total size in bytes."""
 
     requests: int = 0
     size_bytes: int = 0
 
     def add(self, size_bytes: int) -> None:
-        """Counts a request of `size_bytes`."""
+        """Adds a request of `size_bytes` bytes."""
         self.requests += 1
         self.size_bytes += size_bytes
 
     def subtract(self, size_bytes: int) -> None:
-        """Stops counting a request of `size_bytes`."""
+        """Subtracts a request of `size_bytes` bytes."""
         self.requests -= 1
         self.size_bytes -= size_bytes
 
     def fits(self, size_bytes: int, *, most: int, most_bytes: int) -> bool:
         """Returns whether a request can be added without exceeding `most` requests or `most_bytes` bytes.
 
-        The limit on bytes is ignored if there is no other request, so that large requests can run alone.
+        If no other request is counted, the limit on bytes is ignored, so that a large request can run alone.
         """
         return self.requests < most and (not self.requests or self.size_bytes + size_bytes <= most_bytes)
 
@@ -59,19 +59,19 @@ class Load:
 
 @dataclass(eq=False)
 class Loads:
-    """The running and the waiting requests of the pipeline, of one priority or of one caller."""
+    """Counts of the running and waiting requests of the pipeline, of one priority, of one caller, or of one queue."""
 
     running: Load = field(default_factory=Load)
-    """The number and the estimated bytes of the running requests."""
+    """The number of running requests, and their total estimated size in bytes."""
     waiting: Load = field(default_factory=Load)
-    """The number and the input bytes of the waiting requests."""
+    """The number of waiting requests, and their total input size in bytes."""
 
     def may_run(self, ticket: Ticket, bounds: Bounds) -> bool:
         """Returns whether this request may run in addition to the running requests."""
         return self.running.fits(ticket.size_bytes, most=bounds.max_in_flight, most_bytes=bounds.max_in_flight_bytes)
 
     def may_wait(self, request: AdmissionRequest, bounds: Bounds, *, reserved: int) -> bool:
-        """Returns whether this request may wait and still leave `reserved` slots of the queue free."""
+        """Returns whether the request may be queued and still leave `reserved` slots of the queue free."""
         return self.waiting.fits(
             request.input_bytes, most=bounds.max_queued - reserved, most_bytes=bounds.max_queued_bytes
         )
@@ -87,7 +87,7 @@ class Caller(Loads):
         super().__init__()
         self.name = name
         self.queues: dict[int, _CallerQueue] = {}
-        """The caller's queue for each priority that has requests, by priority."""
+        """The caller's queues, by priority. Contains only priorities for which the caller has requests."""
 
 
 class QueuePosition(NamedTuple):
@@ -99,7 +99,7 @@ class QueuePosition(NamedTuple):
 
 
 class _CallerQueue(Loads):
-    """The requests of one caller with one priority."""
+    """The waiting and running requests of one caller with one priority."""
 
     def __init__(self, caller: Caller, within: "_PriorityClass") -> None:
         super().__init__()
@@ -107,13 +107,13 @@ class _CallerQueue(Loads):
         self.turn = within.next_turn(caller.name)
         """The round-robin round in which a request of this queue is admitted next."""
         self.by_deadline = SortedKeyList[Ticket](key=attrgetter("request.deadline_s", "number"))
-        """The waiting tickets. The earliest deadline is first."""
+        """The waiting tickets, ordered by deadline. The earliest deadline is first."""
         self.by_age = SortedKeyList[Ticket](key=attrgetter("number"))
-        """The waiting tickets. The ticket that has waited longest is first."""
+        """The waiting tickets, ordered by age. The ticket that has waited longest is first."""
 
 
 class _Ranking:
-    """A sorted set of caller queues. Each queue has a key that can change. The smallest key is first."""
+    """A set of caller queues, sorted by a key of each queue. The smallest key is first. Keys can change."""
 
     def __init__(self) -> None:
         self._keys: dict[_CallerQueue, Any] = {}
@@ -123,7 +123,7 @@ class _Ranking:
         return len(self._queues)
 
     def put(self, queue: _CallerQueue, key: object | None) -> None:
-        """Adds a queue with this key, or changes its key. Removes the queue if `key` is None."""
+        """Adds a queue with this key, or changes the key of the queue. Removes the queue if `key` is None."""
         old = self._keys.get(queue)
         if old == key:
             return
@@ -140,24 +140,24 @@ class _Ranking:
 
 
 class _PriorityClass(Loads):
-    """The requests and the queues of all callers for one priority."""
+    """The requests of one priority, with one queue for each caller."""
 
     def __init__(self, priority: int) -> None:
         super().__init__()
         self.priority = priority
         self.ready = _Ranking()
-        """The queues whose next ticket may run under the limits per caller, in the order of admission."""
+        """The queues whose next ticket may run under the caller's limits, in the order of admission."""
         self.by_length = _Ranking()
-        """The queues that have waiting tickets, longest queue first."""
+        """The queues that have waiting tickets. The longest queue is first."""
         self._turn = 0
         self._turns: dict[str, int] = {}
-        """The next round-robin round of each caller that has already been served in the current round.
+        """The next round-robin round of each caller that was already served in the current round, by caller name.
 
         An entry is retained when the caller's queue becomes empty, because the caller may send further requests.
         """
 
     def next_turn(self, caller: str) -> int:
-        """Returns the round-robin round in which a new queue of the caller is served first."""
+        """Returns the first round-robin round that serves a new queue of the caller."""
         return max(self._turn, self._turns.get(caller, 0))
 
     def serve(self, queue: _CallerQueue, *, by_age: bool) -> None:
@@ -174,14 +174,14 @@ class _PriorityClass(Loads):
 
 
 class AdmissionQueue:
-    """Contains the waiting tickets in the order of admission, and counts the running and waiting requests.
+    """The waiting tickets in the order of admission, and the counts of running and waiting requests.
 
     Adding or removing a ticket takes O(log n) time.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.loads = Loads()
-        """The running and waiting requests of all callers."""
+        """Counts of the running and waiting requests of all callers."""
         self._limits = limits
         self._callers: dict[str, Caller] = {}
         priorities = range(_HIGHEST_PRIORITY, _LOWEST_PRIORITY - 1, -1)
@@ -196,7 +196,7 @@ class AdmissionQueue:
         return tuple(self._callers.values())
 
     def caller(self, name: str) -> Caller:
-        """Returns the caller with this name. A caller without requests is new and is not stored."""
+        """Returns the caller with this name. If the caller has no requests, returns a new Caller that is not stored."""
         return self._callers.get(name) or Caller(name)
 
     def position(self, request: AdmissionRequest) -> int:
@@ -286,8 +286,8 @@ class AdmissionQueue:
         """Returns the ticket that must leave a full queue to make space for a new request, or None if there is none.
 
         This is the last ticket in the longest caller queue of the lowest priority. A request displaces no ticket of a
-        higher priority. It displaces no ticket of its own priority if its caller's queue would become as long as the
-        longest queue.
+        higher priority. A request displaces no ticket of its own priority if its caller's queue would become as long as
+        the longest queue.
         """
         highest = _priority_of(request)
         for priority in range(_LOWEST_PRIORITY, highest + 1):
@@ -309,7 +309,7 @@ class AdmissionQueue:
         return caller.queues[priority]
 
     def _loads_of(self, queue: _CallerQueue) -> tuple[Loads, ...]:
-        """Returns the objects that count a request of `queue`."""
+        """Returns all Loads in which a request of `queue` is counted."""
         return self.loads, queue.within, queue.caller, queue
 
     def _remove_from(self, queue: _CallerQueue, ticket: Ticket) -> None:
@@ -347,7 +347,7 @@ class AdmissionQueue:
         return waiting.share(most=self._limits.max_queued, most_bytes=self._limits.max_queued_bytes)
 
     def _length_with(self, request: AdmissionRequest) -> float:
-        """Returns the length of the caller's queue if the request is added to it, as a fraction of the limits."""
+        """Returns the length that the caller's queue would have with the request, as a fraction of the queue limits."""
         queue = self.caller(request.caller).queues.get(_priority_of(request))
         waiting = queue.waiting if queue is not None else Load()
         return self._length(Load(waiting.requests + 1, waiting.size_bytes + request.input_bytes))

@@ -1,4 +1,4 @@
-"""The input of admission control (AdmissionRequest) and its result (Ticket)."""
+"""The input of admission control (AdmissionRequest) and its output (Ticket)."""
 
 import math
 from collections.abc import Hashable
@@ -16,19 +16,19 @@ class AdmissionRequest:
     request_id: str
     caller: str = ""
     priority: int = 0
-    """The priority, from -10 to 10. Values outside this range count as its nearest bound."""
+    """The priority, from -10 (lowest) to 10 (highest). Values outside this range are clamped."""
     deadline_s: float = math.inf
-    """The time in seconds, on the clock of `Admission`, at which the request must end.
+    """The time by which the request must end, in seconds on the clock of `Admission`.
 
     Infinite if there is no deadline.
     """
     input_bytes: int = 0
     kind: Hashable = None
-    """A key. Requests with the same key have similar durations and output sizes."""
+    """The kind of the request: any hashable key. Requests of one kind have similar durations and output sizes."""
 
 
 class Listener(Protocol):
-    """Receives the progress of one admission request.
+    """Receives notifications about one admission request.
 
     `queued` is called any number of times, and then either `admitted` or `refused` is called once.
     """
@@ -40,14 +40,14 @@ class Listener(Protocol):
         """
 
     def admitted(self) -> None:
-        """Called when the request is admitted. It may then run until its ticket is released."""
+        """Called when the request is admitted. The request may then run until its ticket is released."""
 
     def refused(self, error: StagemeshError) -> None:
         """Called when the request is removed from the queue without being admitted. `error` is the reason."""
 
 
 class TicketState(Enum):
-    """The state of a ticket."""
+    """The state of a ticket. GONE means that its request was rejected, withdrawn or released."""
 
     NEW = auto()
     WAITING = auto()
@@ -57,11 +57,11 @@ class TicketState(Enum):
 
 @dataclass(eq=False)
 class Ticket:
-    """An admission request that is waiting or running. Only the `Admission` that created the ticket changes it."""
+    """An admission request that is waiting or running. Only the `Admission` that created the ticket modifies it."""
 
     request: AdmissionRequest
     listener: Listener | None
-    """The listener of the request, or None after its last call.
+    """The listener of the request, or None after the listener was called for the last time.
 
     Listeners usually refer to the ticket, and a reference cycle would delay the release of both.
     """
@@ -70,7 +70,7 @@ class Ticket:
     size_bytes: int
     """The estimated number of bytes that the request occupies while it runs."""
     latest_start_s: float
-    """The latest time in seconds, on the clock of `Admission`, at which the request can start and meet its deadline."""
+    """The latest time at which the request can start and still meet its deadline, in seconds on Admission's clock."""
     state: TicketState = TicketState.NEW
     admitted_s: float = 0.0
     reported_position: int = 0

@@ -1,9 +1,9 @@
 """Determines which connector each edge uses between each pair of replicas.
 
-When both replicas of a pair become ready, the orchestrator asks the producer which connector it would use. A connector
-that is fixed in the pipeline file but cannot work is therefore detected before a request needs it. Each replica is
-linked to at most `PARTNERS` replicas of the adjacent stage, because a large pipeline has too many pairs, and the pairs
-of an edge behave alike.
+When both replicas of a pair become ready, the orchestrator asks the producer for the connector that the pair would use.
+A connector that is fixed in the pipeline file but cannot work is therefore detected before a request needs it. Each
+replica is linked to at most `PARTNERS` replicas of the adjacent stage, because a large pipeline has too many pairs, and
+the pairs of an edge behave alike.
 
 A replica receives no requests (`Replica.hold_for_connector`) if the fixed connector of one of its edges cannot work or
 has not been probed. This applies only if its stage has another usable replica. If the stage has no other usable
@@ -63,12 +63,12 @@ class EdgeLink:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the pipeline file fixes the edge's connector and the last probe showed that it cannot work."""
+        """Whether the pipeline file fixes the connector and the last probe showed that this connector cannot work."""
         temporary = self.error is None or isinstance(self.error, UnavailableError | DeadlineError)
         return self.edge.connector != AUTO and not temporary
 
     async def ask(self) -> None:
-        """Probes the link by asking the producer which connector it would use.
+        """Probes the link: asks the producer for the connector that the link would use.
 
         Stores the answer in `probe`, or the error in `error`.
         """
@@ -261,7 +261,7 @@ class EdgeConnectors:
         return unusable
 
     def _is_unknown(self, replica: Replica) -> bool:
-        """Returns whether the replica has a fixed connector that was not yet probed, and a substitute for the edge."""
+        """Returns whether a fixed connector of a replica is not probed yet, and the replica has a substitute."""
         return any(
             link.edge.connector != AUTO and not link.is_answered and self._has_substitute(link.edge, replica, ())
             for link in self._by_replica.get(replica, ())
