@@ -47,4 +47,4 @@ class FlowSuite(DataSuite, FaultSuite):
 
 
 class ConnectorSuite(FlowSuite, ReaderSuite):
-    """All test suites of the kit. They apply to connectors that read arenas."""
+    """All test suites of the kit, for connectors that read arenas."""

@@ -1,4 +1,4 @@
-"""Tests that all kinds of tensors arrive as they were sent (guarantees D1 and D2)."""
+"""Tests that tensors of all kinds arrive complete and in order (guarantee D1), and within the credit (guarantee D2)."""
 
 import asyncio
 from collections.abc import Sequence
@@ -50,11 +50,11 @@ PACKETS: dict[str, Sequence[Packet]] = {
     "a thousand tensors in a chunk": [Packet(_SMALL_TENSORS, {"n": n}) for n in range(3)],
     "many chunks of various sizes": [packet(seq, 1 + seq * 37 % 5000) for seq in range(500)],
 }
-"""The packets of flows, by their distinctive feature."""
+"""The packets of each tested flow, by the property that the flow tests."""
 
 
 class DataSuite(Suite):
-    """Tests that send few or many tensors of various types and sizes over one or several flows."""
+    """Tests of one or several flows that transfer tensors of various types, sizes and numbers."""
 
     @pytest.mark.parametrize("sent", PACKETS.values(), ids=PACKETS)
     async def test_packets_arrive_as_they_were_sent(self, sent: Sequence[Packet]) -> None:

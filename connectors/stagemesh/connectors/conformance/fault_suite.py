@@ -1,6 +1,7 @@
-"""Tests of the guarantees D1, D4 and D6 with broken connections and restarted replicas.
+"""Tests of a connector with broken connections and restarted replicas.
 
-A `Proxy`, through which a producer reaches a consumer, breaks the connections.
+The tests check that chunks arrive exactly once and in order (guarantee D1), that no task waits forever (D4), and that
+previous incarnations are rejected (D6). The producer reaches the consumer through a `Proxy`, which breaks connections.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ class Proxy:
         """The numbers of forwarded bytes at which the proxy cuts all connections, in ascending order."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Relays one connection until it ends."""
+        """Relays one connection to the target port until the connection ends."""
         self._running += 1
         try:
             async with _closing(writer):
@@ -100,8 +101,8 @@ async def proxied(endpoint: str) -> AsyncGenerator[tuple[Proxy, str]]:
     port = server.sockets[0].getsockname()[1]
     async with server:
         yield proxy, f"127.0.0.1:{port}"
-        # Stops accepting first, because asyncio would leave a connection open that has no transport when the server
-        # closes.
+        # Stops accepting connections first. Otherwise, asyncio would leave a connection open if it has no transport yet
+        # when the server closes.
         for listening in server.sockets:
             asyncio.get_running_loop().remove_reader(listening.fileno())
         await proxy.close()
@@ -219,17 +220,20 @@ class FaultSuite(Suite):
 
 
 async def _first(inlet: Inlet) -> bytes:
-    """Returns the bytes of the tensor of the inlet's next packet."""
+    """Returns the bytes of the tensor "x" of the inlet's next packet."""
     return (await anext(aiter(inlet))).tensors["x"].tobytes()
 
 
 async def _send(outlet: Outlet, count: int) -> None:
-    """Sends `count` packets and ends the flow. Raises the error if the flow fails."""
+    """Sends `count` packets and ends the flow. Raises the flow's error if the flow fails."""
     await send_all(outlet, (packet(seq, 100_000) for seq in range(count)))
 
 
 async def _successor(previous: Host, proxy: Proxy) -> Host:
-    """Starts another incarnation of a consumer behind the same proxy, and cuts the proxy's open connections."""
+    """Starts another incarnation of a consumer behind the same proxy. Cuts all open connections of the proxy.
+
+    The caller must close the returned host.
+    """
     successor = await Host.started(previous.replica, inline_limit_bytes=0)
     proxy.target_port = int(successor.endpoint.rsplit(":", 1)[1])
     proxy.cut()

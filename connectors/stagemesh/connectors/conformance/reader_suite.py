@@ -35,11 +35,11 @@ _HUGE = (1 << 64) - 1
 _SIZE_BYTES = 20_000
 
 Unconnected: TypeAlias = tuple[End, End]
-"""A producer and a consumer."""
+"""A producer and a consumer that are not connected."""
 
 
 class ReaderSuite(Suite):
-    """Tests connectors that read arenas, which are all connectors except `grpc`."""
+    """Tests the readers of a connector. All connectors except `grpc` have readers."""
 
     @pytest_asyncio.fixture
     async def unconnected(self) -> AsyncGenerator[Unconnected]:
@@ -51,7 +51,7 @@ class ReaderSuite(Suite):
 
     @pytest_asyncio.fixture
     async def pair(self, unconnected: Unconnected) -> AsyncGenerator[Connected]:
-        """Yields a producer and a consumer with a reader of the producer's arena."""
+        """Yields a producer, a consumer, and the consumer's reader of the producer's arena."""
         producer, consumer = unconnected
         reader = await consumer.connect(producer)
         yield Connected(producer, consumer, reader)
@@ -59,7 +59,7 @@ class ReaderSuite(Suite):
 
     @pytest_asyncio.fixture
     async def refusing(self, unconnected: Unconnected, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Makes every attempt to connect fail."""
+        """Makes every call of the connector's `connect` raise NotReadyError."""
         monkeypatch.setattr(type(unconnected[0].connector), "connect", _refuse)
 
     @pytest_asyncio.fixture
@@ -317,7 +317,10 @@ class ReaderSuite(Suite):
                 await asyncio.gather(a.settled(), b.settled())
 
     async def _assert_unusable(self, reason: str) -> None:
-        """Fails unless a flow that requires the connector fails with `reason`, a regular expression."""
+        """Asserts that a flow with the connector under test fails with NotReadyError.
+
+        `reason` is a regular expression that must match the error's message.
+        """
         async with self.hosts() as (a, b):
             outlet, inlet = open_flow(a, b, connector=self.connector)
             with pytest.raises(NotReadyError, match=reason) as refused:

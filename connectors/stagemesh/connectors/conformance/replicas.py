@@ -1,7 +1,7 @@
 """Replicas for tests, and functions that send and compare packets.
 
-A `Host` is a data plane, connected to other hosts over real gRPC on loopback. An `End` has only arenas and a connector,
-without flows.
+A `Host` runs a data plane that connects to other hosts over real gRPC on loopback. An `End` has only arenas and a
+connector, without flows.
 """
 
 import asyncio
@@ -41,11 +41,14 @@ from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 ARENA_BYTES = 8 << 20
 """The size in bytes of the arena of an `End`."""
 SETTLING_S = 5.0
-"""The number of seconds within which unused memory must be freed."""
+"""The time limit in seconds for freeing memory that is no longer used."""
 
 
 class Host(stage_pb2_grpc.StageServiceServicer):
-    """A data plane with a gRPC server that serves PutChunk and GetChunk, like a stage."""
+    """A data plane with a gRPC server that serves PutChunk and GetChunk, as a stage does.
+
+    `limits` are size limits in bytes that are passed to DataPlane.
+    """
 
     def __init__(self, replica: str, **limits: int) -> None:
         self.plane = DataPlane(replica=replica, pipeline="p", generation="g", **{"arena_bytes": 16 << 20, **limits})
@@ -56,7 +59,7 @@ class Host(stage_pb2_grpc.StageServiceServicer):
 
     @classmethod
     async def started(cls, replica: str, **limits: int) -> Self:
-        """Creates and starts a host. The caller must close it."""
+        """Creates a host and starts its server. The caller must close the host."""
         host = cls(replica, **limits)
         await host.server.start()
         return host
@@ -65,7 +68,7 @@ class Host(stage_pb2_grpc.StageServiceServicer):
     async def PutChunk(  # type: ignore[override] # noqa: N802 - the API defines the names of RPCs
         self, request_iterator: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[bytes]:
-        """Serves a stream of a producer's data plane."""
+        """Serves a producer's PutChunk stream until the stream ends. Receives and yields serialized messages."""
         async with answering(context), aclosing(self.plane.serve_put(request_iterator)) as responses:
             async for response in responses:
                 yield response
@@ -74,7 +77,7 @@ class Host(stage_pb2_grpc.StageServiceServicer):
     async def GetChunk(  # noqa: N802 - the API defines the names of RPCs
         self, request: stage_pb2.GetChunkRequest, context: Any
     ) -> AsyncIterator[stage_pb2.GetChunkResponse]:
-        """Replays the retained chunks of a flow."""
+        """Yields the chunks of the requested flow, beginning with chunk `request.first_seq`."""
         async with answering(context):
             replay = self.plane.replay(key_from_wire(request.key), first_seq=request.first_seq)
             async with aclosing(replay) as responses:
@@ -89,7 +92,7 @@ class Host(stage_pb2_grpc.StageServiceServicer):
             await self.server.stop(None)
 
     async def settled(self) -> None:
-        """Waits until the replica's memory is empty. Raises TimeoutError if the memory does not become empty."""
+        """Waits until `used_bytes` is 0. Raises TimeoutError if it is not 0 after SETTLING_S seconds."""
         await emptied(lambda: self.used_bytes)
 
     @property
@@ -101,7 +104,10 @@ class Host(stage_pb2_grpc.StageServiceServicer):
 
 @asynccontextmanager
 async def two_hosts(**limits: int) -> AsyncGenerator[tuple[Host, Host]]:
-    """Yields a producer "a-0" and a consumer "b-0"."""
+    """Starts two hosts and yields them: the producer "a-0" and the consumer "b-0". Closes both hosts at the end.
+
+    `limits` are size limits in bytes that are passed to both data planes.
+    """
     producer, consumer = await Host.started("a-0", **limits), await Host.started("b-0", **limits)
     try:
         yield producer, consumer
@@ -123,25 +129,28 @@ class End:
         self.connector: Connector = self._connectors.get(name)
 
     async def settled(self) -> None:
-        """Waits until the memory for fetched chunks is empty. Raises TimeoutError if that does not happen."""
+        """Waits until the memory for fetched chunks is empty.
+
+        Raises TimeoutError if the memory is not empty after SETTLING_S seconds.
+        """
         landing = self._landing.present
         if landing is not None:
             await emptied(lambda: landing.used_bytes)
 
     async def write(self, content: Bytes) -> tuple[Written, ArenaRange]:
-        """Writes bytes into the arena. Returns the written tensor with its region, and its arena range."""
+        """Writes bytes into the arena. Returns the written tensor with its region, and the tensor's arena range."""
         written = await self.arena.write({"x": content}, MemoryAccount())
         return written, written.places[0]
 
     def as_producer(self, *, with_arena: bool = True) -> Producer:
-        """Returns a description of this replica as a producer on the consumer's host.
+        """Returns the Producer object that describes this replica to a consumer on the same host.
 
-        `with_arena` is whether the producer passes the file descriptor of its arena.
+        `with_arena` is whether the producer passes the file descriptor of its arena to the consumer.
         """
         return Producer(self.replica, self.incarnation, self.arena.fd if with_arena else None)
 
     async def connect(self, producer: "End") -> Reader:
-        """Connects to another replica's arena and returns the reader of that arena."""
+        """Connects to the arena of `producer` and returns a reader of that arena."""
         return await self.connector.connect(await producer.connector.offer(), producer.as_producer())
 
     async def close(self) -> None:
@@ -153,7 +162,7 @@ class End:
 
 @dataclass(frozen=True)
 class Connected:
-    """A producer and a consumer with a reader of the producer's arena."""
+    """A producer, a consumer, and the consumer's reader of the producer's arena."""
 
     producer: End
     consumer: End
@@ -179,7 +188,14 @@ def open_flow(
     policy: ChunkPolicy | None = None,
     endpoint: str = "",
 ) -> tuple[Outlet, Inlet]:
-    """Opens a flow and returns its outlet and inlet. `endpoint` replaces the consumer's endpoint unless it is empty."""
+    """Opens a flow from `producer` to `consumer`. Returns the flow's outlet and inlet.
+
+    Args:
+        request: The id of the flow's request.
+        connector: The connector that transfers the flow's bytes, or AUTO.
+        policy: The policy by which packets are cut into chunks, or None for StepPolicy.
+        endpoint: The endpoint to which the producer connects. If empty, the consumer's endpoint.
+    """
     key = EdgeKey(request, "a->b", 1)
     inlet = consumer.plane.open_inlet(key, producer=producer.replica)
     outlet = producer.plane.open_outlet(
@@ -193,18 +209,21 @@ def open_flow(
 
 
 def content(size_bytes: int, seed: int) -> Bytes:
-    """Returns pseudorandom bytes that are determined by the seed."""
+    """Returns `size_bytes` pseudorandom bytes. The same seed yields the same bytes."""
     return np.random.default_rng(seed).integers(0, 256, size_bytes, np.uint8)
 
 
 def packet(seq: int, size: int = 1000) -> Packet:
-    """Returns a packet with `size` pseudorandom floats that are determined by `seq`."""
+    """Returns a packet that contains `size` pseudorandom floats and the number `seq`.
+
+    Calls with the same `seq` and `size` return equal packets.
+    """
     rng = np.random.default_rng(seq)
     return Packet({"x": rng.standard_normal(size).astype(np.float32), "n": np.array([seq], np.int64)}, {"seq": seq})
 
 
 async def emptied(used_bytes: Callable[[], int]) -> None:
-    """Waits until `used_bytes()` returns 0. Raises TimeoutError after SETTLING_S seconds."""
+    """Waits until `used_bytes()` returns 0. Raises TimeoutError if it does not return 0 within SETTLING_S seconds."""
     # Memory that only the garbage collector frees is not a leak. The collector runs only once, because it blocks the
     # event loop.
     gc.collect()
@@ -212,7 +231,7 @@ async def emptied(used_bytes: Callable[[], int]) -> None:
 
 
 async def until(holds: Callable[[], bool], *, timeout_s: float) -> None:
-    """Waits until `holds()` returns True. Raises TimeoutError if that does not happen within `timeout_s` seconds."""
+    """Waits until `holds()` returns True. Raises TimeoutError if it does not return True within `timeout_s` seconds."""
     async with asyncio.timeout(timeout_s):
         while not holds():  # noqa: ASYNC110 - there is no event for every condition
             await asyncio.sleep(0.001)
@@ -228,7 +247,7 @@ async def send_all(outlet: Outlet | FanOut, packets: Iterable[Packet]) -> None:
 async def receive_all(inlet: Inlet) -> list[Packet]:
     """Returns copies of all packets of a flow and closes the inlet.
 
-    Views of the packets would retain the arena's memory.
+    The received packets themselves are not returned, because they may be views that retain the arena's memory.
     """
     received = [Packet({n: t.copy() for n, t in got.tensors.items()}, got.metadata) async for got in inlet]
     await inlet.aclose()
@@ -242,7 +261,10 @@ async def exchange(outlet: Outlet, inlet: Inlet, packets: Sequence[Packet]) -> l
 
 
 def assert_same(received: Sequence[Packet], sent: Sequence[Packet]) -> None:
-    """Fails unless the packets are equal in number, order, metadata, names, dtypes, shapes and bytes."""
+    """Raises AssertionError unless `received` and `sent` contain equal packets in the same order.
+
+    Compares the metadata of the packets, and the names, dtypes, shapes and bytes of the tensors.
+    """
     assert [dict(got.metadata) for got in received] == [dict(one.metadata) for one in sent]
     for got, one in zip(received, sent, strict=True):
         assert list(got.tensors) == list(one.tensors)

@@ -1,4 +1,4 @@
-"""The base class of all suites of the conformance kit, which determines the connector under test."""
+"""The base class of all test suites in the conformance kit. Each suite tests one connector."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -17,12 +17,12 @@ BOUND_S = 60.0
 
 @pytest.mark.asyncio
 class Suite:
-    """Tests one connector. If the connector is not installed, the tests are skipped with the reason."""
+    """The base class of the test suites. If the connector is not installed, the tests are skipped with the reason."""
 
     connector: ClassVar[ConnectorName]
     """The name of the connector under test."""
     descriptor: ClassVar[ConnectorDescriptor | None] = None
-    """The descriptor of the connector, or None if an entry point registers the descriptor."""
+    """The descriptor to register for the tests, or None if the connector is already registered."""
 
     @pytest.fixture(autouse=True)
     def _known(self) -> Iterator[None]:
@@ -34,9 +34,10 @@ class Suite:
 
     @asynccontextmanager
     async def hosts(self, **limits: int) -> AsyncGenerator[tuple[Host, Host]]:
-        """Yields a producer and a consumer that do not send tensors inline. The connector transfers all bytes.
+        """Yields a producer and a consumer. The connector transfers all bytes, because no tensor is sent inline.
 
-        Raises TimeoutError if the body takes longer than BOUND_S seconds.
+        `limits` are size limits in bytes that are passed to DataPlane. Raises TimeoutError if the body of the `async
+        with` block takes longer than BOUND_S seconds.
         """
         async with two_hosts(**{"inline_limit_bytes": 0, **limits}) as hosts, asyncio.timeout(BOUND_S):
             yield hosts
@@ -44,9 +45,10 @@ class Suite:
     async def carry(
         self, producer: Host, consumer: Host, packets: Sequence[Packet], *, request: str = "r", endpoint: str = ""
     ) -> list[Packet]:
-        """Sends packets over a flow that uses the connector and returns copies of the received packets.
+        """Sends packets over a flow that uses the connector under test. Returns copies of the received packets.
 
-        `endpoint` replaces the consumer's endpoint unless it is empty.
+        `request` is the id of the flow's request. The producer connects to `endpoint`, or to the consumer's endpoint if
+        `endpoint` is empty.
         """
         outlet, inlet = open_flow(producer, consumer, request=request, connector=self.connector, endpoint=endpoint)
         received = await exchange(outlet, inlet, packets)

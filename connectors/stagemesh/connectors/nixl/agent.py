@@ -1,7 +1,7 @@
-"""A wrapper for agents of the nixl library. Raises the library's errors as StagemeshErrors.
+"""A wrapper for the agents of the nixl library. Converts the library's exceptions to StagemeshErrors.
 
-Import this module lazily, because it loads the library. It uses the library's low-level bindings, because the library's
-Python wrapper prints messages and makes the progress thread busy-wait.
+Import this module lazily, because importing it loads the library. The module uses the library's low-level bindings,
+because the library's Python wrapper prints messages and makes the progress thread busy-wait.
 """
 
 from nixl_cu12 import _bindings as nixl
@@ -12,7 +12,10 @@ from stagemesh.connectors.nixl.environment import backend_options, unavailable
 from stagemesh.connectors.nixl.remote_reads import Transfer
 
 PROGRESS_US = 50_000
-"""The maximum time in microseconds that a serving agent's thread sleeps. A message from a peer wakes the thread."""
+"""The maximum time in microseconds for which a serving agent's thread sleeps.
+
+A message from a peer wakes the thread earlier.
+"""
 _BACKEND = "UCX"
 _MEMORY = nixl.nixl_mem_t.DRAM_SEG
 _READ = nixl.nixl_xfer_op_t.NIXL_READ
@@ -22,9 +25,10 @@ _ERRORS = tuple(kind for kind in vars(nixl).values() if isinstance(kind, type) a
 
 
 class Agent:
-    """A nixl agent with one registered memory range. Only one thread at a time may use it.
+    """A nixl agent with one registered memory range. Only one thread at a time may use an agent.
 
-    If `serves` is true, the agent has an additional native thread, which answers READs if the transport requires it.
+    If `serves` is true, the agent also has a native thread. This thread answers READs if the transport requires an
+    answer from the target.
     """
 
     def __init__(self, name: str, arena: Arena, *, serves: bool) -> None:
@@ -47,7 +51,10 @@ class Agent:
         del self._agent
 
     def add_peer(self, name: str, metadata: bytes) -> None:
-        """Adds another agent as a peer. Raises NotReadyError if the metadata belongs to a different agent."""
+        """Adds the agent `name` of another replica as a peer. `metadata` is the metadata that this agent has offered.
+
+        Raises NotReadyError if the metadata belongs to a different agent, or if the agent is unreachable.
+        """
         # Metadata begins with the name of its agent. Metadata of a third agent would replace the entry of that agent.
         before = self.metadata.index(self.name.encode()) - 8
         if not metadata.startswith(self.metadata[:before] + len(name.encode()).to_bytes(8, "little") + name.encode()):
@@ -58,16 +65,20 @@ class Agent:
             raise unavailable(f"agent {name} is unreachable: {exc!r}") from exc
 
     def remove_peer(self, name: str) -> None:
-        """Removes a peer. No transfer from the peer may be in flight, because it would continue to write to memory."""
+        """Removes a peer. Call this method only when no transfer from the peer is in flight.
+
+        Otherwise, the transfer would continue to write to memory.
+        """
         try:
             self._agent.invalidateRemoteMD(name)
         except _ERRORS:
             return
 
     def read(self, peer: str, transfer: Transfer) -> int | None:
-        """Starts a READ transfer. Returns a handle for `is_done`, or None if the transfer is already complete.
+        """Starts a READ transfer from the agent `peer`.
 
-        Raises UnavailableError if the transfer cannot be started.
+        Returns a handle for `is_done`, or None if the transfer is already complete. Raises UnavailableError if the
+        transfer cannot be started.
         """
         local, remote = nixl.nixlXferDList(_MEMORY, transfer.local), nixl.nixlXferDList(_MEMORY, transfer.remote)
         handle = 0
@@ -84,10 +95,10 @@ class Agent:
         return None
 
     def is_done(self, handle: int, *, peer: str) -> bool:
-        """Advances all transfers in flight and returns whether the given transfer is complete.
+        """Advances all transfers in flight. Returns whether the transfer with the handle `handle` is complete.
 
-        Raises UnavailableError if the transfer has failed. The handle of a complete or failed transfer is invalid, and
-        the transfer no longer writes.
+        Raises UnavailableError if the transfer has failed. After the transfer is complete or has failed, its handle is
+        invalid, and the transfer no longer writes to memory.
         """
         try:
             status = self._agent.getXferStatus(handle)

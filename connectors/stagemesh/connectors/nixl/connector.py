@@ -1,8 +1,8 @@
-"""The nixl connector. The producer's serving agent answers READs, and the consumer's reading agent issues them.
+"""The nixl connector. The producer's serving agent answers READs, and the consumer's reading agent issues READs.
 
 A serving agent must answer at any time, because over TCP the target of a READ participates in the transfer. Therefore
-the library runs a progress thread for this agent, which sleeps until a READ arrives. A reading agent has no progress
-thread. Only `ReadThread`, and the event loop for small reads, use a reading agent.
+the library runs a progress thread for this agent. The thread sleeps until a READ arrives. A reading agent does not have
+a progress thread. It is used only by `ReadThread` and, for small reads, by the event loop.
 """
 
 import asyncio
@@ -93,9 +93,10 @@ class NixlConnector(Connector):
             raise unavailable("this replica is stopping")
 
     async def _remote_arena(self, offer: NixlOffer) -> RemoteArena:
-        """Returns the arena that an offer describes, over an existing or a new connection.
+        """Returns the connection to the arena that an offer describes. Creates the connection if it does not exist.
 
-        Raises NotReadyError if the offer contradicts the existing connection or if that connection has failed.
+        Raises NotReadyError if the offer differs from the offer of the existing connection, or if that connection has
+        failed.
         """
         landing = await self._make_landing()
         self._check_open()
@@ -113,7 +114,7 @@ class NixlConnector(Connector):
 
 
 class NixlReader(FetchingReader):
-    """Reads a producer's arena. Several readers may share one connection."""
+    """Reads a producer's arena through the nixl library. Several readers of an arena share one connection."""
 
     def __init__(self, arena: RemoteArena) -> None:
         self._arena: RemoteArena | None = arena

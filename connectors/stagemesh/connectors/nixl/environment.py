@@ -1,4 +1,4 @@
-"""The environment variables of the nixl and UCX libraries, and the RDMA devices of this host that they use."""
+"""The environment variables of the nixl and UCX libraries, and a description of the host's RDMA devices."""
 
 from pathlib import Path
 
@@ -7,22 +7,28 @@ from stagemesh.common.settings import library_variable, set_library_variables
 
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _SEGMENT_BYTES = "256k"
-"""The size of UCX's TCP segments. With UCX's default of 8 KiB, UCX is a third slower than a plain socket."""
+"""The size of UCX's TCP segments. With UCX's default of 8 KiB, UCX is a third slower than a plain TCP socket."""
 _SEGMENTS = ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE")
 
 
 def quiet() -> None:
-    """Silences the logs of nixl and UCX, because errors are raised as exceptions. Call it before loading nixl."""
+    """Silences the logs of nixl and UCX. Call this function before nixl is loaded.
+
+    The logs are not needed, because the libraries' errors are raised as exceptions.
+    """
     set_library_variables({"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"})
 
 
 def backend_options() -> dict[str, str]:
-    """Returns the options of nixl's UCX backend that differ from the defaults. The user's variables take precedence."""
+    """Returns the options of nixl's UCX backend that differ from the defaults.
+
+    Environment variables that the user has set take precedence over these options.
+    """
     return {"engine_config": ",".join(f"{name}={_SEGMENT_BYTES}" for name in _SEGMENTS)}
 
 
 def shared_settings() -> str:
-    """Returns the settings that must be equal at the producer and the consumer.
+    """Returns the UCX settings that must be equal at the producer and the consumer, as "NAME=value,NAME=value".
 
     A replica crashes if it receives larger segments than its own settings specify.
     """
@@ -30,7 +36,10 @@ def shared_settings() -> str:
 
 
 def describe() -> str:
-    """Returns a description of the transport between hosts: the value of UCX_TLS, the RDMA devices, or TCP."""
+    """Returns a description of the transport between hosts.
+
+    The description is the value of UCX_TLS if the variable is set, or else the RDMA devices, or else TCP.
+    """
     chosen = library_variable("UCX_TLS")
     if chosen and chosen != "all":
         return f"{chosen} (UCX_TLS)"

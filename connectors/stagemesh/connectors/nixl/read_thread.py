@@ -1,8 +1,8 @@
-"""The thread that runs the reads of a nixl agent. It starts and polls transfers, and sleeps while there are none.
+"""The thread that runs the reads of a nixl agent. The thread sleeps while no transfers are in flight.
 
-The thread must poll, because the nixl library has no function that blocks until a transfer is complete. Polling without
-pauses is fastest but uses a whole core. The thread therefore polls without pauses for a short time, and then with
-growing pauses.
+The thread must poll transfers, because the nixl library has no function that blocks until a transfer is complete.
+Polling without pauses is fastest but uses a whole core. The thread therefore polls without pauses for a short time, and
+then with growing pauses.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.common.host import lower_thread_priority
 from stagemesh.connectors.nixl.remote_reads import Read, RemoteReads
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class ReadThread:
         """The lock that a thread must hold while it uses the agent."""
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._peers: set[RemoteReads] = set()
-        """The peers that have reads to run or transfers in flight."""
+        """The peers with unfinished reads or with transfers in flight."""
         self._is_closed = False
         self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="nixl-reads", daemon=True)
@@ -52,18 +53,19 @@ class ReadThread:
     async def connect(self, name: str, metadata: bytes) -> RemoteReads:
         """Connects to a peer and returns the object that schedules the reads from this peer.
 
-        The first call creates the agent. The connection lasts until the peer fails or `disconnect` is called. Raises
-        NotReadyError if the library cannot be used, the peer's metadata is invalid, or the peer is unreachable.
+        `name` and `metadata` belong to the peer's serving agent. The first call creates this replica's agent. The
+        connection lasts until the peer fails or `disconnect` is called. Raises NotReadyError if the library cannot be
+        used, the peer's metadata is invalid, or the peer is unreachable.
         """
         return await self._call(lambda: self._add_peer(name, metadata))
 
     async def disconnect(self, peer: RemoteReads) -> None:
-        """Fails all reads of a peer. The agent removes the peer when the peer's last transfer has ended."""
+        """Fails all reads from a peer. The agent removes the peer when the last transfer from this peer has ended."""
         if not self._is_closed:
             await self._call(lambda: peer.fail("it was closed"))
 
     async def run(self, peer: RemoteReads, read: Read) -> None:
-        """Runs a read in the thread and waits until the read is complete. Raises UnavailableError if the read fails."""
+        """Runs a read on the thread and waits until the read is complete. Raises UnavailableError if the read fails."""
         if self._is_closed:
             raise UnavailableError(_CLOSED)
         read.completion = completion = asyncio.get_running_loop().create_future()
@@ -93,7 +95,7 @@ class ReadThread:
         return is_complete
 
     async def close(self) -> None:
-        """Closes the agent and ends the thread. Idempotent."""
+        """Closes the agent and ends the thread. Waits for the thread at most _STOP_TIMEOUT_S seconds. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._calls.put(self._end)
@@ -117,6 +119,7 @@ class ReadThread:
 
     def _run(self) -> None:
         try:
+            lower_thread_priority()
             self._serve()
         except Exception:  # noqa: BLE001 - the outermost code of a thread
             _log.exception("the nixl connector stops, because its thread has failed")

@@ -1,4 +1,4 @@
-"""Reads of one producer's arena: the offer, the plan of a fetch, and the connection that all readers share."""
+"""Reads from one producer's arena: the offer, the plan of a fetch, and the connection that all readers share."""
 
 import asyncio
 import hashlib
@@ -29,26 +29,32 @@ _DIGEST_BYTES = 16
 _BODY_AT = len(_FORMAT) + _DIGEST_BYTES
 _ADDRESS_SPACE_BYTES = 1 << 64
 TRANSFER_DESCRIPTORS = 256
-"""The maximum number of descriptors in one transfer."""
+"""The maximum number of descriptors in one transfer. A descriptor is a memory range."""
 AT_ONCE_BYTES = 1 << 20
-"""The maximum number of bytes that are read on the event loop. Waking the read thread would take longer."""
+"""The maximum size in bytes of a read that runs on the event loop.
+
+For such a small read, waking the read thread would take longer than the read itself.
+"""
 
 
 @dataclass(frozen=True)
 class NixlOffer:
-    """Describes an arena's agent and memory. Raises ValueError if the numbers cannot describe an arena."""
+    """A producer's offer: the agent that serves the arena, and the arena's location in memory.
+
+    Raises ValueError if the address, the file size or the token is invalid.
+    """
 
     agent: str
-    """The serving agent's name, which consists of replica, incarnation and a random part."""
+    """The serving agent's name. The parts are replica, incarnation and a random suffix, separated by slashes."""
     metadata: bytes
-    """The agent's metadata, which only the library interprets."""
+    """The serving agent's metadata in the format of the nixl library."""
     address: int
     """The address of the arena file's first byte in the producer's process."""
     file_bytes: int
     token: bytes
-    """The bytes at the start of the arena file, which the reader verifies."""
+    """The random bytes at the start of the arena file. The reader compares them with the bytes in the memory."""
     settings: str
-    """The producer's library settings, which must equal the reader's settings."""
+    """The producer's UCX settings. The consumer must have the same settings."""
 
     def __post_init__(self) -> None:
         data_offset_in(self.file_bytes)
@@ -78,7 +84,10 @@ class NixlOffer:
 
 
 class Span(NamedTuple):
-    """A run of bytes that are adjacent in both the arena (at `offset`) and the landing memory (at `landing`)."""
+    """A contiguous range of an arena that is read into a contiguous range of the landing memory.
+
+    `offset` is the start in the arena file, and `landing` is the start in the landing memory, both in bytes.
+    """
 
     offset: int
     landing: int
@@ -86,19 +95,20 @@ class Span(NamedTuple):
 
 
 class TransferPlan:
-    """Plans the read of some ranges of an arena and checks the result.
+    """Plans the read of several ranges of an arena and checks the result.
 
     The landing memory contains the ranges, each with the same alignment as in the arena, followed by the generations of
-    the ranges' pages. The generations must be read last. If a page still has the expected generation then, the page was
-    not freed during the read.
+    the ranges' pages. The generations must be read after the data. If a page then still has the expected generation,
+    the page was not freed during the read.
     """
 
     __slots__ = ("_generations", "_generations_at", "_parts", "_spans", "data_bytes", "size_bytes")
 
     def __init__(self, places: Sequence[ArenaRange], *, data_offset: int, file_bytes: int) -> None:
-        """Plans the read of `places`.
+        """Plans the read of the ranges in `places`.
 
-        Raises InvalidChunkError if a range is outside the arena's data, or if its generation is invalid.
+        `data_offset` is the start of the data in the arena file, and `file_bytes` is the file's size, both in bytes.
+        Raises InvalidChunkError if a range is outside the arena's data, or if a range's generation is invalid.
         """
         self._spans: list[Span] = []
         self._parts: list[slice[int, int, None]] = []
@@ -115,9 +125,9 @@ class TransferPlan:
         self.size_bytes = self._generations_at + len(self._generations) * GENERATION_BYTES
 
     def data_transfers(self, *, local: int, remote: int, transfer_bytes: int) -> list[Transfer]:
-        """Returns the data transfers of the ranges, with at most `transfer_bytes` each.
+        """Returns the transfers that read the data of all ranges, each with at most `transfer_bytes` bytes.
 
-        `local` is the address of the landing memory, and `remote` is the address of the arena.
+        `local` is the address of the landing memory, and `remote` is the address of the arena file's first byte.
         """
         ranges = (
             (local + landing + start, remote + offset + start, min(transfer_bytes, size_bytes - start))
@@ -127,9 +137,10 @@ class TransferPlan:
         return list(_grouped(ranges, transfer_bytes))
 
     def generation_transfers(self, *, local: int, remote: int) -> list[Transfer]:
-        """Returns the transfers of the generations, which must not start before all data has arrived.
+        """Returns the transfers that read the generations of the ranges' pages.
 
-        `local` is the address of the landing memory, and `remote` is the address of the arena.
+        Start these transfers only after all data has arrived. `local` is the address of the landing memory, and
+        `remote` is the address of the arena file's first byte.
         """
         local += self._generations_at
         remote += PAGE_BYTES
@@ -140,7 +151,7 @@ class TransferPlan:
         return list(_grouped(ranges, TRANSFER_DESCRIPTORS * GENERATION_BYTES))
 
     def views(self, landing: Bytes) -> list[Bytes]:
-        """Returns views of the ranges in the landing memory after the read is complete.
+        """Returns one view of the landing memory for each range. Call this method after the read is complete.
 
         Raises InvalidChunkError (STALE_REGION) if a region was freed before the read was complete.
         """
@@ -161,7 +172,7 @@ class TransferPlan:
             raise _stale()
 
     def _place(self, offset: int, size_bytes: int) -> int:
-        """Reserves landing memory for a range and returns the range's offset in that memory."""
+        """Reserves landing memory for a range. Returns the start of this memory as an offset in the landing memory."""
         if self._spans:
             before = self._spans[-1]
             gap_bytes = offset - before.offset - before.size_bytes
@@ -178,9 +189,9 @@ class TransferPlan:
 
 
 class RemoteArena:
-    """Connects to the arena that an offer describes, and reads it. Use it only on the event loop.
+    """A connection to the arena that an offer describes. Use it only on the event loop.
 
-    The task `handshake` ends when the arena can be read. It raises an error if the arena cannot be read.
+    The task `handshake` ends when the arena can be read. The task raises an error if the arena cannot be read.
     """
 
     def __init__(self, offer: NixlOffer, *, read_thread: ReadThread, landing: Arena) -> None:
@@ -205,7 +216,10 @@ class RemoteArena:
         return self._peer.failure if self._peer else ""
 
     async def fetch(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes]:
-        """Reads ranges in the read thread and returns copies of them. Implements `FetchingReader.fetch`."""
+        """Reads ranges of the arena on the read thread and returns copies of the ranges.
+
+        Implements `FetchingReader.fetch`.
+        """
         peer = self._peer
         if peer is None or peer.failure:
             raise UnavailableError(self.failure or f"{self.offer.agent} is not connected")
@@ -240,7 +254,7 @@ class RemoteArena:
         return TransferPlan(places, data_offset=self._data_offset, file_bytes=self.offer.file_bytes)
 
     def _read(self, plan: TransferPlan, region: Region, peer: RemoteReads) -> Read:
-        """Returns a new read into a region. The read takes over the caller's reference to the region."""
+        """Creates a read into `region`. The read takes over the caller's reference to the region."""
         ours, theirs = self._landing.address + region.offset, self.offer.address
         data = plan.data_transfers(local=ours, remote=theirs, transfer_bytes=peer.transfer_bytes)
         return Read(data, plan.generation_transfers(local=ours, remote=theirs), region.as_array())
@@ -258,7 +272,7 @@ class RemoteArena:
     async def _check(self, peer: RemoteReads, beginning: bytes) -> None:
         """Reads the start of the arena to verify that the arena is reachable and belongs to the offer.
 
-        Raises NotReadyError if the start differs from `beginning`, and UnavailableError if the read fails.
+        Raises NotReadyError if the bytes at the start differ from `beginning`, and UnavailableError if the read fails.
         """
         region = await self._landing.allocate(len(beginning), MemoryAccount())
         array = region.as_array()
@@ -275,7 +289,11 @@ def _digest(body: bytes) -> bytes:
 
 
 def _grouped(ranges: Iterator[tuple[int, int, int]], transfer_bytes: int) -> Iterator[Transfer]:
-    """Groups ranges, given as local address, remote address and size, into transfers of bounded size."""
+    """Groups ranges into transfers of at most `transfer_bytes` bytes and TRANSFER_DESCRIPTORS ranges.
+
+    Each range is a tuple of local address, remote address and size in bytes. No range may exceed `transfer_bytes`
+    bytes.
+    """
     local: list[Descriptor] = []
     remote: list[Descriptor] = []
     total = 0

@@ -1,4 +1,4 @@
-"""Schedules the reads from one peer's arena. A read consists of several transfers, and reads take turns."""
+"""Schedules the reads from one peer's arena. A read consists of several transfers. Reads start transfers in turn."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from stagemesh.connectors.nixl.agent import Agent
 
 READ_TIMEOUT_S = 3.0
-"""The time limit in seconds for one transfer. If a transfer exceeds the limit, the peer counts as failed."""
+"""The time limit in seconds for one transfer. If a transfer takes longer, the peer is marked as failed."""
 WINDOW_BYTES = 4 << 20
 """The maximum number of bytes in flight from one peer.
 
@@ -23,12 +23,12 @@ _IN_FLIGHT_TRANSFER_BYTES = WINDOW_BYTES // 4
 _COPIED_TRANSFER_BYTES = 2 << 20
 """The maximum size in bytes of a transfer within one host.
 
-Such a transfer is a copy, and blocks other reads for half a millisecond.
+Such a transfer is a memory copy, and blocks other reads for about half a millisecond.
 """
 
 
 Descriptor: TypeAlias = tuple[int, int, int]
-"""A memory range as the nixl library expects it: address, size in bytes and device."""
+"""A memory range as the nixl library expects it: address, size in bytes, and device number."""
 
 
 class Transfer(NamedTuple):
@@ -43,16 +43,16 @@ class Transfer(NamedTuple):
 class Read:
     """A read of several ranges of a remote arena.
 
-    It has two groups of transfers: the data, and then the page marks that show whether the data is still valid. The
-    second group starts after the first has arrived. The read references `landing`, the destination memory, until no
-    transfer can write to it.
+    The transfers in `data` read the ranges. The transfers in `marks` read the generations of the ranges' pages, which
+    show whether the data is still valid. They start after all transfers in `data` have ended. The read references
+    `landing`, the destination memory, until no transfer can write to this memory.
     """
 
     data: list[Transfer]
     marks: list[Transfer]
     landing: Bytes
     completion: asyncio.Future[None] | None = None
-    """Completes when the read has ended. None if no task waits for the read."""
+    """A future that completes when the read has ended. None if no task waits for the read."""
     failure: str = ""
     """The reason why the read failed. Empty if the read has not failed.
 
@@ -63,7 +63,7 @@ class Read:
     _is_abandoned: bool = False
 
     def take(self) -> Transfer | None:
-        """Returns the next transfer to start, or None if no transfer can start now."""
+        """Returns the next transfer and counts it as in flight. Returns None if no transfer can start now."""
         number = self._started - len(self.data)
         if self._is_abandoned or number == len(self.marks) or (number == 0 and self._in_flight):
             return None
@@ -72,7 +72,7 @@ class Read:
         return self.data[number] if number < 0 else self.marks[number]
 
     def end_transfer(self) -> None:
-        """Records that one of the transfers in flight has ended."""
+        """Records that one of the read's transfers in flight has ended."""
         self._in_flight -= 1
 
     @property
@@ -81,11 +81,14 @@ class Read:
         return not self._in_flight and (self._is_abandoned or self._started == len(self.data) + len(self.marks))
 
     def abandon(self) -> None:
-        """Prevents further transfers from starting, because the caller no longer waits for the read."""
+        """Prevents further transfers of the read from starting, because the caller no longer waits for the read."""
         self._is_abandoned = True
 
     def finish(self, failure: str = "") -> None:
-        """Completes the read, or fails it if `failure` is not empty. Call it exactly once, from any thread."""
+        """Marks the read as ended. `failure` is the reason why the read failed, or empty if the read succeeded.
+
+        Call this method exactly once, from any thread.
+        """
         self.failure = failure
         if self.completion is not None:
             loop = self.completion.get_loop()
@@ -108,28 +111,31 @@ class RemoteReads:
         self.failure = ""
         """The reason why the peer can no longer be read. Empty if the peer has not failed."""
         self.is_removed = False
-        """Whether the peer has failed and its last transfer has ended, so that a new connection is possible."""
+        """Whether the peer has failed and the last transfer from it has ended, so that a new connection is possible."""
         self._fresh: deque[Read] = deque()
-        """The reads that have not had a turn yet."""
+        """The fresh reads, oldest first. A read is fresh until the scheduler selects it for the first time."""
         self._reads: deque[Read] = deque()
-        """The reads that have had a turn. They are large, or they wait for transfers in flight."""
+        """The unfinished reads that the scheduler has selected at least once, in the order of their next selection.
+
+        These reads are large, or they wait for transfers in flight.
+        """
         self._fresh_bytes = 0
-        """The number of bytes of fresh reads that were started since a read of the other queue had a turn."""
+        """The number of bytes of fresh reads that were started since the last selection of a read in `_reads`."""
         self._transfers_in_flight: dict[int, _TransferInFlight] = {}
         self._in_flight_bytes = 0
         self.transfer_bytes = _COPIED_TRANSFER_BYTES
-        """The maximum number of bytes of one transfer."""
+        """The maximum size of one transfer in bytes."""
         self.copies = False
-        """Whether the last transfer was complete immediately, as a copy within one host is."""
+        """Whether the last transfer was already complete when it was started, as a copy within one host usually is."""
 
     @property
     def has_reads(self) -> bool:
-        """Whether there are unfinished reads."""
+        """Whether the peer has unfinished reads."""
         return bool(self._fresh or self._reads)
 
     @property
     def has_work(self) -> bool:
-        """Whether there are unfinished reads or transfers in flight."""
+        """Whether the peer has unfinished reads or transfers in flight."""
         return bool(self._fresh or self._reads or self._transfers_in_flight)
 
     def add(self, read: Read) -> None:
@@ -140,9 +146,9 @@ class RemoteReads:
             self._fresh.append(read)
 
     def read_at_once(self, read: Read) -> bool:
-        """Starts all transfers of a read and returns whether the read is complete.
+        """Starts all transfers of a read that can start now. Returns whether the read is complete.
 
-        An incomplete read is abandoned, and retained until its transfers have ended.
+        An incomplete read is abandoned, but retained until its transfers have ended.
         """
         while not self.failure and (transfer := read.take()):
             self._start(read, transfer)
@@ -153,7 +159,10 @@ class RemoteReads:
         return is_complete
 
     def advance(self) -> bool:
-        """Polls the transfers in flight and gives one read a turn. Returns whether there was any progress."""
+        """Polls the transfers in flight, and starts transfers of one read.
+
+        Returns whether a transfer has ended, a read was finished, or transfers could be started.
+        """
         has_ended = self._poll()
         return self._launch() or has_ended
 
@@ -169,7 +178,7 @@ class RemoteReads:
         self._remove_if_idle()
 
     def discard(self, failure: str) -> None:
-        """Fails all reads after the agent was closed, which has ended all transfers."""
+        """Fails all reads with the reason `failure`. Call it after the agent was closed, which ends all transfers."""
         self._transfers_in_flight.clear()
         self.is_removed = True
         self.fail(failure)
@@ -195,8 +204,8 @@ class RemoteReads:
     def _launch(self) -> bool:
         """Starts transfers of one read. Returns False if no read could start a transfer or be finished.
 
-        Fresh reads have priority for up to `transfer_bytes`, so that a small read waits for at most one transfer of a
-        large read.
+        Fresh reads have priority until transfers of `transfer_bytes` bytes have been started for them. A small read
+        therefore waits for at most one transfer of a large read.
         """
         if self._fresh and (not self._reads or self._fresh_bytes < self.transfer_bytes):
             read = self._fresh.popleft()
@@ -216,9 +225,9 @@ class RemoteReads:
         return False
 
     def _turn(self, read: Read) -> int:
-        """Starts transfers of a read, about `transfer_bytes` in total.
+        """Starts transfers of a read, about `transfer_bytes` bytes in total.
 
-        Returns the number of bytes whose transfer was started.
+        Returns the total size in bytes of the started transfers.
         """
         started_bytes = 0
         while started_bytes < self.transfer_bytes and self._in_flight_bytes < WINDOW_BYTES and not self.failure:

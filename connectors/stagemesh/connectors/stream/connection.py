@@ -1,12 +1,12 @@
-"""A connection of a link: its streams to one consumer, and the negotiation of the connectors of its flows.
+"""The connection of a link to one consumer: the streams, and the negotiation of the connectors that flows use.
 
 The main stream is the PutChunk stream that is opened first. If the consumer is on this host, a local stream carries the
 flows that use a connector other than grpc. A bulk stream carries the flows whose large chunks are sent as fragments.
 The bulk stream has its own network connection, so that these chunks do not delay the small chunks of other requests.
 
-A flow uses the best connector that both replicas can use. The producer offers its arena through one connector at a
-time, best first. The consumer answers whether it can read the arena through this connector. If a connector that has
-worked before fails or is rejected, the producer offers the connector again after a pause.
+A flow uses the most preferred connector that both replicas can use. The producer offers its arena through one connector
+at a time, in order of preference. The consumer answers whether it can read the arena through this connector. If a
+connector that has worked before fails or is rejected, the producer offers the connector again after _PAUSE_S seconds.
 """
 
 import asyncio
@@ -39,25 +39,28 @@ _QUANTUM_BYTES = 64 << 10
 _CHECK_S = 0.5
 _OFFER_AGAIN_S = 2.0
 _PAUSE_S = 5.0
-"""The number of seconds after which a rejected connector that has worked before is offered again."""
+"""The time in seconds after which a rejected connector is offered again.
+
+Applies only to connectors that have worked before.
+"""
 _MAX_LOCAL_FAILURES = 3
-"""The number of consecutive failed handshakes over the local socket after which no local stream is opened."""
+"""The number of consecutive failed handshakes over the local socket after which the link no longer uses the socket."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class Peer:
-    """The consumer of a link, and the results of the earlier connections to this consumer."""
+    """The consumer of a link. Also records the results of earlier connections to this consumer."""
 
     consumer: str
     endpoint: str
     hello: stage_pb2.Hello
-    """The Hello message that the producer sends."""
+    """The Hello message that the producer sends first on every stream."""
     arena_fd: int
     """The file descriptor of the producer's arena."""
     worked: set[ConnectorName] = field(default_factory=set[ConnectorName])
-    """The connectors that have been negotiated with this incarnation of the consumer."""
+    """The connectors that have been negotiated successfully with the current incarnation of the consumer."""
     local_failures: int = 0
     """The number of consecutive failed handshakes over the local socket."""
 
@@ -66,9 +69,9 @@ class Peer:
 
 
 class ProducerSession:
-    """Sends messages to one consumer and passes the consumer's replies to `take_reply`.
+    """The producer side of one stream. Sends messages to a consumer and passes the consumer's replies to `take_reply`.
 
-    A message combines the items that several outlets have made ready in one iteration of the event loop.
+    A message combines the items of all outlets that became ready in the same iteration of the event loop.
     """
 
     def __init__(self, consumer: str, take_reply: Callable[[stage_pb2.PutReply], None]) -> None:
@@ -81,12 +84,13 @@ class ProducerSession:
         """The outlet attempts that have messages to send."""
         self._welcome: asyncio.Future[stage_pb2.Welcome] = loop.create_future()
         self.ended: asyncio.Future[StagemeshError] = loop.create_future()
-        """Completes when the stream has ended. Its result is the error that ended the stream."""
+        """A future that completes when the stream has ended. The result is the error that ended the stream."""
 
     async def connect(self, stream: MessageStream, hello: stage_pb2.Hello) -> stage_pb2.Welcome:
         """Sends Hello over `stream` and returns the consumer's Welcome.
 
-        Raises the error if the consumer rejects the stream, and UnavailableError if it does not answer in time.
+        Raises the consumer's error if the consumer rejects the stream. Raises UnavailableError if the consumer does not
+        answer within _HANDSHAKE_S seconds.
         """
         self._stream = stream
         stream.write(stage_pb2.PutChunkRequest(hello=hello).SerializeToString())
@@ -98,7 +102,7 @@ class ProducerSession:
         return self._welcome.result()
 
     async def close(self) -> None:
-        """Ends the stream. Idempotent."""
+        """Drops all unsent items and ends the stream. Idempotent."""
         self.ready.take_all()
         self._items.clear()
         if self._stream is not None:
@@ -106,14 +110,14 @@ class ProducerSession:
             await asyncio.wait((self.ended,), timeout=_CLOSING_S)
 
     def send(self, item: stage_pb2.PutItem) -> None:
-        """Queues an item, which is sent before any item of an outlet."""
+        """Queues an item. Queued items are sent before the items of the outlets."""
         self._items.append(item)
         self.ready.wake()
 
     # -- StreamHandler
 
     def received(self, data: bytes) -> None:
-        """Passes the replies in a message to `take_reply`, and completes `connect` when Welcome arrives.
+        """Passes the replies in a serialized message to `take_reply`. Completes `connect` when Welcome arrives.
 
         Raises InvalidChunkError if the message cannot be parsed.
         """
@@ -127,11 +131,14 @@ class ProducerSession:
             self._take_reply(reply)
 
     def writable(self) -> None:
-        """Sends the waiting messages, because the stream can send data again."""
+        """Sends the waiting messages. Called when the stream can accept data again."""
         self._pull()
 
     def closed(self, error: StagemeshError | None) -> None:
-        """Ends the session. `error` is the cause, or None if the consumer ended the stream normally."""
+        """Ends the session. Called when the stream has ended.
+
+        `error` is the cause, or None if the consumer ended the stream normally.
+        """
         self._stream = None
         self.ready.take_all()
         if not self.ended.done():
@@ -144,9 +151,10 @@ class ProducerSession:
             self._stream.write(data)
 
     def _next_message(self) -> bytes:
-        """Returns the next message, or b"" if there is nothing to send.
+        """Returns the next serialized message, or b"" if there is nothing to send.
 
-        Each outlet adds about one quantum of items to a message, so that no outlet waits long for a large chunk.
+        Each outlet adds about _QUANTUM_BYTES of items to a message, so that a large chunk of one outlet does not delay
+        the other outlets.
         """
         request = stage_pb2.PutChunkRequest(items=self._items)
         self._items.clear()
@@ -171,9 +179,10 @@ class ProducerSession:
 
 
 class Connection:
-    """The streams to one consumer. Use it in `async with`, and call `connect`, `open_local` and `serve` in this order.
+    """The streams to one consumer, and the connectors that have been negotiated with this consumer.
 
-    Calls `on_negotiated` whenever a connector or stream has become usable, or a connector has been rejected.
+    Use a connection in `async with`. Call `connect`, `open_local` and `serve` in this order. The connection calls
+    `on_negotiated` when a connector or stream has become usable, or when a connector has been rejected.
     """
 
     def __init__(
@@ -210,18 +219,23 @@ class Connection:
     async def connect(self) -> stage_pb2.Welcome:
         """Opens the main stream and returns the consumer's Welcome.
 
-        Raises the error if the consumer rejects the stream.
+        Raises the consumer's error if the consumer rejects the stream. Raises UnavailableError if the consumer does not
+        answer within _HANDSHAKE_S seconds.
         """
         return await self._open_grpc(self._main)
 
     async def open_local(
         self, welcome: stage_pb2.Welcome, *, died: Callable[[], None]
     ) -> local_socket.DeathWatch | None:
-        """Opens the local stream if the consumer is on this host. Returns a watch on the consumer's process.
+        """Opens a local stream if the consumer is on this host. Returns a watch on the consumer's process.
 
         Returns None if the consumer is on another host, if the system does not allow watching the process, or after
-        _MAX_LOCAL_FAILURES consecutive failures. The caller owns the watch, which calls `died` when the process
-        terminates. Raises the StagemeshError of a failed handshake.
+        _MAX_LOCAL_FAILURES consecutive failed handshakes. The caller must close the watch. Raises a StagemeshError if
+        the handshake fails.
+
+        Args:
+            welcome: The consumer's Welcome message on the main stream.
+            died: Called when the consumer's process terminates.
         """
         peer = self._peer
         if not welcome.local_socket or peer.local_failures >= _MAX_LOCAL_FAILURES:
@@ -247,9 +261,10 @@ class Connection:
         return local_socket.watch_peer(connection, died)
 
     def stream(self, connector: ConnectorName, *, bulk: bool) -> ProducerSession | None:
-        """Returns the stream for a flow with this connector, or None if the stream is not open yet.
+        """Returns the stream for a flow that uses `connector`, or None if the stream is not open yet.
 
-        In the latter case, `on_negotiated` is called after the stream has been opened.
+        `bulk` is whether the flow has large chunks that are sent as fragments. The first call for such a flow requests
+        the bulk stream. `on_negotiated` is called when the bulk stream is open.
         """
         if connector != GRPC:
             return self._local or self._main
@@ -260,9 +275,9 @@ class Connection:
         return self._bulk
 
     async def serve(self, check: Callable[[], None]) -> StagemeshError:
-        """Calls `check` about every _CHECK_S seconds until a stream ends, and returns the cause of its end.
+        """Calls `check` about every _CHECK_S seconds until a stream ends. Returns the error that ended the stream.
 
-        Opens the bulk stream when it is first needed.
+        Opens the bulk stream when a flow first needs this stream.
         """
         while True:
             ends = [stream.ended for stream in (self._main, self._local, self._bulk) if stream is not None]
@@ -283,7 +298,7 @@ class Connection:
     # -- the negotiation of connectors
 
     def choose(self, wanted: ConnectorName) -> ConnectorName | None:
-        """Returns the connector for a flow, or None while the connector is being negotiated.
+        """Returns the connector for a flow, or None if the connector is being negotiated or will be offered again.
 
         `wanted` is the requested connector or AUTO. Raises NotReadyError (CONNECTOR_UNAVAILABLE) if the requested
         connector cannot be used.
@@ -303,11 +318,11 @@ class Connection:
         ) from self._refused[wanted]
 
     def reader(self, name: ConnectorName) -> Connector | None:
-        """Returns this replica's instance of a negotiated connector, or None for grpc."""
+        """Returns this replica's instance of the negotiated connector `name`, or None if `name` is grpc."""
         return self._negotiated.get(name)
 
     def answer(self, meeting: stage_pb2.Meeting) -> None:
-        """Processes the consumer's answer to an offer. Ignores an answer to an offer that is not pending."""
+        """Processes the consumer's answer to an offer. Does nothing if no offer of this connector is pending."""
         name = next((name for name in self._offering if number_of(name) == meeting.connector), None)
         if name is None:
             return
@@ -320,15 +335,18 @@ class Connection:
         self._on_negotiated()
 
     def fail(self, name: ConnectorName, error: StagemeshError) -> None:
-        """Stops using a negotiated connector that has failed with `error`."""
+        """Stops using the connector `name`, which has failed with `error`.
+
+        Does nothing if the connector has not been negotiated.
+        """
         if self._negotiated.pop(name, None) is not None:
             self._refuse(name, error)
 
     def probe(self, wanted: ConnectorName) -> EdgeProbe | None:
-        """Returns the result of `choose` together with the better connectors that were rejected.
+        """Returns the connector that `choose` selects, and the preferred connectors that were rejected.
 
-        Returns None while the connector is being negotiated. Raises NotReadyError under the same conditions as
-        `choose`.
+        Returns None while the connector is being negotiated or will be offered again. Raises NotReadyError under the
+        same conditions as `choose`.
         """
         chosen = self.choose(wanted)
         if chosen is None:
@@ -357,10 +375,13 @@ class Connection:
             self._offering[name] = asyncio.create_task(self._keep_offering(name), name=f"offer {name}")
 
     async def _keep_offering(self, name: ConnectorName) -> None:
-        """Sends an offer repeatedly, because it may be lost. The answer to the offer cancels this task."""
+        """Sends an offer of a connector every _OFFER_AGAIN_S seconds, because an offer may be lost.
+
+        The task of this method is cancelled when the consumer answers.
+        """
         try:
             offer = await self._connectors.get(name).offer()
-        except Exception as exc:  # noqa: BLE001 - the task's outermost edge, and the connector may be an installed one
+        except Exception as exc:  # noqa: BLE001 - the task's outermost code, and another package may have installed it
             if not isinstance(exc, StagemeshError):
                 _log.exception("connector %s failed with an unexpected error", name)
                 exc = InternalError(f"connector {name} failed: {type(exc).__name__}: {exc}")
@@ -374,7 +395,7 @@ class Connection:
             await asyncio.sleep(_OFFER_AGAIN_S)
 
     async def _open_grpc(self, stream: ProducerSession) -> stage_pb2.Welcome:
-        """Opens a stream on a new network connection and returns the consumer's Welcome."""
+        """Opens `stream` on a new network connection and returns the consumer's Welcome."""
         channel: grpc.aio.Channel = await self._stack.enter_async_context(open_channel(self._peer.endpoint))
         messages = ClientStream(channel, stream, peer=str(self._peer))
         running = asyncio.create_task(messages.run())

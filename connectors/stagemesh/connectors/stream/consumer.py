@@ -22,7 +22,10 @@ from stagemesh.connectors.stream.local_socket import DeathWatch, watch_peer
 from stagemesh.v1 import stage_pb2
 
 REMEMBERED_FLOWS = 4096
-"""The number of committed flows whose keys are retained to answer producers that have missed the commit."""
+"""The maximum number of committed flows whose keys are retained.
+
+If a producer has missed the commit message of a retained flow, the consumer sends the message again.
+"""
 
 RunInBackground: TypeAlias = Callable[[Coroutine[object, object, object]], None]
 
@@ -30,7 +33,10 @@ _log = logging.getLogger(__name__)
 
 
 class LandingArena:
-    """The memory into which chunks are fetched. Created when first needed, to save startup time and memory."""
+    """The arena into which a consumer copies fetched chunks.
+
+    The arena is created when it is first needed, to save startup time and memory.
+    """
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -38,17 +44,20 @@ class LandingArena:
 
     @property
     def present(self) -> Arena | None:
-        """The arena, or None if it has not been created."""
+        """The arena. None if it has not been created yet, or if its creation has failed."""
         task = self._creating
         return None if task is None or not task.done() or task.exception() else task.result()
 
     def request(self) -> Arena | None:
-        """Returns the arena, or None if it is not available. The first call begins to create the arena."""
+        """Returns the arena, or None if it does not exist yet. The first call starts to create the arena."""
         self._create()
         return self.present
 
     async def get(self) -> Arena:
-        """Returns the arena, and creates it on the first call. Raises NotReadyError if there is not enough memory."""
+        """Returns the arena. The first call creates the arena, and all calls wait until the arena exists.
+
+        Raises NotReadyError if not enough memory is available.
+        """
         return await asyncio.shield(self._create())
 
     async def close(self) -> None:
@@ -66,7 +75,10 @@ class LandingArena:
 
 
 class ProducerState:
-    """The leases and arena readers for one incarnation of a producer. They outlive the producer's streams."""
+    """A consumer's state for one incarnation of a producer: the leases and the arena readers.
+
+    The state persists when a stream of the producer ends.
+    """
 
     def __init__(self, replica: str, incarnation: str, connectors: ReplicaConnectors) -> None:
         self.replica, self.incarnation = replica, incarnation
@@ -74,40 +86,50 @@ class ProducerState:
         self._watch: DeathWatch | None = None
         self._connectors = connectors
         self._readers: dict[ConnectorName, Reader | None] = {}
-        """The reader of each connector that was negotiated, or None if the reader has failed."""
+        """The reader of each connector that was negotiated. The value is None if the reader has failed."""
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._released_ids: list[int] = []
-        """The ids of ended leases that have not been returned to the producer yet."""
+        """The ids of ended leases that have not been sent to the producer yet."""
         self._streams: list[ReadyQueue[InletAttempt]] = []
-        """The ready queues of the producer's streams, over which leases can be returned."""
+        """The ready queue of each stream of the producer. A lease can be released over any of these streams."""
 
     # -- reading
 
     def reader(self, name: ConnectorName) -> Reader | None:
-        """Returns the reader of a connector, or None if the connector is not negotiated or its reader has failed."""
+        """Returns the reader of the connector `name`.
+
+        Returns None if the connector has not been negotiated, or if the reader has failed.
+        """
         return self._readers.get(name)
 
     def has_negotiated(self, name: ConnectorName) -> bool:
-        """Returns whether a connector was negotiated. Its reader may have failed since."""
+        """Returns whether the connector `name` was negotiated, even if the connector's reader has failed since."""
         return name in self._readers
 
     async def accept_offer(self, name: ConnectorName, offer: bytes, *, arena_fd: int | None) -> None:
-        """Creates the reader of a connector from the producer's offer, unless the reader exists.
+        """Creates the reader of the connector `name` from the producer's offer. Does nothing if the reader exists.
 
-        Raises NotReadyError if the connector cannot be used.
+        `arena_fd` is the file descriptor of the producer's arena, or None if the producer did not pass one. Raises
+        NotReadyError if the connector cannot be used.
         """
         if self._readers.get(name) is None:
             producer = Producer(self.replica, self.incarnation, arena_fd)
             self._readers[name] = await self._connectors.get(name).connect(offer, producer)
 
     async def drop_reader(self, name: ConnectorName, reader: Reader) -> None:
-        """Removes and closes a reader that has failed, so that its connector can be negotiated again."""
+        """Removes and closes a reader that has failed, so that the connector `name` can be negotiated again.
+
+        Does nothing if `reader` has been replaced.
+        """
         if self._readers.get(name) is reader:
             self._readers[name] = None
             await reader.close()
 
     def watch(self, connection: socket.socket, *, died: Callable[[], None]) -> None:
-        """Calls `died` when the producer's process, which is the peer of the socket, terminates."""
+        """Watches the producer's process, and calls `died` when the process terminates. Replaces the previous watch.
+
+        `connection` is a local socket whose other end belongs to the process.
+        """
         if self._watch is not None:
             self._watch.close()
         self._watch = watch_peer(connection, died)
@@ -115,20 +137,20 @@ class ProducerState:
     # -- leases
 
     def attach(self, stream: ReadyQueue[InletAttempt]) -> None:
-        """Adds a stream over which ended leases are returned to the producer."""
+        """Adds a stream over which the ids of ended leases can be sent to the producer. `stream` is its ready queue."""
         self._streams.append(stream)
         if self._released_ids:
             stream.wake()
 
     def detach(self, stream: ReadyQueue[InletAttempt]) -> None:
-        """Removes a stream that has ended. Leases are returned over the remaining streams."""
+        """Removes a stream that has ended. The ids of ended leases are then sent over the newest remaining stream."""
         if stream in self._streams:
             self._streams.remove(stream)
         if self._streams and self._released_ids:
             self._streams[-1].wake()
 
     def hold(self, lease_id: int, views: list[Bytes]) -> None:
-        """Retains a lease until all `views`, and all views of them, are deleted."""
+        """Retains a lease until all arrays in `views`, and all arrays derived from them, are deleted."""
         self.held_lease_ids.add(lease_id)
         when_gone(views, lambda: self._views_gone(lease_id))
 
@@ -142,18 +164,19 @@ class ProducerState:
     def release_unless_held(self, lease_id: int) -> None:
         """Ends the lease of a chunk that was not accepted.
 
-        Does nothing if the lease is in use, because a repeated chunk has the same lease as the accepted chunk.
+        Does nothing if `lease_id` is 0, or if the lease is in use. If a producer sends a chunk twice, both messages
+        have the same lease.
         """
         if lease_id and lease_id not in self.held_lease_ids:
             self.release(lease_id)
 
     def take_released(self) -> list[int]:
-        """Removes and returns the ids of the leases that must be returned to the producer."""
+        """Removes and returns the ids of ended leases that have not been sent to the producer yet."""
         released, self._released_ids = self._released_ids, []
         return released
 
     async def close(self) -> None:
-        """Closes the watch and the readers. Idempotent."""
+        """Closes the readers and stops watching the producer's process. Idempotent."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -164,7 +187,10 @@ class ProducerState:
     # -- inner workings
 
     def _views_gone(self, lease_id: int) -> None:
-        """Ends a lease in the thread of the event loop. Called in the thread that has deleted the last view."""
+        """Ends a lease on the thread of the event loop.
+
+        Called on the thread that has deleted the last view of the lease's memory.
+        """
         if threading.get_ident() == self._thread:
             self.release(lease_id)
         elif not self._loop.is_closed():
@@ -172,7 +198,10 @@ class ProducerState:
 
 
 class Consumer:
-    """The registry of a replica's expected flows and of its producers, which the consumer sessions use."""
+    """The registry of the flows that a replica expects, and of the producers that have connected.
+
+    All consumer sessions of the replica share the registry.
+    """
 
     def __init__(
         self,
@@ -185,9 +214,16 @@ class Consumer:
         welcome: stage_pb2.Welcome,
         run_in_background: RunInBackground,
     ) -> None:
-        """Stores the replica's identity and limits.
+        """Creates an empty registry.
 
-        `welcome` is the Welcome message without the producer's leases.
+        Args:
+            identity: The replica's identity. Only producers of the same pipeline and generation are admitted.
+            connectors: The connectors of the replica.
+            landing: The memory into which chunks are fetched.
+            window_bytes: The credit window of each flow in bytes.
+            max_chunk_bytes: Returns the maximum size of a chunk in bytes.
+            welcome: The Welcome message without the ids of a producer's leases.
+            run_in_background: Runs a coroutine in a background task.
         """
         self._identity, self._connectors = identity, connectors
         self.landing = landing
@@ -207,13 +243,17 @@ class Consumer:
         return sum(flow.credit_bytes for flow in self._flows.values())
 
     def open(self, key: EdgeKey, *, producer: str, rebind_s: float) -> Inlet:
-        """Expects a flow from `producer` and returns its inlet. Raises ExistsError if the flow is already open."""
+        """Registers a flow that is expected from `producer`, and returns the flow's inlet.
+
+        `rebind_s` is the time in seconds for which a reader without a producer waits for `rebind`. Raises ExistsError
+        if the flow is already open.
+        """
         return Inlet(self._expect(key, producer, PacketQueue(edge=key.edge)), rebind_s=rebind_s)
 
     def rebind(self, inlet: Inlet, key: EdgeKey, *, producer: str, first_rows: Mapping[str, int]) -> None:
-        """Continues `inlet` with a flow from another producer.
+        """Continues `inlet` with a flow from another producer. `key` identifies the new flow.
 
-        `first_rows` maps each tensor's name to the first row that this producer sends.
+        `first_rows` maps each tensor's name to the first row that the new producer sends.
         """
         former = inlet.attempt
         former.supersede(StaleAttemptError(f"edge {former.key.edge} has another producer"))
@@ -224,9 +264,11 @@ class Consumer:
         return key in self._committed
 
     def expected(self, key: EdgeKey, producer: ProducerState) -> InletAttempt:
-        """Returns the flow with this key.
+        """Returns the flow that `producer` sends under the key `key`.
 
-        Raises an error if `producer` may not send the flow or if the flow has failed.
+        Raises NotFoundError (UNKNOWN_FLOW) if this replica does not expect the flow from `producer`. Raises
+        StaleAttemptError if a later attempt has replaced the flow, or if the flow belongs to another incarnation of the
+        producer. Raises the flow's error if the flow has failed.
         """
         flow = self._flows.get(key)
         if flow is None or flow.producer != producer.replica:
@@ -245,7 +287,7 @@ class Consumer:
         return flow
 
     def fail_all(self, error: StagemeshError) -> None:
-        """Ends every expected flow with an error. Producers that connect later are rejected with the same error."""
+        """Ends every expected flow with `error`. Rejects each producer that connects later with the same error."""
         self._error = error
         for flow in list(self._flows.values()):
             flow.fail(error)
@@ -255,8 +297,8 @@ class Consumer:
     def admit(self, hello: stage_pb2.Hello) -> ProducerState:
         """Returns the state of the producer that has sent `hello`. Fails the flows of its earlier incarnations.
 
-        Raises NotReadyError if the producer belongs to another pipeline or generation, and the error of `fail_all`
-        after that call.
+        Raises NotReadyError if the producer belongs to another pipeline or generation. If `fail_all` was called before,
+        raises the error that was passed to `fail_all`.
         """
         if self._error is not None:
             raise copy(self._error)
@@ -271,13 +313,16 @@ class Consumer:
         return self._producers[key]
 
     def welcome(self, producer: ProducerState) -> stage_pb2.Welcome:
-        """Returns the Welcome message, which answers a producer's Hello."""
+        """Returns the Welcome message that answers a producer's Hello.
+
+        The message contains the ids of the leases that the producer's chunks still use.
+        """
         welcome = stage_pb2.Welcome(held_lease_ids=sorted(producer.held_lease_ids))
         welcome.MergeFrom(self._welcome)
         return welcome
 
     def lose(self, producer: ProducerState) -> None:
-        """Removes an incarnation of a producer that has terminated, and fails its flows."""
+        """Removes a producer's incarnation, which has terminated, and fails the flows from this incarnation."""
         self._producers.pop((producer.replica, producer.incarnation), None)
         self._run_in_background(producer.close())
         for flow in list(self._flows.values()):

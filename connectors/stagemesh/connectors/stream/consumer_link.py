@@ -17,11 +17,11 @@ from stagemesh.connectors.stream.wire import EdgeProbe
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 GIVE_UP_S = 15.0
-"""The number of seconds for which a consumer may be unreachable before its flows fail."""
+"""The time in seconds after which the flows to an unreachable consumer fail."""
 REFUSED_S = 0.5
-"""The number of seconds for which a consumer's address may refuse connections before its flows fail.
+"""The time in seconds after which the flows to a consumer fail if the consumer's address refuses connections.
 
-A refused connection indicates that the process has terminated.
+A refused connection indicates that the consumer's process has terminated.
 """
 _RETRY_S = 0.1
 _DIAL_S = 1.0
@@ -30,10 +30,10 @@ _log = logging.getLogger(__name__)
 
 
 class ConsumerLink:
-    """Manages the flows and the leases of one consumer. They outlive any single connection to the consumer.
+    """Manages the flows to one consumer, and the leases that the consumer has on regions of the arena.
 
-    The link reconnects while it has flows, probes or leases. An idle link remains connected until its connection
-    breaks.
+    Flows and leases persist when a connection ends. The link reconnects while it has flows, probes or leases. An idle
+    link remains connected until its connection breaks.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class ConsumerLink:
         return self._flows.get(key)
 
     async def probe(self, wanted: ConnectorName) -> EdgeProbe:
-        """Returns the connector that a flow which requests `wanted` would use.
+        """Negotiates a connector. Returns the connector that a flow would use if the flow requested `wanted`.
 
-        Raises an error if no connector can be used. The caller must limit the time, because the method waits for a
-        connection.
+        Raises NotReadyError if the requested connector cannot be used, or the link's error if the link fails. Waits for
+        a connection without a time limit: the caller must set a time limit.
         """
         self._require_connection()
         answer: asyncio.Future[EdgeProbe] = self._loop.create_future()
@@ -124,7 +124,7 @@ class ConsumerLink:
                 cause = await self._connected()
             except StagemeshError as exc:
                 cause = exc
-            except Exception as exc:  # noqa: BLE001 - the task's outermost edge
+            except Exception as exc:  # noqa: BLE001 - the outermost code of a task
                 # A defect must fail the flows of the link, because they would wait forever otherwise.
                 _log.exception("the link to %s failed", self._peer.consumer)
                 cause = InternalError(f"the link to {self._peer.consumer} failed: {exc!r}")
@@ -137,7 +137,7 @@ class ConsumerLink:
                 return
 
     async def _connected(self) -> StagemeshError:
-        """Connects to the consumer and serves the connection. Returns the reason why the connection ended."""
+        """Connects to the consumer and serves the connection. Returns the error that ended the connection."""
         connection = Connection(
             self._peer, connectors=self._connectors, take_reply=self._take_reply, on_negotiated=self._negotiated
         )
@@ -165,7 +165,7 @@ class ConsumerLink:
             restarted = UnavailableError(f"replica {self._peer.consumer} was restarted", reason="PEER_RESTARTED")
             self._fail_flows(restarted, opened_only=True)
             self._peer.worked.clear()
-        # Ends the leases of messages that never arrived.
+        # Ends the leases of chunks whose messages never arrived.
         self._leases.end_all(except_ids=set(welcome.held_lease_ids))
         self._incarnation = welcome.incarnation
         self._inline_limit_bytes = min(self._inline_limit_bytes, welcome.inline_limit_bytes)
@@ -173,7 +173,10 @@ class ConsumerLink:
         _log.info("connected to %s at %s", self._peer.consumer, self._peer.endpoint)
 
     def _negotiated(self) -> None:
-        """Opens flows and answers probes after a connector or stream has become usable or has been rejected."""
+        """Opens waiting flows and answers probes.
+
+        Called when a connector or stream has become usable, or when a connector has been rejected.
+        """
         self._open_flows()
         self._answer_probes()
 
@@ -271,12 +274,15 @@ class ConsumerLink:
         elif self._loop.time() - self._seen_s > GIVE_UP_S or await self._is_gone():
             self._fail_flows(cause)
             if self._watch is None:
-                # The leases of a watched process on this host do not end here, because it may still read the arena.
-                # They end when the process returns them or terminates.
+                # The leases of a watched process on this host do not end here, because the process may still read the
+                # arena. They end when the process releases them or terminates.
                 self._leases.end_all()
 
     async def _is_gone(self) -> bool:
-        """Returns whether the consumer's address has refused connections for more than REFUSED_S seconds."""
+        """Returns whether the consumer's address has refused connections for more than REFUSED_S seconds.
+
+        Each call attempts one connection.
+        """
         host, _, port = self._peer.endpoint.rpartition(":")
         try:
             async with asyncio.timeout(_DIAL_S):
@@ -291,7 +297,10 @@ class ConsumerLink:
         return False
 
     def _died(self) -> None:
-        """Fails the opened flows and ends all leases, because the consumer's process on this host has terminated."""
+        """Fails the opened flows and ends all leases.
+
+        Called when the consumer's process on this host has terminated.
+        """
         self._watch = None
         died = UnavailableError(f"replica {self._peer.consumer} died", reason="PEER_DIED")
         self._fail_flows(died, opened_only=True)

@@ -1,4 +1,4 @@
-"""The consumer side of one stream. Checks every item before passing it to a flow."""
+"""The consumer side of one stream. Checks every received item before passing the item to a flow."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 _CLOSING_S = 1.0
 _LOST_MESSAGE = frozenset({"NOT_OPENED", "SEQUENCE_GAP", "PIECE_GAP", "PIECES_MISSING"})
-"""The reasons of errors that indicate a lost message of a flow."""
+"""The error reasons which indicate that a message of a flow was lost."""
 
 
 class ConsumerSession:
@@ -42,7 +42,13 @@ class ConsumerSession:
         local: LocalProducer | None = None,
         on_closed: Callable[["ConsumerSession"], None],
     ) -> None:
-        """Takes ownership of `local`, which is None if the producer is on another host."""
+        """Creates a session without a stream.
+
+        Args:
+            consumer: The registry of expected flows and of producers.
+            local: The producer's local socket, which the session owns. None if the stream uses gRPC.
+            on_closed: Called when the stream has ended.
+        """
         self._consumer, self._local, self._on_closed = consumer, local, on_closed
         self._loop = asyncio.get_running_loop()
         self._stream: MessageStream | None = None
@@ -73,7 +79,10 @@ class ConsumerSession:
     # -- StreamHandler
 
     def received(self, data: bytes) -> None:
-        """Processes a serialized PutChunkRequest. Raises an error if the stream must end."""
+        """Processes a serialized PutChunkRequest.
+
+        Raises a StagemeshError if the message cannot be parsed or the producer is rejected. The stream then ends.
+        """
         message = wire.decode_fragment(data)
         try:
             request = stage_pb2.PutChunkRequest.FromString(data if message is None else bytes(message.rest))
@@ -87,11 +96,14 @@ class ConsumerSession:
             self._process(item)
 
     def writable(self) -> None:
-        """Sends the waiting replies, because the stream can send data again."""
+        """Sends the waiting replies. Called when the stream can accept data again."""
         self._flush()
 
     def closed(self, error: StagemeshError | None) -> None:
-        """Detaches the flows, which then wait for another stream, and releases the session's resources."""
+        """Detaches the flows and releases the session's resources. Called when the stream has ended.
+
+        The flows wait for another stream from the producer. `error` is the cause, or None if the stream ended normally.
+        """
         if error is not None:
             _log.info("the stream of %s ended: %s", self._name, error.message)
         if self._producer_state is not None:
@@ -115,7 +127,10 @@ class ConsumerSession:
         self._ready.wake()
 
     def _flush(self) -> None:
-        """Sends one message with all waiting replies, the reports of the flows, and the returned leases."""
+        """Sends one message with all waiting replies, the reports of the flows, and the ids of ended leases.
+
+        Does nothing if the stream cannot accept data.
+        """
         if self._stream is None or not self._stream.is_writable:
             return
         response = stage_pb2.PutChunkResponse(replies=self._replies)
@@ -130,9 +145,10 @@ class ConsumerSession:
             self._stream.write(response.SerializeToString())
 
     def _check_carried(self, flow: InletAttempt) -> bool:
-        """Returns whether this stream still carries a flow. If not, removes the flow and drops its fragments.
+        """Returns whether this stream still carries a flow. If not, removes the flow and drops the flow's fragments.
 
-        Later messages are ignored if the flow has moved to another stream, and rejected if the flow is closed.
+        If the flow has moved to another stream, its later messages on this stream are ignored. If the flow is closed,
+        they are rejected.
         """
         is_carried = flow.queue is self._ready and not flow.is_closed
         if not is_carried and self._flows.get(flow.key) is flow:
@@ -183,9 +199,10 @@ class ConsumerSession:
                 _log.warning("%s sent an item of an unknown kind", self._name)
 
     def _guarded(self, message: chunk_pb2.EdgeKey, process: Callable[..., None], item: object) -> None:
-        """Calls `process` with an item. An error ends only the flow to which the item belongs.
+        """Calls `process(item)`. If an error is raised, rejects only the flow to which the item belongs.
 
-        If a message was lost, the producer opens the flow again instead.
+        `message` is the key of this flow. If the error indicates a lost message, asks the producer to reopen the flow
+        instead.
         """
         try:
             process(item)
@@ -204,9 +221,9 @@ class ConsumerSession:
                 self._reply(stage_pb2.PutReply(rejected=rejected))
 
     def _flow(self, message: chunk_pb2.EdgeKey) -> InletAttempt | None:
-        """Returns the flow to which an item belongs, or None if the item must be ignored.
+        """Returns the flow to which an item belongs, or None if the item must be ignored. `message` is the flow's key.
 
-        Raises InvalidChunkError (NOT_OPENED) if the flow's OpenEdge was lost.
+        Raises InvalidChunkError (NOT_OPENED) if the flow's OpenEdge message was lost.
         """
         key = wire.key_from_wire(message)
         flow = self._flows.get(key)
@@ -221,7 +238,7 @@ class ConsumerSession:
         raise InvalidChunkError(f"edge {key.edge} was not opened", reason="NOT_OPENED")
 
     def _is_committed(self, key: EdgeKey, message: chunk_pb2.EdgeKey) -> bool:
-        """Returns whether the flow was read to its end. If so, sends the commit again."""
+        """Returns whether the reader has read the flow to its end. If so, sends the commit message again."""
         is_committed = self._consumer.is_committed(key)
         if is_committed:
             self._reply(stage_pb2.PutReply(commit=stage_pb2.EdgeCommit(key=message)))
@@ -250,7 +267,10 @@ class ConsumerSession:
             self._resync_failed(flow)
 
     def _resync_failed(self, flow: InletAttempt) -> None:
-        """Resyncs a flow whose connector's reader has failed, because the producer does not know of the failure yet."""
+        """Asks the producer to reopen a flow, because the reader of the flow's connector has failed.
+
+        The producer does not know of the failure yet.
+        """
         error = UnavailableError(f"connector {flow.connector} with {self._producer.replica} has failed")
         flow.resync(error, failed=flow.connector)
 
@@ -342,7 +362,10 @@ class ConsumerSession:
         return True
 
     async def _fetched(self, flow: InletAttempt, reader: FetchingReader, data: chunk_pb2.ChunkData) -> Packet:
-        """Fetches the bytes of a chunk and returns the chunk's packet. Drops the reader if the reader has failed."""
+        """Fetches the bytes of a chunk and returns the chunk's packet. Drops the reader if the reader has failed.
+
+        Raises UnavailableError if the bytes cannot be read.
+        """
         try:
             fetched = await reader.fetch(wire.arena_ranges(data), flow.landing_account)
             return wire.packet_of(data, fetched, location="shm")

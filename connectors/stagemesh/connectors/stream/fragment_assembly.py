@@ -21,9 +21,10 @@ class _Transfer:
 
 
 class FragmentAssembler:
-    """Assembles the transfers of one stream. Each flow has at most one transfer in progress.
+    """Assembles the fragments that arrive over one stream. Each flow has at most one transfer in progress.
 
-    `landing` returns the memory into which fragments are copied, or None if it is not available.
+    A transfer consists of the fragments of one chunk. `landing` returns the arena into which fragments are copied, or
+    None if the arena is not available.
     """
 
     def __init__(self, landing: Callable[[], Arena | None]) -> None:
@@ -36,15 +37,19 @@ class FragmentAssembler:
         return transfer_id > self._last_id
 
     def begin(self, key: EdgeKey, message: chunk_pb2.ChunkPiece) -> None:
-        """Begins a new transfer and allocates its buffer. Drops the flow's previous transfer, if any."""
+        """Begins a new transfer and allocates a buffer for it. Drops the flow's previous transfer, if any.
+
+        `message` is a fragment of the transfer.
+        """
         self.drop(key)
         self._last_id = message.transfer_id
         self._transfers[key] = _Transfer(message.transfer_id, self._buffer(message.total_bytes))
 
     def add(self, key: EdgeKey, fragment: Fragment) -> None:
-        """Copies a fragment into its transfer's buffer. Ignores a repeated fragment.
+        """Copies a fragment into the buffer of its transfer. Ignores repeated fragments and fragments of old transfers.
 
-        Raises InvalidChunkError (PIECE_GAP) if the fragment leaves a gap or does not fit into the buffer.
+        Raises InvalidChunkError (PIECE_GAP) if an earlier fragment is missing, or if the fragment does not fit into the
+        buffer.
         """
         message, payload = fragment
         transfer = self._transfers.get(key)
@@ -61,10 +66,10 @@ class FragmentAssembler:
             transfer.received_bytes = end
 
     def take(self, key: EdgeKey, data: chunk_pb2.ChunkData) -> list[Bytes]:
-        """Ends a flow's transfer. Returns the bytes of each tensor that was sent as fragments, in order.
+        """Ends a flow's transfer. Returns the bytes of each tensor that was sent as fragments, in the tensors' order.
 
-        Raises InvalidChunkError (PIECES_MISSING) if fragments are missing, and InvalidChunkError if a tensor is outside
-        its transfer.
+        Returns an empty list if no tensor was sent as fragments. Raises InvalidChunkError with the reason
+        PIECES_MISSING if fragments are missing. Raises InvalidChunkError if a tensor is outside the transfer's buffer.
         """
         streamed = [message for message in data.tensors if message.HasField("streamed")]
         if not streamed:
@@ -85,9 +90,9 @@ class FragmentAssembler:
         self._transfers.clear()
 
     def _buffer(self, size_bytes: int) -> Bytes:
-        """Returns a buffer for a transfer. Uses the landing memory if possible.
+        """Returns a buffer of `size_bytes` bytes for a transfer. Uses the landing memory if enough of it is free.
 
-        Obtaining new memory from the system would take longer than the copy.
+        Otherwise, requests new memory from the operating system, which takes longer than copying the fragments.
         """
         landing = self._landing()
         if landing is None or size_bytes > landing.max_region_bytes:

@@ -1,8 +1,8 @@
-"""Local sockets, which connect replicas on one host and detect immediately that the other process has terminated.
+"""Local sockets: connections between replicas on one host that detect immediately if the other process terminates.
 
 A consumer listens on an abstract unix socket with a random name, and sends the name to its producers over gRPC. A
-producer that can connect to the socket shares the consumer's kernel and network namespace, like the containers of one
-pod. The producer passes the file descriptor of its arena with the first byte. On another host, the connection attempt
+producer that can connect to the socket shares the consumer's kernel and network namespace, as the containers of one pod
+do. The producer passes the file descriptor of its arena with the first byte. On another host, the connection attempt
 fails.
 """
 
@@ -38,7 +38,11 @@ class LocalListener:
     """Listens for local streams of producers on this host. Create it within a running event loop."""
 
     def __init__(self, accepted: Callable[[LocalProducer], Awaitable[None]]) -> None:
-        """Starts listening. `accepted` takes ownership of each producer that connects."""
+        """Starts listening.
+
+        Calls `accepted` with each producer that connects. `accepted` must close the producer's socket and file
+        descriptor.
+        """
         self.name = _PREFIX + secrets.token_hex(16)
         self._accepted = accepted
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -85,9 +89,9 @@ class LocalListener:
 
 
 async def dial(name: str, *, arena_fd: int) -> socket.socket:
-    """Connects to the named local socket of a consumer and passes the file descriptor `arena_fd` to the consumer.
+    """Connects to the consumer's local socket `name`. Passes the file descriptor `arena_fd` to the consumer.
 
-    Raises OSError if the consumer is not on this host.
+    Raises OSError if the consumer is not on this host or belongs to another user.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
@@ -102,7 +106,7 @@ async def dial(name: str, *, arena_fd: int) -> socket.socket:
 
 
 def watch_peer(connection: socket.socket, died: Callable[[], None]) -> "DeathWatch | None":
-    """Starts a watch that calls `died` when the peer process of a socket terminates.
+    """Starts a watch that calls `died` when the process at the other end of `connection` terminates.
 
     Returns None if the system does not allow watching that process.
     """
@@ -111,7 +115,10 @@ def watch_peer(connection: socket.socket, died: Callable[[], None]) -> "DeathWat
 
 
 class DeathWatch:
-    """Calls `died` when the process of the process file descriptor `pidfd` terminates. Takes ownership of `pidfd`."""
+    """Watches the process of the process file descriptor `pidfd`. Calls `died` when the process terminates.
+
+    The watch owns `pidfd` and closes it.
+    """
 
     def __init__(self, pidfd: int, died: Callable[[], None]) -> None:
         self._pidfd = pidfd
@@ -120,7 +127,7 @@ class DeathWatch:
         self._loop.add_reader(pidfd, self._fire)
 
     def close(self) -> None:
-        """Stops watching. Idempotent."""
+        """Stops watching and closes the process file descriptor. Idempotent."""
         if self._pidfd >= 0:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
@@ -148,7 +155,7 @@ def _open_peer_pidfd(connection: socket.socket) -> int | None:
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int, int]:
-    """Returns the process id, user id and group id of the peer process of a socket."""
+    """Returns the process id, user id and group id of the process at the other end of a socket."""
     layout = struct.Struct("3i")
     process_id, user, group = layout.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, layout.size))
     return process_id, user, group

@@ -1,4 +1,4 @@
-"""Replays the chunks that a producer has retained, as responses of GetChunk."""
+"""Replays the chunks that a producer has retained. The results are GetChunk responses."""
 
 from collections.abc import AsyncGenerator, Iterator
 
@@ -11,7 +11,7 @@ from stagemesh.v1 import chunk_pb2, stage_pb2
 
 
 async def replay(flow: OutletAttempt, *, first_seq: int) -> AsyncGenerator[stage_pb2.GetChunkResponse]:
-    """Yields the chunks of a flow from `first_seq` to its end, and waits for chunks that have not been produced yet.
+    """Yields the chunks of a flow from number `first_seq` to the end of the flow. Waits for chunks that do not exist.
 
     Raises NotFoundError (CHUNK_GONE) if a chunk is no longer retained.
     """
@@ -32,7 +32,10 @@ async def replay(flow: OutletAttempt, *, first_seq: int) -> AsyncGenerator[stage
 
 
 async def replay_packet(key: EdgeKey, packet: Packet) -> AsyncGenerator[stage_pb2.GetChunkResponse]:
-    """Yields a packet that does not belong to a flow. The packet is sent like a flow with one chunk and an End."""
+    """Yields the GetChunk responses for a packet that does not belong to a flow.
+
+    The responses are the same as for a flow with the key `key` that consists of this packet and an End message.
+    """
     shape, digest = wire.shape_of(packet, last=None), wire.FlowDigest()
     digest.add(shape)
     chunk = SentChunk(0, shape=shape, tensors=packet.tensors, metadata=packet.metadata)

@@ -1,4 +1,4 @@
-"""Converts packets and flow data to and from protobuf messages, and checks the messages of a peer."""
+"""Converts packets and flow data to and from protobuf messages, and checks the messages that a peer has sent."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,13 +19,17 @@ from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 FRAGMENT_BYTES = 256 << 10
 """The maximum number of payload bytes of a fragment.
 
-For larger messages, the memory allocator would request new memory from the system each time.
+For a larger message, the memory allocator would request memory from the operating system every time.
 """
 MAX_TENSORS = 1024
 MAX_METADATA = 64
 
 Location: TypeAlias = Literal["shm", "streamed"]
-"""The protobuf field with a tensor's location: in its producer's arena, or in fragments that were sent before."""
+"""The name of the protobuf field that contains a tensor's location.
+
+The field `shm` is a range of the producer's arena. The field `streamed` is a range of the bytes that were sent as
+fragments before the chunk.
+"""
 
 _ITEMS = b"\x12"  # PutChunkRequest.items, length-delimited
 _PIECE = b"\x1a"  # PutItem.piece, length-delimited
@@ -65,11 +69,14 @@ def error_from_wire(message: chunk_pb2.Error) -> StagemeshError:
 
 @dataclass(frozen=True)
 class EdgeProbe:
-    """The result of a negotiation without a flow: the connector that an edge between two replicas would use."""
+    """The result of a connector negotiation without a flow. `connector` is the connector that a flow would use."""
 
     connector: ConnectorName
     refusals: Mapping[ConnectorName, StagemeshError]
-    """The better connectors that cannot be used, each with the error that explains why. May be empty."""
+    """The connectors that are preferred over the selected one but cannot be used, each with the error that states why.
+
+    May be empty.
+    """
 
 
 def probe_to_wire(probe: EdgeProbe) -> stage_pb2.ProbeEdgeResponse:
@@ -90,9 +97,10 @@ def probe_from_wire(message: stage_pb2.ProbeEdgeResponse) -> EdgeProbe:
 
 
 def metadata_from_wire(message: Mapping[str, chunk_pb2.MetadataValue]) -> dict[str, MetadataValue]:
-    """Returns the metadata values of a message by name.
+    """Converts the metadata of a chunk message to a dict from name to value.
 
-    Raises InvalidChunkError if there are too many values, or if a value is unset or too long.
+    Raises InvalidChunkError if there are more than MAX_METADATA values, if a value is unset, or if a text has more than
+    1024 characters.
     """
     if len(message) > MAX_METADATA:
         raise InvalidChunkError(f"{len(message)} metadata values in a chunk; at most {MAX_METADATA} are accepted")
@@ -106,22 +114,25 @@ def metadata_from_wire(message: Mapping[str, chunk_pb2.MetadataValue]) -> dict[s
 
 
 def check_metadata(metadata: Mapping[str, object]) -> None:
-    """Raises InvalidChunkError if a metadata value has a type that cannot be sent."""
+    """Raises InvalidChunkError if a metadata value is not a bool, int, float or str."""
     for name, value in metadata.items():
         if not isinstance(value, bool | int | float | str):
             raise InvalidChunkError(f"metadata {name!r} is a {type(value).__name__}; use bool, int, float or str")
 
 
 class PacketShape:
-    """The names, dtypes, shapes and layout of a packet's tensors, without their bytes.
+    """The names, dtypes, shapes and layout of a packet's tensors, without the tensors' bytes.
 
-    A flow reuses the shape of its last packet, because the next packet usually has the same shape.
+    A flow reuses the shape of its previous packet if the next packet has the same shape, which is the usual case.
     """
 
     __slots__ = ("_shapes", "digested", "fields", "layout", "size_bytes")
 
     def __init__(self, packet: Packet) -> None:
-        """Describes a packet. Raises InvalidChunkError if the packet cannot be sent."""
+        """Describes the tensors of `packet`.
+
+        Raises InvalidChunkError if the packet has more than MAX_TENSORS tensors, or if a tensor's dtype cannot be sent.
+        """
         if len(packet.tensors) > MAX_TENSORS:
             raise InvalidChunkError(f"{len(packet.tensors)} tensors in a chunk; at most {MAX_TENSORS} are sent")
         self._shapes = [(name, tensor.dtype, tensor.shape) for name, tensor in packet.tensors.items()]
@@ -134,7 +145,7 @@ class PacketShape:
         self.digested = ";".join(f"{name}:{dtype.str}{shape}" for name, dtype, shape in self._shapes).encode()
 
     def fits(self, packet: Packet) -> bool:
-        """Returns whether `packet` has this shape."""
+        """Returns whether the tensors of `packet` have the same names, order, dtypes and shapes."""
         if len(self._shapes) != len(packet.tensors):
             return False
         # Runs once for each chunk at each end of a flow. A loop needs a third of the time of a generator.
@@ -145,7 +156,10 @@ class PacketShape:
 
 
 def shape_of(packet: Packet, *, last: PacketShape | None) -> PacketShape:
-    """Returns the shape of a packet. Returns `last` itself if it fits the packet."""
+    """Returns the shape of `packet`. Reuses `last` if `packet` has the same shape.
+
+    `last` is the shape of an earlier packet, or None if there is no earlier packet.
+    """
     return last if last is not None and last.fits(packet) else PacketShape(packet)
 
 
@@ -156,7 +170,7 @@ def fill_metadata(data: chunk_pb2.ChunkData, metadata: Mapping[str, MetadataValu
 
 
 def fill_inline(data: chunk_pb2.ChunkData, tensors: Tensors, shape: PacketShape) -> None:
-    """Adds a packet's tensors to `data` with their bytes inline."""
+    """Adds a packet's tensors to `data`, including the bytes of the tensors."""
     data.size_bytes = shape.size_bytes
     for name, dtype, dims, size_bytes in shape.fields:
         message = data.tensors.add(name=name, dtype=dtype, shape=dims)
@@ -167,7 +181,10 @@ def fill_inline(data: chunk_pb2.ChunkData, tensors: Tensors, shape: PacketShape)
 def fill_in_arena(
     data: chunk_pb2.ChunkData, shape: PacketShape, *, places: Iterable[ArenaRange], lease_id: int
 ) -> None:
-    """Adds a packet's tensors to `data` as ranges of the producer's arena, with the lease on them."""
+    """Adds a packet's tensors to `data` as ranges of the producer's arena.
+
+    `places` are the ranges of the tensors, in order. `lease_id` identifies the consumer's lease on these ranges.
+    """
     data.size_bytes, data.lease_id = shape.size_bytes, lease_id
     for (name, dtype, dims, size_bytes), place in zip(shape.fields, places, strict=True):
         message = data.tensors.add(name=name, dtype=dtype, shape=dims)
@@ -177,7 +194,10 @@ def fill_in_arena(
 
 
 def fill_streamed(data: chunk_pb2.ChunkData, shape: PacketShape, *, transfer_id: int) -> None:
-    """Adds a packet's tensors to `data` as parts of a transfer whose fragments have already been sent."""
+    """Adds a packet's tensors to `data` as references to fragments that are sent before the chunk.
+
+    `transfer_id` identifies the transfer to which the fragments belong.
+    """
     data.size_bytes = shape.size_bytes
     offset = 0
     for name, dtype, dims, size_bytes in shape.fields:
@@ -189,15 +209,18 @@ def fill_streamed(data: chunk_pb2.ChunkData, shape: PacketShape, *, transfer_id:
 
 
 class Fragment(NamedTuple):
-    """A part of the bytes of a packet's tensors, which is sent in its own message."""
+    """A part of a packet's bytes, with a size of at most FRAGMENT_BYTES. A message contains at most one fragment."""
 
     message: chunk_pb2.ChunkPiece
-    """The fragment's message without its payload."""
+    """The protobuf message of the fragment, without the payload."""
     payload: memoryview
 
 
 def fragments(key: chunk_pb2.EdgeKey, tensors: Tensors, *, total_bytes: int, transfer_id: int) -> Iterator[Fragment]:
-    """Yields the fragments of a packet's tensors in order, each with at most FRAGMENT_BYTES of payload."""
+    """Yields the fragments of a packet's tensors in order, each with at most FRAGMENT_BYTES of payload.
+
+    Every fragment contains `key`, `transfer_id`, and `total_bytes`, which is the total size of the tensors.
+    """
     base = 0
     for tensor in tensors.values():
         payload = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data if tensor.nbytes else memoryview(b"")
@@ -210,7 +233,11 @@ def fragments(key: chunk_pb2.EdgeKey, tensors: Tensors, *, total_bytes: int, tra
 
 
 class FlowDigest:
-    """The running digest of a flow, which is sent in End. It covers the shapes of all chunks, but not their bytes."""
+    """A running digest of the shapes of a flow's data chunks. The digest does not cover the bytes of the tensors.
+
+    The producer sends the digest in the End message, and the consumer compares it with the digest of the received
+    chunks.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -218,7 +245,7 @@ class FlowDigest:
         self._run, self._digested = 0, b""
 
     def add(self, shape: PacketShape) -> None:
-        """Adds the flow's next data chunk to the digest."""
+        """Adds the shape of the flow's next data chunk to the digest."""
         self.count += 1
         if shape.digested != self._digested:
             self._end_run()
@@ -226,7 +253,10 @@ class FlowDigest:
         self._run += 1
 
     def end(self) -> chunk_pb2.ChunkEnd:
-        """Returns the End message. Call it once, after the last chunk."""
+        """Returns the End message with the number of chunks and the digest.
+
+        Call this method once, after the last data chunk.
+        """
         self._end_run()
         return chunk_pb2.ChunkEnd(count=self.count, digest=self._hash.digest())
 
@@ -252,7 +282,7 @@ Tail: TypeAlias = chunk_pb2.ChunkEnd | chunk_pb2.ChunkAbort
 
 
 def fill_tail(chunk: chunk_pb2.Chunk, tail: Tail) -> None:
-    """Sets the content of `chunk` to an End or Abort message."""
+    """Sets the content of `chunk` to `tail`, an End or Abort message."""
     if isinstance(tail, chunk_pb2.ChunkEnd):
         chunk.end.CopyFrom(tail)
     else:
@@ -263,9 +293,9 @@ def fill_tail(chunk: chunk_pb2.Chunk, tail: Tail) -> None:
 
 
 def arena_ranges(data: chunk_pb2.ChunkData) -> list[ArenaRange]:
-    """Returns the arena ranges of the tensors that are located in their producer's arena, in the order of the tensors.
+    """Returns the arena range of each tensor that is located in the producer's arena, in the order of the tensors.
 
-    Raises InvalidChunkError if the ranges are larger in total than the chunk claims to be.
+    Raises InvalidChunkError if the total size of the ranges exceeds the size that the chunk states.
     """
     places: list[ArenaRange] = []
     size_bytes = 0
@@ -280,9 +310,10 @@ def arena_ranges(data: chunk_pb2.ChunkData) -> list[ArenaRange]:
 
 
 def read_in_place(data: chunk_pb2.ChunkData, reader: InPlaceReader) -> tuple[Packet, list[Bytes]]:
-    """Returns the packet of a chunk that is read in place, and the views of the arena that contain its tensors.
+    """Returns the packet of a chunk that is read in place, and the arena views that contain the packet's tensors.
 
-    Raises InvalidChunkError if the chunk is inconsistent or a region was freed.
+    Raises InvalidChunkError if the fields of the chunk contradict each other, if no tensor is located in the arena, or
+    if a region of the arena was freed.
     """
     views: list[Bytes] = []
     tensors: dict[str, Array] = {}
@@ -299,10 +330,10 @@ def read_in_place(data: chunk_pb2.ChunkData, reader: InPlaceReader) -> tuple[Pac
 
 
 def packet_of(data: chunk_pb2.ChunkData, contents: Sequence[Bytes], *, location: Location) -> Packet:
-    """Returns the packet of a chunk.
+    """Converts a chunk message to a packet.
 
-    `contents` are the bytes of the tensors whose location is `location`, in the order of the tensors. Raises
-    InvalidChunkError if the chunk is inconsistent.
+    `contents` are the bytes of the tensors whose location is `location`, in the order of the tensors. The other tensors
+    are inline or empty. Raises InvalidChunkError if the fields of the chunk contradict each other.
     """
     remaining = iter(contents)
     tensors: dict[str, Array] = {}
@@ -338,15 +369,16 @@ class FragmentMessage(NamedTuple):
 
     fragment: Fragment
     rest: memoryview
-    """The serialized items after the fragment. Empty if there are none."""
+    """A serialized PutChunkRequest with the items that follow the fragment. Empty if no item follows."""
 
 
 def encode_fragment(fragment: Fragment, *, rest: bytes = b"") -> bytes:
-    """Returns a serialized PutChunkRequest with `fragment`, followed by the items of the serialized message `rest`.
+    """Returns a serialized PutChunkRequest that contains `fragment`, followed by the items in `rest`.
 
-    This function encodes the message by hand, so that the producer and the consumer each copy the payload only once.
-    Protobuf would copy the payload three more times: into the message, out of it, and into the parsed message. The
-    encoding equals that of protobuf.
+    `rest` is a serialized PutChunkRequest. Empty if no item follows the fragment. This function encodes the message by
+    hand, so that the producer and the consumer each copy the payload only once. Protobuf would copy the payload three
+    more times: into the message object, from this object into the serialized bytes, and into the consumer's message
+    object. The result is identical to the encoding of protobuf.
     """
     message, payload = fragment
     fields = message.SerializeToString() + bytes((_PAYLOAD,)) + _varint(len(payload))
@@ -355,10 +387,10 @@ def encode_fragment(fragment: Fragment, *, rest: bytes = b"") -> bytes:
 
 
 def decode_fragment(data: bytes) -> FragmentMessage | None:
-    """Returns the fragment and the other items of a PutChunkRequest.
+    """Parses a serialized PutChunkRequest whose first item is a fragment.
 
-    Returns None if protobuf must parse the message, because its first item is not a fragment with a payload or because
-    the message is malformed.
+    Returns None if the first item is not a fragment with a payload, or if the message is malformed. Such a message must
+    be parsed by protobuf.
     """
     view = memoryview(data)
     try:
@@ -379,9 +411,10 @@ def decode_fragment(data: bytes) -> FragmentMessage | None:
 
 
 def _find_payload(view: memoryview, start: int) -> tuple[int, int, int]:
-    """Returns three offsets of a fragment's payload: where its field starts, where its bytes start, and where they end.
+    """Returns the offset of a fragment's payload field, the offset of the payload, and the offset after the payload.
 
-    `start` is the offset of the fragment's first field. Raises IndexError or DecodeError if there is no payload.
+    `start` is the offset of the fragment's first field. Raises IndexError if the message ends before a payload field is
+    found, or DecodeError if a field is malformed.
     """
     while True:
         tag = view[start]
@@ -407,9 +440,9 @@ def _varint(number: int) -> bytes:
 
 
 def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
-    """Returns the number at the offset `at`, and the offset after it.
+    """Decodes the varint at the offset `at`. Returns its value and the offset after it.
 
-    Raises IndexError or DecodeError if the number does not end.
+    Raises IndexError if the varint is truncated, or DecodeError if the varint is longer than 10 bytes.
     """
     number = 0
     for shift in range(0, 70, 7):

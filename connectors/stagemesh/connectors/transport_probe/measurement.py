@@ -1,6 +1,6 @@
-"""Measures every connector to a peer, with one flow after another, and reports the results.
+"""Measures each connector between this process and a peer, one connector after another, and reports the results.
 
-Each flow sends packets like an engine.
+The packets are sent over real flows, as an engine would send them.
 """
 
 import asyncio
@@ -53,42 +53,43 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class ConnectorFigures:
-    """The measured figures of one connector. All figures have their default values if the connector cannot be used."""
+    """The measurement results of one connector. If the connector cannot be used, they have their default values."""
 
     connector: ConnectorName
     refusal: str = ""
-    """The reason why the connector cannot be used. Empty if it can be used."""
+    """The reason why the connector cannot be used. Empty if the connector can be used."""
     how: str = ""
-    """A human-readable description of the transport. Empty if there is none."""
+    """A human-readable description of the transport, such as "UCX, tcp (no RDMA device)". Empty if there is none."""
     one_way_s: Mapping[int, float] = field(default_factory=dict[int, float])
-    """The median time in seconds from sending a tensor to receiving it, by the tensor's size in bytes."""
+    """The median time in seconds from sending a tensor to its arrival at the peer, for each tensor size in bytes."""
     bytes_per_s: float = 0.0
     """The sustained rate in bytes per second, measured with tensors of 1 MiB."""
     cpu_s_per_gb: float = 0.0
-    """The processor time of both processes in seconds for 10^9 bytes."""
+    """The processor time in seconds that both processes together need to transfer 10^9 bytes."""
 
 
 @dataclass(frozen=True)
 class TransportReport:
-    """The measured figures of all connectors between two processes."""
+    """The measurement results of all connectors between this process and a peer."""
 
     peer: str
     same_host: bool
     choice: ConnectorName
-    """The connector that `connector: auto` uses."""
+    """The connector that `connector: auto` selects."""
     passed_over: Mapping[ConnectorName, str]
-    """The connectors that are better than the choice, each with the reason why it cannot be used. May be empty."""
+    """The connectors that are preferred over `choice` but cannot be used, each with the reason. May be empty."""
     clock_error_s: float
-    """The maximum error, in seconds, that all one-way times share. 0 within one host, which has one clock."""
+    """The maximum error in seconds of all one-way times, because two hosts have different clocks. 0 within one host."""
     connectors: tuple[ConnectorFigures, ...]
-    """The figures of each connector, best connector first."""
+    """The results of each connector, in descending order of preference."""
 
 
 async def measure_peer(endpoint: str, *, progress: Progress) -> TransportReport:
     """Measures the connectors to the peer at `endpoint` ("host:port").
 
-    Calls `progress` with a description before each part of the measurement. Raises UnavailableError if the endpoint
-    does not answer, and NotReadyError if the answering process is not a peer or has another version.
+    Before each part of the measurement, calls `progress` with a description of the part. Raises InvalidRequestError if
+    `endpoint` is not an address. Raises UnavailableError if nothing answers at `endpoint`, and NotReadyError if the
+    answering process is not a probe peer or has another version.
     """
     _check_address(endpoint)
     async with open_channel(endpoint) as channel:
@@ -104,23 +105,23 @@ async def measure_peer(endpoint: str, *, progress: Progress) -> TransportReport:
 
 
 class _Trip(NamedTuple):
-    """The times of one packet in nanoseconds."""
+    """The times at which one packet was sent, arrived, and was reported as arrived, in nanoseconds."""
 
     sent_ns: int
     arrived_ns: int
-    """The time of the packet's arrival by the peer's clock."""
+    """The time of the packet's arrival at the peer, measured by the peer's clock."""
     reported_ns: int
     """The time at which this process received the peer's report of the arrival."""
 
 
 class _Step(NamedTuple):
-    """A flow to the peer, and the RPC of the peer's step that receives this flow."""
+    """An open flow to the peer, and the ExecuteStep RPC of the peer's step that receives this flow."""
 
     outlet: Outlet
     call: _Call
 
     async def output(self, name: str) -> list[int]:
-        """Returns the numbers of the step's next output. Raises InternalError if its name is not `name`."""
+        """Returns the values of the step's next output. Raises InternalError if the output's name is not `name`."""
         response = await self.call.read()
         if not isinstance(response, stage_pb2.ExecuteStepResponse) or response.output.name != name:
             raise InternalError(f"the peer did not send the output {name}")
@@ -129,7 +130,7 @@ class _Step(NamedTuple):
 
 @dataclass
 class _Prober:
-    """Runs one measurement of one peer."""
+    """Measures all connectors to one peer. Create a new object for each measurement."""
 
     _stub: "stage_pb2_grpc.StageServiceAsyncStub"
     _plane: DataPlane
@@ -139,10 +140,10 @@ class _Prober:
     _progress: Progress
     _same_host: bool = False
     _ahead_ns: int = 0
-    """The peer's clock minus this process's clock, in nanoseconds."""
+    """The difference between the clocks in nanoseconds: the peer's clock minus this process's clock."""
 
     async def measure(self) -> TransportReport:
-        """Measures every connector and determines the connector that `auto` uses."""
+        """Measures every connector. The report also names the connector that `auto` selects."""
         found = await self._plane.probe(consumer=self._peer, endpoint=self._endpoint, connector=AUTO)
         self._same_host = await self._refusal(SHM) == ""
         clock_error_s = 0.0 if self._same_host else await self._compare_clocks()
@@ -190,12 +191,12 @@ class _Prober:
         return {SHM: "read in place", GRPC: "bytes in the gRPC stream"}.get(name, "")
 
     async def _one_way_s(self, name: ConnectorName, size_bytes: int) -> float:
-        """Returns the median one-way time in seconds of tensors that are sent one at a time."""
+        """Returns the median one-way time in seconds of tensors of `size_bytes` bytes. Sends one tensor at a time."""
         trips = await self._trips(name, size_bytes, count=_WARM_UP + _COUNTS[size_bytes])
         return statistics.median(trip.arrived_ns - self._ahead_ns - trip.sent_ns for trip in trips[_WARM_UP:]) / 1e9
 
     async def _trips(self, name: ConnectorName, size_bytes: int, *, count: int) -> list[_Trip]:
-        """Sends tensors one at a time and returns the times of each."""
+        """Sends `count` tensors of `size_bytes` bytes, one at a time. Returns the times of each tensor."""
         packet = Packet({"x": np.ones(size_bytes, np.uint8)})
         trips: list[_Trip] = []
         async with self._step(name, each=True) as step:
@@ -209,7 +210,10 @@ class _Prober:
         return trips
 
     async def _sustained(self, name: ConnectorName) -> tuple[float, float]:
-        """Returns the rate in bytes per second, and the processor seconds of both processes per gigabyte."""
+        """Sends tensors of 1 MiB without pauses. Returns the rate and the processor time.
+
+        The rate is in bytes per second. The processor time is the sum of both processes, in seconds per 10^9 bytes.
+        """
         packet = Packet({"x": np.ones(_SUSTAINED_BYTES, np.uint8)})
         async with self._step(name, each=False) as step:
             used_ns, began_ns, count = time.process_time_ns(), time.monotonic_ns(), 0
@@ -223,10 +227,10 @@ class _Prober:
         return count * _SUSTAINED_BYTES / took_s, used_s / (count * _SUSTAINED_BYTES / _GB)
 
     async def _compare_clocks(self) -> float:
-        """Measures the difference between the clocks and returns its maximum error in seconds.
+        """Measures the difference between both processes' clocks. Returns the maximum error of the result in seconds.
 
-        A message arrives at the peer after this process sends it, and before this process receives the peer's report.
-        The fastest round trip therefore determines the difference with the smallest error.
+        A packet arrives at the peer after this process has sent the packet, and before this process receives the peer's
+        report. The fastest round trip therefore determines the difference with the smallest error.
         """
         self._progress("comparing clocks")
         trips = await self._trips(GRPC, 1, count=_PINGS)
@@ -236,7 +240,10 @@ class _Prober:
 
     @asynccontextmanager
     async def _step(self, name: ConnectorName, *, each: bool) -> AsyncGenerator[_Step]:
-        """Starts a step at the peer and yields a flow to this step over the named connector."""
+        """Starts a step at the peer. Yields a flow to this step over the connector `name`.
+
+        `each` is whether the step reports the arrival of each packet immediately.
+        """
         key = EdgeKey(f"probe-{secrets.token_hex(8)}", EDGE, 1)
         call = self._stub.ExecuteStep(
             stage_pb2.ExecuteStepRequest(
@@ -270,7 +277,11 @@ def _check_address(endpoint: str) -> None:
 
 
 async def _describe(stub: "stage_pb2_grpc.StageServiceAsyncStub", endpoint: str) -> stage_pb2.DescribeResponse:
-    """Returns the peer's description. Raises an error if the endpoint is not a peer of this version."""
+    """Returns the peer's description.
+
+    Raises UnavailableError if nothing answers at `endpoint`, and NotReadyError if the answering service is not a probe
+    peer of this version.
+    """
     try:
         peer = await stub.Describe(stage_pb2.DescribeRequest(), timeout=_DESCRIBE_S)
     except grpc.aio.AioRpcError as exc:

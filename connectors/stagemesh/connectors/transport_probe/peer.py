@@ -1,6 +1,7 @@
-"""The receiving side of a measurement, which receives flows and reports the arrival times of their packets.
+"""The peer of a measurement: a gRPC service that receives flows and reports the arrival times of the packets.
 
-It runs within a server, or as another process on this host: `python -m stagemesh.connectors.transport_probe.peer`.
+The service is added to an existing gRPC server, or runs in a separate process on this host: `python -m
+stagemesh.connectors.transport_probe.peer`.
 """
 
 import asyncio
@@ -31,22 +32,28 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 PIPELINE = "probe-transport"
 ENGINE = "probe"
 EACH = "each"
-"""The option that makes a step report the arrival of each packet immediately, in addition to the final summary."""
+"""The name of the step option that requests an immediate report of each packet's arrival.
+
+A step always reports a summary at the end of its flow.
+"""
 _HOST = "127.0.0.1"
 _START_S, _END_S = 20.0, 5.0
-"""The time limits in seconds for the start and the end of the other process."""
+"""The time limits in seconds for starting and for stopping the peer process that `second_process` starts."""
 ARRIVED, SUMMARY = "arrived_ns", "summary"
-"""The names of the outputs of a step, whose values are in nanoseconds.
+"""The names of a step's outputs. The values of both outputs are in nanoseconds.
 
-ARRIVED contains the arrival time of a packet. SUMMARY contains the arrival time of the last packet and the processor
-time that the step has used.
+ARRIVED contains the arrival time of one packet. SUMMARY contains the arrival time of the last packet, and the processor
+time that the peer's process has used during the step.
 """
 MIB = 1 << 20
 ARENA_BYTES, WINDOW_BYTES = 64 * MIB, 32 * MIB
 
 
 def make_plane(replica: str) -> DataPlane:
-    """Creates a data plane for a measurement. Raises NotReadyError (NO_MEMORY) if not enough memory is available."""
+    """Creates a data plane with the replica name `replica` for a measurement.
+
+    Raises NotReadyError if not enough shared memory is available.
+    """
     try:
         return DataPlane(
             replica=replica,
@@ -64,7 +71,10 @@ def make_plane(replica: str) -> DataPlane:
 
 
 class ProbePeer(stage_pb2_grpc.StageServiceServicer):
-    """A stage whose steps receive a flow and report its arrival times. Create it within a running event loop."""
+    """The stage service of a probe peer. Each step receives a flow and reports the arrival times of the flow's packets.
+
+    Create the service in a running event loop.
+    """
 
     def __init__(self) -> None:
         self._replica = f"peer-{os.getpid()}"
@@ -73,7 +83,7 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
     @classmethod
     @asynccontextmanager
     async def added_to(cls, server: grpc.aio.Server) -> AsyncGenerator[Self]:
-        """Adds a new peer to `server` and yields it. The peer is closed at the end of the `async with` block."""
+        """Adds a new peer to `server` and yields the peer. Closes the peer at the end of the `async with` block."""
         peer = cls()
         try:
             add_stage_service(peer, server)
@@ -102,7 +112,7 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
     async def PutChunk(  # type: ignore[override] # noqa: N802
         self, request_iterator: AsyncIterator[bytes], context: _Context
     ) -> AsyncIterator[bytes]:
-        """Serves a stream of a producer's data plane."""
+        """Serves a producer's PutChunk stream until the stream ends. Receives and yields serialized messages."""
         async with answering(context), aclosing(self._plane.serve_put(request_iterator)) as replies:
             async for reply in replies:
                 yield reply
@@ -111,7 +121,10 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
     async def ExecuteStep(  # noqa: N802
         self, request: stage_pb2.ExecuteStepRequest, context: _Context
     ) -> AsyncIterator[stage_pb2.ExecuteStepResponse]:
-        """Receives the flow of the request's only input to its end, and yields the measured times as outputs."""
+        """Receives the flow of the request's single input until the flow ends. Yields the measured times as outputs.
+
+        Rejects a request that does not have exactly one input with InvalidRequestError.
+        """
         async with answering(context):
             if len(request.inputs) != 1:
                 raise InvalidRequestError(f"a probe step needs exactly one input, not {len(request.inputs)}")
@@ -136,7 +149,7 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
 
 
 def touch(packet: Packet) -> int:
-    """Reads the first and the last element of each tensor of a packet and returns their sum."""
+    """Reads the first and the last element of every tensor of a packet. Returns the sum of these elements."""
     return sum(int(tensor.reshape(-1)[place]) for tensor in packet.tensors.values() for place in (0, -1))
 
 
@@ -147,9 +160,10 @@ def _numbers(name: str, *values: int) -> stage_pb2.ExecuteStepResponse:
 
 @asynccontextmanager
 async def second_process() -> AsyncGenerator[str]:
-    """Starts a peer process on this host and yields the peer's endpoint.
+    """Starts a peer process on this host and yields the peer's "host:port" endpoint.
 
-    The peer process terminates at the end of the `async with` block, or when this process terminates.
+    The peer process terminates at the end of the `async with` block, or when the calling process terminates. Raises
+    NotReadyError (START_FAILED) if the peer process does not start.
     """
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", __name__, stdin=pipe, stdout=pipe, stderr=pipe)
@@ -179,7 +193,7 @@ async def _endpoint_of(process: asyncio.subprocess.Process) -> str:
 
 
 async def _serve() -> None:
-    """Serves a peer until the standard input is closed. Writes the peer's endpoint to the standard output."""
+    """Runs a peer on a free port until the standard input is closed. Writes the peer's endpoint to standard output."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
     async with ProbePeer.added_to(server):
         port = server.add_insecure_port(f"{_HOST}:0")
