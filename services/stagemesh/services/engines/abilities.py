@@ -144,10 +144,10 @@ class PartitionsArena(Protocol):
         ...
 
     def adopt(self, handle: Handle) -> Written:
-        """Returns the tensors that a worker has written at `handle`, and takes over the worker's reference to their
-        memory.
+        """Returns the tensors that a worker has written into its partition, without copying them.
 
-        Raises InvalidChunkError if `handle` does not refer to tensors that a worker has written.
+        `handle` is the tensors' location, which the worker has reported. Raises InvalidChunkError if `handle` does not
+        refer to tensors that a worker has written.
         """
         ...
 

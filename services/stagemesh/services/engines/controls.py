@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine to its end and returns its result, even if the caller is cancelled in the meantime.
+    """Runs a coroutine to its end and returns its result.
 
-    In this case, raises the CancelledError after the coroutine has ended.
+    If the caller is cancelled, the coroutine still runs to its end. CancelledError is raised afterwards.
     """
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
@@ -139,7 +139,7 @@ class Profiles(ABC):
             return await run_to_completion(self._stop(self._target))
 
     def discard(self) -> None:
-        """Deletes the files of the running profile, which was not stopped. Does nothing if no profile is running."""
+        """Deletes the files of a profile that was started but not stopped. Does nothing if no profile is running."""
         if self._target is not None:
             shutil.rmtree(self._private, ignore_errors=True)
 

@@ -15,7 +15,7 @@ _DEATH_POLL_S = 0.2
 
 
 class CoreRefusalError(InternalError):
-    """Raised if vLLM's engine core or a worker raises an exception during a call. Its message includes
+    """Raised if vLLM's engine core or a worker raises an exception during a call. The error's message includes
     vLLM's message.
     """
 

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 _HEALTH_POLL_S = 0.2
 _ARENA_DIVISOR = 4
-"""Determines the default size of the arena's partition for hidden states: the arena's size divided by this
-number.
-"""
+"""The arena's size divided by this number is the default size of the partitions for hidden states."""
 _LOAD_SMOOTHING = 0.1
 _PROGRESS_TOKENS = 64
 """The number of tokens between two progress events of a request.
@@ -240,7 +238,7 @@ class VllmEngine:
     async def _begin(
         self, task: Task, held: AsyncExitStack
     ) -> tuple[EngineRequest, list[RequestHook], AsyncGenerator["RequestOutput"]]:
-        """Checks a task and passes it to vLLM. Returns the request, the features' hooks for it, and vLLM's outputs.
+        """Checks a task and passes it to vLLM. Returns the request, the hooks of the features, and vLLM's outputs.
 
         When `held` exits, the request's resources are released.
         """

@@ -47,8 +47,8 @@ class RequestLimit:
     def position(self) -> int:
         """The run-ahead limit: the first token position that vLLM must not compute yet.
 
-        The inputs of all earlier positions have arrived. The consumer is less than about `MAX_TOKENS_AHEAD` tokens
-        behind the limit.
+        The inputs of all earlier positions have arrived. The limit is at most `MAX_TOKENS_AHEAD` tokens ahead of the
+        request's consumer.
         """
         return min(self._arrived, self._ahead)
 
@@ -165,7 +165,7 @@ class RequestFeature:
         self.llm = llm
 
     async def read_prompt(self, task: Task, name: str, held: AsyncExitStack) -> RequestPrompt | None:  # noqa: ARG002
-        """Returns the prompt of a task, or None if another feature or the engine must read it.
+        """Returns the prompt of a task, or None if another feature or the engine must read the prompt.
 
         `name` is the request's id in vLLM. The feature adds callbacks to `held` that release the request's resources.
         """

@@ -1,8 +1,8 @@
 """The resume feature: emits checkpoints and resumes requests from checkpoints.
 
 The tokens of a checkpoint are appended to the prompt but count as output. The request's token limits are reduced by the
-number of these tokens. The detokenizer processes them first, so that the text can resume in the middle of a character
-or of a stop string. Mixins for vLLM's model runners pass them to the sampler.
+number of these tokens. The detokenizer first processes the checkpoint's tokens, so that the text can resume in the
+middle of a character or of a stop string. Mixins for vLLM's model runners pass the checkpoint's tokens to the sampler.
 """
 
 import copy
@@ -247,8 +247,8 @@ class RunnerV2:
     def add_requests(self, scheduler_output: "SchedulerOutput") -> None:
         """Adds a step's new requests to the model runner.
 
-        Restores the original prompt and token limits of resumed requests, so that the checkpoint tokens are sampled
-        tokens.
+        Restores the original prompt and token limits of resumed requests. The runner then counts the checkpoint tokens
+        as output.
         """
         for new in scheduler_output.scheduled_new_reqs:
             resumed = get_argument(new.sampling_params, Resumed)

@@ -81,7 +81,7 @@ class RequestStates(RequestHook):
         self._changed.fire()
 
     def fail(self, error: StagemeshError) -> None:
-        """Records an error. All later calls of `take` raise it. If an error is already recorded, does nothing."""
+        """Records an error, which later calls of `take` raise. Does nothing if an error is already recorded."""
         self._error = self._error or error
         self._changed.fire()
 
@@ -119,7 +119,7 @@ class RequestStates(RequestHook):
             if emissions := self.take(before=position):
                 for emission in emissions:
                     yield emission
-                # More rows may have arrived while the consumer processed these.
+                # More rows may have arrived while the consumer processed these rows.
                 continue
             if self.next_position >= position:
                 return
@@ -279,7 +279,7 @@ class HiddenStates(RequestFeature):
 
 
 async def _accept(listener: socket.socket, token: bytes) -> socket.socket:
-    """Accepts connections until one sends the token, and returns it. Closes connections that send other data."""
+    """Waits for a connection that sends the token, and returns this connection. Closes all other connections."""
     loop = asyncio.get_running_loop()
     while True:
         connection, _ = await loop.sock_accept(listener)
@@ -290,7 +290,7 @@ async def _accept(listener: socket.socket, token: bytes) -> socket.socket:
 
 
 def _layer_problem(model: "ModelConfig", inner_layers: list[int], *, pipeline_ranks: int) -> str | None:
-    """Returns the reason why a model cannot provide the requested hidden states, or None if it can.
+    """Returns the reason why a model cannot provide the requested hidden states, or None if the model can.
 
     `inner_layers` contains sorted layer numbers. `pipeline_ranks` is the number of workers across which the layers are
     split. Does not check whether the model's class provides the states of inner layers. `start` checks this, because

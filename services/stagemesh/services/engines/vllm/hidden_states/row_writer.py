@@ -21,7 +21,7 @@ from stagemesh.connectors.arena.worker_writer import ArenaWriter, Handle, Partit
 CONFIG_KEY = "stagemesh_layers"
 """The key in vLLM's `additional_config` of the list of the emitted inner layers' numbers."""
 OVERFLOW_DIVISOR = 4
-"""Determines the size of the overflow memory: the worker's total memory in the arena divided by this number.
+"""The worker's total memory in the arena divided by this number is the size of the overflow memory.
 
 The replica copies rows out of the overflow memory immediately. Therefore, rows that a consumer has not read yet do not
 block the rows of other requests.
@@ -82,7 +82,7 @@ class Attachment:
 
 
 class RequestedRows(msgspec.Struct, frozen=True):
-    """States which rows of a request's hidden states are emitted.
+    """The rows of a request's hidden states that the request emits.
 
     The replica sends this object to vLLM's workers with the request (`features.set_argument`).
     """
@@ -128,7 +128,7 @@ class Slice(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Rows whose copy from the model has been started. The copy may still be in progress.
+    """Rows whose copy to host memory has been started. The copy may still be in progress.
 
     The rows are copied into the arena, or staged in the worker's memory if the arena does not have enough space.
     """

@@ -54,9 +54,11 @@ class _EmitsHiddenStates:
     def attach_replica(self, attachment: bytes) -> str | None:
         """Prepares this worker to write the rows that requests emit. `attachment` is a serialized Attachment.
 
-        Only one worker writes rows: the first tensor rank of the last pipeline rank, because it has all rows of the
-        last layer. In the other workers, the method has no effect. Returns the name of the model's class if the class
-        cannot provide the inner layers that the stage emits, or None if it can.
+        Only one worker writes rows: the first tensor rank of the last pipeline rank, because this worker has all rows
+        of the last layer. In the other workers, the method has no effect.
+
+        Returns None if the model can provide the inner layers that the stage emits. Otherwise, returns the name of the
+        model's class.
         """
         if self._model_without_layers is None and get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0:
             self._requested, self._drafts = {}, {}

@@ -70,12 +70,12 @@ class DecodedBytes:
 
 
 def read_image(file: MediaFile, decoded: DecodedBytes) -> Image.Image:
-    """Decodes the first image of a file. Adds its size to the request's decoded size.
+    """Decodes the first image of a file. Adds the image's decoded size to `decoded`.
 
     Raises InvalidRequestError if the image is damaged, too large or too narrow.
     """
     with _reading("image"):
-        # Only the declared format, because some of Pillow's formats start other programs.
+        # Only the declared format is allowed, because some of Pillow's formats start other programs.
         image = Image.open(BytesIO(file.data), formats=[MEDIA_TYPES["image"][file.media_type]])
     _check_sides("image", image.width, image.height)
     decoded.add(image.width * image.height * _RGB, "image")
@@ -85,7 +85,7 @@ def read_image(file: MediaFile, decoded: DecodedBytes) -> Image.Image:
 
 
 def read_samples(audio: Samples, decoded: DecodedBytes) -> DecodedAudio:
-    """Converts audio samples from the caller to float32 samples of one channel.
+    """Converts audio samples from the caller to float32 samples of one channel. Adds their size to `decoded`.
 
     Raises InvalidRequestError if a sample is not finite or if the audio is too long.
     """
@@ -94,7 +94,7 @@ def read_samples(audio: Samples, decoded: DecodedBytes) -> DecodedAudio:
 
 
 def read_audio(file: MediaFile, decoded: DecodedBytes) -> DecodedAudio:
-    """Decodes the first audio track of a file to float32 samples of one channel.
+    """Decodes the first audio track of a file to float32 samples of one channel. Adds their size to `decoded`.
 
     Raises InvalidRequestError if the file is damaged, contains no audio, or is too long.
     """
@@ -118,7 +118,7 @@ def read_audio(file: MediaFile, decoded: DecodedBytes) -> DecodedAudio:
 
 
 def read_video(file: MediaFile, decoded: DecodedBytes, *, max_frames: int) -> DecodedVideo:
-    """Decodes at most `max_frames` frames of a video, evenly distributed over the video.
+    """Decodes at most `max_frames` frames, evenly distributed over a video. Adds the frames' size to `decoded`.
 
     Raises InvalidRequestError if the file is damaged or if the video is too large.
     """
@@ -170,7 +170,7 @@ def _opened(file: MediaFile) -> "Generator[InputContainer]":
             reason="MISSING_MODULE",
         ) from exc
     try:
-        # Only the declared format, because FFmpeg would open the addresses that playlist formats list.
+        # Only the declared format is allowed, because FFmpeg would open the addresses that playlist formats list.
         with av.open(BytesIO(file.data), "r", format=MEDIA_TYPES[file.kind][file.media_type]) as container:
             yield container
     except FFmpegError as exc:
