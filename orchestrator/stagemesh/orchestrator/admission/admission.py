@@ -55,7 +55,7 @@ class Admission:
 
     @property
     def expected_wait_s(self) -> float:
-        """The expected wait in seconds of a new request, if it has priority 0 and its caller has no other requests."""
+        """The expected wait of a new request with priority 0, in seconds, if its caller has no other requests."""
         if self.loads.running.requests < self.limits.max_in_flight and self._queue.next() is None:
             return 0.0
         return self._queue.position(AdmissionRequest("", caller="\0")) * self._interval_s(self.loads)
@@ -122,9 +122,8 @@ class Admission:
     def tick(self) -> None:
         """Rejects waiting requests that can no longer meet their deadlines.
 
-        Reports queue positions to the other listeners.
-
-        Must be called a few times per second.
+        Also reports queue positions to the listeners of the other waiting requests. Must be called a few times per
+        second.
         """
         now_s = self._clock()
         late = False

@@ -52,7 +52,7 @@ class _Kind:
 
 
 class RequestEstimates:
-    """Estimates for requests of the same kind, for the 256 most recent kinds, and for all requests together."""
+    """Estimates of durations and output sizes, for all requests and for each of the 256 most recent kinds."""
 
     def __init__(self) -> None:
         self.duration_s = Mean(_FIRST_GUESS_S)

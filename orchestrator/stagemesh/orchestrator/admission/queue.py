@@ -53,7 +53,7 @@ class Load:
         return self.requests < most and (not self.requests or self.size_bytes + size_bytes <= most_bytes)
 
     def share(self, *, most: int, most_bytes: int) -> float:
-        """Returns the larger of two fractions: the used part of `most` requests, and of `most_bytes` bytes."""
+        """Returns the larger of the fractions `requests` / `most` and `size_bytes` / `most_bytes`."""
         return max(self.requests / max(1, most), self.size_bytes / most_bytes)
 
 
@@ -67,7 +67,7 @@ class Loads:
     """The number of waiting requests, and their total input size in bytes."""
 
     def may_run(self, ticket: Ticket, bounds: Bounds) -> bool:
-        """Returns whether this request may run in addition to the running requests."""
+        """Returns whether the ticket's request may run in addition to the running requests within `bounds`."""
         return self.running.fits(ticket.size_bytes, most=bounds.max_in_flight, most_bytes=bounds.max_in_flight_bytes)
 
     def may_wait(self, request: AdmissionRequest, bounds: Bounds, *, reserved: int) -> bool:

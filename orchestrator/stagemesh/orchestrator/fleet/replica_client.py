@@ -187,7 +187,7 @@ class _ReplicaErrors:
         )
 
     def too_large(self, size_bytes: int) -> InvalidRequestError:
-        """Returns the error of a step whose serialized request has `size_bytes` bytes, which exceeds the limit."""
+        """Returns the error of a step whose serialized request has `size_bytes` bytes, which is too large."""
         return InvalidRequestError(
             f"the request to {self.peer} is {size_bytes} bytes long; the limit is {MAX_MESSAGE_BYTES}; shorten the "
             "input",
