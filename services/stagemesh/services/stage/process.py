@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
     """Serves a replica until `stopping` is set, then finishes the replica's running steps.
 
-    Raises the engine's error if the engine fails. The health service reports three names as SERVING:
+    Raises the engine's error if the engine fails. The health service reports these names as SERVING:
 
     - "" and StageService while the replica accepts steps
     - StageControlService while the engine is loaded

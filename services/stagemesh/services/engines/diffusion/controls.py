@@ -40,7 +40,7 @@ class DiffusionAdapters(AdapterManager):
 
 
 class WorkerControls(SleepManager):
-    """Puts the engine's worker to sleep and wakes it, and controls its prompt cache.
+    """Puts the engine's worker to sleep and wakes it up, and controls the worker's prompt cache.
 
     Implements `abilities.SleepControl` and `abilities.CacheControl`.
     """

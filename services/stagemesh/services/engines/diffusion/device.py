@@ -11,7 +11,7 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions
 
 
 def choose_device(options: DiffusionOptions, *, rank: int = 0) -> torch.device:
-    """Returns the device on which a rank computes: the CPU, or a GPU. If the stage has several ranks, each uses a
+    """Returns the device on which a rank computes: the CPU, or a GPU. If the stage has several ranks, each rank uses a
     separate GPU.
 
     Raises NotReadyError if the machine has too few GPUs.

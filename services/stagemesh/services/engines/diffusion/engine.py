@@ -189,8 +189,9 @@ class DiffusionEngine:
         yield Usage(steps=request.done - prepared.step_index)
 
     def _next_stop(self, done: int, last: int) -> int:
-        """Returns the number of completed steps at which the request must leave the step loop next. This happens for a
-        checkpoint, for a preview, or when `last` steps are completed. `done` is the number of steps completed so far.
+        """Returns the number of completed steps at which the request must next leave the step loop: at the next
+        checkpoint, at the next preview, or at `last`, whichever is first. `done` is the number of steps completed so
+        far.
         """
         intervals = [each for each in (self._options.checkpoint_steps, self._options.preview_steps) if each]
         return min([last, *(done - done % each + each for each in intervals)])

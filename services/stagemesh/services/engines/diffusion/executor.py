@@ -73,7 +73,6 @@ class ThreadExecutor:
 
     async def wait_failed(self) -> str:
         """Never returns, because the worker's thread ends only with this process."""
-        # A thread ends only with its process.
         await asyncio.Event().wait()
         raise AssertionError("the event is never set")
 
@@ -98,7 +97,7 @@ class RankSetup:
     options: DiffusionOptions
     rank: int
     store: Path
-    """Path of the file through which the ranks connect to each other. The file must not exist before."""
+    """Path of the file through which the ranks connect to each other. The file must not exist yet."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +258,7 @@ class RankProcess:
             self._process.kill()
 
     async def close(self) -> None:
-        """Kills the rank process, which has no state to save, and closes the connection."""
+        """Kills the rank process and closes the connection. The process has no state to save."""
         self.kill()
         await self._process.wait()
         self._thread.shutdown()
@@ -300,7 +299,7 @@ def _summary(requests: Sequence["asyncio.Future[RankReply]"]) -> str:
 
 
 Executor: TypeAlias = ThreadExecutor | ProcessExecutor
-"""Runs a `DiffusionWorker` outside the event loop. Both executors have the same methods."""
+"""An executor, which runs a `DiffusionWorker` outside the event loop. Both kinds of executor have the same methods."""
 
 
 def make_executor(folder: Path, options: DiffusionOptions) -> Executor:

@@ -1,4 +1,4 @@
-"""Conversion of exceptions that models and schedulers raise to StagemeshErrors."""
+"""Conversion of the exceptions of models and schedulers to StagemeshErrors."""
 
 import torch
 

@@ -50,7 +50,7 @@ class LoadOptions:
     the system's temporary folder."""
     layerwise_casting: Literal["none", "float8_e4m3fn", "float8_e5m2"] = "none"
     """Data type in which the transformer's weights are stored. The weights of a layer are converted to the data type
-    `dtype` while the layer computes. The conversion loses some precision. `none` disables it."""
+    `dtype` while the layer computes. The conversion loses some precision. `none` disables the conversion."""
     quantization: QuantizationOptions | None = None
     compile: bool = False
     """Whether the transformer's blocks are compiled at the first step. Compilation changes the results by rounding
@@ -81,7 +81,7 @@ class FirstBlockOptions:
     kind: Literal["first_block"]
     threshold: NonNegativeFloat = 0.05
     """Maximum mean relative change of the first block's residual for which the other blocks are skipped. 0.05 means 5
-    %."""
+    percent."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -90,7 +90,7 @@ class MagOptions:
 
     kind: Literal["mag"]
     threshold: NonNegativeFloat = 0.06
-    """Maximum estimated relative error that may accumulate over consecutive skipped steps. 0.06 means 6 %."""
+    """Maximum estimated relative error that may accumulate over consecutive skipped steps. 0.06 means 6 percent."""
     max_skip_steps: PositiveInt = 3
     """Maximum number of consecutive skipped steps."""
     retention_ratio: Annotated[float, Field(ge=0, le=1)] = 0.2
@@ -130,7 +130,7 @@ class CacheDitOptions:
     """Number of blocks at the end of the transformer that are computed in every step."""
     threshold: NonNegativeFloat = 0.08
     """Maximum mean relative change of the first blocks' residual for which the other blocks are skipped. 0.08 means 8
-    %."""
+    percent."""
     warmup_steps: NonNegativeInt = 8
     """Number of initial steps that are always computed."""
     max_skip_steps: Annotated[int, Field(ge=-1)] = -1
@@ -212,7 +212,7 @@ class DiffusionOptions:
     """Maximum number of requests that share one forward pass. With a value of 1, a request's result does not depend on
     other requests."""
     max_wait_steps: NonNegativeInt = 8
-    """Number of steps after which a waiting request takes precedence over other requests."""
+    """Number of steps that a request waits for other requests before it takes precedence over them."""
     memory_bytes: int | None = None
     """Maximum memory in bytes for all requests together, excluding the weights. None means all memory that is free
     after the weights are loaded."""
@@ -226,7 +226,7 @@ class DiffusionOptions:
     """Maximum size of the cache of prompt embeddings, in bytes. 0 disables the cache."""
     step_cache: StepCacheOptions | None = None
     """Options of the step cache, which reuses results of previous steps. A step cache makes steps faster but changes
-    the generated image. None disables it."""
+    the generated image. If None, the stage does not use a step cache."""
     profile_dir: str | None = None
     """Absolute path of the folder in which profiles are written. None disables profiling."""
     parallel: ParallelOptions = field(default_factory=ParallelOptions)

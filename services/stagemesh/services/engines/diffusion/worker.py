@@ -1,5 +1,5 @@
-"""The worker of a diffusion engine, which owns the device and its memory, and the worker's runner, which runs requests
-on the loaded model.
+"""The worker of a diffusion engine and the worker's runner. The worker owns the device and its memory. The runner runs
+requests on the loaded model.
 """
 
 from collections.abc import Sequence
@@ -175,7 +175,7 @@ class DiffusionWorker:
             torch.set_num_threads(1)
         self._runner: DiffusionRunner | None = None
         self._sleeping_runner: DiffusionRunner | None = None
-        """The runner with its weights in host memory, while the engine is asleep. None if the engine is awake or has
+        """The runner whose weights are in host memory while the engine is asleep. None if the engine is awake or has
         freed the weights."""
         self.prompt_cache = PromptCache(options.prompt_cache_bytes)
         self._profile: Any = None

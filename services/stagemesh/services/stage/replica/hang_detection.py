@@ -9,9 +9,9 @@ _CHECKS = 20
 at least `_MIN_TICK_S` seconds."""
 _MIN_TICK_S = 0.05
 _OVERTAKEN = 64
-"""A step without events for `stall_s` seconds counts as hung if a later step receives at least this number of events in
-the meantime. A step that is merely queued is not overtaken this far, because engines run tasks in order or in turns.
-Later steps with a higher priority are ignored."""
+"""The number of events of a later step at which an earlier step counts as hung, if the earlier step has received no
+events for `stall_s` seconds. A step that only waits in the engine's queue is not overtaken by this number of events,
+because engines run tasks in order or in turns. Later steps with a higher priority are ignored."""
 
 
 class Working(Protocol):
@@ -20,7 +20,7 @@ class Working(Protocol):
     number: int
     """The run's number. Later runs have higher numbers."""
     priority: int
-    """The run's priority. Higher priorities run first."""
+    """The run's priority. Runs with a higher number run first."""
     event_count: int
     """The number of events received from the engine."""
 
@@ -34,9 +34,7 @@ RunT = TypeVar("RunT", bound=Working)
 
 
 class _Silence(NamedTuple):
-    """A period in which a run receives no events from the engine. Starts at the last check before which the run
-    received an event.
-    """
+    """A period, measured in checks, in which a run receives no events from the engine."""
 
     lasts_s: float
     counts_then: Mapping[int, int]

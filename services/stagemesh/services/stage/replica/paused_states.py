@@ -13,9 +13,9 @@ from stagemesh.v1 import stage_pb2
 
 MAX_KEPT_BYTES = 1 << 30
 MAX_EVENT_BYTES = 6 << 20
-"""The maximum size in bytes of the tensors and token ids in a checkpoint event. They are omitted from the event if they
-are larger, and can be read from `PausedStates` instead. The limit leaves space for the input in the message that
-resumes the request, which has at most `MAX_MESSAGE_BYTES` bytes."""
+"""The maximum total size of the tensors and token ids in a checkpoint event, in bytes. If they are larger, the event
+omits them, and they can be read from `PausedStates` instead. The limit leaves space for the request's input, because
+the message that resumes a request contains both and has at most `MAX_MESSAGE_BYTES` bytes."""
 
 _TOKEN_BYTES = 8
 
@@ -43,7 +43,7 @@ class PausedStates:
         """Returns a copy of the spec that contains the request's stored state, or the unchanged spec.
 
         Adds the state only if the spec resumes from a checkpoint without tensors and token ids, no edge delivers the
-        state, and the stored state has the same number of completed steps.
+        state, and the stored state has the same number of completed steps as the checkpoint.
         """
         resume_from, kept = spec.task.resume_from, self._states.get(spec.request_id)
         if resume_from is None or kept is None or kept.steps != resume_from.steps:

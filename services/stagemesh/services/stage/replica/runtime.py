@@ -66,7 +66,7 @@ class StageRuntime:
         self.on_serving: Callable[[bool], None] = lambda _: None
         """Called with False when the replica stops accepting new steps, and with True when it accepts them again."""
         self.on_shutdown: Callable[[], None] = lambda: None
-        """Called to end the process. The effect is the same as that of SIGTERM."""
+        """Callback that ends the process in the same way as the signal SIGTERM."""
         self.engine = engine
         self.where = {"stage": config.stage, "replica": config.replica}
         """The names of the stage and of the replica, for log records and errors."""
@@ -276,10 +276,11 @@ class StageRuntime:
         return [run.report for run in self._runs.running(request_id)]
 
     def require(self, ability: AbilityT | None, name: str, *, ready: bool = True) -> AbilityT:
-        """Returns `ability`, an optional interface of the engine. Raises UnsupportedError if it is None, because the
-        engine does not have it. `name` is the ability's name in the error.
+        """Returns `ability`, an optional interface of the engine, if it can be used now.
 
-        Raises NotReadyError if the engine is not loaded, or if `ready` is True and the replica does not accept steps.
+        Raises UnsupportedError if `ability` is None, because then the engine does not have this interface. `name` is
+        the interface's name in the error. Raises NotReadyError if the engine is not loaded, or if `ready` is True and
+        the replica does not accept steps.
         """
         if self.closed.is_set() or self.state in {ReplicaState.LOADING, ReplicaState.FAILED}:
             self._check_ready()

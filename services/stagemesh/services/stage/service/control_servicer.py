@@ -22,8 +22,8 @@ ItemT = TypeVar("ItemT")
 
 
 class Page(NamedTuple, Generic[ItemT]):
-    """One page of a sorted list. `next_token` is the `page_token` that requests the next page. It is empty on the last
-    page.
+    """One page of a sorted list. `next_token` is the `page_token` of the request for the next page, or empty on the
+    last page.
     """
 
     items: Sequence[ItemT]

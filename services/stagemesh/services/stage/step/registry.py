@@ -136,7 +136,7 @@ class RunRegistry:
 
 
 def _of_request(steps: Iterable[_StepT], request_id: str, up_to_attempt: int) -> list[_StepT]:
-    """Returns the items of the request whose attempt number is at most `up_to_attempt`. An empty `request_id` means all
+    """Returns the steps of a request whose attempt number is at most `up_to_attempt`. An empty `request_id` means all
     requests, and an `up_to_attempt` of 0 means all attempts.
     """
     return [

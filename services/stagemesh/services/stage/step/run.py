@@ -118,7 +118,7 @@ class StepRun:
         self._paused: Checkpoint | None = None
         """The checkpoint at which the run paused. None if the run has not paused."""
         self._journaled: tuple[int, Checkpoint] | None = None
-        """The index of the newest checkpoint in the journal, and a copy of this checkpoint without its state, which
+        """The index of the newest checkpoint in the journal, and a copy of this checkpoint without its state. The copy
         later replaces the checkpoint. None if the journal contains no checkpoint with a state."""
         self.edges = StepEdges(spec, data_plane)
         self._stopwatch, self._progress = Stopwatch(), ProgressThrottle()
@@ -352,7 +352,7 @@ class StepRun:
         self._journaled = self._append(_checkpoint_event(journaled)), without_state(state)
 
     def _clear_journaled(self) -> None:
-        """Replaces the newest checkpoint in the journal with a copy without its state, which needs less memory.
+        """Replaces the newest checkpoint in the journal with a copy without the state, to free memory.
 
         Callers that subscribe later resume from a newer checkpoint or do not need one.
         """

@@ -335,7 +335,7 @@ def _policy(message: stage_pb2.OutputBinding) -> ChunkPolicy:
 
 
 def checkpoint_to_wire(state: Checkpoint) -> stage_pb2.Checkpoint:
-    """Converts a checkpoint to a message."""
+    """Converts a checkpoint to its protobuf message, including the tensors."""
     return stage_pb2.Checkpoint(
         steps=state.steps,
         token_ids=state.token_ids,

@@ -74,7 +74,9 @@ class ForwardSignature:
 
 
 class CallRecorder:
-    """A stand-in's `predict` function. Records each transformer call in `calls`, and returns a prediction of zeros."""
+    """A `predict` function for a stand-in. Records each transformer call in `calls`, and returns a prediction of
+    zeros.
+    """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []

@@ -122,7 +122,7 @@ class ModelAdapters:
 
 @dataclass(frozen=True)
 class LoraFiles:
-    """The configuration and the weight shapes of a LoRA adapter. Uses the transformer's names for the layers."""
+    """The configuration and the weight shapes of a LoRA adapter. Layers have the same names as in the transformer."""
 
     files: AdapterFiles
     config: Mapping[str, Any] | None

@@ -39,7 +39,7 @@ diffusers: Any = _diffusers
 _DENOISER = "denoiser"
 """Name of the block that predicts the noise in a step. The subsequent blocks of the step update the latents."""
 _GUIDED = 2.0
-"""A guidance scale with which both guidance branches are computed."""
+"""A guidance scale that enables guidance, so that both guidance branches are computed."""
 _IMAGE_ENCODER = "vae_encoder"
 _SUB_BLOCKS: Mapping[str, tuple[str, ...]] = {
     "encode": ("text_encoder", _IMAGE_ENCODER),
@@ -80,8 +80,8 @@ class ModularStepPipeline:
     ) -> None:
         """Loads the pipeline in `folder`, or only the part of the pipeline that the stage's options select.
 
-        Raises NotReadyError if the pipeline cannot be loaded. `device` is the CPU if None. Prompts are not cached if
-        `prompt_cache` is None.
+        If `device` is None, uses the CPU. If `prompt_cache` is None, does not cache prompts. Raises NotReadyError if
+        the pipeline cannot be loaded.
         """
         self.family = family_of(folder)
         self.device = device or torch.device("cpu")
@@ -175,8 +175,8 @@ class ModularStepPipeline:
         return ended
 
     def adopt(self, state: DiffusionRequestState) -> None:
-        """Prepares a new or transferred request for this pipeline: creates its guider, and sets the pipeline inputs
-        that it does not have yet.
+        """Prepares a new or transferred request for this pipeline: creates the request's guider, and sets the pipeline
+        inputs that the request does not have yet.
         """
         state.guider = self._guider(state.inputs.guidance_scale)
         inputs = _request_inputs(state.inputs)
@@ -359,8 +359,8 @@ def _copy_block(block: Any) -> Any:
 
 
 def _sequence(blocks: Mapping[str, Any], *, like: Any) -> Any:
-    """Returns a sequence of the blocks `blocks` with the model name of the block `like`. diffusers selects the pipeline
-    class by this model name.
+    """Returns a sequence of `blocks` that has the model name of the block `like`. diffusers selects the pipeline class
+    by this model name.
     """
     kind: Any = type(type(like).__name__, (SequentialPipelineBlocks,), {"model_name": like.model_name})
     return kind.from_blocks_dict(dict(blocks))

@@ -41,8 +41,8 @@ of RuntimeError."""
 def serialize(tree: Mapping[str, Tree], *, kind: str, model: str) -> Array:
     """Returns `tree` serialized as uint8[bytes].
 
-    `kind` names the type of content, and `model` is the fingerprint of the model. `deserialize` raises an error if it
-    expects other values for them.
+    `kind` names the type of content, and `model` is the fingerprint of the model. `deserialize` rejects the data unless
+    it is called with the same values.
     """
     collector = _TensorCollector()
     outline = collector.outline(dict(tree))
@@ -52,7 +52,8 @@ def serialize(tree: Mapping[str, Tree], *, kind: str, model: str) -> Array:
 
 
 def deserialize(data: Array, *, kind: str, model: str, device: torch.device) -> dict[str, Tree]:
-    """Returns the tree that `serialize` has serialized as `data`. The tree's tensors are created on `device`.
+    """Returns the tree whose serialization is `data`, as returned by `serialize`. The tree's tensors are created on
+    `device`.
 
     If the tree had tensors both on the CPU and on a GPU, its CPU tensors remain on the CPU. Raises InvalidChunkError if
     `data` is not a serialized tree, has another `kind`, or belongs to another `model`.
