@@ -1,4 +1,4 @@
-"""Facts about the host of this process: a token that identifies the host, and the memory that is still available."""
+"""The host of this process: a token that identifies the host, and the number of available bytes of memory."""
 
 import hashlib
 import os
@@ -18,8 +18,8 @@ def host_token() -> str:
     Stages that exchange tensors are placed on replicas with equal tokens if possible. A token is only a hint: when two
     replicas connect, they verify that they can share memory.
 
-    Tokens are equal if the processes run on the same booted kernel, in the same network namespace and as the same user.
-    Returns "" if the system does not provide this information.
+    The tokens of two processes are equal if the processes run on the same booted kernel, in the same network namespace
+    and as the same user. Returns "" if the system does not provide this information.
     """
     try:
         network = _NETWORK.stat()
@@ -30,10 +30,10 @@ def host_token() -> str:
 
 
 class _Files(NamedTuple):
-    """The file names and the key that one version of control groups uses.
+    """The files of one version of control groups.
 
-    `limit` and `usage` are names of files. `inactive_files` is the key in memory.stat of the size of inactive file
-    pages.
+    `limit` is the name of the file with the memory limit, and `usage` the name of the file with the memory usage.
+    `inactive_files` is the key for the size of inactive file pages in the file memory.stat.
     """
 
     limit: str
@@ -46,10 +46,11 @@ _V2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
 def available_bytes(root: Path = _ROOT) -> int | None:
-    """Returns the number of bytes of host memory that this process can still allocate, or None if it is unknown.
+    """Returns the number of bytes of host memory that this process can still allocate, or None if the number is
+    unknown.
 
-    The result is the minimum of the host's available memory and the remaining memory of each of the process's control
-    groups and their parent groups. `root` is the folder that contains `proc` and `sys`.
+    The result is the minimum of the host's available memory and the remaining memory of each control group of the
+    process and of the group's parents. `root` is the folder that contains `proc` and `sys`.
     """
     free = [_free_on_host(root), *_left_by_groups(root)]
     return min((size_bytes for size_bytes in free if size_bytes is not None), default=None)
@@ -73,9 +74,10 @@ def _left_by_groups(root: Path) -> list[int]:
 
 
 def _left_by_group_and_parents(mount: Path, path: str, files: _Files) -> list[int]:
-    """Returns the number of bytes that remain below the limit of a control group and of each of its parent groups.
+    """Returns the number of bytes that remain below the limit of a control group, and of each of its parent groups.
 
-    Omits groups that have no limit or that are not visible in this process's mounts.
+    `mount` is the folder of the root group, and `path` is the group's path in it. Omits groups that have no limit or
+    that are not visible in this process's mounts.
     """
     folder = mount / path.lstrip("/")
     left: list[int] = []
