@@ -39,17 +39,17 @@ class Directory:
     def find(self, name: str) -> Replica | None:
         """Returns the replica with this name, or None if no replica has this name.
 
-        If several replicas have the name, prefers a ready replica. Returns an unreachable or failed replica only if all
-        of them are unreachable or failed.
+        If several replicas have the name, prefers a ready replica. Returns an unreachable or failed replica only if no
+        other replica has the name.
         """
         named = [replica for replica in self.replicas if replica.name == name]
         return min(named, key=lambda replica: _RANKS.get(replica.state, 1), default=None)
 
     def target(self, name: str) -> list[Replica]:
-        """Returns a list with the replica that has this name, or with all replicas of the stage that has this name.
+        """Returns the replica with this name, or all replicas of the stage with this name, as a list.
 
-        The name of a replica takes precedence. Raises NotFoundError (UNKNOWN_TARGET) if no replica and no stage has
-        this name.
+        If a replica and a stage have the name, returns the replica. Raises NotFoundError (UNKNOWN_TARGET) if no replica
+        and no stage has the name.
         """
         replica = self.find(name)
         if replica is not None:
@@ -78,13 +78,14 @@ class Directory:
         )
 
     async def probe_edge(self, edge: Edge, *, producer: str = "", consumer: str = "") -> list[EdgeLink]:
-        """Asks the replicas at the producing end of an edge which connector they would use.
+        """Asks the replicas of an edge's producer stage which connector they would use for the edge.
 
-        - `producer` is the name of one replica of the producer stage. If it is empty, all replicas of the stage are
-          selected.
-        - `consumer` is the name of one replica of the consumer stage, and has the same form.
+        - `producer` is the name of a replica of the producer stage. If it is empty, all replicas of that stage are
+          asked.
+        - `consumer` is the name of a replica of the consumer stage. If it is empty, the connectors to all replicas of
+          that stage are probed.
 
-        Returns one link for each pair of a selected producer and a selected consumer. Each link contains the producer's
+        Returns one link for each pair of a producer replica and a consumer replica. A link contains the producer's
         answer, or the error of the failed probe. Raises NotFoundError (UNKNOWN_TARGET) if a stage has no replica with
         the given name.
         """

@@ -37,17 +37,14 @@ class Inspector:
         self._began_s = time.monotonic()
 
     def totals(self) -> Totals:
-        """Returns the totals of all requests that this orchestrator has received.
-
-        Includes the work that running requests have completed so far.
-        """
+        """Returns the totals over all requests, by state, stage and edge. Includes requests that are still running."""
         running = self._orchestrator.requests.running
         return self._orchestrator.totals.together_with(known.record.timeline for known in running)
 
     def pipeline(self, totals: Totals) -> admin_pb2.PipelineStatus:
         """Returns the status of the pipeline as a whole, including its admission queue.
 
-        The status also contains the load of each caller, for at most 100 callers: the callers with the most requests.
+        The status also contains the load of at most 100 callers: the callers with the most requests.
         """
         pipeline, admission = self._directory.pipeline, self._orchestrator.admission
         return to_message(

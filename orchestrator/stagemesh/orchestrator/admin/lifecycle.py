@@ -25,7 +25,7 @@ class Lifecycle:
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
-        # Two concurrent drains would each count on the other's replica to remain ready.
+        # Without this lock, each of two concurrent drains would rely on the other drain's replica to remain ready.
         self._draining = asyncio.Lock()
 
     async def drain(self, target: str, *, force: bool, move_after_s: float | None = None) -> list[Replica]:
@@ -159,8 +159,8 @@ async def _for_each(
 ) -> None:
     """Calls `act` with each replica that is in `state`, even if some calls fail. Then raises the first error, if any.
 
-    If `replicas` contains only one replica, calls `act` in every state. The replica itself then reports why its state
-    is not suitable.
+    If `replicas` contains only one replica, calls `act` regardless of the replica's state. If the state is not
+    suitable, the replica itself rejects the call and reports the reason.
     """
     errors: list[StagemeshError] = []
     for replica in (each for each in replicas if len(replicas) == 1 or each.state is state):
@@ -173,9 +173,9 @@ async def _for_each(
 
 
 async def _running_counts(replica: Replica, *, ends_s: float) -> AsyncGenerator[int]:
-    """Yields the current number of requests that run on a replica, and then each new number when it changes.
+    """Yields the number of requests that run on a replica, and again whenever the number has changed.
 
-    Ends after the number 0, or when the event loop's clock reaches `ends_s` (in seconds).
+    Ends after the number 0, or when the event loop's clock reaches `ends_s`, in seconds.
     """
     last = -1
     while last:
@@ -192,9 +192,9 @@ async def _running_counts(replica: Replica, *, ends_s: float) -> AsyncGenerator[
 async def count_running(replica: Replica) -> int:
     """Returns the number of requests that this orchestrator has placed on a replica.
 
-    If this number is 0, asks the replica how many steps it runs for all orchestrators, and returns that number. Returns
-    0 if the replica is unreachable. Returns 1 if the replica does not answer in time, because requests may be running
-    there.
+    If this number is 0, asks the replica for its running steps, and returns their number. These steps may belong to
+    other orchestrators. Returns 0 if the replica is unreachable. Returns 1 if the replica does not answer in time,
+    because requests may be running there.
     """
     if replica.running:
         return replica.running

@@ -185,7 +185,8 @@ async def serving_admin(orchestrator: Orchestrator, listen: str) -> AsyncGenerat
 class _ControlForwarder(grpc.GenericRpcHandler):
     """Forwards each StageControlService call to the replica that the call's metadata names.
 
-    Does not parse messages. Rejects the methods in _REPLACED_BY, because AdminService replaces them.
+    Does not parse messages. Rejects Drain, Resume and Shutdown, because AdminService has its own methods for these
+    operations.
     """
 
     def __init__(self, directory: Directory) -> None:

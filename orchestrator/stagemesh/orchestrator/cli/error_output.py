@@ -13,8 +13,8 @@ EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 _JSON_KEY = "stagemesh.json"
 
-# Remedies by the error's reason. They name options of this command line, which the code that raises the error does not
-# know.
+# Remedies by the error's reason. They name options of this command line. The code that raises the errors does not know
+# these options.
 _REMEDIES: dict[str, str] = {
     "ADMIN_UNREACHABLE": "start a pipeline with `stagemesh up`, and set --server to the address for operators that it "
     "prints",

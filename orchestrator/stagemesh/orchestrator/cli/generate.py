@@ -220,7 +220,7 @@ async def run_request(
     timeout_s: float | None,
     sinks: "Sinks",
 ) -> "Result":
-    """Runs a request until it finishes, and returns its result. Writes each event to `sinks` as it arrives.
+    """Runs a request until it finishes, and returns the result. Writes each event to `sinks` as it arrives.
 
     - `endpoints` are the addresses of orchestrators.
     - `arguments` are further arguments of `AsyncClient.generate`.

@@ -1,4 +1,4 @@
-"""The `stagemesh` command, which contains all other commands."""
+"""The `stagemesh` command with all of its subcommands."""
 
 import typer
 

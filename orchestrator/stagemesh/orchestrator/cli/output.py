@@ -36,7 +36,7 @@ Cell: TypeAlias = "str | int | list[tuple[str, str]]"
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table. `cell` is a function from a row to the content of the row's cell in this column.
+    """A column of a table. `cell` takes a row and returns the content of the cell in this column.
 
     If `right` is True, the cells are aligned to the right.
     """
@@ -47,7 +47,7 @@ class Column:
 
 
 def number(title: str, cell: Callable[[Any], Cell]) -> Column:
-    """Returns a right-aligned table column for numbers. `cell` returns the content of a row's cell."""
+    """Returns a right-aligned table column for numbers. `cell` takes a row and returns the number."""
     return Column(title, cell, right=True)
 
 
@@ -65,7 +65,7 @@ def numbers(*names: str) -> list[Column]:
 
 
 def make_table(columns: Sequence[Column], rows: Iterable[object], *, title: str | None = None) -> "Table":
-    """Returns a table with one line for each element of `rows`. The table has no title if `title` is None."""
+    """Returns a table with one row for each element of `rows`. The table has no title if `title` is None."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
@@ -123,7 +123,7 @@ def enum_word(enum: "EnumDescriptor", value: int) -> str:
 
 
 def state_cell(state: str, detail: str = "") -> Cell:
-    """Returns a table cell with a state in its color, followed by `detail`."""
+    """Returns a table cell with a state in the color of this state, followed by `detail` in dimmed text."""
     return [(state, _STYLES.get(state, "")), (f"  {detail}" if detail else "", "dim")]
 
 

@@ -45,7 +45,7 @@ class Display:
         """The total number of restarts of all processes so far."""
 
     def show(self, status: ProcessStatus) -> None:
-        """Displays the new status of a process, and counts the restart if the process restarts."""
+        """Displays the new status of a process. Increments `restarts` if the process is restarting."""
         self.restarts += status.state is ProcessState.RESTARTING
         self._show(status)
 

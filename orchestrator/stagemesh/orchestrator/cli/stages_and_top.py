@@ -114,10 +114,7 @@ def _show(snapshots: "Iterator[admin_pb2.WatchPipelineResponse]", *, once: bool)
 
 
 def top_view(now: "admin_pb2.WatchPipelineResponse", before: "admin_pb2.WatchPipelineResponse") -> "RenderableType":
-    """Returns the display of the snapshot `now`, with the rates since the snapshot `before`.
-
-    The rates are numbers per second.
-    """
+    """Returns the display of the snapshot `now`, with the rates per second since the snapshot `before`."""
     from rich.console import Group
     from rich.text import Text
 

@@ -36,11 +36,11 @@ class Launcher:
 
     Use `async with launcher.running():` once, in the main thread of the program.
 
-    - `listen` is the address for clients, and `admin_listen` is the address for operators. Port 0 selects a free port.
-      If `admin_listen` is None, operators use the port that follows the port for clients, or any free port if that port
-      is in use.
+    - `listen` is the address for clients ("host:port"). Port 0 selects a free port.
+    - `admin_listen` is the address for operators, in the same form. If it is None, operators use the port that follows
+      the port for clients, or any free port if that port is in use.
     - `overrides` are the overrides of the pipeline file with which `pipeline` was loaded. None means no overrides.
-    - `listener` is called with a process's new status after each change of its state.
+    - `listener` is called with a process's new status after each change of the process's state.
     - `policy` limits the restarts of each process. If it is None, the defaults of RestartPolicy apply.
     """
 

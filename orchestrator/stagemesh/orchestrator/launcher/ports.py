@@ -7,8 +7,8 @@ import socket
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
 
 HOST = "127.0.0.1"
-# Below the range that kernels use for outgoing connections, so that no connection occupies the port of a service while
-# the service restarts.
+# These ports are below the range that kernels use for outgoing connections. Therefore no connection occupies the port
+# of a service while the service restarts.
 CANDIDATES = range(20000, 32000)
 _TRIES = 200
 _LAST_PORT = 65535

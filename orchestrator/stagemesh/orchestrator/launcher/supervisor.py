@@ -25,7 +25,7 @@ _READY_POLL_S = 1.0
 TERMINATE_S = 15.0
 
 Listener = Callable[[ProcessStatus], None]
-"""A function that is called with a process's new status after each change of its state."""
+"""A function that is called with a process's new status after each change of the process's state."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class RestartSchedule:
         self._ready_s = now_s if self._ready_s is None else self._ready_s
 
     def ended(self, now_s: float) -> float | None:
-        """Records a failure: the process has ended without a request to end.
+        """Records that the process has ended although nothing had requested its end.
 
         Returns the pause in seconds before the process must be started again, or None if the process must be abandoned.
         """
@@ -106,7 +106,7 @@ class RestartSchedule:
 
 
 class Child:
-    """A running child process. Its output is appended to a log file."""
+    """A running child process. The process's output is appended to a log file."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -130,9 +130,9 @@ class Child:
         return self._process.pid
 
     async def wait(self) -> int:
-        """Waits until the process has ended, then kills the rest of its process group. Returns the exit status.
+        """Waits until the process has ended, and then kills all other processes of its process group.
 
-        If a signal killed the process, the exit status is the negative signal number.
+        Returns the exit status of the process. If a signal killed the process, this is the negative signal number.
         """
         status = await self._process.wait()
         self._kill_group()
@@ -169,10 +169,10 @@ class Supervisor:
         self._failures = 0
 
     async def run(self) -> None:
-        """Starts the process, and restarts it whenever it ends. Never returns normally.
+        """Starts the process, and restarts it whenever it ends. Runs until the calling task is cancelled.
 
-        Stops the process when the calling task is cancelled. Raises NotReadyError (START_FAILED) if the process ends
-        repeatedly without ever becoming ready.
+        Stops the process when the task is cancelled. Raises NotReadyError (START_FAILED) if the process ends repeatedly
+        without ever becoming ready.
         """
         try:
             async with open_channel(self._spec.endpoint) as channel:

@@ -1,4 +1,4 @@
 """Determines which replicas are members of a pipeline.
 
-The orchestrator's config lists replicas, a DNS name resolves to their addresses, or replicas register themselves.
+The sources of members are the addresses in the orchestrator's config, DNS names, and the registrations of replicas.
 """

@@ -45,9 +45,9 @@ class StaticSource:
 
 
 class DnsSource:
-    """Resolves a DNS name periodically, and reports each of its addresses as a member of one stage.
+    """Resolves a DNS name periodically, and reports each address of the name as a member of one stage.
 
-    If the resolver fails, the addresses of its last answer remain members. The fleet detects unreachable replicas
+    If the resolver fails, the addresses of the last answer remain members. The fleet detects unreachable replicas
     without the resolver.
     """
 

@@ -41,7 +41,7 @@ class Lease:
 
 
 class RegistrationSource:
-    """Accepts registrations of replicas, and reports each replica as a member while its lease is valid."""
+    """Accepts registrations of replicas, and reports each replica as a member while the replica's lease is valid."""
 
     def __init__(self, pipeline: Pipeline, *, lease_s: float, generations: Collection[str] = ()) -> None:
         """Creates a source that grants leases of `lease_s` seconds.
@@ -208,8 +208,8 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
                 while await _next(request_iterator, source.closed):
                     source.renew(lease)
                     yield membership_pb2.RegisterResponse(lease_s=source.lease_s)
-                # A broken connection may look like the orderly end of the replica's stream. This answer raises in that
-                # case.
+                # A broken connection may look like the orderly end of the replica's stream. If so,
+                # sending this answer raises an error.
                 yield membership_pb2.RegisterResponse(lease_s=source.lease_s)
                 source.leave(lease)
             finally:
@@ -217,10 +217,10 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
 
 
 async def _next(requests: AsyncIterator[membership_pb2.RegisterRequest], closed: asyncio.Event) -> bool:
-    """Waits for the replica's next message. Returns False if the replica closes its stream instead.
+    """Waits for the replica's next message. Returns True if a message arrives.
 
-    `closed` is set when the orchestrator stops. Raises NotReadyError (NOT_RUNNING) if this happens before a message
-    arrives.
+    Returns False if the replica closes its stream instead. Raises NotReadyError (NOT_RUNNING) if `closed` is set first,
+    because the orchestrator stops.
     """
     reading, closing = asyncio.ensure_future(anext(requests, None)), asyncio.ensure_future(closed.wait())
     try:

@@ -65,8 +65,9 @@ class AdminConnection(AbstractContextManager["AdminConnection"]):
     def call(self, rpc: str, request: "Message", *, replica: str = "", timeout_s: float = TIMEOUT_S) -> Any:
         """Calls an RPC that returns one message, and returns this message.
 
-        `replica` is the name of the replica that receives an RPC of StageControlService. It is empty for RPCs of
-        AdminService. `timeout_s` is the time limit of the call in seconds.
+        - `replica` is the name of the replica to which an RPC of StageControlService is forwarded. For an RPC of
+          AdminService, it is empty.
+        - `timeout_s` is the time limit of the call in seconds.
         """
         metadata = ((_REPLICA_KEY, replica),) if replica else ()
         try:

@@ -146,7 +146,11 @@ def edges_view(edges: "Sequence[admin_pb2.EdgeStatus]") -> "RenderableType":
 
 
 class Moment(NamedTuple):
-    """One entry of a request's timeline. `at_s` is in seconds since the request was received."""
+    """One entry of a request's timeline.
+
+    `at_s` is the time of the event in seconds since the request was received. `source` is the name of a replica, or ""
+    for the orchestrator.
+    """
 
     at_s: float
     source: str

@@ -20,7 +20,7 @@ from stagemesh.common.errors import InvalidPipelineError
 from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Origin, Problems, dotted
 
 _REFERENCE = re.compile(r"\$(?P<escape>\$?)\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}\n]*))?\}")
-# YAML allows private-use characters everywhere in plain scalars.
+# Marks consist of private-use characters, because YAML allows these everywhere in plain scalars.
 _MARK = re.compile("\ue000(\\d+)\ue001")
 _SCALAR_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null"))
 # Mappings that a file may omit.
