@@ -45,11 +45,10 @@ class AdapterControl(Protocol):
         ...
 
     async def unload(self, name: str, *, drain: bool) -> None:
-        """Unloads an adapter. With `drain`, rejects new tasks that name the adapter, and first waits for the running
-        tasks.
+        """Unloads an adapter.
 
-        Raises NotFoundError if the adapter is not loaded, and NotReadyError if tasks use the adapter and `drain` is
-        False.
+        With `drain`, rejects new tasks that name the adapter, and first waits for the running tasks. Raises
+        NotFoundError if the adapter is not loaded, and NotReadyError if tasks use the adapter and `drain` is False.
         """
 
     async def pin(self, name: str) -> Adapter:
@@ -84,7 +83,7 @@ class SleepControl(Protocol):
     async def wake(self, tags: Sequence[str]) -> None:
         """Wakes the parts of the engine with these tags, or all sleeping parts if `tags` is empty.
 
-        Raises InvalidRequestError if the part with one of the tags is not asleep.
+        Raises InvalidRequestError if a tag does not belong to a sleeping part.
         """
 
     def asleep(self) -> Sequence[str]:

@@ -113,7 +113,7 @@ StructureKind: TypeAlias = Literal["json_schema", "regex", "choice", "grammar"]
 class Structure:
     """The format that the whole output of a task must have.
 
-    `texts` contains the choices. For other kinds, `texts` contains a single JSON schema, regular expression or grammar.
+    `texts` contains the allowed outputs of a choice, or else a single JSON schema, regular expression or grammar.
     """
 
     kind: StructureKind
@@ -159,7 +159,7 @@ class Checkpoint:
     rows: Mapping[str, int] = field(default_factory=dict[str, int])
     """The number of rows (first axis) emitted so far, by tensor name. Set by the stage, not by the engine.
 
-    A resumed task emits only the rows after them.
+    A resumed task emits only later rows.
     """
 
 
@@ -204,15 +204,16 @@ class Task:
     adapter: str | None = None
     """The name of the LoRA adapter to apply. None means the model without an adapter."""
     negative_prompt: str = ""
-    """A description of content that the output must not show. Empty if there is none. Used by engines that generate
-    images.
+    """A description of content that the output must not show. Empty if there is none.
+
+    Used by engines that generate images.
     """
     priority: int = 0
     """The priority among waiting tasks. Tasks with higher priority run first."""
     deadline_s: float | None = None
     """The task's deadline in seconds on the event loop's clock. None if the task has no deadline."""
     max_steps: int | None = None
-    """The number of steps after which the task pauses, or None if it does not. Used by engines with `can_pause`."""
+    """The number of steps after which the task pauses. None means no limit. Used by engines with `can_pause`."""
     pause_requested: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
     """An event that tells the engine to pause the task after its current step. Used by engines with `can_pause`.
 
@@ -310,8 +311,9 @@ class Engine(Protocol):
     def load(self) -> EngineLoad: ...
 
     async def wait_failed(self) -> str:
-        """Waits until the engine has failed, and returns a description of the cause. The replica's process is then
-        restarted.
+        """Waits until the engine has failed, and returns a description of the cause.
+
+        The replica's process is then restarted.
         """
         ...
 

@@ -109,10 +109,10 @@ async def _next(source: AsyncIterator[Packet]) -> Packet | None:
 
 
 def join(parts: Mapping[str, Packet | None]) -> Packet:
-    """Combines one packet from each edge into one packet. `parts` maps an edge's name to its packet, or to None at its
-    end.
+    """Combines one packet from each edge into one packet.
 
-    Raises InvalidChunkError if two packets contain a tensor of the same name, or if an edge has ended.
+    `parts` maps an edge's name to its packet, or to None at its end. Raises InvalidChunkError if two packets contain a
+    tensor of the same name, or if an edge has ended.
     """
     tensors: dict[str, Array] = {}
     metadata: dict[str, MetadataValue] = {}

@@ -28,8 +28,9 @@ _POLL_S = 0.1
 
 
 class FetchProgress(Progress):
-    """Displays the progress of fetching. On a terminal, shows a bar for the current phase. Otherwise, prints lines of
-    text.
+    """Displays the progress of fetching.
+
+    On a terminal, shows a bar for the current phase. Otherwise, prints lines of text.
     """
 
     def __init__(self, console: Console) -> None:

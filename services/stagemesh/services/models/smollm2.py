@@ -1,5 +1,6 @@
-"""Converts the SmolLM2 model from a GGUF file to bfloat16 safetensors, config and tokenizer, which vLLM
-loads fastest.
+"""Converts the SmolLM2 model from a GGUF file to the format that vLLM loads fastest.
+
+The format consists of bfloat16 safetensors, the config and the tokenizer.
 """
 
 import logging

@@ -1,5 +1,6 @@
-"""The store of fetched models on disk. A model's folder is always complete and contains a manifest of the model's
-source.
+"""The store of fetched models on disk.
+
+A model's folder is always complete and contains a manifest of the model's source.
 """
 
 import fcntl
@@ -27,9 +28,7 @@ class ModelStore:
         return self.root / recipe.model
 
     def has(self, recipe: Recipe) -> bool:
-        """Returns whether the model of this recipe is in the store, is complete, and was built with this version of the
-        recipe.
-        """
+        """Returns whether the model is in the store, complete, and built by the present version of this recipe."""
         folder = self.path(recipe)
         try:
             manifest = json.loads((folder / _MANIFEST).read_text())

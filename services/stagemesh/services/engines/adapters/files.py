@@ -52,8 +52,9 @@ class AdapterFiles:
     rank: int
     """The largest LoRA rank of any of the adapter's layers."""
     layers: Mapping[str, Sizes]
-    """The sizes of the linear layers that the adapter changes, by PEFT's layer name without the suffix from ".lora_"
-    on.
+    """The sizes of the linear layers that the adapter changes, by PEFT's layer name.
+
+    The suffix that starts with ".lora_" is removed from the name.
     """
 
     def check(self, model: Mapping[str, Sizes | None]) -> None:

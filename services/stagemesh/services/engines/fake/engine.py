@@ -175,9 +175,7 @@ class FakeRun:
         return self._step < self._resumed or any(self._rows_to_skip.values())
 
     def _after_checkpoint(self, made: Tensors) -> Tensors | None:
-        """Returns the rows of a step's tensors that follow the checkpoint, or None if the checkpoint includes all of
-        them.
-        """
+        """Returns the rows of a step's tensors after the checkpoint, or None if all rows precede the checkpoint."""
         if not any(self._rows_to_skip.values()):
             return None if self._before_checkpoint else made
         skips = {name: min(len(tensor), self._rows_to_skip.get(name, 0)) for name, tensor in made.items()}
@@ -216,9 +214,10 @@ class FakeRun:
         return resize_text(text, self._random.count(self._options.size_bytes, "size", step))
 
     def _check_order(self, packet: Packet, last: int) -> int:
-        """Returns the step of the producer that the packet's metadata contains. Returns `last` if there is none.
+        """Returns the step number in the packet's metadata.
 
-        `last` is the step of the previous packet. Raises InvalidChunkError if the packet's step is less than `last`.
+        Returns `last` if there is no step number or if the request has several edges. `last` is the step number of the
+        previous packet. Raises InvalidChunkError if the packet's step number is less than `last`.
         """
         step = packet.metadata.get("step")
         if not isinstance(step, int) or len(self._task.inlets) > 1:
@@ -313,8 +312,8 @@ class StepClock:
         self._due_s = -math.inf
 
     def pause_s(self, duration_s: float) -> float:
-        """Returns the time in seconds from now until the end of a step that starts now and takes
-        `duration_s` seconds.
+        """Returns the time until the end of a step that starts now, in seconds. `duration_s` is the step's
+        duration.
         """
         now_s = self._now_s()
         late_s = now_s - self._due_s

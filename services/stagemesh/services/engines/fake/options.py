@@ -118,8 +118,9 @@ class SeededRandom:
     stage: str
 
     def quantile(self, *key: str | int) -> float:
-        """Returns a number between 0 and 1 (both exclusive) for `key`. The numbers of different keys are uniformly
-        distributed.
+        """Returns a number between 0 and 1 (both exclusive) for `key`.
+
+        The numbers of different keys are uniformly distributed.
         """
         digest = hashlib.blake2b(repr((self.seed, self.stage, key)).encode(), digest_size=8).digest()
         # 52 bits and the added half fit in a float, so the result is never rounded up to 1.
@@ -181,7 +182,7 @@ class FakeOptions:
     first_step_s: AmountOption | None = None
     """The duration of the first step of a task, in seconds. None means `step_s`."""
     size_bytes: CountOption = _NONE
-    """The size of each text in bytes, sampled for each step. Texts are repeated or cut to this size. 0 disables
+    """The size in bytes to which each text is repeated or cut, sampled for each step. The value 0 disables
     resizing.
     """
     fail_at_step: int | None = None

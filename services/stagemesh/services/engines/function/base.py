@@ -16,18 +16,17 @@ class Call(Generic[State]):
 
     state: State
     packet: Packet | None
-    """The input packet, or None in the last call of a request. In the last call, the function can return remaining
-    packets.
+    """The input packet, or None in the last call of a request.
 
-    The packet does not contain the optional tensors that are absent in the request.
+    In the last call, the function can return remaining packets. If an optional tensor is absent in the request, the
+    packet does not contain this tensor.
     """
 
 
 class Function(Protocol[State]):
-    """The interface of a function: a callable that processes batches of packets, with a separate state for each
-    request.
+    """The interface of a function: a callable that processes batches of packets.
 
-    Each function runs on a thread of its own.
+    A function has a separate state for each request. Each function runs on a thread of its own.
     """
 
     def open(self, *, seed: int, options: Mapping[str, float]) -> State:

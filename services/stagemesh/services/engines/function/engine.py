@@ -70,9 +70,7 @@ class FunctionEngine:
         self._serving: asyncio.Task[None] | None = None
         self._waiting: asyncio.Queue[_Waiting] = asyncio.Queue()
         self._call_s = 0.0
-        """The time that one call takes, in seconds, as an exponentially weighted moving average. 0 before the first
-        call.
-        """
+        """The exponentially weighted moving average of the time per call, in seconds. 0 before the first call."""
         self._held = 0
 
     @property
@@ -152,8 +150,9 @@ class FunctionEngine:
         return UnavailableError(f"function {self._name} is closed")
 
     async def _serve(self, function: Function[object]) -> None:
-        """Runs the waiting calls until cancelled. Calls that still wait after the cancellation fail with
-        UnavailableError.
+        """Runs the waiting calls until cancelled.
+
+        Calls that still wait after the cancellation fail with UnavailableError.
         """
         try:
             while True:

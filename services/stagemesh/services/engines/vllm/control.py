@@ -37,10 +37,9 @@ class VllmAdapters(AdapterManager):
         self._max_rank = config.max_lora_rank if config else 0
 
     async def restore(self) -> None:
-        """Loads all adapters again. Called after vLLM has reloaded the model's weights. Unloads adapters that vLLM
-        rejects.
+        """Loads all adapters again. Called after vLLM has reloaded the model's weights.
 
-        The caller must hold the manager's lock.
+        Unloads adapters that vLLM rejects. The caller must hold the manager's lock.
         """
         for entry in list(self._entries.values()):
             try:
@@ -64,9 +63,9 @@ class VllmAdapters(AdapterManager):
         return files.rank
 
     async def _targets(self, files: AdapterFiles) -> Mapping[str, Sizes | None]:
-        """Returns the sizes in the model of the layers that an adapter changes, by layer name. None is an unknown size.
+        """Returns the sizes in the model of the layers that an adapter changes, by layer name.
 
-        The layers that the model does not have are omitted.
+        A size is None if it is unknown. The layers that the model does not have are omitted.
         """
         names = sorted(files.layers)
         answers: list[dict[str, list[int]]] = await worker_call(self._llm, "adapter_targets", names)
@@ -154,8 +153,9 @@ class Control(SleepManager):
         )
 
     def count_prompt(self, output: "RequestOutput") -> None:
-        """Adds the prompt of a finished request to the cache statistics. `output` is the request's last output from
-        vLLM.
+        """Adds the prompt of a finished request to the cache statistics.
+
+        `output` is the request's last output from vLLM.
         """
         self._prompt_tokens += len(output.prompt_token_ids or ())
         self._cached_tokens += output.num_cached_tokens or 0

@@ -15,8 +15,9 @@ _DEATH_POLL_S = 0.2
 
 
 class CoreRefusalError(InternalError):
-    """Raised if vLLM's engine core or a worker raises an exception during a call. The error's message includes
-    vLLM's message.
+    """Raised if vLLM's engine core or a worker raises an exception during a call.
+
+    The error's message includes vLLM's message.
     """
 
     default_reason = "VLLM_FAILED"

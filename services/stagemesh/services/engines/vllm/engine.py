@@ -303,8 +303,9 @@ class VllmEngine:
 
 
 def prepare_environment() -> None:
-    """Sets the environment variables that vLLM reads when it is imported. Does not change variables that are already
-    set.
+    """Sets the environment variables that vLLM reads when it is imported.
+
+    Does not change variables that are already set.
     """
     set_library_variables(
         {

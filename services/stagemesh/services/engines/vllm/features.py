@@ -106,8 +106,9 @@ class EngineRequest:
 
     @property
     def computed_tokens(self) -> int:
-        """The number of token positions that the model has computed. Excludes the last sampled token, which is not
-        computed yet.
+        """The number of token positions that the model has computed.
+
+        Excludes the last sampled token, which is not computed yet.
         """
         return self.known_tokens - 1
 

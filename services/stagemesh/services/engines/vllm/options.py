@@ -38,9 +38,7 @@ class HiddenStatesOptions:
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
     """The dtype of the emitted tensors, independent of the model's dtype."""
     share_bytes: int = 0
-    """The size of the part of the arena into which the worker writes hidden states, in bytes. 0 means a quarter of the
-    arena.
-    """
+    """The size of the worker's part of the arena for hidden states, in bytes. 0 means a quarter of the arena."""
 
     def __post_init__(self) -> None:
         if not self.layers or len(set(self.layers)) < len(self.layers):

@@ -40,14 +40,14 @@ class StageWorker(Worker):
         runner.__class__ = type(f"Stage{kind.__name__}", (*mixins, kind), {})
 
     def call_runner(self, method: str, *args: object) -> Any:
-        """Calls a method of the model runner and returns its result. Called by the replica through vLLM's
-        `collective_rpc`.
+        """Calls a method of the model runner and returns its result.
+
+        Called by the replica through vLLM's `collective_rpc`.
         """
         return getattr(self.model_runner, method)(*args)
 
     def adapter_targets(self, names: list[str]) -> dict[str, list[int]]:
-        """Returns the sizes of those layers in `names` that this worker has and that a LoRA adapter can change, by
-        name.
+        """Returns the sizes of the layers in `names` that this worker has and a LoRA adapter can change, by name.
 
         `names` contains PEFT's layer names. A size is [inputs, outputs], the total numbers over all ranks, or an empty
         list if the size is unknown. vLLM itself checks a layer of unknown size when it loads the adapter. The replica

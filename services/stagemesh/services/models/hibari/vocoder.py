@@ -106,10 +106,10 @@ class SentenceStream:
         return _overlap_add(blocks, first=first, total=total if last else None)
 
     def _extend_source(self, samples: Floats, *, last: bool) -> None:
-        """Appends pulse samples to the source. Adds the reflections that the transform expects at both ends of the
-        sentence.
+        """Appends pulse samples to the source.
 
-        `last` is True for the last samples of the sentence.
+        Adds the reflections that the transform expects at both ends of the sentence. `last` is True for the last
+        samples of the sentence.
         """
         if self._source is not None:
             self._source = np.concatenate([self._source, samples])
@@ -161,15 +161,16 @@ class PulseTrain:
         in Hz.
         """
         self._cycles_hz = 0.0
-        """The sum of the pitch in Hz over all samples so far. Equals the phase in cycles, multiplied by the sample
-        rate.
+        """The sum of the pitch in Hz over all samples so far.
+
+        Equals the phase in cycles, multiplied by the sample rate.
         """
 
     def push(self, f0: Floats, *, last: bool) -> Floats:
-        """Converts the pitch of the next frames, in Hz, to pulse samples. `last` is True for the last frames of the
-        sentence.
+        """Converts the pitch of the next frames, in Hz, to pulse samples.
 
-        Returns the samples of the frames that are complete, as float32[frames * hop].
+        `last` is True for the last frames of the sentence. Returns the samples of the frames that are complete, as
+        float32[frames * hop].
         """
         before = f0[:1] if not len(self._f0) else self._f0[:0]
         known = np.concatenate([before, self._f0, f0])
@@ -182,8 +183,10 @@ class PulseTrain:
     def _pulses(self, pitch_hz: Floats) -> Floats:
         """Returns a pulse sample for each pitch in `pitch_hz`: the sum of cos(h t) over the harmonics h = 1 to H.
 
-        H is the number of harmonics below 11 kHz. t is the phase of the pitch in radians. The sum equals sin((H + 1/2)
-        t) / (2 sin(t / 2)) - 1/2.
+        H is the number of harmonics below 11 kHz, and t is the phase of the pitch in radians. The sum equals this
+        expression:
+
+        sin((H + 1/2) t) / (2 sin(t / 2)) - 1/2
         """
         voiced = pitch_hz > _VOICED_HZ
         pitch_hz = np.maximum(pitch_hz, np.float32(_VOICED_HZ))

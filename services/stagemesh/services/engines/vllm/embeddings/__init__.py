@@ -1,3 +1,4 @@
-"""Support for prompts that consist of embeddings from an upstream stage. The embeddings may arrive while the request
-runs.
+"""Support for prompts that consist of embeddings from an upstream stage.
+
+The embeddings may arrive while the request runs.
 """

@@ -129,8 +129,7 @@ class EmbeddingFlow(RequestHook):
         self._ended = False
 
     async def read_prompt(self) -> int:
-        """Reads packets until the first row and the prompt's length have arrived. Returns the prompt's length in
-        tokens.
+        """Reads packets until the first row and the prompt's length have arrived. Returns this length in tokens.
 
         The metadata field `prompt_tokens` of a packet contains the prompt's length. If no packet has this field, all
         rows belong to the prompt, and all packets are read.
@@ -189,8 +188,9 @@ class EmbeddingFlow(RequestHook):
         limit.set_arrived(UNLIMITED if self._ended else self._next_position)
 
     async def _read(self) -> bool:
-        """Reads one packet and writes its rows into the slot. Returns False if there are no more packets, and True
-        otherwise.
+        """Reads one packet and writes its rows into the slot.
+
+        Returns False if there are no more packets, and True otherwise.
         """
         packet = await anext(self._flow, None)
         if packet is None:

@@ -44,8 +44,7 @@ class _TakesEmbeddings:
         starts: npt.NDArray[np.int32],
         positions: npt.NDArray[np.int32],
     ) -> None:
-        """Writes embeddings from the shared memory into `inputs_embeds`, the input embeddings of a step, [tokens,
-        width].
+        """Writes embeddings into the input embeddings of a step, `inputs_embeds` [tokens, width].
 
         Replaces the rows of placeholder tokens. Adds embeddings to the rows of sampled tokens. For the request
         `request_ids[i]`, `starts[i]` is the index of the first row in the step, and `positions[i]` is the token
@@ -84,9 +83,7 @@ class RunnerV1(_TakesEmbeddings):
         return made
 
     def _hide_placeholders(self, batch: Any) -> None:
-        """Removes the placeholder tokens from the copies of the prompts that the sampler uses for
-        repetition penalties.
-        """
+        """Removes the placeholder tokens from the prompts that the sampler uses for repetition penalties."""
         prompts = batch.sampling_metadata.prompt_token_ids
         if prompts is not None:
             for i, request_id in enumerate(batch.req_ids):

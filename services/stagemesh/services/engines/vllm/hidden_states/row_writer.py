@@ -104,10 +104,10 @@ class RequestRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepRows(msgspec.Struct, frozen=True, array_like=True):
-    """A message that reports rows that the worker has written in one engine step. Each tensor has the shape [rows,
-    hidden].
+    """A message that reports rows that the worker has written in one engine step.
 
-    There is one tensor for each emitted layer. A step with many rows is reported in several messages.
+    Each tensor has the shape [rows, hidden]. There is one tensor for each emitted layer. A step with many rows is
+    reported in several messages.
     """
 
     handle: Handle
@@ -268,11 +268,11 @@ def _copy(
     *,
     stream: torch.cuda.Stream | None,
 ) -> torch.cuda.Event | None:
-    """Copies rows to host memory. `pieces` contains the rows to concatenate, and `targets` the destination, by tensor
-    name.
+    """Copies rows to host memory.
 
-    Without a stream, returns None after the copy. With a stream, starts the copy and returns an event that marks its
-    end. The compute stream first gathers the rows, because the next replay of its CUDA graph overwrites them.
+    `pieces` contains the rows to concatenate, and `targets` the destination, by tensor name. Without a stream, returns
+    None after the copy. With a stream, starts the copy and returns an event that marks its end. The compute stream
+    first gathers the rows, because the next replay of its CUDA graph overwrites them.
     """
     if stream is None:
         for name, parts in pieces.items():

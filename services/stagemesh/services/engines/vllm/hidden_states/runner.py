@@ -101,9 +101,7 @@ class _EmitsHiddenStates:
         return layers
 
     def _batch(self) -> Batch | None:
-        """Returns the step whose tokens have not been sampled yet, or None if this rank has no hidden states of such a
-        step.
-        """
+        """Returns the step whose tokens are not sampled yet, or None if this rank has no hidden states of it."""
         state = cast("Any", self).execute_model_state
         if state is None or state.hidden_states is None:
             return None

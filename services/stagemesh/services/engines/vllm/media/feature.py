@@ -150,10 +150,10 @@ class Media(RequestFeature):
 
 
 def _resample(audio: DecodedAudio, info: "BaseProcessingInfo") -> object:
-    """Resamples audio to the model's sample rate, if the model has one. Returns the audio in the form that vLLM
-    accepts.
+    """Resamples audio to the model's sample rate, if the model has one.
 
-    Uses any resampling library that is installed. vLLM itself would use only torchaudio.
+    Returns the audio in the form that vLLM accepts. Uses any resampling library that is installed. vLLM itself would
+    use only torchaudio.
     """
     wanted = info.data_parser.audio_resampler
     if wanted.target_sr is None:
