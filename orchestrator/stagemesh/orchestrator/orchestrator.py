@@ -92,7 +92,7 @@ class Orchestrator:
         seed = request.parameters.seed if request.parameters.HasField("seed") else None
         find_known = partial(self.requests.find_same, valid.request_id, content, seed=seed)
         while (known := find_known()) is not None and known.record.abandoned:
-            # The request is about to end, and no caller has received its result. It is therefore started again.
+            # The request is about to end, and no caller has received its result. A new request is therefore started.
             await asyncio.wait([known.ended])
         if known is None:
             known = self._start(valid, content, time_left_s=time_left_s)

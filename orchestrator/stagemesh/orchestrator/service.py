@@ -34,7 +34,7 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
     """Serves `pipeline` within the block. Yields the port of the gRPC server.
 
     The gRPC health status of "" and of OrchestratorService is SERVING if every stage has a ready replica, every edge is
-    usable, and the orchestrator does not drain. The health status of "liveness" is always SERVING.
+    usable, and the orchestrator is not draining. The health status of "liveness" is always SERVING.
     """
     _check_stages(config, pipeline)
     server = Server(config.listen)

@@ -140,7 +140,7 @@ class Admission:
     def close(self, error: StagemeshError) -> None:
         """Rejects all waiting requests with `error`. Running requests continue."""
         for ticket in tuple(self._waiting):
-            # Several tasks raise the error. Each needs a copy, because an exception object contains its traceback.
+            # Several tasks raise the error. Each task needs a copy, because an exception object contains its traceback.
             self._reject(ticket, copy(error))
 
     def _admit(self, ticket: Ticket, now_s: float) -> None:
@@ -211,7 +211,7 @@ class Admission:
     def _end_waiting(self, ticket: Ticket) -> Listener | None:
         """Marks a ticket as no longer waiting, and detaches its listener.
 
-        Returns the listener, so that the caller can call it one last time, or None if the ticket has no listener.
+        Returns the listener for one last notification, or None if the ticket has no listener.
         """
         self._waiting.discard(ticket)
         listener, ticket.listener, ticket.state = ticket.listener, None, TicketState.GONE

@@ -36,7 +36,7 @@ class Listener(Protocol):
     def queued(self, *, position: int, expected_wait_s: float) -> None:
         """Called when the request is queued or its position changes.
 
-        `position` starts at 1. `expected_wait_s` is an estimate in seconds.
+        `position` is the position in the queue, from 1. `expected_wait_s` is the expected wait in seconds.
         """
 
     def admitted(self) -> None:

@@ -239,11 +239,11 @@ class EdgeConnectors:
                 replica.hold_for_connector(None)
 
     def _find_unusable(self) -> dict[Replica, str]:
-        """Returns the replicas that must receive no requests because of refused links. Maps each replica to the reason.
+        """Returns the replicas that must receive no requests because of refused links, each with the reason.
 
         For each refused link, requests are withheld from one of its two replicas. If the replica that joined later has
-        a substitute, it is that replica. Otherwise, it is the replica that joined earlier, if this replica has a
-        substitute.
+        a substitute, requests are withheld from that replica. Otherwise, they are withheld from the replica that joined
+        earlier, if this replica has a substitute.
         """
         order = {replica: number for number, replica in enumerate(self._by_replica)}
         refused: list[tuple[Replica, Replica, EdgeLink]] = []

@@ -38,7 +38,7 @@ class Fleet:
         connect: Callable[[Member], ReplicaClient] = connect,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Creates a fleet. `sources` report its members.
+        """Creates a fleet whose members are reported by `sources`.
 
         Accepts replicas of the pipeline's own generation and of the additional `generations`.
         """
@@ -119,7 +119,7 @@ class Fleet:
         return replica
 
     def admit(self, replica: Replica, description: stage_pb2.DescribeResponse) -> None:
-        """Sets a replica's state from its description.
+        """Sets the state of a replica from the replica's description.
 
         The state becomes FAILED if another ready replica has the same name, or if the replica does not belong to its
         stage.

@@ -80,7 +80,8 @@ class ReplicaClient:
     ) -> EdgeProbe:
         """Returns the connector that the replica would use to send data to `consumer`, which listens at `endpoint`.
 
-        If no connector works, raises a StagemeshError that contains the reason.
+        `connector` is the connector that the pipeline file names for the edge. If no connector works, raises a
+        StagemeshError that contains the reason.
         """
         request = stage_pb2.ProbeEdgeRequest(
             edge=edge, consumer=consumer, endpoint=endpoint, connector=number_of(connector)
@@ -216,7 +217,7 @@ class _StepStream:
     def __init__(self, channel: grpc.aio.Channel, errors: _ReplicaErrors) -> None:
         """Opens the stream. Requires a running event loop."""
         self.is_closed = False
-        """Whether the stream has ended, so that it can execute no further steps."""
+        """Whether the stream has ended and can execute no further steps."""
         self._is_closing = False
         """Whether new calls are rejected, because the stream has ended or the replica is about to end the stream."""
         self._errors = errors

@@ -65,7 +65,7 @@ class ReplicaWatcher:
     async def _watch(self) -> None:
         """Polls the replica's description until the replica is ready. Runs until it is cancelled.
 
-        After the replica is ready, waits until it is no longer ready, and then polls again.
+        After the replica is ready, waits until the replica is no longer ready, and then polls again.
         """
         while True:
             pause_s = _LOADING_PAUSE_S

@@ -41,9 +41,10 @@ class Failover:
     async def find_alone(
         self, stage: str, plan: Plan, *, avoid: Collection[Replica], reservation: ExitStack
     ) -> Replica:
-        """Reserves a replica for one request. Returns the replica when it runs no other request of this orchestrator.
+        """Reserves a replica for one request. Waits until the replica runs no other request of this orchestrator.
 
-        Chooses a replica in `avoid` only if no other replica is ready. Closing `reservation` ends the reservation.
+        Returns the replica. Chooses a replica in `avoid` only if no other replica is ready. Closing `reservation` ends
+        the reservation.
         """
         with ExitStack() as reserved:
             await self._reserving[stage].acquire()
@@ -67,9 +68,9 @@ class _KeptState(NamedTuple):
 class StateBudget:
     """Limits the total size of the checkpoints that the orchestrator retains.
 
-    If a replica terminates, its steps resume from these checkpoints. The oldest checkpoints are dropped first. A step
-    whose checkpoint was dropped restarts from the beginning. A checkpoint that was sent to a restarted step is not
-    counted, because it is part of the step's request.
+    If a replica terminates, the steps that ran on the replica resume from these checkpoints. The oldest checkpoints are
+    dropped first. A step whose checkpoint was dropped restarts from the beginning. A checkpoint that was sent to a
+    restarted step is not counted, because that checkpoint is part of the step's request.
     """
 
     def __init__(self, limit_bytes: int) -> None:

@@ -3,7 +3,7 @@
 The planner compares a few random replicas of a stage, and selects the replica with the least remaining work. If several
 replicas have about the same amount of work, the planner prefers a co-located replica.
 
-A comparison of all replicas would take longer as their number increases. It would also send all requests that arrive
+A comparison of all replicas would take longer the more replicas there are, and would send all requests that arrive
 between two load reports to the same replica. A choice between two random replicas keeps all replicas about equally busy
 (M. Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001). A third candidate makes the slowest
 requests of busy stages a seventh faster (`benchmarks/simulate.py`). In addition, the planner compares the same number
@@ -108,7 +108,7 @@ class Plan:
 
 
 class Planner:
-    """Chooses the replicas that run a request from the ready replicas.
+    """Chooses the replicas that run each request. Considers only ready replicas.
 
     The time to plan a request does not depend on the number of replicas.
     """
@@ -158,8 +158,8 @@ class Planner:
     def _choose_generation(self, stages: Sequence[str]) -> tuple[str, Mapping[str, ReadyReplicas]]:
         """Chooses a random generation in which every stage has a ready replica.
 
-        Returns the generation and its ready replicas by stage name. The weight of a generation is the number of ready
-        replicas of the stage that has the fewest.
+        Returns the generation and its ready replicas by stage name. The weight of a generation in the random choice is
+        the smallest number of ready replicas that any of the stages has.
         """
         ready = self._registry.ready(stages)
         if not ready:

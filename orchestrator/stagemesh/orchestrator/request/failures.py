@@ -96,7 +96,7 @@ class Losses(NamedTuple):
     """The stages that must be recovered, each with the error that is the reason."""
 
     lost: Mapping[str, StagemeshError]
-    """The errors of the lost steps, by stage name."""
+    """The errors of steps that ended but can be recovered, by stage name."""
     fresh: Mapping[str, StagemeshError]
     """The errors of stages that must restart from the beginning instead of from a checkpoint, by stage name."""
 

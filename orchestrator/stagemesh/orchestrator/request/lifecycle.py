@@ -104,7 +104,7 @@ class RequestLifecycle:
             error = await self._run_or_take_over(request, plan)
             made = made_bytes(self.record) if error is None else None
         except StagemeshError as exc:
-            # A traceback refers to the frames that the error passed, and these to the request.
+            # A traceback refers to the frames that the error passed, and these frames refer to the request.
             return copy(exc.with_traceback(None))
         else:
             return error
@@ -227,7 +227,7 @@ class RequestRegistry:
         return known
 
     def add(self, request_id: str, known: RequestLifecycle) -> None:
-        """Adds a queued or running request. Its id must be unknown."""
+        """Adds a queued or running request. The registry must not contain a request with the same id."""
         assert self.find(request_id) is None, "request ids are unique"
         self._known[request_id] = known
 

@@ -1,4 +1,4 @@
-"""The record of one request's events, which every caller can read from the first event. Tracks the callers."""
+"""The record of one request's events. Every caller can read all events from the first one. Tracks the callers."""
 
 import asyncio
 import sys

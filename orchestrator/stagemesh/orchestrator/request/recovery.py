@@ -63,7 +63,7 @@ class Restart:
 
     attempt: int
     resumes: bool
-    """Whether the attempt resumes from the checkpoint. If False, it starts from the beginning."""
+    """Whether the attempt resumes from the checkpoint. If False, the attempt starts from the beginning."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class StepState(AttemptState):
     busy: asyncio.Task[None] | None = None
     """The task that chooses a replica for the stage or rebinds the stage, or None if no such task runs."""
     arrangements: ExitStack = field(default_factory=ExitStack)
-    """Callbacks for the release of the replica. They end its reservation and remove the callback for its end."""
+    """Callbacks that run when the replica is released, for example to end the replica's reservation."""
 
     @property
     def name(self) -> str:
@@ -166,7 +166,7 @@ class StepState(AttemptState):
         self.restarts += 1
 
     def release_replica(self) -> None:
-        """Removes the step from its replica's load, ends the replica's reservation, and ignores the replica's end."""
+        """Removes the step from its replica's load, and runs the callbacks in `arrangements`."""
         self.step.release()
         self.arrangements.close()
 
@@ -186,7 +186,7 @@ class Restarts:
 
 
 class ActionKind(Enum):
-    """The kind of an action."""
+    """The operation that an action performs on its stage."""
 
     PLACE = "choose a replica"
     START = "send the newest attempt to its replica"
@@ -220,8 +220,8 @@ def is_checkpoint_useful(route: Route, states: States, stage: str, rows: Mapping
     """Returns whether the stage could resume from a new checkpoint.
 
     `rows` is the number of rows before the checkpoint, by tensor name. Each consumer of these rows must have received
-    them, or must be connected to the stage's current attempt, which will send them. In addition, the edge must allow
-    the stage to omit the rows after a restart.
+    them, or must be connected to the stage's current attempt, which will send them. In addition, the edges must allow
+    the stage to omit these rows when it resumes.
     """
     for edge in route.outgoing[stage]:
         consumer = states[edge.consumer]
@@ -269,7 +269,7 @@ def next_actions(route: Route, states: States) -> list[Action]:
 
 
 def is_open(edge: Edge, states: States) -> bool:
-    """Returns whether the edge's consumer has not finished, so that it can still receive data."""
+    """Returns whether the edge's consumer can still receive data, because the consumer has not finished."""
     return states[edge.consumer].phase is not Phase.FINISHED
 
 

@@ -237,7 +237,7 @@ class RequestRun:
     async def _rebind(self, state: StepState, action: Action) -> None:
         """Notifies a stage's replica of the new producers or the new consumers on the edges of `action`.
 
-        If the replica cannot continue with them, marks the stages that must restart.
+        If the replica rejects the new producers or consumers, marks the stages that must restart.
         """
         attempt = state.attempt
         try:

@@ -106,7 +106,7 @@ class StepCalls:
         return has_state and self._input_bytes + checkpoint.ByteSize() + _BINDINGS_BYTES <= MAX_MESSAGE_BYTES
 
     async def rebind(self, state: StepState, edges: Collection[str]) -> None:
-        """Notifies the stage's replica of the new producers and consumers on `edges`, which are edge names.
+        """Notifies the stage's replica of the new producers and consumers on some edges. `edges` contains edge names.
 
         Raises the error that the replica returns, or the replica's end cause if the replica has ended.
         """
@@ -287,8 +287,8 @@ def policy_to_wire(policy: ChunkPolicy) -> stage_pb2.ChunkPolicy:
 async def follow_step(replica: Replica, request: bytes, *, deadline_s: float, take: TakeEvent) -> None:
     """Executes a step until it ends. Calls `take` exactly once with each event. The first event is the acceptance.
 
-    - `request` is a serialized ExecuteStepRequest. It is retained until the step ends. A parsed message would need
-      several times as much memory.
+    - `request` is a serialized ExecuteStepRequest. The serialized form is retained until the step ends, because a
+      parsed message would need several times as much memory.
     - `deadline_s` is a time in seconds on the event loop's clock.
 
     If the connection breaks, calls the replica again. The replica then replays the step's events.
@@ -330,7 +330,7 @@ async def follow_step(replica: Replica, request: bytes, *, deadline_s: float, ta
                 raise _acceptance_missing(replica.stage)
             return
         finally:
-            # A timeout refers to its task. If the task is cancelled, its frames would keep it alive.
+            # A timeout refers to its task. The frames of a cancelled task would otherwise keep the task alive.
             relay.accept_timeout = None
 
 
@@ -369,7 +369,7 @@ async def _check_incarnation(replica: Replica, *, timeout_s: float) -> None:
     """Asks the replica's address for its incarnation. Raises the replica's end cause if the replica has ended.
 
     If a different process answers, the replica has ended. The new process does not know the step, and would start the
-    step again if it were called.
+    step from the beginning.
     """
     with suppress(StagemeshError):
         description = await replica.client.describe(timeout_s=timeout_s)

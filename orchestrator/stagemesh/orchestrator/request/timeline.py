@@ -99,7 +99,7 @@ class StepNotes:
             self.total_steps = progress.total_steps
 
     def note_rebound(self, edges: Sequence[str]) -> None:
-        """Notes the time, and that the replicas at the other end of these edges were replaced."""
+        """Notes that the replicas at the other end of these edges were replaced at the current time."""
         self.rebindings += (Rebinding(self._elapsed_s(), tuple(edges)),)
 
     def note_finished(self, finished: stage_pb2.StepFinished) -> None:
@@ -118,7 +118,7 @@ class StepNotes:
 
 @dataclass(eq=False, slots=True)
 class Timeline:
-    """The state and the times of one request. Requests are numbered in the order of receipt."""
+    """The state and the times of one request. Requests are numbered in the order of receipt (`number`)."""
 
     request_id: str = ""
     _: KW_ONLY
@@ -163,7 +163,10 @@ class Timeline:
 
     @property
     def finished_steps(self) -> Mapping[str, stage_pb2.StepFinished]:
-        """The final statistics of each stage's newest attempt, by stage name. Empty if the attempt has not finished."""
+        """The final statistics of each stage's newest attempt, by stage name.
+
+        The statistics of an attempt that has not finished are empty.
+        """
         return {step.stage: step.finished or stage_pb2.StepFinished() for step in self.steps}
 
     def elapsed_s(self) -> float:
