@@ -183,8 +183,8 @@ class PulseTrain:
     def _pulses(self, pitch_hz: Floats) -> Floats:
         """Returns a pulse sample for each pitch in `pitch_hz`: the sum of cos(h t) over the harmonics h = 1 to H.
 
-        H is the number of harmonics below 11 kHz, and t is the phase of the pitch in radians. The sum equals this
-        expression:
+        H is the number of harmonics below 11 kHz, and t is the phase of the pitch in radians. In closed form, the
+        sum is:
 
         sin((H + 1/2) t) / (2 sin(t / 2)) - 1/2
         """
