@@ -208,8 +208,8 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
                 while await _next(request_iterator, source.closed):
                     source.renew(lease)
                     yield membership_pb2.RegisterResponse(lease_s=source.lease_s)
-                # A broken connection may look like the orderly end of the replica's stream. If so,
-                # sending this answer raises an error.
+                # A broken connection may look like the orderly end of the replica's stream. If so, sending this
+                # answer raises an error.
                 yield membership_pb2.RegisterResponse(lease_s=source.lease_s)
                 source.leave(lease)
             finally:

@@ -1,6 +1,6 @@
 """Types for a checked pipeline, and for the routes of requests through a pipeline.
 
-The types extend the entries of a pipeline file by the values that the checks have derived from the entries.
+The types extend the entries of a pipeline file with values that the checks derive from these entries.
 """
 
 from collections.abc import Collection, Iterable, Mapping

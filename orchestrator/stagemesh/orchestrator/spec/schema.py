@@ -95,7 +95,7 @@ class OptionTerm(Entry, frozen=True):
 
     @property
     def comparisons(self) -> Mapping[Comparison, float]:
-        """The number with which the option is compared, by comparison operator. Contains only the term's operators."""
+        """The numbers with which the option is compared, by comparison operator."""
         values = {how: getattr(self, how.value, self.equal) for how in Comparison}
         return {how: value for how, value in values.items() if value is not None}
 

@@ -31,8 +31,8 @@ class Endpoint(NamedTuple):
 class EdgeTensors(NamedTuple):
     """The names of the tensors on an edge.
 
-    `tensors` are transferred from the producer. `brings` are the tensors that the consumer receives after the edge's
-    transform.
+    `tensors` are the tensors that the edge transfers from the producer. `brings` are the tensors that the consumer
+    receives after the edge's transform.
     """
 
     tensors: tuple[str, ...] = ()

@@ -147,7 +147,7 @@ def find_facts(given: Condition, *, unless: Iterable[Condition] = ()) -> Facts |
 def _values_by_fact(terms: Iterable[Term]) -> Mapping[Fact, Sequence[float]]:
     """Returns representative values of each fact. The first value of each fact is its default.
 
-    Every other possible value gives the same results in all comparisons as one of the representative values.
+    Any other possible value of a fact gives the same result in all comparisons as one of the representative values.
     """
     by_fact: dict[Fact, list[Term]] = {}
     for term in terms:

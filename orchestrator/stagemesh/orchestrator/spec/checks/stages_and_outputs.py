@@ -21,7 +21,7 @@ from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Problems, 
 
 @dataclass(frozen=True)
 class Catalog:
-    """The functions that load the descriptor of an engine and the descriptor of a transform by name.
+    """The functions that load descriptors by name: `engine` for engines, and `transform` for transforms.
 
     Both functions raise NotFoundError if the name is unknown.
     """

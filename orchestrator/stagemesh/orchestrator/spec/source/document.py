@@ -141,7 +141,7 @@ class _Reader:
     def _fill_in(self, text: str, path: KeyPath) -> str:
         """Returns the text of the scalar at `path`, with each mark replaced by the text for its reference.
 
-        Adds the variables that were used to the origin of the scalar.
+        If values of variables are used, adds the names of these variables to the origin of the scalar.
         """
         names: list[str] = []
         filled = _MARK.sub(lambda mark: self._value(self._references[int(mark[1])], path, names=names), text)
