@@ -1,1 +1,1 @@
-"""Modules that every part of Stagemesh uses: errors, tensor types, settings, logging, process lifecycle."""
+"""Modules that all parts of Stagemesh share, such as errors, tensor types, settings, logging and process lifecycle."""

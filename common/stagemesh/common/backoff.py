@@ -1,4 +1,4 @@
-"""Exponential backoff: the pause before a retry doubles with each failure, up to a limit."""
+"""Exponential backoff. The pause before a retry doubles with each consecutive failure, up to a maximum."""
 
 from dataclasses import dataclass, field
 
@@ -13,17 +13,17 @@ def backoff_s(failures: int, *, first_s: float, longest_s: float) -> float:
 
 @dataclass(kw_only=True)
 class Backoff:
-    """Counts consecutive failures of one operation and returns the pause before each retry."""
+    """A counter of the consecutive failures of one operation. Determines the pause before each retry."""
 
     first_s: float
     longest_s: float
     _failures: int = field(default=0, init=False)
 
     def next_s(self) -> float:
-        """Records a failure, and returns the pause in seconds before the next attempt."""
+        """Records a failure. Returns the pause in seconds before the next attempt."""
         self._failures += 1
         return backoff_s(self._failures, first_s=self.first_s, longest_s=self.longest_s)
 
     def reset(self) -> None:
-        """Resets the number of failures to 0. Call this method after a success."""
+        """Resets the number of consecutive failures to 0. Call it after a success."""
         self._failures = 0

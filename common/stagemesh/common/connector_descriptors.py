@@ -1,7 +1,7 @@
-"""Descriptors of the built-in connectors and of the connectors that other packages add.
+"""Descriptors of the built-in connectors and of connectors that other packages add.
 
-Other packages add connectors as entry points in the group `stagemesh.connectors`. Each entry point names a
-`ConnectorDescriptor`. This module imports neither the connectors nor the libraries that they need.
+Other packages add connectors as entry points in the group `stagemesh.connectors`. Each entry point refers to a
+`ConnectorDescriptor`. This module imports neither connectors nor the libraries that connectors need.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -16,7 +16,9 @@ from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.v1 import chunk_pb2
 
 ConnectorName: TypeAlias = str
-"""The name of a connector in pipeline files, the CLI and metrics, or `AUTO`.
+"""The name of a connector in pipeline files, the CLI and metrics.
+
+AUTO stands for the connector that is selected by rank.
 
 A connector transfers the tensors of an edge.
 """
@@ -28,26 +30,25 @@ _FIRST_ADDED_NUMBER = 1000
 
 @dataclass(frozen=True)
 class ConnectorDescriptor:
-    """Describes a connector without importing it: its name, its protobuf enum value and its factory."""
+    """A description of a connector that does not import the connector."""
 
     name: ConnectorName
     number: int
-    """The connector's value in the protobuf enum `Connector`. Values of other packages' connectors are at least 1000.
-    """
+    """The connector's value in the protobuf enum `Connector`. At least 1000 for a connector of another package."""
     rank: int
-    """The connector's position in the order of preference, lowest first: shm has 10, nixl 20 and grpc 100.
+    """The connector's position in the order of preference: 10 for shm, 20 for nixl and 100 for grpc.
 
     `connector: auto` selects the usable connector with the lowest rank.
     """
     factory: str = ""
-    """The "module:callable" that creates the `Connector`. Empty only for grpc, which needs no `Connector` object.
+    """The callable that creates the `Connector`, as "module:callable". Empty only for grpc, which has no `Connector`.
 
-    The callable is called with the arena, and with the keyword arguments `landing`, `replica` and `incarnation`.
+    The callable's arguments are the arena, and the keyword arguments `landing`, `replica` and `incarnation`.
     """
     module: str = ""
-    """The Python module that must be installed to use the connector, or "" if no additional module is needed."""
+    """The name of the Python module that the connector needs, or "" if the connector needs no additional module."""
     remedy: str = ""
-    """The instruction for installing `module`, which error messages contain."""
+    """An instruction that tells the user how to install `module`, for use in error messages."""
 
     def missing(self) -> str:
         """Returns the reason why this installation cannot use the connector, or "" if the connector is usable."""
@@ -71,9 +72,10 @@ _registered: list[ConnectorDescriptor] = []
 
 @cache
 def descriptors() -> Mapping[ConnectorName, ConnectorDescriptor]:
-    """Returns all descriptors by connector name, in ascending order of rank.
+    """Returns the descriptors of all connectors by connector name, in ascending order of rank.
 
-    Raises NotReadyError if another package's connector has an invalid number, or a name or number that is in use.
+    Raises NotReadyError (CONNECTOR_CLASH) if another package's connector has a number below 1000, or a name or number
+    that another connector already has.
     """
     added = [entry.load() for entry in entry_points(group="stagemesh.connectors")]
     _check_added(added)
@@ -85,7 +87,7 @@ def descriptors() -> Mapping[ConnectorName, ConnectorDescriptor]:
 def registered(descriptor: ConnectorDescriptor) -> Generator[None]:
     """Registers a connector without an entry point until the `with` block ends.
 
-    The connector replaces any connector of the same name.
+    The connector replaces any connector with the same name.
     """
     _registered.append(descriptor)
     descriptors.cache_clear()
@@ -97,9 +99,9 @@ def registered(descriptor: ConnectorDescriptor) -> Generator[None]:
 
 
 def descriptor_of(name: ConnectorName) -> ConnectorDescriptor:
-    """Returns the descriptor of the named connector.
+    """Returns the descriptor of the connector `name`.
 
-    Raises InvalidRequestError (UNKNOWN_CONNECTOR) if the name is unknown. The message lists the known names.
+    Raises InvalidRequestError (UNKNOWN_CONNECTOR) if there is no such connector. The message lists all connector names.
     """
     descriptor = descriptors().get(name)
     if descriptor is None:
@@ -110,9 +112,9 @@ def descriptor_of(name: ConnectorName) -> ConnectorDescriptor:
 
 
 def number_of(name: ConnectorName) -> chunk_pb2.Connector.ValueType:
-    """Returns the named connector's value in the protobuf enum `Connector`.
+    """Returns the value of the connector `name` in the protobuf enum `Connector`.
 
-    Raises InvalidRequestError (UNKNOWN_CONNECTOR) if the name is unknown.
+    Raises InvalidRequestError (UNKNOWN_CONNECTOR) if there is no such connector.
     """
     number = chunk_pb2.CONNECTOR_AUTO if name == AUTO else descriptor_of(name).number
     # The protobuf enum is open, so it can also carry the numbers of connectors that other packages add.
@@ -120,9 +122,10 @@ def number_of(name: ConnectorName) -> chunk_pb2.Connector.ValueType:
 
 
 def name_of(number: int) -> ConnectorName:
-    """Returns the name of the connector with this value in the protobuf enum `Connector`, or AUTO if it is unspecified.
+    """Returns the name of the connector whose value in the protobuf enum `Connector` is `number`.
 
-    Raises InvalidRequestError (UNKNOWN_CONNECTOR) if the value is unknown.
+    Returns AUTO if `number` is CONNECTOR_UNSPECIFIED or CONNECTOR_AUTO. Raises InvalidRequestError (UNKNOWN_CONNECTOR)
+    if there is no such connector.
     """
     if number in {chunk_pb2.CONNECTOR_UNSPECIFIED, chunk_pb2.CONNECTOR_AUTO}:
         return AUTO

@@ -1,8 +1,8 @@
 """Descriptors of engines, functions and transforms, which are found through entry points.
 
-A descriptor states the input and output tensors without importing heavy libraries, so that a pipeline can be checked
-without loading a model. Only the descriptor's factory imports these libraries. Packages register descriptors as entry
-points in the groups `stagemesh.engines`, `stagemesh.functions` and `stagemesh.transforms`.
+A descriptor states the input and output tensors, so that a pipeline can be checked without loading a model. Importing a
+descriptor imports no heavy libraries. Only the descriptor's factory imports these libraries. Packages register
+descriptors as entry points in the groups `stagemesh.engines`, `stagemesh.functions` and `stagemesh.transforms`.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ OutputKind = Literal["text", "tokens", "audio", "image", "tensor"]
 
 @dataclass(frozen=True)
 class Emitted:
-    """A tensor that a stage emits, and how clients interpret the tensor.
+    """The type of a tensor that a stage emits, and the clients' interpretation of the tensor.
 
     `kind` determines the interpretation:
 
@@ -60,19 +60,22 @@ class Signature:
     adapters: bool = False
     """Whether a request may select an adapter for the stage."""
     media: bool = False
-    """Whether a request's messages may contain media. The model determines which media it accepts."""
+    """Whether a request's messages may contain images, audio or video.
+
+    The model determines which of them it accepts.
+    """
     negative_prompt: bool = False
-    """Whether a request may have a negative prompt: a description of content that the output must not show."""
+    """Whether a request may have a negative prompt, which describes content that the output must not show."""
     optional: frozenset[str] = frozenset()
-    """The names of accepted tensors that may be missing from a packet or from all packets of a request."""
+    """The names of accepted tensors that are optional. A packet or a whole request may omit them."""
 
 
 @dataclass(frozen=True)
 class FunctionDescriptor:
-    """Describes a function that a stage can run.
+    """A description of a function that a stage can run.
 
-    `factory` names a "module:callable" that returns the function. The arguments of the callable are the model's path,
-    or None if the stage has no model, and the stage's options.
+    `factory` is the "module:callable" that returns the function. The callable's arguments are the path of the stage's
+    model, or None if the stage has no model, and the stage's options.
     """
 
     signature: Signature
@@ -81,10 +84,10 @@ class FunctionDescriptor:
 
 @dataclass(frozen=True)
 class TransformDescriptor:
-    """Describes a transform that an edge applies to its tensors.
+    """A description of a transform that an edge applies to its tensors.
 
     `takes` contains the types of the input tensors, and `gives` the types of the output tensors, by tensor name.
-    `factory` names a "module:callable" that returns the transform. The callable has no arguments and is called once for
+    `factory` is the "module:callable" that returns the transform. The callable has no arguments and is called once for
     each flow.
     """
 
@@ -95,11 +98,11 @@ class TransformDescriptor:
 
 @dataclass(frozen=True)
 class EngineDescriptor:
-    """Describes an engine without importing its libraries.
+    """A description of an engine that does not import the engine's libraries.
 
-    `factory` names a "module:callable" that creates the engine from a StageConfig. `signature` returns the signature of
-    a stage. The arguments of `signature` are the name of the stage's function, or None if the stage has no function,
-    and the stage's options. `signature` raises an error if the name or the options are invalid.
+    `factory` is the "module:callable" that creates the engine from a StageConfig. `signature` returns the signature of
+    a stage. Its arguments are the name of the stage's function, or None if the stage has no function, and the stage's
+    options. `signature` raises an error if the function's name or an option is invalid.
     """
 
     factory: str
@@ -107,7 +110,7 @@ class EngineDescriptor:
     needs_model: bool
     needs_function: bool = False
     stage_options: frozenset[str] | None = None
-    """The names that are allowed in a stage's `options`, or None if the factory checks the options."""
+    """The names of the allowed `options` of a stage, or None if the factory checks the options."""
     joins: bool = True
     """Whether a stage may receive tensors from several edges in one request."""
 
@@ -134,25 +137,25 @@ def _load(group: str, name: str, kind: type[_Descriptor]) -> _Descriptor:
 
 
 def load_engine_descriptor(name: str) -> EngineDescriptor:
-    """Returns the descriptor of the named engine.
+    """Returns the descriptor of the engine `name`.
 
-    Raises NotFoundError if the name is unknown. The message lists the known names.
+    Raises NotFoundError if there is no such engine. The message lists all engine names.
     """
     return _load("stagemesh.engines", name, EngineDescriptor)
 
 
 def load_function_descriptor(name: str) -> FunctionDescriptor:
-    """Returns the descriptor of the named function.
+    """Returns the descriptor of the function `name`.
 
-    Raises NotFoundError if the name is unknown. The message lists the known names.
+    Raises NotFoundError if there is no such function. The message lists all function names.
     """
     return _load("stagemesh.functions", name, FunctionDescriptor)
 
 
 def load_transform_descriptor(name: str) -> TransformDescriptor:
-    """Returns the descriptor of the named transform.
+    """Returns the descriptor of the transform `name`.
 
-    Raises NotFoundError if the name is unknown. The message lists the known names.
+    Raises NotFoundError if there is no such transform. The message lists all transform names.
     """
     return _load("stagemesh.transforms", name, TransformDescriptor)
 

@@ -24,7 +24,7 @@ from typing import ClassVar
 
 
 class Code(IntEnum):
-    """The google.rpc.Code values that Stagemesh uses."""
+    """The status codes of google.rpc.Code that Stagemesh uses."""
 
     CANCELLED = 1
     UNKNOWN = 2
@@ -43,14 +43,14 @@ class Code(IntEnum):
 class StagemeshError(Exception):
     """Base class of all Stagemesh errors. Programs can react to `reason` without parsing the message.
 
-    `reason` is a stable identifier in upper snake case. `metadata` contains details by name, such as the stage,
-    replica, edge, seq or request_id. `retry_after_s` is the number of seconds after which a retry may succeed, or None
-    if unknown.
+    `reason` is a stable identifier in upper snake case. `metadata` contains details by name, for example `stage`,
+    `replica`, `edge`, `seq` or `request_id`. `retry_after_s` is the number of seconds after which a retry may succeed,
+    or None if that time is unknown.
     """
 
     code: ClassVar[Code] = Code.UNKNOWN
     default_reason: ClassVar[str] = ""
-    """The reason of errors that are raised without a reason. If it is empty, their reason is the name of the code."""
+    """The default of `reason`. If it is empty, the default is the name of the error's code."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class StagemeshError(Exception):
         self.retry_after_s = retry_after_s
 
     def located(self, **where: str) -> "StagemeshError":
-        """Adds entries to `metadata` without replacing existing entries. Returns this error."""
+        """Adds the entries of `where` to `metadata`. Existing entries are not replaced. Returns this error."""
         self.metadata = {**where, **self.metadata}
         return self
 
@@ -92,7 +92,7 @@ class InvalidPipelineError(InvalidRequestError):
 
 
 class NotFoundError(StagemeshError):
-    """Raised if the named object does not exist."""
+    """Raised if the object that a call names does not exist."""
 
     code = Code.NOT_FOUND
 
@@ -117,21 +117,24 @@ class StaleAttemptError(NotReadyError):
 
 
 class UnsupportedError(StagemeshError):
-    """Raised if this engine or build does not support the operation."""
+    """Raised if the engine, or this installation of Stagemesh, does not support the operation."""
 
     code = Code.UNIMPLEMENTED
     default_reason = "UNSUPPORTED"
 
 
 class OverloadedError(StagemeshError):
-    """Raised if a limit has been reached. `retry_after_s` is set if a later retry may succeed."""
+    """Raised if the system has reached a load limit or the request exceeds one.
+
+    `retry_after_s` is set if a later retry may succeed.
+    """
 
     code = Code.RESOURCE_EXHAUSTED
     default_reason = "OVERLOADED"
 
 
 class DeadlineError(StagemeshError):
-    """Raised if the deadline has passed."""
+    """Raised if the deadline of a request or call has passed."""
 
     code = Code.DEADLINE_EXCEEDED
 
@@ -161,9 +164,9 @@ _BY_REASON: Mapping[str, type[StagemeshError]] = {
 
 
 def error_class(code: int, reason: str = "") -> type[StagemeshError]:
-    """Returns the class of the exception for an error that a peer reported.
+    """Returns the StagemeshError subclass for an error that a peer reported.
 
-    This is the class that matches `reason`. If no class matches, it is the one that matches `code`, or else
-    InternalError.
+    Returns the class that matches `reason`. If there is none, returns the class that matches `code`. If there is none
+    either, returns InternalError.
     """
     return _BY_REASON.get(reason) or _BY_CODE.get(code, InternalError)

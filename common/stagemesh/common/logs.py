@@ -1,4 +1,4 @@
-"""Logging to stderr: one line for each record, with the stage and the request that the record belongs to."""
+"""Logging to stderr, with one line for each record. Each line names the record's stage and request."""
 
 import logging
 from collections.abc import Mapping
@@ -10,17 +10,20 @@ _where: ContextVar[Mapping[str, str] | None] = ContextVar("stagemesh_log_where",
 
 
 def bind_log_context(**where: str) -> None:
-    """Adds values such as `stage` and `request_id` to later log records of this task and of tasks that it creates."""
+    """Adds values such as `stage` and `request_id` to later log records of this task and of its child tasks."""
     _where.set({**log_context(), **where})
 
 
 def log_context() -> Mapping[str, str]:
-    """Returns the values that `bind_log_context` has set for this task, or an empty mapping if none is set."""
+    """Returns the values that `bind_log_context` has set for this task. The mapping is empty if no value is set."""
     return _where.get() or {}
 
 
 class LogContextFilter(logging.Filter):
-    """Adds the attributes `stage` and `request_id` to every record. An attribute without a bound value is "-"."""
+    """A logging filter that adds the attributes `stage` and `request_id` to each record.
+
+    An attribute is "-" if `bind_log_context` has not set its value.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         where = log_context()
@@ -30,7 +33,7 @@ class LogContextFilter(logging.Filter):
 
 
 def configure_logging(*, level: int = logging.INFO) -> None:
-    """Replaces the root logger's handlers with one that writes records of at least `level` to stderr."""
+    """Replaces the root logger's handlers with one handler, which writes records of at least `level` to stderr."""
     handler = logging.StreamHandler()
     handler.addFilter(LogContextFilter())
     handler.setFormatter(logging.Formatter(_FORMAT))

@@ -1,4 +1,7 @@
-"""Objects that wake asyncio tasks: `Notifier` at a state change, and `Journal` when a run has produced an item."""
+"""Objects that wake waiting asyncio tasks.
+
+A `Notifier` wakes tasks when a state changes. A `Journal` wakes tasks when a run has produced an item.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -11,10 +14,10 @@ T = TypeVar("T")
 
 
 class Notifier:
-    """Wakes the asyncio tasks that wait for a state change.
+    """A notifier, which wakes the asyncio tasks that wait for a state change.
 
-    A task checks the state, calls `wait` if the state is not yet suitable, and checks the state again. The code that
-    changes the state calls `fire`.
+    A task checks the state and calls `wait` if the state is not suitable yet. After `wait`, the task checks the state
+    again. The code that changes the state calls `fire`.
     """
 
     __slots__ = ("_waiters",)
@@ -23,7 +26,7 @@ class Notifier:
         self._waiters: list[asyncio.Future[None]] = []
 
     def fire(self) -> None:
-        """Wakes all tasks that are currently waiting."""
+        """Completes all futures that `wait` has returned since the last call of `fire`."""
         if self._waiters:
             waiters, self._waiters = self._waiters, []
             for waiter in waiters:
@@ -50,16 +53,16 @@ class Journal(Generic[T]):
     def __init__(self, *, on_abandoned: Callable[[], None] | None = None) -> None:
         self.on_abandoned = on_abandoned
         self.readers = 0
-        """The number of readers that have started and not yet stopped."""
+        """The number of active readers: readers that have started and have not stopped yet."""
         self.closed = False
-        """Whether `close` was called, so that no further item can be appended."""
+        """Whether the journal is closed, so that no further item can be appended."""
         self.items: list[T] = []
-        """All items so far."""
+        """All items added so far, in order of arrival."""
         self._error: StagemeshError | None = None
         self._changed = Notifier()
 
     def append(self, item: T) -> int:
-        """Appends an item, which all current and later readers receive. Returns the item's index."""
+        """Appends an item and returns its index. All current and later readers receive the item."""
         assert not self.closed, "the journal is closed"
         self.items.append(item)
         self._changed.fire()
@@ -72,7 +75,7 @@ class Journal(Generic[T]):
     def close(self, error: StagemeshError | None = None) -> None:
         """Ends the iteration of every reader after the last item. Readers then raise `error`, unless `error` is None.
 
-        Closing twice is harmless.
+        Does nothing if the journal is already closed.
         """
         if self.closed:
             return
@@ -82,10 +85,10 @@ class Journal(Generic[T]):
         self._changed.fire()
 
     async def follow(self) -> AsyncGenerator[T]:
-        """Yields all items from the first one, and waits for items that are appended later.
+        """Yields all items, beginning with the first one. Waits for further items until the journal is closed.
 
-        After the last item, raises the error that was passed to `close`, if any. Iterate within `contextlib.aclosing`,
-        so that the journal notices immediately when the reader stops.
+        After the last item, raises the error that was passed to `close`, unless it is None. Iterate within
+        `contextlib.aclosing`, so that the journal notices immediately when the reader stops.
         """
         self.readers += 1
         try:

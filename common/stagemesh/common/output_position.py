@@ -1,9 +1,10 @@
-"""The amount of each output that a receiver has received, which determines the new part of a replayed output fragment.
+"""The position of a receiver: how much of each output of a request the receiver has received.
 
-Outputs are replayed from the first fragment if a connection breaks, a stage restarts or a client calls another
-orchestrator. The fragments of the replay may have other boundaries. A position therefore counts units instead of
-fragments: code points of text, tokens, audio samples, images, or rows of a tensor along its first axis. A tensor
-without axes counts as one row. Each event of a step (`ExecuteStepResponse`) counts as one unit and is never split.
+When outputs are replayed, the position determines which part of an output fragment is new. Outputs are replayed from
+the first fragment if a connection breaks, a stage restarts or a client calls another orchestrator. The fragments of the
+replay may have other boundaries. A position therefore counts units instead of fragments: code points of text, tokens,
+audio samples, images, or rows of a tensor along its first axis. A tensor without axes counts as one row. Each event of
+a step (`ExecuteStepResponse`) counts as one unit and is never split.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ _START: Mapping[str, int] = MappingProxyType({})
 
 
 class Position:
-    """The number of units of each output that a receiver has received. Outputs that are not in `counts` start at 0.
+    """The number of units of each output that a receiver has received. An output that is not in `counts` has 0 units.
 
     A unit is a code point of text, a token, an audio sample, an image, or a row of a tensor.
     """
@@ -32,23 +33,23 @@ class Position:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """The number of received units by output name, in the form of `GenerateRequest.next_positions`."""
+        """The number of received units of each output, by output name, as in `GenerateRequest.next_positions`."""
         return self._counts
 
     def copy(self) -> "Position":
-        """Returns a copy, which does not change when this position advances."""
+        """Returns an independent copy, which does not change when this position advances."""
         return Position(self._counts)
 
     def is_behind(self, other: "Position") -> bool:
-        """Returns whether `other` contains more received units than this position for at least one output."""
+        """Returns whether `other` has more received units than this position for at least one output."""
         return any(self._counts.get(name, 0) < count for name, count in other.counts.items())
 
     def advance(self, piece: Piece) -> None:
-        """Adds the number of units in an output fragment to the count of the fragment's output."""
+        """Counts the units of an output fragment as received."""
         self.advance_by(*_measure(piece))
 
     def advance_by(self, name: str, count: int) -> int:
-        """Adds `count` units to the named output. Returns the output's number of units before the addition."""
+        """Counts `count` units of the output `name` as received. Returns the output's previous number of units."""
         begin = self._counts.get(name, 0)
         self._counts[name] = begin + count
         return begin
@@ -62,11 +63,11 @@ class Position:
     ) -> stage_pb2.ExecuteStepResponse | None: ...
 
     def remainder(self, piece: Piece, *, replayed: "Position") -> Piece | None:
-        """Returns the part of an output fragment that the receiver does not have yet, or None if there is no such part.
+        """Returns the part of the output fragment `piece` that the receiver does not have, or None if it has all units.
 
-        `piece` is the fragment, and `replayed` is the position at which the fragment begins. Advances `replayed` to the
-        end of the fragment. Also advances this position, unless it is already at or after the end. Raises
-        InvalidChunkError if the number of bytes of a tensor or of audio samples does not match their shape.
+        `replayed` is the position at which the fragment begins, and is advanced to the end of the fragment. This
+        position is also advanced to that end, unless it is already at or after that end. Raises InvalidChunkError if a
+        tensor's or the audio's number of bytes does not match its shape.
         """
         name, length = _measure(piece)
         begin, received = replayed.advance_by(name, length), self._counts.get(name, 0)
@@ -78,12 +79,18 @@ class Position:
 
 
 def _measure(piece: Piece) -> tuple[str, int]:
-    """Returns the output name and the number of units of an output fragment, or "" and 1 for an event of a step."""
+    """Returns the output name of a fragment and the fragment's number of units.
+
+    For an event of a step, the name is "" and the number is 1.
+    """
     return (piece.name, length_of(piece)) if isinstance(piece, request_pb2.Output) else ("", 1)
 
 
 def length_of(output: request_pb2.Output) -> int:
-    """Returns the number of code points, tokens, audio samples, images or tensor rows in an output fragment."""
+    """Returns the number of units in an output fragment.
+
+    A unit is a code point of text, a token, an audio sample, an image, or a row of a tensor.
+    """
     match output.WhichOneof("content"):
         case "text":
             return len(output.text)
@@ -103,7 +110,7 @@ def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
     """Returns an output fragment without its first `count` units, or None if no unit remains. Preserves `seq`.
 
     A unit is a code point of text, a token, an audio sample, an image, or a row of a tensor. Raises InvalidChunkError
-    if the number of bytes of a tensor or of audio samples does not match their shape.
+    if a tensor's or the audio's number of bytes does not match its shape.
     """
     if count <= 0:
         return output

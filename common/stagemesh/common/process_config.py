@@ -1,4 +1,4 @@
-"""The JSON config file of a service process: reading it, writing it, and running the process that it describes."""
+"""The JSON config file of a service process: functions that read it, write it and run the process that it describes."""
 
 import argparse
 import asyncio
@@ -17,11 +17,14 @@ _EXIT_USAGE = 2
 
 
 class ProcessConfig(Protocol):
-    """The attribute that the configs of all service processes have."""
+    """The common attribute of the configs of all service processes."""
 
     @property
     def parent_pid(self) -> int | None:
-        """The id of the parent process with which this process terminates, or None if it may outlive its parent."""
+        """The id of the parent process. This process ends with the parent process.
+
+        None if this process may outlive its parent.
+        """
         ...
 
 
@@ -29,7 +32,7 @@ ConfigT = TypeVar("ConfigT", bound=ProcessConfig)
 
 
 def load_config(kind: type[ConfigT], path: Path) -> ConfigT:
-    """Returns the config of type `kind` in the JSON file at `path`.
+    """Returns the config of type `kind` that the JSON file at `path` contains.
 
     Raises InvalidRequestError (INVALID_CONFIG) if the file cannot be read or is invalid. The message names the invalid
     field.
@@ -43,17 +46,18 @@ def load_config(kind: type[ConfigT], path: Path) -> ConfigT:
 
 
 def dump_config(config: ProcessConfig) -> bytes:
-    """Returns a config as JSON, in the format that `load_config` reads."""
+    """Returns a config as JSON bytes, in the format that `load_config` reads."""
     return TypeAdapter(type(config)).dump_json(config)
 
 
 def run_configured(
     kind: type[ConfigT], serve: Callable[[ConfigT, asyncio.Event], Awaitable[None]], *, module: str
 ) -> int:
-    """Runs the process that the file of the command line option --config describes, until SIGTERM or SIGINT.
+    """Runs a service process until SIGTERM or SIGINT. Returns the exit status of the process.
 
-    `serve` receives the config and the event that SIGTERM and SIGINT set. `module` is the module that the command line
-    runs. Returns the exit status of the process.
+    Reads the process's config of type `kind` from the file that the command line option --config names. `serve`
+    receives the config, and an event that is set by SIGTERM and SIGINT. `module` is the name of the Python module that
+    was started.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=f"Run {module} until SIGTERM or SIGINT.")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The lifecycle of a service process: event loop, signals, exit status, and termination with the parent process."""
+"""The lifecycle of a service process: its event loop, signals, exit status, and termination with its parent process."""
 
 import asyncio
 import contextlib
@@ -27,10 +27,10 @@ Main = Callable[[asyncio.Event], Awaitable[None]]
 
 
 def run_service(main: Main, *, parent_pid: int | None = None) -> int:
-    """Runs `main` to completion and returns the exit status for the process.
+    """Runs `main` to completion in an event loop. Returns the exit status for the process.
 
-    SIGTERM and SIGINT set the event that is the argument of `main`. If `parent_pid` is not None, the kernel kills this
-    process when that parent process terminates.
+    The argument of `main` is an event that is set by SIGTERM and SIGINT. If `parent_pid` is not None, the kernel kills
+    this process when the process `parent_pid` terminates.
     """
     configure_logging()
     if parent_pid is not None:
@@ -60,8 +60,8 @@ async def _until_stopped(main: Main) -> None:
 async def ended_when_stuck(stuck_s: float) -> AsyncGenerator[None]:
     """Ends the process with status 1 if its event loop is blocked for `stuck_s` seconds within this context.
 
-    Prints all stacks to stderr before the process ends. A native thread, which does not need the interpreter's lock,
-    ends the process. Use this context manager at most once in a process.
+    Prints all stacks to stderr before the process ends. The check runs in a native thread, so that it also works while
+    a thread holds the interpreter's lock. Use this context manager at most once in a process.
     """
 
     async def rearm() -> None:
@@ -80,7 +80,7 @@ async def ended_when_stuck(stuck_s: float) -> AsyncGenerator[None]:
 def end_within(limit_s: float) -> None:
     """Ends the process with status 1 after `limit_s` seconds, unless the process terminates earlier.
 
-    Prints all stacks to stderr before the process ends. A later call of this function replaces the time limit.
+    Prints all stacks to stderr before the process ends. A later call replaces the time limit of an earlier call.
     """
     faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__ or 2)
 
@@ -88,9 +88,9 @@ def end_within(limit_s: float) -> None:
 def die_with_parent(expected_parent_pid: int) -> None:
     """Makes the kernel kill this process (SIGKILL) when its parent process terminates.
 
-    Ends this process immediately if its parent is not the process `expected_parent_pid`, because that process has then
-    already terminated. The kernel watches the thread that created this process, so that thread must live as long as the
-    parent. Does nothing on systems other than Linux.
+    Ends this process immediately if its current parent is not the process `expected_parent_pid`. In that case, the
+    expected parent has already terminated. The kernel watches the thread that created this process, so that thread must
+    live as long as the parent process. Does nothing on systems other than Linux.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -103,10 +103,12 @@ def die_with_parent(expected_parent_pid: int) -> None:
 
 
 def bind_forks_to_this_process() -> None:
-    """Makes every child process that is forked later, and in turn its own forked children, terminate with its parent.
+    """Makes every child process that is forked later terminate with its parent process.
 
-    Call this function once in a process. Spawned processes are not affected, because they start a new interpreter: they
-    must call `die_with_parent` themselves.
+    Also applies to children of children.
+
+    Call this function once in a process. Spawned processes are not affected, because they start a new interpreter. A
+    spawned process must call `die_with_parent` itself.
     """
     parent_pid = os.getpid()
 

@@ -1,4 +1,4 @@
-"""Checks of a request's content, which the orchestrator and all stages share so that they report the same errors."""
+"""Checks of a request's content. The orchestrator and all stages use the same checks and so report the same errors."""
 
 import math
 import re
@@ -24,7 +24,7 @@ _SAMPLING: Mapping[str, tuple[str, Callable[[float], bool]]] = {
 
 
 def check_request_id(request_id: str) -> None:
-    """Raises InvalidRequestError (INVALID_REQUEST_ID) if the id is empty, too long or has invalid characters."""
+    """Raises InvalidRequestError (INVALID_REQUEST_ID) if `request_id` is empty, too long or has invalid characters."""
     if not _REQUEST_ID.fullmatch(request_id):
         raise InvalidRequestError(
             f"request_id is {request_id[:140]!r}; use 1 to 128 letters, digits, '.', '_', ':' and '-'",
@@ -66,7 +66,7 @@ def read_tensors(messages: Iterable[tensor_pb2.Tensor]) -> dict[str, Array]:
 
 
 def read_samples(audio: request_pb2.Audio) -> Array:
-    """Returns the samples of the audio in a message.
+    """Returns the audio samples in a message as a read-only array.
 
     Raises InvalidChunkError if the samples are not inline, or if their number of bytes does not match their shape.
     """
@@ -74,12 +74,12 @@ def read_samples(audio: request_pb2.Audio) -> Array:
 
 
 def empty_prompt_error() -> InvalidRequestError:
-    """Returns the error (EMPTY_PROMPT) for a request that has no prompt but needs one."""
+    """Returns the error (EMPTY_PROMPT) to raise for a request without a prompt if a stage needs a prompt."""
     return InvalidRequestError("the prompt is empty; provide some text", reason="EMPTY_PROMPT")
 
 
 def has_prompt(given: request_pb2.Input) -> bool:
-    """Returns whether the input has text, media or token ids. White space alone does not count as text."""
+    """Returns whether a request's input has text, media or token ids. White space alone does not count as text."""
     messages = given.conversation.messages
     parts = list(chain.from_iterable(message.parts for message in messages))
     texts = chain([given.text], (message.content for message in messages), (part.text for part in parts))
@@ -92,9 +92,9 @@ def is_medium(part: request_pb2.Part) -> bool:
 
 
 def check_options(options: Mapping[str, float], known: Mapping[str, OptionSpec], *, owner: str) -> None:
-    """Raises InvalidRequestError if an option is unknown (UNKNOWN_OPTION) or out of its bounds (INVALID_OPTION).
+    """Raises InvalidRequestError if an option is unknown (UNKNOWN_OPTION) or outside its bounds (INVALID_OPTION).
 
-    `known` contains the allowed options by name. `owner` describes the stage or pipeline that defines these options,
+    `known` contains the allowed options by name. `owner` describes the stage or pipeline that declares these options,
     for the error message.
     """
     for name, value in options.items():
@@ -113,7 +113,7 @@ def check_options(options: Mapping[str, float], known: Mapping[str, OptionSpec],
 
 
 def check_sampling(sampling: request_pb2.Sampling) -> None:
-    """Raises InvalidRequestError (INVALID_SAMPLING) if a value is out of range or if values contradict each other."""
+    """Raises InvalidRequestError (INVALID_SAMPLING) if a parameter is out of range or contradicts another parameter."""
     given = {field.name: value for field, value in sampling.ListFields()}
     for name, (allowed, holds) in _SAMPLING.items():
         value: float | None = given.get(name)

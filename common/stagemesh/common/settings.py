@@ -8,7 +8,7 @@ from stagemesh.common.errors import InvalidRequestError
 
 
 def home() -> Path:
-    """Returns the folder that contains models and runs: STAGEMESH_HOME, or `stagemesh` in the user's cache folder.
+    """Returns the folder for models and runs: STAGEMESH_HOME, or by default `stagemesh` in the user's cache folder.
 
     Raises InvalidRequestError if STAGEMESH_HOME exists but is not a folder.
     """
@@ -45,7 +45,7 @@ def find_model(name: str) -> Path | None:
 def zone() -> str:
     """Returns the operator's name for this host's location: the value of STAGEMESH_ZONE, or "" if it is not set.
 
-    Raises InvalidRequestError if the name contains unprintable characters.
+    Raises InvalidRequestError if the value contains unprintable characters.
     """
     name = os.environ.get("STAGEMESH_ZONE", "")
     if not name.isprintable():
@@ -54,22 +54,22 @@ def zone() -> str:
 
 
 def variables() -> dict[str, str]:
-    """Returns a copy of all environment variables, for child processes and for ${NAME} in pipeline files."""
+    """Returns a copy of all environment variables, for use in child processes and for ${NAME} in pipeline files."""
     return dict(os.environ)
 
 
 def library_variable(name: str, default: str = "") -> str:
-    """Returns the value of an environment variable that a library reads, or `default` if the variable is not set.
+    """Returns the value of the environment variable `name`, or `default` if it is not set.
 
-    The library, not Stagemesh, validates the value. An example is UCX_TLS.
+    A library reads and validates the variable, not Stagemesh. An example is UCX_TLS.
     """
     return os.environ.get(name, default)
 
 
 def set_library_variables(values: Mapping[str, str], *, replace: bool = False) -> None:
-    """Sets environment variables that a library reads when it is loaded.
+    """Sets environment variables that a library reads when the library is loaded.
 
-    A variable that is already set retains its value unless `replace` is True.
+    A variable that is already set keeps its value, unless `replace` is True.
     """
     for name, value in values.items():
         if replace or name not in os.environ:

@@ -8,8 +8,8 @@ from pydantic import JsonValue
 STALL_S = 300.0
 """The default of `StageConfig.stall_s` in seconds.
 
-Correct work makes progress more often than this, even if the work is slow, such as a long prompt or the compilation of
-a model.
+Working replicas make progress more often, even during a slow operation such as a long prompt or the compilation of a
+model.
 """
 
 
@@ -18,11 +18,14 @@ class DataPlaneConfig:
     """The size limits of a replica's data plane. A chunk may occupy at most half of `arena_bytes`."""
 
     arena_bytes: int = 64 << 20
-    """The size in bytes of the arena, which is the memory for tensors: a power of two of at least 1 MiB."""
+    """The size in bytes of the arena, the replica's memory for tensors. A power of two, and at least 1 MiB."""
     window_bytes: int = 8 << 20
-    """The credit of each flow: the number of bytes that a producer may send before the consumer has read them."""
+    """The credit window of each flow: the maximum number of bytes that were sent but have not been read yet."""
     inline_limit_bytes: int = 4 << 10
-    """The number of bytes up to which a chunk is sent inline in a message instead of through the arena."""
+    """The maximum size in bytes of a chunk that is sent inline in a message.
+
+    Larger chunks are sent through the arena.
+    """
 
     def __post_init__(self) -> None:
         if self.arena_bytes < 1 << 20 or self.arena_bytes & (self.arena_bytes - 1):
@@ -43,32 +46,38 @@ class StageConfig:
     listen: str
     """The address on which the replica listens, as "host:port"."""
     function: str | None = None
-    """The name of the stage's function, or None if its engine runs no function."""
+    """The name of the stage's function, or None if the stage's engine runs no function."""
     model: str | None = None
     """The path of the model's folder or file, or None if the stage has no model."""
     options: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
     data_plane: DataPlaneConfig = DataPlaneConfig()
     max_queued: int = 256
-    """The maximum number of steps that the replica accepts at the same time. The replica rejects further steps."""
+    """The maximum number of steps that the replica has at the same time. The replica rejects further steps."""
     stall_s: float = STALL_S
     """The number of seconds without progress after which the replica terminates. 0 disables this check.
 
-    A replica makes no progress if its event loop is blocked, or if at least one step could advance but no step does.
+    A replica makes no progress if its event loop is blocked. It also makes no progress if at least one step could
+    advance but no step advances.
     """
     orchestrators: tuple[str, ...] = ()
-    """The addresses of the orchestrators at which the replica registers, each as "host:port".
+    """The addresses of the orchestrators with which the replica registers, each as "host:port".
 
     Empty if orchestrators discover the replica in another way.
     """
     advertise: str | None = None
     """The address at which orchestrators and other replicas reach this replica, as "host:port".
 
-    Port 0 stands for the port on which the replica listens. If None, the address is the same as `listen`.
+    Port 0 stands for the port on which the replica listens. None stands for the address in `listen`.
     """
     zone: str | None = None
-    """The location of the replica's host, for plans that prefer nearby replicas. If None, STAGEMESH_ZONE is used."""
+    """The name of the location of the replica's host. Plans prefer replicas in the same location.
+
+    None stands for the value of STAGEMESH_ZONE.
+    """
     parent_pid: int | None = None
-    """The id of the parent process with which this process terminates, or None if this process may outlive its parent.
+    """The id of the parent process. This process ends with the parent process.
+
+    None if this process may outlive its parent.
     """
 
     def __post_init__(self) -> None:

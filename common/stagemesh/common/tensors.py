@@ -1,6 +1,6 @@
 """Tensor types, and the conversion of dtypes and inline tensors to and from protobuf messages.
 
-All tensors are numpy arrays. A bfloat16 tensor is an array of uint16 that contains the bits of its elements.
+All tensors are numpy arrays. A bfloat16 tensor is a uint16 array of the same shape that contains the elements' bits.
 """
 
 import math
@@ -43,9 +43,9 @@ _SPEC = re.compile(r"(?P<dtype>[a-z0-9]+)\[(?P<shape>[^\]]*)\]")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor type: a dtype and a shape, for example `float32[frames, 601]`.
+    """A tensor type, which consists of a dtype and a shape, for example `float32[frames, 601]`.
 
-    Each dimension is a fixed length, or a symbol that stands for any length.
+    Each dimension is either a fixed length or a symbol that stands for any length.
     """
 
     dtype: str
@@ -53,7 +53,10 @@ class TensorSpec:
 
     @classmethod
     def parse(cls, text: str) -> "TensorSpec":
-        """Parses a tensor type of the form `dtype[dim, dim, …]`. Raises ValueError if `text` has another form."""
+        """Returns the tensor type in `text`, which has the form `dtype[dim, dim, …]`.
+
+        Raises ValueError if the form is invalid.
+        """
         match = _SPEC.fullmatch(text.strip())
         if match is None or match["dtype"] not in DTYPES:
             raise ValueError(
@@ -66,7 +69,7 @@ class TensorSpec:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
     def accepts(self, other: "TensorSpec") -> bool:
-        """Returns whether every tensor of type `other` is also a tensor of this type."""
+        """Returns whether each tensor of the type `other` also has this type."""
         return (
             self.dtype == other.dtype
             and len(self.shape) == len(other.shape)
@@ -76,7 +79,10 @@ class TensorSpec:
         )
 
     def check(self, name: str, tensor: Array) -> None:
-        """Raises InvalidChunkError if `tensor` does not have this type. The error message contains `name`."""
+        """Raises InvalidChunkError if `tensor` does not have this type.
+
+        The error message names the tensor as `name`.
+        """
         fits = tensor.dtype == DTYPES[self.dtype] and tensor.ndim == len(self.shape)
         if not fits or any(
             isinstance(want, int) and want != have for want, have in zip(self.shape, tensor.shape, strict=True)
@@ -96,14 +102,15 @@ def dtype_name(tensor: Array) -> str:
 
 
 def dtype_to_wire(name: str) -> tensor_pb2.DataType.ValueType:
-    """Returns the protobuf enum value of the dtype that has this name in `DTYPES`."""
+    """Returns the protobuf enum value of the dtype that is called `name` in `DTYPES`."""
     return tensor_pb2.DataType.Value(f"DATA_TYPE_{name.upper()}")
 
 
 def checked_layout(message: tensor_pb2.Tensor, *, size_bytes: int) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
     """Returns the dtype and shape of the tensor that `message` describes.
 
-    Raises InvalidChunkError if the dtype or shape is invalid, or if they do not require exactly `size_bytes` bytes.
+    Raises InvalidChunkError if the dtype or shape is invalid, or if such a tensor does not have exactly `size_bytes`
+    bytes.
     """
     name = _WIRE_NAMES.get(message.dtype)
     if name is None:
@@ -120,15 +127,15 @@ def checked_layout(message: tensor_pb2.Tensor, *, size_bytes: int) -> tuple[np.d
 
 
 def inline_tensor(name: str, tensor: Array) -> tensor_pb2.Tensor:
-    """Returns a protobuf message with the name, dtype, shape and bytes of a tensor."""
+    """Returns a protobuf message that contains the tensor's bytes, with its name, dtype and shape."""
     dtype = dtype_to_wire(dtype_name(tensor))
     return tensor_pb2.Tensor(name=name, dtype=dtype, shape=tensor.shape, inline=tensor.tobytes())
 
 
 def read_inline(message: tensor_pb2.Tensor) -> Array:
-    """Returns the tensor in a message that contains the tensor's bytes. The array is read-only.
+    """Returns the tensor in a message that contains the tensor's bytes. The tensor is read-only.
 
-    Raises InvalidChunkError if the dtype or shape is invalid, or if the shape does not match the number of bytes.
+    Raises InvalidChunkError if the dtype or shape is invalid, or if the number of bytes does not match the shape.
     """
     payload = message.inline
     dtype, shape = checked_layout(message, size_bytes=len(payload))
@@ -136,5 +143,5 @@ def read_inline(message: tensor_pb2.Tensor) -> Array:
 
 
 def spec_to_wire(name: str, spec: TensorSpec) -> tensor_pb2.TensorSpec:
-    """Returns the protobuf message for a tensor name and a tensor type."""
+    """Returns the protobuf message for a tensor with this name and type."""
     return tensor_pb2.TensorSpec(name=name, dtype=dtype_to_wire(spec.dtype), shape=[str(dim) for dim in spec.shape])

@@ -1,4 +1,4 @@
-"""Version numbers that two processes compare to determine whether they are compatible."""
+"""Version numbers that two processes compare to determine whether the processes are compatible."""
 
 WIRE_VERSION = 1
-"""The version of the wire protocol. A replica with another version is rejected."""
+"""The version of the wire protocol. A replica with a different version is rejected."""

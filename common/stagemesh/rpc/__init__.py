@@ -1,1 +1,1 @@
-"""gRPC code that all services and clients share: channels, message streams, servers, error mapping."""
+"""Shared gRPC code of all services and clients: channels, message streams, servers and error mapping."""

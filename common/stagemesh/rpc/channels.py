@@ -1,4 +1,4 @@
-"""gRPC channels and the options of channels and servers: limits, keepalive, reconnection."""
+"""gRPC channels, and the options of channels and servers: message size limits, keepalive and reconnection."""
 
 import grpc
 
@@ -49,10 +49,10 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 def open_channel(endpoint: str, *, keepalive_s: float | None = None) -> grpc.aio.Channel:
-    """Opens and returns a channel to `endpoint` ("host:port"). The caller closes the channel.
+    """Opens and returns a channel to `endpoint` ("host:port"). The caller must close the channel.
 
-    `keepalive_s` is the number of seconds between keepalive pings. None stands for the default of two seconds, which
-    detects a silent connection within three seconds.
+    `keepalive_s` is the number of seconds between keepalive pings. None stands for the default of two seconds, with
+    which a silent connection is detected within three seconds.
     """
     options = dict(CHANNEL_OPTIONS)
     if keepalive_s is not None:

@@ -1,6 +1,7 @@
-"""Converts StagemeshErrors to gRPC statuses and back.
+"""The conversion of StagemeshErrors to gRPC statuses and back.
 
-A status has the error's code and message, one ErrorInfo, and a RetryInfo if the error has a retry delay.
+A status contains the error's code and message, and one ErrorInfo. It also contains a RetryInfo if `retry_after_s` is
+set.
 """
 
 import grpc
@@ -16,7 +17,7 @@ _STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
 
 def to_status(error: StagemeshError) -> grpc.Status:
-    """Returns the gRPC status of an error: the code, the message and the trailing metadata that end an RPC."""
+    """Returns the gRPC status of an error: the code, the message and the trailing metadata with which an RPC ends."""
     details = [pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata))]
     if error.retry_after_s is not None:
         delay = from_nanoseconds(int(error.retry_after_s * 1e9))
@@ -27,7 +28,7 @@ def to_status(error: StagemeshError) -> grpc.Status:
 def from_rpc_error(error: grpc.RpcError, *, peer: str) -> StagemeshError:
     """Returns the StagemeshError for a failed call to `peer`.
 
-    If the status has no details from Stagemesh, the returned error names `peer` in its message.
+    If the status was not created by Stagemesh, the message of the returned error names `peer`.
     """
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError), "gRPC raises errors that are calls"
     for key, value in error.trailing_metadata() or ():

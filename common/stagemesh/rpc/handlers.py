@@ -1,4 +1,4 @@
-"""RPC handlers: their errors, log context and response generators, and methods whose messages are not parsed."""
+"""Helpers for RPC handlers: errors, log context, response generators, and methods with serialized messages."""
 
 import inspect
 import logging
@@ -24,10 +24,10 @@ Handler = TypeVar("Handler", bound=Callable[..., AsyncIterator[Any]])
 
 
 class RpcContext(Protocol):
-    """The methods of grpc.aio.ServicerContext that end an RPC or return its remaining time."""
+    """The methods of grpc.aio.ServicerContext that Stagemesh uses to end an RPC or to read its remaining time."""
 
     def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> Awaitable[Any]:
-        """Ends the RPC with an error status. Raises an exception, so that the handler ends as well."""
+        """Ends the RPC with an error status. Raises an exception, which also ends the handler."""
         ...
 
     def time_remaining(self) -> float | None:
@@ -39,8 +39,8 @@ def answering(context: RpcContext, **where: str) -> AbstractAsyncContextManager[
     """Returns a context manager for the body of an RPC handler.
 
     The context manager adds `where` to the log records of the body. If the body raises an error, the context manager
-    ends the RPC with the matching status and one ErrorInfo. An error that is not a StagemeshError is a bug: it is
-    logged with its traceback, and the caller receives INTERNAL.
+    ends the RPC with the error's gRPC status. An error that is not a StagemeshError is a defect: the error is logged
+    with its traceback, and the caller receives the code INTERNAL.
     """
     return _Answering(context, where)
 
@@ -65,7 +65,7 @@ class _Answering(AbstractAsyncContextManager[None]):
 
 
 def answered(servicer: type[Servicer]) -> type[Servicer]:
-    """Decorates a servicer class, so that each RPC method runs within `answering`.
+    """Decorates a servicer class, so that each unary RPC method runs within `answering`.
 
     Log records and errors contain the servicer's attribute `where`, and the request id and the edge of the request.
     """
@@ -102,10 +102,10 @@ def to_error(exc: Exception, where: Mapping[str, str]) -> StagemeshError:
 
 
 def streaming(method: Handler) -> Handler:
-    """Decorates a method that returns a generator of responses, so that it is closed when the RPC ends.
+    """Decorates a method that returns a generator of responses. The generator is closed when the RPC ends.
 
-    If the caller disconnects, grpc.aio leaves the generator to the garbage collector. This decorator closes the
-    generator in the RPC's task, so that the generator's `finally` clauses run immediately.
+    Without this decorator, grpc.aio leaves the generator to the garbage collector if the caller disconnects. The
+    decorator closes the generator in the RPC's task, so that the generator's `finally` clauses run immediately.
     """
 
     @wraps(method)
@@ -129,7 +129,7 @@ def time_left_s(context: RpcContext) -> float | None:
 
 
 def checked_time_left_s(left_s: float | None) -> float | None:
-    """Returns `left_s` unchanged. Raises DeadlineError if `left_s` is not positive.
+    """Returns `left_s` unchanged. Raises DeadlineError if `left_s` is 0 or negative.
 
     `left_s` is the number of seconds until a deadline, or None if there is no deadline.
     """
@@ -139,7 +139,7 @@ def checked_time_left_s(left_s: float | None) -> float | None:
 
 
 def add_stage_service(servicer: stage_pb2_grpc.StageServiceServicer, server: grpc.aio.Server) -> None:
-    """Adds a StageService to a server. Its methods PutChunk and ExecuteSteps receive and yield serialized messages."""
+    """Adds a StageService to `server`. Its methods PutChunk and ExecuteSteps receive and yield serialized messages."""
     raw_stream = cast("Any", grpc.stream_stream_rpc_method_handler)
     add_with_raw_methods(
         partial(stage_pb2_grpc.add_StageServiceServicer_to_server, servicer),
@@ -151,7 +151,7 @@ def add_stage_service(servicer: stage_pb2_grpc.StageServiceServicer, server: grp
 def add_with_raw_methods(
     add: Callable[[grpc.aio.Server], None], server: grpc.aio.Server, *, raw: Mapping[str, Any]
 ) -> None:
-    """Adds a service to `server` and replaces some of its generated handlers.
+    """Adds a service to `server` and replaces some of the handlers that protobuf has generated for it.
 
     Args:
         add: The generated function that adds the service to a server.
@@ -165,7 +165,7 @@ def add_with_raw_methods(
 
 
 class _HandlerCollector:
-    """A substitute for a grpc.aio.Server that stores the handlers that generated code registers for one service."""
+    """A substitute for grpc.aio.Server. Stores the handlers that generated code registers for one service."""
 
     service: str
     by_method: Mapping[str, Any]

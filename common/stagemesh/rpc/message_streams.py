@@ -1,8 +1,8 @@
-"""Message streams: one interface for gRPC streams and local unix sockets, which transfer the same messages.
+"""Message streams, which provide one interface to gRPC streams and to local unix sockets.
 
-`ClientStream` and `ServerStream` are the two sides of a gRPC stream, such as PutChunk. `LocalStream` is either side of
-a unix socket between replicas on one host. A local stream prefixes each message with its length, and needs neither
-threads nor HTTP/2.
+`ClientStream` and `ServerStream` are the two sides of a gRPC stream, for example of PutChunk. `LocalStream` is either
+side of a unix socket between replicas on one host. A local stream prefixes each message with the message's length, and
+needs neither threads nor HTTP/2.
 """
 
 import asyncio
@@ -18,22 +18,22 @@ from stagemesh.rpc.error_mapping import from_rpc_error
 PUT_CHUNK = "/stagemesh.v1.StageService/PutChunk"
 _LENGTH_BYTES = 4
 _AHEAD = 1
-"""The maximum number of messages in the outgoing queue of a gRPC stream, in addition to the message being sent."""
+"""The maximum number of messages in a gRPC stream's outgoing queue. The message that is being sent does not count."""
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 
 class StreamHandler(Protocol):
-    """Receives the events of a message stream. All methods are called on the event loop."""
+    """A handler of the events of a message stream. All methods are called on the event loop."""
 
     def received(self, data: bytes) -> None:
         """Called for each received message. If this method raises a StagemeshError, the stream ends with that error."""
 
     def writable(self) -> None:
-        """Called when `MessageStream.write` may be called again."""
+        """Called when the stream can accept a further message, so that `MessageStream.write` may be called again."""
 
     def closed(self, error: StagemeshError | None) -> None:
-        """Called once when the stream has ended. `error` is None if the stream was closed without an error."""
+        """Called once when the stream has ended. `error` is None if the stream ended normally."""
 
 
 class MessageStream(Protocol):
@@ -41,8 +41,9 @@ class MessageStream(Protocol):
 
     @property
     def is_writable(self) -> bool:
-        """Whether `write` may be called. If False, the stream calls `StreamHandler.writable` when `write` may be
-        called.
+        """Whether `write` may be called.
+
+        After False, the stream calls `StreamHandler.writable` as soon as `write` may be called.
         """
         ...
 
@@ -50,7 +51,7 @@ class MessageStream(Protocol):
         """Sends a message without waiting for its delivery. Call this method only if `is_writable` is True."""
 
     def close(self, error: StagemeshError | None = None) -> None:
-        """Ends the stream. Only a ServerStream sends `error` to the peer. Closing twice is harmless."""
+        """Ends the stream. Only a ServerStream sends `error` to the peer. Idempotent."""
 
 
 class LocalStream(asyncio.Protocol):
@@ -116,12 +117,12 @@ class LocalStream(asyncio.Protocol):
 
 
 class _GrpcStream:
-    """Base class of both sides of a gRPC stream. Contains the queue of outgoing messages."""
+    """Base class of both sides of a gRPC stream. Owns the queue of outgoing messages."""
 
     def __init__(self, handler: StreamHandler) -> None:
         self._handler = handler
         self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
-        """The messages to send. None follows the last message."""
+        """The messages to send, in order. None marks the end of the queue."""
 
     @property
     def is_writable(self) -> bool:
@@ -136,9 +137,9 @@ class _GrpcStream:
 
 
 class ClientStream(_GrpcStream):
-    """The client side of a gRPC stream. The producer is the client of PutChunk.
+    """The client side of a gRPC stream. `run` sends and receives the stream's messages.
 
-    `run` transfers the stream's messages.
+    In PutChunk, the producer is the client.
     """
 
     def __init__(
@@ -193,9 +194,9 @@ class ClientStream(_GrpcStream):
 
 
 class ServerStream(_GrpcStream):
-    """The server side of a gRPC stream. The consumer is the server of PutChunk.
+    """The server side of a gRPC stream. `serve` sends and receives the stream's messages.
 
-    `serve` transfers the stream's messages.
+    In PutChunk, the consumer is the server.
     """
 
     def __init__(self, handler: StreamHandler) -> None:
@@ -208,9 +209,9 @@ class ServerStream(_GrpcStream):
         self.finish()
 
     async def serve(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-        """Yields the outgoing messages until the stream ends, and passes received messages to the handler.
+        """Yields the outgoing messages until the stream ends. Passes the messages in `requests` to the handler.
 
-        Raises the error that was passed to `close`, if any.
+        At the end, raises the error that was passed to `close`, unless it is None.
         """
         reader = asyncio.create_task(self._read(requests))
         try:

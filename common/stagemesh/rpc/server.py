@@ -1,4 +1,4 @@
-"""The gRPC server that every service uses, with health checks, reflection, limits, and clear startup errors."""
+"""The gRPC server of every service, with health checks, reflection, size limits and clear startup errors."""
 
 import asyncio
 import errno
@@ -24,7 +24,7 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[_Request, _Response]"
 
 
 class Server:
-    """A grpc.aio server on one port, with grpc.health.v1 and reflection.
+    """A grpc.aio server on one port, with the health service (grpc.health.v1) and reflection.
 
     Create the server within a running event loop. Register servicers on `Server.grpc` before calling `start`.
     """
@@ -38,7 +38,7 @@ class Server:
         self._services = [_HEALTH_NAME, reflection.SERVICE_NAME]
 
     def set_health(self, service: str, *, serving: bool) -> None:
-        """Sets the health status of a named service. The name "" stands for the whole server."""
+        """Sets the health status of the service `service`. The name "" stands for the whole server."""
         self._health.set(service, serving=serving)
 
     def reflect(self, service: str) -> None:
@@ -46,7 +46,7 @@ class Server:
         self._services.append(service)
 
     async def start(self) -> int:
-        """Starts serving and returns the bound port.
+        """Starts the server and returns the bound port number.
 
         Raises NotReadyError if the port is in use (PORT_IN_USE) or cannot be bound for another reason (CANNOT_LISTEN).
         """
@@ -63,17 +63,19 @@ class Server:
     async def stop(self, *, grace_s: float) -> None:
         """Sets all health statuses to NOT_SERVING, rejects new calls, and ends running calls after `grace_s` seconds.
 
-        Stopping twice is harmless.
+        Idempotent.
         """
         self._health.end()
         await self.grpc.stop(grace_s)
 
 
 class _Health(health_pb2_grpc.HealthServicer):
-    """Serves the health status of each named service of a server. The name "" stands for the whole server.
+    """The health service (grpc.health.v1) of a server.
 
-    The asyncio servicer of grpc_health sets statuses in coroutines, which signal handlers and other synchronous code
-    cannot await.
+    It has a status for each named service, and "" for the whole server.
+
+    The asyncio servicer of grpc_health sets a status in a coroutine. Synchronous code such as a signal handler cannot
+    await that coroutine.
     """
 
     def __init__(self) -> None:
@@ -82,7 +84,7 @@ class _Health(health_pb2_grpc.HealthServicer):
         self._ended = False
 
     def set(self, service: str, *, serving: bool) -> None:
-        """Sets the health status of a service, and notifies the clients that watch the service.
+        """Sets the health status of a service and sends the status to the clients that watch the service.
 
         Does nothing after `end`.
         """
@@ -121,7 +123,9 @@ class _Health(health_pb2_grpc.HealthServicer):
 
 
 def _parsed(listen: str) -> tuple[str, int]:
-    """Returns the host and port in "host:port". Raises NotReadyError (CANNOT_LISTEN) if the text has another form.
+    """Returns the host and the port in `listen` ("host:port").
+
+    Raises NotReadyError (CANNOT_LISTEN) if the form is invalid.
 
     Without this check, gRPC would listen on another port if the port number is missing or too large.
     """
@@ -138,7 +142,7 @@ def _parsed(listen: str) -> tuple[str, int]:
 def _cannot_listen(host: str, port: int) -> NotReadyError:
     """Returns the error to raise if a port cannot be bound.
 
-    Binds a socket to the port to find the cause, because gRPC does not report it.
+    Tries to bind a socket to the port to find the cause, because gRPC does not report the cause.
     """
     cause, reason = "it was in use a moment ago; try again", "PORT_IN_USE"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
