@@ -5,8 +5,8 @@
     class TestMine(ConnectorSuite):
         connector = "mine"
 
-The kit requires pytest and pytest-asyncio. It runs real data planes with real gRPC on loopback in the test's event
-loop.
+The kit requires pytest and pytest-asyncio. The tests run real data planes with real gRPC on loopback in the test's
+event loop.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Tests that tensors of all kinds arrive complete and in order (guarantee D1), and within the credit (guarantee D2)."""
+"""Tests that tensors of all kinds arrive complete and in order, and that a slow consumer stops its producer."""
 
 import asyncio
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ PACKETS: dict[str, Sequence[Packet]] = {
     "a thousand tensors in a chunk": [Packet(_SMALL_TENSORS, {"n": n}) for n in range(3)],
     "many chunks of various sizes": [packet(seq, 1 + seq * 37 % 5000) for seq in range(500)],
 }
-"""The packets of each tested flow, by the property that the flow tests."""
+"""The packets of each tested flow. Each key describes the property that the flow tests."""
 
 
 class DataSuite(Suite):

@@ -1,7 +1,7 @@
 """Tests of a connector with broken connections and restarted replicas.
 
-The tests check that chunks arrive exactly once and in order (guarantee D1), that no task waits forever (D4), and that
-previous incarnations are rejected (D6). The producer reaches the consumer through a `Proxy`, which breaks connections.
+The tests check that chunks arrive exactly once and in order, that no task waits forever, and that previous incarnations
+of a replica are rejected. The producer reaches the consumer through a `Proxy`, which breaks connections.
 """
 
 import asyncio

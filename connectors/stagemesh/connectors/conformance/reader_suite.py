@@ -64,7 +64,7 @@ class ReaderSuite(Suite):
 
     @pytest_asyncio.fixture
     async def place(self, pair: Connected) -> ArenaRange:
-        """Returns a range of the producer's arena that contains `content(_SIZE_BYTES, 1)`."""
+        """Returns a range of the producer's arena that contains the bytes of `content(_SIZE_BYTES, 1)`."""
         _, place = await pair.producer.write(content(_SIZE_BYTES, 1))
         return place
 

@@ -190,11 +190,8 @@ def open_flow(
 ) -> tuple[Outlet, Inlet]:
     """Opens a flow from `producer` to `consumer`. Returns the flow's outlet and inlet.
 
-    Args:
-        request: The id of the flow's request.
-        connector: The connector that transfers the flow's bytes, or AUTO.
-        policy: The policy by which packets are cut into chunks, or None for StepPolicy.
-        endpoint: The endpoint to which the producer connects. If empty, the consumer's endpoint.
+    `request` is the id of the flow's request. `policy` determines how packets are cut into chunks. If it is None,
+    StepPolicy is used. The producer connects to `endpoint`, or to the consumer's endpoint if `endpoint` is empty.
     """
     key = EdgeKey(request, "a->b", 1)
     inlet = consumer.plane.open_inlet(key, producer=producer.replica)

@@ -67,7 +67,7 @@ class Agent:
     def remove_peer(self, name: str) -> None:
         """Removes a peer. Call this method only when no transfer from the peer is in flight.
 
-        Otherwise, the transfer would continue to write to memory.
+        A transfer in flight would continue to write to memory.
         """
         try:
             self._agent.invalidateRemoteMD(name)

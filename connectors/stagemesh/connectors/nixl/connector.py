@@ -2,7 +2,7 @@
 
 A serving agent must answer at any time, because over TCP the target of a READ participates in the transfer. Therefore
 the library runs a progress thread for this agent. The thread sleeps until a READ arrives. A reading agent does not have
-a progress thread. It is used only by `ReadThread` and, for small reads, by the event loop.
+a progress thread. Only `ReadThread` and, for small reads, the event loop use a reading agent.
 """
 
 import asyncio

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import StagemeshError, UnavailableError
-from stagemesh.common.host import lower_thread_priority
 from stagemesh.connectors.nixl.remote_reads import Read, RemoteReads
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ class ReadThread:
         return is_complete
 
     async def close(self) -> None:
-        """Closes the agent and ends the thread. Waits for the thread at most _STOP_TIMEOUT_S seconds. Idempotent."""
+        """Closes the agent and ends the thread. Waits at most _STOP_TIMEOUT_S seconds for the thread. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._calls.put(self._end)
@@ -119,7 +118,6 @@ class ReadThread:
 
     def _run(self) -> None:
         try:
-            lower_thread_priority()
             self._serve()
         except Exception:  # noqa: BLE001 - the outermost code of a thread
             _log.exception("the nixl connector stops, because its thread has failed")
@@ -145,9 +143,9 @@ class ReadThread:
                 pause_s = backoff.next_s() if is_awaited else _ABANDONED_PAUSE_S
 
     def _run_calls(self, pause_s: float | None) -> bool:
-        """Runs all queued calls and returns whether there were any.
+        """Runs all queued calls. Returns whether at least one call was queued.
 
-        Waits at most `pause_s` seconds for the first call, or without a limit if `pause_s` is None.
+        Waits at most `pause_s` seconds for the first call, or without a time limit if `pause_s` is None.
         """
         was_called = False
         try:

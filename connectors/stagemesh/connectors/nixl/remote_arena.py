@@ -52,7 +52,10 @@ class NixlOffer:
     """The address of the arena file's first byte in the producer's process."""
     file_bytes: int
     token: bytes
-    """The random bytes at the start of the arena file. The reader compares them with the bytes in the memory."""
+    """The random bytes at the start of the arena file.
+
+    The consumer reads these bytes to verify that the address belongs to the arena.
+    """
     settings: str
     """The producer's UCX settings. The consumer must have the same settings."""
 
@@ -254,7 +257,7 @@ class RemoteArena:
         return TransferPlan(places, data_offset=self._data_offset, file_bytes=self.offer.file_bytes)
 
     def _read(self, plan: TransferPlan, region: Region, peer: RemoteReads) -> Read:
-        """Creates a read into `region`. The read takes over the caller's reference to the region."""
+        """Creates the read of `plan` into `region`. The read takes over the caller's reference to the region."""
         ours, theirs = self._landing.address + region.offset, self.offer.address
         data = plan.data_transfers(local=ours, remote=theirs, transfer_bytes=peer.transfer_bytes)
         return Read(data, plan.generation_transfers(local=ours, remote=theirs), region.as_array())

@@ -44,8 +44,8 @@ class Read:
     """A read of several ranges of a remote arena.
 
     The transfers in `data` read the ranges. The transfers in `marks` read the generations of the ranges' pages, which
-    show whether the data is still valid. They start after all transfers in `data` have ended. The read references
-    `landing`, the destination memory, until no transfer can write to this memory.
+    show whether the data is still valid. The transfers in `marks` start after all transfers in `data` have ended. The
+    read references `landing`, the destination memory, until no transfer can write to this memory.
     """
 
     data: list[Transfer]
@@ -167,7 +167,7 @@ class RemoteReads:
         return self._launch() or has_ended
 
     def fail(self, failure: str) -> None:
-        """Marks the peer as failed and fails all its reads.
+        """Marks the peer as failed for the reason `failure`, and fails all reads from the peer.
 
         Transfers in flight retain their landing memory until they have ended.
         """
@@ -178,7 +178,10 @@ class RemoteReads:
         self._remove_if_idle()
 
     def discard(self, failure: str) -> None:
-        """Fails all reads with the reason `failure`. Call it after the agent was closed, which ends all transfers."""
+        """Fails all reads with the reason `failure`.
+
+        Call this method after the agent was closed. Closing the agent ends all transfers.
+        """
         self._transfers_in_flight.clear()
         self.is_removed = True
         self.fail(failure)

@@ -322,7 +322,10 @@ class Connection:
         return self._negotiated.get(name)
 
     def answer(self, meeting: stage_pb2.Meeting) -> None:
-        """Processes the consumer's answer to an offer. Does nothing if no offer of this connector is pending."""
+        """Processes `meeting`, the consumer's answer to the offer of a connector.
+
+        Does nothing if no offer of this connector is pending.
+        """
         name = next((name for name in self._offering if number_of(name) == meeting.connector), None)
         if name is None:
             return

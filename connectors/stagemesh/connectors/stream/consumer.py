@@ -61,7 +61,7 @@ class LandingArena:
         return await asyncio.shield(self._create())
 
     async def close(self) -> None:
-        """Closes the arena. Idempotent."""
+        """Waits until an unfinished creation of the arena has ended, and closes the arena. Idempotent."""
         if self._creating is not None:
             await asyncio.wait((self._creating,))
         if self.present is not None:
@@ -137,7 +137,10 @@ class ProducerState:
     # -- leases
 
     def attach(self, stream: ReadyQueue[InletAttempt]) -> None:
-        """Adds a stream over which the ids of ended leases can be sent to the producer. `stream` is its ready queue."""
+        """Adds a stream over which the ids of ended leases can be sent to the producer.
+
+        `stream` is the ready queue of the stream.
+        """
         self._streams.append(stream)
         if self._released_ids:
             stream.wake()
@@ -315,14 +318,14 @@ class Consumer:
     def welcome(self, producer: ProducerState) -> stage_pb2.Welcome:
         """Returns the Welcome message that answers a producer's Hello.
 
-        The message contains the ids of the leases that the producer's chunks still use.
+        The message contains the ids of the producer's leases that are still in use.
         """
         welcome = stage_pb2.Welcome(held_lease_ids=sorted(producer.held_lease_ids))
         welcome.MergeFrom(self._welcome)
         return welcome
 
     def lose(self, producer: ProducerState) -> None:
-        """Removes a producer's incarnation, which has terminated, and fails the flows from this incarnation."""
+        """Removes the state of a producer's process that has terminated, and fails the flows from this process."""
         self._producers.pop((producer.replica, producer.incarnation), None)
         self._run_in_background(producer.close())
         for flow in list(self._flows.values()):

@@ -67,7 +67,7 @@ class ConsumerLink:
         flow.join(self._leases, self._attend)
 
     def find(self, key: EdgeKey) -> OutletAttempt | None:
-        """Returns the flow with this key, or None if it is unknown or has ended."""
+        """Returns the flow with this key, or None if the flow is unknown or has ended."""
         return self._flows.get(key)
 
     async def probe(self, wanted: ConnectorName) -> EdgeProbe:

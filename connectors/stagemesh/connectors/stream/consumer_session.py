@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 _CLOSING_S = 1.0
 _LOST_MESSAGE = frozenset({"NOT_OPENED", "SEQUENCE_GAP", "PIECE_GAP", "PIECES_MISSING"})
-"""The error reasons which indicate that a message of a flow was lost."""
+"""The error reasons that indicate that a message of a flow was lost."""
 
 
 class ConsumerSession:
@@ -147,8 +147,8 @@ class ConsumerSession:
     def _check_carried(self, flow: InletAttempt) -> bool:
         """Returns whether this stream still carries a flow. If not, removes the flow and drops the flow's fragments.
 
-        If the flow has moved to another stream, its later messages on this stream are ignored. If the flow is closed,
-        they are rejected.
+        Later messages of the flow on this stream are ignored if the flow has moved to another stream, and rejected if
+        the flow is closed.
         """
         is_carried = flow.queue is self._ready and not flow.is_closed
         if not is_carried and self._flows.get(flow.key) is flow:
@@ -238,7 +238,7 @@ class ConsumerSession:
         raise InvalidChunkError(f"edge {key.edge} was not opened", reason="NOT_OPENED")
 
     def _is_committed(self, key: EdgeKey, message: chunk_pb2.EdgeKey) -> bool:
-        """Returns whether the reader has read the flow to its end. If so, sends the commit message again."""
+        """Returns whether the flow was read to the end. If so, sends the commit message to the producer again."""
         is_committed = self._consumer.is_committed(key)
         if is_committed:
             self._reply(stage_pb2.PutReply(commit=stage_pb2.EdgeCommit(key=message)))

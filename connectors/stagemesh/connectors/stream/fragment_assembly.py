@@ -37,9 +37,9 @@ class FragmentAssembler:
         return transfer_id > self._last_id
 
     def begin(self, key: EdgeKey, message: chunk_pb2.ChunkPiece) -> None:
-        """Begins a new transfer and allocates a buffer for it. Drops the flow's previous transfer, if any.
+        """Begins a new transfer and allocates a buffer for this transfer. Drops the flow's previous transfer, if any.
 
-        `message` is a fragment of the transfer.
+        `message` is a fragment of the new transfer.
         """
         self.drop(key)
         self._last_id = message.transfer_id
@@ -90,7 +90,7 @@ class FragmentAssembler:
         self._transfers.clear()
 
     def _buffer(self, size_bytes: int) -> Bytes:
-        """Returns a buffer of `size_bytes` bytes for a transfer. Uses the landing memory if enough of it is free.
+        """Returns a buffer of `size_bytes` bytes for a transfer. Uses the landing memory if it has enough free space.
 
         Otherwise, requests new memory from the operating system, which takes longer than copying the fragments.
         """

@@ -11,9 +11,10 @@ from stagemesh.v1 import chunk_pb2, stage_pb2
 
 
 async def replay(flow: OutletAttempt, *, first_seq: int) -> AsyncGenerator[stage_pb2.GetChunkResponse]:
-    """Yields the chunks of a flow from number `first_seq` to the end of the flow. Waits for chunks that do not exist.
+    """Yields the chunks of a flow from number `first_seq` to the end of the flow.
 
-    Raises NotFoundError (CHUNK_GONE) if a chunk is no longer retained.
+    Waits for chunks that have not been produced yet. Raises NotFoundError (CHUNK_GONE) if a chunk is no longer
+    retained.
     """
     chunks: SentChunks = flow.chunks
     seq = first_seq

@@ -123,7 +123,7 @@ def check_metadata(metadata: Mapping[str, object]) -> None:
 class PacketShape:
     """The names, dtypes, shapes and layout of a packet's tensors, without the tensors' bytes.
 
-    A flow reuses the shape of its previous packet if the next packet has the same shape, which is the usual case.
+    A flow reuses the shape of its previous packet if possible, because consecutive packets usually have the same shape.
     """
 
     __slots__ = ("_shapes", "digested", "fields", "layout", "size_bytes")
@@ -145,7 +145,7 @@ class PacketShape:
         self.digested = ";".join(f"{name}:{dtype.str}{shape}" for name, dtype, shape in self._shapes).encode()
 
     def fits(self, packet: Packet) -> bool:
-        """Returns whether the tensors of `packet` have the same names, order, dtypes and shapes."""
+        """Returns whether `packet` has tensors with these names, dtypes and shapes in this order."""
         if len(self._shapes) != len(packet.tensors):
             return False
         # Runs once for each chunk at each end of a flow. A loop needs a third of the time of a generator.
@@ -375,10 +375,11 @@ class FragmentMessage(NamedTuple):
 def encode_fragment(fragment: Fragment, *, rest: bytes = b"") -> bytes:
     """Returns a serialized PutChunkRequest that contains `fragment`, followed by the items in `rest`.
 
-    `rest` is a serialized PutChunkRequest. Empty if no item follows the fragment. This function encodes the message by
-    hand, so that the producer and the consumer each copy the payload only once. Protobuf would copy the payload three
-    more times: into the message object, from this object into the serialized bytes, and into the consumer's message
-    object. The result is identical to the encoding of protobuf.
+    `rest` is a serialized PutChunkRequest, or empty bytes if no item follows the fragment.
+
+    This function encodes the message by hand, so that the producer and the consumer each copy the payload only once.
+    Protobuf would copy the payload three more times: into the message object, from this object into the serialized
+    bytes, and into the consumer's message object. The result is identical to the encoding of protobuf.
     """
     message, payload = fragment
     fields = message.SerializeToString() + bytes((_PAYLOAD,)) + _varint(len(payload))

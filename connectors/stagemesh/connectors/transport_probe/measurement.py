@@ -53,7 +53,10 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class ConnectorFigures:
-    """The measurement results of one connector. If the connector cannot be used, they have their default values."""
+    """The measurement results of one connector.
+
+    If the connector cannot be used, all results have their default values.
+    """
 
     connector: ConnectorName
     refusal: str = ""
@@ -79,7 +82,7 @@ class TransportReport:
     passed_over: Mapping[ConnectorName, str]
     """The connectors that are preferred over `choice` but cannot be used, each with the reason. May be empty."""
     clock_error_s: float
-    """The maximum error in seconds of all one-way times, because two hosts have different clocks. 0 within one host."""
+    """The maximum error of every one-way time in seconds, caused by the comparison of two clocks. 0 within one host."""
     connectors: tuple[ConnectorFigures, ...]
     """The results of each connector, in descending order of preference."""
 
@@ -212,7 +215,7 @@ class _Prober:
     async def _sustained(self, name: ConnectorName) -> tuple[float, float]:
         """Sends tensors of 1 MiB without pauses. Returns the rate and the processor time.
 
-        The rate is in bytes per second. The processor time is the sum of both processes, in seconds per 10^9 bytes.
+        The rate is in bytes per second. The processor time is the total of both processes, in seconds per 10^9 bytes.
         """
         packet = Packet({"x": np.ones(_SUSTAINED_BYTES, np.uint8)})
         async with self._step(name, each=False) as step:

@@ -123,7 +123,7 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
     ) -> AsyncIterator[stage_pb2.ExecuteStepResponse]:
         """Receives the flow of the request's single input until the flow ends. Yields the measured times as outputs.
 
-        Rejects a request that does not have exactly one input with InvalidRequestError.
+        Raises InvalidRequestError if the request does not have exactly one input.
         """
         async with answering(context):
             if len(request.inputs) != 1:
@@ -149,7 +149,10 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
 
 
 def touch(packet: Packet) -> int:
-    """Reads the first and the last element of every tensor of a packet. Returns the sum of these elements."""
+    """Accesses the memory of a packet as an engine would.
+
+    Reads the first and the last element of every tensor, and returns the sum of these elements.
+    """
     return sum(int(tensor.reshape(-1)[place]) for tensor in packet.tensors.values() for place in (0, -1))
 
 
