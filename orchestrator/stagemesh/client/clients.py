@@ -31,8 +31,8 @@ Answer = TypeVar("Answer")
 class AsyncGeneration(BaseGeneration["AsyncClient"]):
     """A request and its events. The request is sent when the iteration over the events starts.
 
-    The events can be iterated over once. A second iteration raises RuntimeError. Leaving the loop early cancels the
-    request on every stage.
+    The events can be iterated over only once. A second iteration raises RuntimeError. If the caller leaves the loop
+    early, the request is cancelled on every stage.
     """
 
     # Each loop gets an async generator of its own: `break` drops the generator, whose end cancels the call.
@@ -55,7 +55,7 @@ class AsyncGeneration(BaseGeneration["AsyncClient"]):
                 await asyncio.sleep(pause_s)
 
     async def result(self) -> Result:
-        """Sends the request, waits until it finishes, and returns all of its outputs."""
+        """Sends the request, waits until the request finishes, and returns all of its outputs."""
         builder = ResultBuilder()
         async for event in self:
             builder.add(event)
@@ -63,10 +63,10 @@ class AsyncGeneration(BaseGeneration["AsyncClient"]):
 
 
 class AsyncClient(BaseClient):
-    """A client for the orchestrators of one pipeline, whose addresses are given as "host:port".
+    """A client of the orchestrators of one pipeline. Each of its `endpoints` is the "host:port" of one orchestrator.
 
-    Runs any number of requests concurrently. A call that fails raises a StagemeshError, whose message states what
-    happened and what to do.
+    The client runs any number of requests concurrently. A failed call raises a StagemeshError. The error's message
+    states the cause and the remedy.
     """
 
     def __init__(self, *endpoints: str, retry_policy: RetryPolicy | None = None) -> None:
@@ -78,21 +78,22 @@ class AsyncClient(BaseClient):
     def generate(
         self, prompt: Content | None = None, *, timeout_s: float | None = None, **arguments: Unpack[GenerateArguments]
     ) -> AsyncGeneration:
-        """Returns a request for `prompt`, which is text, or text with media.
+        """Returns a request for `prompt`, which is text or a sequence of text and media.
 
         Receive the request's events with `async for`, or all of its outputs with `await request.result()`.
 
         The client sends the request again, with the same request_id, while the server is unreachable or asks for a
-        retry. If the connection or the orchestrator fails after the request has started, the client resumes after the
-        outputs that it has already received. It uses the next endpoint if there are several. The caller receives every
-        event exactly once.
+        retry. If the connection or the orchestrator fails after the request has started, the client calls the next
+        endpoint and resumes after the outputs that it has already received. The caller receives every event exactly
+        once.
 
-        Raises InvalidRequestError if an argument cannot be sent.
+        `timeout_s` is the request's timeout in seconds, or None for no timeout. Raises InvalidRequestError if an
+        argument is invalid.
         """
         return AsyncGeneration(self, request=build_request(prompt, arguments), timeout_s=timeout_s)
 
     async def cancel(self, request_id: str) -> None:
-        """Stops a request. Returns after every stage has released the request.
+        """Stops the request. Returns when every stage has released the request.
 
         Raises NotFoundError if the request is not running.
         """
@@ -102,7 +103,7 @@ class AsyncClient(BaseClient):
     async def describe(self, pipeline: str = "") -> orchestrator_pb2.DescribePipelineResponse:
         """Returns the pipeline's current stages, replicas, edges and outputs.
 
-        An empty `pipeline` selects the only pipeline of the server.
+        `pipeline` is the pipeline's name. It may be empty if the server has only one pipeline.
         """
         request = orchestrator_pb2.DescribePipelineRequest(pipeline=pipeline)
         return await self._call(lambda stub: stub.DescribePipeline(request, timeout=_CONTROL_TIMEOUT_S))
@@ -110,9 +111,9 @@ class AsyncClient(BaseClient):
     async def _call(
         self, method: "Callable[[OrchestratorServiceAsyncStub], Awaitable[Answer]]", *, anywhere: bool = False
     ) -> Answer:
-        """Calls the endpoints in turn, and returns the answer of the first reachable endpoint.
+        """Calls the endpoints in turn until one is reachable, and returns the answer of that endpoint.
 
-        If `anywhere` is True, also skips endpoints that answer NOT_FOUND.
+        If `anywhere` is True, also tries the next endpoint if an endpoint reports NOT_FOUND.
         """
         errors: list[StagemeshError] = []
         for endpoint in self.endpoints_in_turn():
@@ -123,7 +124,7 @@ class AsyncClient(BaseClient):
         raise main_error(errors)
 
     async def close(self) -> None:
-        """Cancels the running requests and closes the connections. Closing twice is harmless."""
+        """Cancels the running requests and closes the connections. Idempotent."""
         self._leave_all()
         if self._leaving:
             await asyncio.wait(self._leaving)
@@ -149,8 +150,8 @@ class AsyncClient(BaseClient):
 class Generation(BaseGeneration["Client"]):
     """A request and its events. The request is sent when the iteration over the events starts.
 
-    The events can be iterated over once. A second iteration raises RuntimeError. Leaving the loop early cancels the
-    request on every stage.
+    The events can be iterated over only once. A second iteration raises RuntimeError. If the caller leaves the loop
+    early, the request is cancelled on every stage.
     """
 
     # Each loop gets a generator of its own: `break` drops the generator, whose end cancels the call.
@@ -173,7 +174,7 @@ class Generation(BaseGeneration["Client"]):
                 time.sleep(pause_s)
 
     def result(self) -> Result:
-        """Sends the request, waits until it finishes, and returns all of its outputs."""
+        """Sends the request, waits until the request finishes, and returns all of its outputs."""
         builder = ResultBuilder()
         for event in self:
             builder.add(event)
@@ -181,10 +182,10 @@ class Generation(BaseGeneration["Client"]):
 
 
 class Client(BaseClient):
-    """A client without asyncio for the orchestrators of one pipeline, whose addresses are given as "host:port".
+    """A client without asyncio of the orchestrators of one pipeline. Several threads can share the client.
 
-    Threads can share it. Runs any number of requests concurrently. A call that fails raises a StagemeshError, whose
-    message states what happened and what to do.
+    Each of its `endpoints` is the "host:port" of one orchestrator. The client runs any number of requests concurrently.
+    A failed call raises a StagemeshError. The error's message states the cause and the remedy.
     """
 
     def __init__(self, *endpoints: str, retry_policy: RetryPolicy | None = None) -> None:
@@ -196,17 +197,18 @@ class Client(BaseClient):
     def generate(
         self, prompt: Content | None = None, *, timeout_s: float | None = None, **arguments: Unpack[GenerateArguments]
     ) -> Generation:
-        """Returns a request for `prompt`, which is text, or text with media.
+        """Returns a request for `prompt`, which is text or a sequence of text and media.
 
         Receive the request's events with `for`, or all of its outputs with `result()`. The client retries and resumes
         the request in the same way as `AsyncClient`.
 
-        Raises InvalidRequestError if an argument cannot be sent.
+        `timeout_s` is the request's timeout in seconds, or None for no timeout. Raises InvalidRequestError if an
+        argument is invalid.
         """
         return Generation(self, request=build_request(prompt, arguments), timeout_s=timeout_s)
 
     def cancel(self, request_id: str) -> None:
-        """Stops a request. Returns after every stage has released the request.
+        """Stops the request. Returns when every stage has released the request.
 
         Raises NotFoundError if the request is not running.
         """
@@ -216,15 +218,15 @@ class Client(BaseClient):
     def describe(self, pipeline: str = "") -> orchestrator_pb2.DescribePipelineResponse:
         """Returns the pipeline's current stages, replicas, edges and outputs.
 
-        An empty `pipeline` selects the only pipeline of the server.
+        `pipeline` is the pipeline's name. It may be empty if the server has only one pipeline.
         """
         request = orchestrator_pb2.DescribePipelineRequest(pipeline=pipeline)
         return self._call(lambda stub: stub.DescribePipeline(request, timeout=_CONTROL_TIMEOUT_S))
 
     def _call(self, method: Callable[[OrchestratorServiceStub], Answer], *, anywhere: bool = False) -> Answer:
-        """Calls the endpoints in turn, and returns the answer of the first reachable endpoint.
+        """Calls the endpoints in turn until one is reachable, and returns the answer of that endpoint.
 
-        If `anywhere` is True, also skips endpoints that answer NOT_FOUND.
+        If `anywhere` is True, also tries the next endpoint if an endpoint reports NOT_FOUND.
         """
         errors: list[StagemeshError] = []
         for endpoint in self.endpoints_in_turn():
@@ -235,7 +237,7 @@ class Client(BaseClient):
         raise main_error(errors)
 
     def close(self) -> None:
-        """Cancels the running requests and closes the connections. Closing twice is harmless."""
+        """Cancels the running requests and closes the connections. Idempotent."""
         self._leave_all()
         for future in list(self._leaving):
             with suppress(grpc.FutureCancelledError):

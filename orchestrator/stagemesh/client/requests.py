@@ -1,6 +1,6 @@
-"""Builds a GenerateRequest from the arguments of `generate`, which can contain text, media, tokens and tensors.
+"""The construction of a GenerateRequest from the arguments of `generate`: text, media, tokens and tensors.
 
-Checks the arguments before anything is sent.
+All arguments are checked before anything is sent.
 """
 
 import json
@@ -25,7 +25,7 @@ _STRUCTURES = ("json_schema", "regex", "choice", "grammar")
 class _MediaFile:
     data: bytes
     media_type: str
-    """The media type, for example "image/png", "audio/wav" or "video/mp4"."""
+    """The data's media type, for example "image/png", "audio/wav" or "video/mp4"."""
 
 
 class ImageFile(_MediaFile):
@@ -42,30 +42,33 @@ class VideoFile(_MediaFile):
 
 @dataclass(frozen=True, eq=False)
 class AudioSamples:
-    """Audio that is not encoded: float32 samples in [-1, 1], with shape [samples] or [samples, channels]."""
+    """Unencoded audio: float32 samples in [-1, 1], with shape [samples] or [samples, channels]."""
 
     samples: npt.NDArray[np.float32]
     sample_rate_hz: int
 
 
 Part: TypeAlias = str | ImageFile | AudioFile | VideoFile | AudioSamples
-"""One part of a prompt or of a message: text, an image, audio or a video."""
+"""One part of a prompt or of a message: text, or an image, audio or video."""
 Content: TypeAlias = str | Sequence[Part]
-"""Text, or a sequence of text and media in the order in which the model reads them."""
+"""The content of a prompt or of a message: text, or a sequence of text and media in the model's reading order."""
 
 Conversation: TypeAlias = Sequence[tuple[str, Content]]
-"""The turns of a conversation as (role, content), oldest first. Roles are "system", "user" and "assistant"."""
+"""A conversation, as a sequence of messages (role, content), oldest first.
+
+Roles are "system", "user" and "assistant".
+"""
 
 
 class SamplingArguments(TypedDict, total=False):
-    """Arguments that control how language models choose tokens. `request.proto` defines each argument.
+    """The arguments that control how language models choose tokens. `request.proto` defines each argument.
 
-    The stage's default applies to an omitted argument.
+    An omitted argument has the stage's default value.
     """
 
     max_tokens: int | None
     temperature: float | None
-    """The sampling temperature. 0 always selects the most probable token."""
+    """The sampling temperature. At 0, the most probable token is always selected."""
     top_p: float | None
     top_k: int | None
     min_p: float | None
@@ -73,7 +76,7 @@ class SamplingArguments(TypedDict, total=False):
     presence_penalty: float | None
     frequency_penalty: float | None
     stop: Sequence[str]
-    """Texts that end the output as soon as one of them is generated."""
+    """Stop texts. The output ends as soon as the model has generated one of them."""
     stop_token_ids: Sequence[int]
     min_tokens: int | None
     ignore_eos: bool
@@ -81,8 +84,8 @@ class SamplingArguments(TypedDict, total=False):
     logprobs: int | None
     """The number of most probable tokens to report for each position, with their log-probabilities.
 
-    The log-probability of the generated token is reported in addition. 0 reports only the generated token's
-    log-probability. None reports no log-probabilities.
+    The log-probability of the generated token is always reported in addition. 0 reports only the generated token. None
+    reports no log-probabilities.
     """
     json_schema: str | Mapping[str, object] | None
     """The JSON schema to which the output must conform.
@@ -95,36 +98,38 @@ class SamplingArguments(TypedDict, total=False):
 
 
 class GenerateArguments(SamplingArguments, total=False):
-    """The arguments of `generate` in addition to the prompt. The server's default applies to an omitted argument."""
+    """The arguments of `generate` in addition to the prompt. An omitted argument has the server's default value."""
 
     messages: Conversation
     """A conversation to send instead of a prompt."""
     token_ids: Sequence[int]
-    """Token ids of the model's own vocabulary to send instead of a prompt."""
+    """Token ids in the model's vocabulary, to send instead of a prompt."""
     negative_prompt: str
-    """Text that describes what images or videos must not show."""
+    """A description of content that images or videos must not show."""
     tensors: Tensors
-    """Input tensors by name, for pipelines that accept them."""
+    """Input tensors by name, for pipelines that accept tensors."""
     outputs: Sequence[str]
     """The names of the outputs to produce. An empty sequence produces all outputs."""
     adapter: str | None
-    """The name of a LoRA adapter, for stages that support adapters."""
+    """The name of a LoRA adapter, for stages that support adapters. None selects no adapter."""
     seed: int | None
     """The random seed, from 0 to 2**32 - 1.
 
     If the seed is omitted, the server chooses one at random and reports it in `Admitted`.
     """
     options: Mapping[str, float]
-    """Values of options that the pipeline's stages declare, by option name."""
+    """The values of options that the pipeline's stages declare, by option name."""
     request_id: str | None
-    """The id that identifies the request in every service and log. Generated at random if omitted."""
-    pipeline: str
-    """The name of the pipeline. Optional if the server has only one pipeline."""
-    priority: int
-    """The priority, from -10 to 10. Requests of a higher priority leave the queue first."""
-    caller: str
-    """The caller's name. Callers whose requests have equal priority receive equal shares of the pipeline and its queue.
+    """The id that identifies the request in every service and log.
+
+    None stands for an id that is generated at random.
     """
+    pipeline: str
+    """The name of the pipeline. May be omitted if the server has only one pipeline."""
+    priority: int
+    """The request's priority, from -10 to 10. Requests with higher priority leave the admission queue first."""
+    caller: str
+    """The caller's name. Callers whose requests have equal priority share the pipeline and its queue equally."""
 
 
 _SUFFIXES: Mapping[str, tuple[type[ImageFile | AudioFile | VideoFile], str]] = {
@@ -149,7 +154,7 @@ _SUFFIXES: Mapping[str, tuple[type[ImageFile | AudioFile | VideoFile], str]] = {
 
 
 def read_media(path: Path | str) -> ImageFile | AudioFile | VideoFile:
-    """Reads an image, audio or video file. The suffix of the file's name determines the kind and the media type.
+    """Returns the image, audio or video in a file. The suffix of the file name determines the kind and the media type.
 
     Raises InvalidRequestError (INVALID_MEDIA) if the suffix is unknown or the file cannot be read.
     """

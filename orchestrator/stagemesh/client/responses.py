@@ -1,4 +1,4 @@
-"""What a request returns: its events in the order in which they happen, and the result that contains all outputs."""
+"""The events of a request, in the order in which they happen, and the result, which contains all outputs."""
 
 import time
 from collections import defaultdict
@@ -19,29 +19,29 @@ from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
 
 @dataclass(frozen=True)
 class Queued:
-    """The request waits for admission. The server sends this event again each time the request's position changes."""
+    """An event: the request waits for admission. Sent again each time the request's position in the queue changes."""
 
     request_id: str
     position: int
-    """The request's position in the queue. The first position is 1."""
+    """The request's position in the admission queue. The first position is 1."""
     expected_wait_s: float
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """The request has been admitted and assigned to replicas. Only `Queued` events precede this event."""
+    """An event: the request has been admitted and assigned to replicas. Only `Queued` events precede it."""
 
     request_id: str
     seed: int
     replicas: Mapping[str, str]
-    """The name of the replica that was chosen for each stage, by stage name."""
+    """The name of the chosen replica of each stage, by stage name."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The number of engine steps that a stage has completed.
+    """An event: a stage has completed `steps` engine steps.
 
-    `total_steps` is None if the stage does not know the total in advance.
+    `total_steps` is None if the stage does not know the total number in advance.
     """
 
     stage: str
@@ -51,7 +51,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Text:
-    """Text to append to an output."""
+    """An event with text to append to a text output."""
 
     output: str
     delta: str
@@ -59,7 +59,7 @@ class Text:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The log-probability of a token, and the most probable tokens at the same position.
+    """The log-probability of a generated token, and the most probable tokens at the same position.
 
     `top_ids` and `top_logprobs` are in descending order of probability.
     """
@@ -71,9 +71,9 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids to append to an output.
+    """An event with token ids to append to a token output.
 
-    `logprobs` contains one entry for each id if the request asked for log-probabilities. Otherwise it is empty.
+    `logprobs` contains one entry for each id if the request asked for log-probabilities. Otherwise, it is empty.
     """
 
     output: str
@@ -83,7 +83,7 @@ class Tokens:
 
 @dataclass(frozen=True, eq=False)
 class AudioChunk:
-    """Audio samples to append to an output.
+    """An event with audio samples to append to an audio output.
 
     `samples` is a read-only float32 array in [-1, 1], with shape [samples] or [samples, channels].
     """
@@ -100,7 +100,7 @@ class AudioChunk:
 
 @dataclass(frozen=True)
 class Image:
-    """A complete encoded image. It replaces any earlier image of the same output."""
+    """An event with a complete encoded image, which replaces any earlier image of the same output."""
 
     output: str
     data: bytes
@@ -109,7 +109,7 @@ class Image:
 
 @dataclass(frozen=True, eq=False)
 class TensorOutput:
-    """A tensor of an output that is not text, tokens, audio or an image. The array is read-only."""
+    """An event with a tensor of an output that is not text, tokens, audio or an image. The tensor is read-only."""
 
     output: str
     name: str
@@ -118,7 +118,7 @@ class TensorOutput:
 
 @dataclass(frozen=True)
 class Usage:
-    """The numbers of tokens and of engine steps that a stage processed for a request."""
+    """The numbers of tokens and engine steps that a stage processed for a request."""
 
     prompt_tokens: int
     output_tokens: int
@@ -127,9 +127,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Times in seconds since the request was accepted. `first_output_s` is None if there was no output.
+    """The start, first output and end of a request, in seconds since the server accepted the request.
 
-    In a StageReport, the times are in seconds since the stage accepted its step.
+    `first_output_s` is None if there was no output. In a StageReport, the times are in seconds since the stage accepted
+    its step.
     """
 
     started_s: float
@@ -139,7 +140,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class EdgeUsage:
-    """The connector that an edge used for a request, and the number of chunks and bytes that crossed the edge."""
+    """The connector that an edge used for a request, and the numbers of chunks and bytes that the edge transferred."""
 
     edge: str
     connector: str
@@ -149,7 +150,7 @@ class EdgeUsage:
 
 @dataclass(frozen=True)
 class StageReport:
-    """The usage and the timings of one stage, and the usage of each edge over which the stage sent data."""
+    """The usage and timings of one stage, and the usage of each edge over which the stage sent data."""
 
     usage: Usage
     timings: Timings
@@ -158,14 +159,14 @@ class StageReport:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of a successful request, with a report for each stage."""
+    """The last event of a successful request. Contains a report for each stage, by stage name."""
 
     stages: Mapping[str, StageReport]
     timings: Timings
 
     @property
     def edges(self) -> tuple[EdgeUsage, ...]:
-        """The usage of all edges, as reported by the stages that sent data over them."""
+        """The usage of all edges of the pipeline, as reported by the stages that sent data over them."""
         return tuple(edge for stage in self.stages.values() for edge in stage.edges)
 
 
@@ -193,7 +194,7 @@ class Result:
     """All outputs of a request, by output name.
 
     `first_text_s`, `first_audio_s` and `first_image_s` are the times of the first text, audio and image, in seconds
-    since the call. Each is None if the request produced no such output.
+    since the call. Each of them is None if the request produced no such output.
     """
 
     request_id: str
@@ -201,7 +202,7 @@ class Result:
     texts: Mapping[str, str]
     tokens: Mapping[str, tuple[int, ...]]
     logprobs: Mapping[str, tuple[TokenLogprobs, ...]]
-    """The log-probabilities of each token by output name. Empty unless the request asked for log-probabilities."""
+    """The log-probabilities of all tokens of each output, by output name. Empty if the request did not ask for them."""
     audios: Mapping[str, Audio]
     images: Mapping[str, Image]
     tensors: Mapping[str, tuple[TensorOutput, ...]]
@@ -238,7 +239,7 @@ class Result:
 
 
 class ResultBuilder:
-    """Collects the events of a request into a Result.
+    """A collector of the events of a request, which builds the Result.
 
     The times in the Result are in seconds since the ResultBuilder was constructed.
     """
@@ -247,7 +248,7 @@ class ResultBuilder:
         self._begun_s = time.monotonic()
         self._events: list[Event] = []
         self._first_s: dict[type[Event], float] = {}
-        """The time in seconds at which the first event of each type was added."""
+        """The time of the first event of each type, in seconds since the ResultBuilder was constructed."""
 
     def add(self, event: Event) -> None:
         """Adds an event. The events must be added in the order in which they arrived."""
@@ -255,7 +256,7 @@ class ResultBuilder:
         self._first_s.setdefault(type(event), self._now_s())
 
     def build(self) -> Result:
-        """Returns the result. Raises InternalError if the `Admitted` or the `Finished` event is missing."""
+        """Returns the result. Raises InternalError if the `Admitted` or `Finished` event is missing."""
         admitted, finished = self._last(Admitted), self._last(Finished)
         if admitted is None or finished is None:
             raise InternalError("the server ended the stream without a `finished` event; report this as a defect")
@@ -280,7 +281,7 @@ class ResultBuilder:
         return next((event for event in reversed(self._events) if isinstance(event, kind)), None)
 
     def _by_output(self, kind: type[OutputEvent]) -> Mapping[str, Sequence[OutputEvent]]:
-        """Returns the events of this type, by output name."""
+        """Returns the events of the type `kind` in order of arrival, by output name."""
         events = defaultdict[str, list[OutputEvent]](list)
         for event in self._events:
             if isinstance(event, kind):
@@ -292,9 +293,9 @@ class ResultBuilder:
 
 
 def decode_event(response: orchestrator_pb2.GenerateResponse) -> Event | None:
-    """Returns the event in `response`, or None if this client does not know the event's kind.
+    """Returns the event in `response`, or None if this client does not recognize the kind of event.
 
-    Raises InvalidChunkError if the shape, type or size of audio or of a tensor is inconsistent.
+    Raises InvalidChunkError if the shape, dtype or size of audio or of a tensor is inconsistent.
     """
     match response.WhichOneof("event"):
         case "admitted":

@@ -1,4 +1,4 @@
-"""The session of a request with the orchestrators of one pipeline: endpoints, retries, and the received position."""
+"""The session of a request with the orchestrators of one pipeline: its endpoints, retries and received position."""
 
 import asyncio
 import time
@@ -37,16 +37,16 @@ _MAX_LINGER_S = 10
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Limits the retries of a request.
+    """The limits on the retries of a request.
 
     Before a request runs, the client attempts it at most `attempts` times on each endpoint. The pause before the first
-    retry is `first_pause_s` seconds. The pause doubles with each retry, up to `max_pause_s`. If the server asks for
-    another pause (RetryInfo), the client waits for that time. The request fails if the server asks for a pause longer
-    than `max_asked_pause_s`.
+    retry is `first_pause_s` seconds. The pause doubles with each retry, up to `max_pause_s` seconds. If the server asks
+    for another pause (RetryInfo), the client waits for that time. The request fails if the server asks for a pause
+    longer than `max_asked_pause_s` seconds.
 
-    A running request loses its server if the server stops or becomes unreachable. The client then searches all
-    endpoints for at most `reattach_s` seconds. 0 disables the search. The request fails if it loses its server more
-    than `attempts` times in a row and no new event arrives for `reattach_s` seconds.
+    The server of a running request can stop or become unreachable. The client then searches all endpoints for the
+    request for at most `reattach_s` seconds. 0 disables the search. The request fails if its server becomes unavailable
+    more than `attempts` times in a row and no new event arrives for `reattach_s` seconds.
     """
 
     attempts: int = 5
@@ -64,7 +64,7 @@ class RetryPolicy:
 
 
 class Attempts:
-    """Counts the calls that attempt one request, over all endpoints, and decides when the next attempt starts.
+    """A counter of the calls that attempt one request, over all endpoints. Decides when the next attempt starts.
 
     No attempt exceeds the request's timeout.
     """
@@ -73,21 +73,20 @@ class Attempts:
         self._policy, self._endpoints = policy, endpoints
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._made = 0
-        """The number of attempts since the request last lost its server, or since its start if it has never lost one.
-        """
+        """The number of attempts since the server last became unavailable, or since the request's start."""
         self.answered = False
-        """Whether the current attempt has shown that the request is running."""
+        """Whether the server's answer to the current attempt has shown that the request is running."""
         self._search_ends_s: float | None = None
-        """The time on the monotonic clock at which the search for the request's server ends.
+        """The deadline of the search for the request's server, in seconds on the monotonic clock.
 
-        None if the request has never lost its server.
+        None if the server has never been unavailable while the request was running.
         """
         self._losses = 0
-        """The number of times that the request has lost its server since the last new event."""
+        """The number of times that the server has become unavailable since the last new event."""
         self._last_new_event_s = time.monotonic()
 
     def begin(self) -> float | None:
-        """Starts an attempt and returns its timeout in seconds, or None for no timeout.
+        """Starts an attempt. Returns the attempt's timeout in seconds, or None if the request has no timeout.
 
         Raises DeadlineError if the request's timeout has passed.
         """
@@ -99,7 +98,7 @@ class Attempts:
         return left_s
 
     def note_answer(self, *, is_new: bool) -> None:
-        """Records that the server has sent an event, so that the request is running.
+        """Records that the server has sent an event, and that the request is therefore running.
 
         `is_new` is True if the caller had not received the event before.
         """
@@ -108,10 +107,11 @@ class Attempts:
             self._losses, self._last_new_event_s = 0, time.monotonic()
 
     def pause_s(self, error: StagemeshError, *, broken: bool = False) -> float | None:
-        """Returns the pause in seconds before the next attempt, or None if there must be no further attempt.
+        """Returns the pause in seconds before the next attempt, or None if the request has failed with `error`.
 
-        Until an attempt shows that the request is running, the client retries if the server is unreachable or states
-        when to retry. Afterwards, the client retries only if the connection is `broken` or if the server is stopping.
+        Until the server has answered the current attempt, the client retries if the server is unreachable or states
+        when to retry. After an answer, the client retries only if the connection is `broken` or if the server is
+        stopping.
         """
         if self.answered:
             return self._pause_after_loss_s(error, broken=broken)
@@ -127,7 +127,7 @@ class Attempts:
         return self._if_in_time(self._backoff_s(self._made // self._endpoints) if asked_s is None else asked_s)
 
     def _pause_after_loss_s(self, error: StagemeshError, *, broken: bool) -> float | None:
-        """Returns the pause in seconds before a running request that lost its server is attempted again.
+        """Returns the pause in seconds before a running request is attempted again after its server became unavailable.
 
         Returns None if the request has failed.
         """
@@ -162,7 +162,10 @@ class Attempts:
 
 
 class ClientPosition:
-    """Removes repeated events of a request, and builds the request that asks for the remaining events."""
+    """The client's position in the events of a request.
+
+    Removes repeated events, and builds the request that asks for the remaining events.
+    """
 
     def __init__(self, request: orchestrator_pb2.GenerateRequest, policy: RetryPolicy) -> None:
         self._request = orchestrator_pb2.GenerateRequest()
@@ -178,7 +181,7 @@ class ClientPosition:
         return self._request
 
     def note_lost(self) -> None:
-        """Records that a call ended before the request did. The call may have started the request."""
+        """Records that a call ended before the request ended. The call may have started the request."""
         self._request.earlier_calls += 1
 
     def take(self, response: orchestrator_pb2.GenerateResponse) -> Event | None:
@@ -203,7 +206,7 @@ class ClientPosition:
 
 
 class BaseClient:
-    """Base class of the clients. Records the endpoints of one pipeline and the requests that are running.
+    """Base class of the clients. Stores the endpoints of one pipeline and the running requests.
 
     A subclass implements `_send_leave`.
     """
@@ -215,24 +218,26 @@ class BaseClient:
         self.retry_policy = retry_policy or RetryPolicy()
         self.closed = False
         self.latest = 0
-        """The index of the last called endpoint. New requests start with this endpoint, to avoid endpoints that failed.
+        """The index of the last called endpoint.
+
+        New requests start with this endpoint, to avoid endpoints that failed.
         """
         self.running: set[RequestSession] = set()
 
     @property
     def endpoint(self) -> str:
-        """The endpoint that was called last, as "host:port"."""
+        """The address of the endpoint that was called last, as "host:port"."""
         return self.endpoints[self.latest]
 
     def endpoints_in_turn(self) -> Iterator[int]:
-        """Yields the index of each endpoint once, starting with the endpoint that was called last."""
+        """Yields the index of each endpoint once, beginning with the endpoint that was called last."""
         return ((self.latest + offset) % len(self.endpoints) for offset in range(len(self.endpoints)))
 
     def error_of(self, failure: grpc.RpcError, *, endpoint: int, anywhere: bool) -> StagemeshError:
-        """Returns the error of a failed unary call. Raises the error if a call to another endpoint cannot help.
+        """Returns the error of a failed unary call, so that the caller can try another endpoint.
 
-        A call to another endpoint can help if this endpoint is unreachable. If `anywhere` is True, such a call can also
-        help if this endpoint does not know the request.
+        Raises the error instead if no other endpoint can help. Another endpoint can help if this endpoint is
+        unreachable. If `anywhere` is True, another endpoint can also help if this endpoint reports NOT_FOUND.
         """
         peer = self.endpoints[endpoint]
         error = from_rpc_error(failure, peer=peer)
@@ -241,7 +246,7 @@ class BaseClient:
         return error
 
     def leave(self, session: "RequestSession") -> None:
-        """Asks the server to stop a request whose caller stopped reading events before the end of the request."""
+        """Asks the server to stop a request whose caller has stopped reading before the last event."""
         # Without reattaching, the server stops a request as soon as its call ends.
         if not self.closed and self.retry_policy.reattach_s:
             request = orchestrator_pb2.CancelRequestRequest(request_id=session.request_id, when_left=True)
@@ -253,7 +258,7 @@ class BaseClient:
         self.closed = True
 
     def _send_leave(self, endpoint: int, request: orchestrator_pb2.CancelRequestRequest) -> None:
-        """Starts a CancelRequest call in the background.
+        """Sends a CancelRequest call in the background.
 
         If the call fails, the server still stops the request after the number of seconds in the request's `linger_s`.
         """
@@ -261,7 +266,7 @@ class BaseClient:
 
 
 class RequestSession:
-    """Decides which endpoint a request calls next, and which of the received events are new to the caller.
+    """The calls of one request. Decides which endpoint to call next and which received events are new to the caller.
 
     Use the session as a context manager. If the block ends with GeneratorExit, KeyboardInterrupt or a cancellation, the
     session asks the server to stop the request.
@@ -272,13 +277,13 @@ class RequestSession:
     ) -> None:
         self.request_id = request.request_id
         self.endpoint = self._next_endpoint = client.latest
-        """The index of the last called endpoint, in the client's list of endpoints."""
+        """The index of the endpoint that this request called last, in the client's list of endpoints."""
         self._client = client
         self._attempts = Attempts(client.retry_policy, timeout_s=timeout_s, endpoints=len(client.endpoints))
         self._position = ClientPosition(request, client.retry_policy)
 
     def begin_call(self) -> float | None:
-        """Starts a call. Returns the call's timeout in seconds, or None for no timeout.
+        """Starts a call. Returns the call's timeout in seconds, or None if the request has no timeout.
 
         Raises DeadlineError if the request's timeout has passed, and CancelledRequestError if the client is closed.
         """
@@ -300,9 +305,9 @@ class RequestSession:
         return event
 
     def pause_s(self, failure: grpc.RpcError) -> float:
-        """Records a failed call, and returns the number of seconds to wait before the next call.
+        """Records a failed call. Returns the number of seconds to wait before the next call.
 
-        Raises the call's error if the request has failed, so that no further call can help.
+        Raises the call's error if a further call cannot help.
         """
         peer = self._client.endpoints[self.endpoint]
         error = from_rpc_error(failure, peer=peer)
@@ -354,14 +359,18 @@ class BaseGeneration(Generic[ClientT]):
 
 
 def main_error(errors: Sequence[StagemeshError]) -> StagemeshError:
-    """Returns the error to raise after all endpoints failed. NotFoundError takes precedence over the first error."""
+    """Returns the error to raise after the calls to all endpoints have failed.
+
+    Returns the first NotFoundError, or the first error if there is no NotFoundError.
+    """
     return next((error for error in errors if isinstance(error, NotFoundError)), errors[0])
 
 
 def _is_broken(failure: grpc.RpcError, error: StagemeshError, *, peer: str) -> bool:
-    """Returns whether a call failed because the server or the connection to the server broke.
+    """Returns whether a call failed because the server terminated or the connection to the server broke.
 
-    An error that a service itself reports does not name `peer` in its metadata.
+    In that case, gRPC itself reports the error, and the error's metadata names `peer`. An error that a service reports
+    does not name `peer` in its metadata.
     """
     assert isinstance(failure, grpc.Call | grpc.aio.AioRpcError), "gRPC raises calls"
     return failure.code() in _BROKEN and error.metadata.get("peer") == peer

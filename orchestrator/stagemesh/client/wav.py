@@ -1,4 +1,4 @@
-"""A writer of WAV files (16-bit PCM) that appends audio samples as they arrive."""
+"""A writer of WAV files with 16-bit PCM samples, to which audio samples are appended as they arrive."""
 
 import wave
 from pathlib import Path
@@ -11,10 +11,10 @@ from stagemesh.common.errors import InvalidRequestError
 
 
 class WavWriter:
-    """Writes float32 samples to a WAV file. Samples outside [-1, 1] are clipped.
+    """A writer of float32 samples to a WAV file. Clips samples outside [-1, 1].
 
-    The first call of `write` creates the file and, if necessary, the file's folder. No file is created if `write` is
-    never called.
+    The first call of `write` creates the file and, if necessary, the folder. No file is created if `write` is never
+    called.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -23,10 +23,10 @@ class WavWriter:
         self._file: wave.Wave_write | None = None
 
     def write(self, samples: npt.NDArray[np.float32], *, sample_rate_hz: int) -> None:
-        """Appends float32 samples of shape [samples] or [samples, channels].
+        """Appends float32 samples of shape [samples] or [samples, channels] to the file.
 
-        Raises InvalidRequestError if the sample rate or the number of channels differs from that of the first samples,
-        or if the file cannot be created.
+        Raises InvalidRequestError if the file cannot be created, or if the sample rate or the number of channels
+        differs from that of the first samples.
         """
         channels = 1 if samples.ndim == 1 else samples.shape[1]
         if self._file is None:
@@ -40,7 +40,7 @@ class WavWriter:
         self._file.writeframes(_pcm16(samples))
 
     def close(self) -> None:
-        """Completes the WAV header and closes the file. Closing twice is harmless."""
+        """Completes the WAV header and closes the file. Idempotent."""
         if self._file is not None:
             self._file.close()
         if self._raw is not None:
