@@ -92,7 +92,7 @@ class Host(stage_pb2_grpc.StageServiceServicer):
             await self.server.stop(None)
 
     async def settled(self) -> None:
-        """Waits until `used_bytes` is 0. Raises TimeoutError if it is not 0 after SETTLING_S seconds."""
+        """Waits until `used_bytes` is 0. Raises TimeoutError if memory is still in use after SETTLING_S seconds."""
         await emptied(lambda: self.used_bytes)
 
     @property
@@ -190,7 +190,7 @@ def open_flow(
 ) -> tuple[Outlet, Inlet]:
     """Opens a flow from `producer` to `consumer`. Returns the flow's outlet and inlet.
 
-    `request` is the id of the flow's request. `policy` determines how packets are cut into chunks. If it is None,
+    `request` is the id of the flow's request. `policy` determines how packets are cut into chunks. If `policy` is None,
     StepPolicy is used. The producer connects to `endpoint`, or to the consumer's endpoint if `endpoint` is empty.
     """
     key = EdgeKey(request, "a->b", 1)

@@ -192,7 +192,7 @@ class TransferPlan:
 
 
 class RemoteArena:
-    """A connection to the arena that an offer describes. Use it only on the event loop.
+    """A connection to the arena that an offer describes. Use the connection only on the event loop.
 
     The task `handshake` ends when the arena can be read. The task raises an error if the arena cannot be read.
     """
@@ -233,9 +233,9 @@ class RemoteArena:
         return plan.views(read.landing)
 
     def fetch_at_once(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes] | None:
-        """Reads small ranges on the event loop and returns copies of them. Implements `FetchingReader.fetch_at_once`.
+        """Reads small ranges on the event loop and returns copies of the ranges.
 
-        Returns None if the ranges cannot be read immediately.
+        Returns None if the ranges cannot be read immediately. Implements `FetchingReader.fetch_at_once`.
         """
         peer = self._peer
         if peer is None or not peer.copies or sum(place.size_bytes for place in places) > AT_ONCE_BYTES:

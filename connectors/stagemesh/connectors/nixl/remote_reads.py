@@ -111,7 +111,7 @@ class RemoteReads:
         self.failure = ""
         """The reason why the peer can no longer be read. Empty if the peer has not failed."""
         self.is_removed = False
-        """Whether the peer has failed and the last transfer from it has ended, so that a new connection is possible."""
+        """Whether the peer has failed and all transfers from the peer have ended. A new connection is then possible."""
         self._fresh: deque[Read] = deque()
         """The fresh reads, oldest first. A read is fresh until the scheduler selects it for the first time."""
         self._reads: deque[Read] = deque()

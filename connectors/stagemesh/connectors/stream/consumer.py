@@ -298,10 +298,10 @@ class Consumer:
     # -- producers
 
     def admit(self, hello: stage_pb2.Hello) -> ProducerState:
-        """Returns the state of the producer that has sent `hello`. Fails the flows of its earlier incarnations.
+        """Returns the state of the producer that has sent `hello`.
 
-        Raises NotReadyError if the producer belongs to another pipeline or generation. If `fail_all` was called before,
-        raises the error that was passed to `fail_all`.
+        Fails the flows of the producer's earlier incarnations. Raises NotReadyError if the producer belongs to another
+        pipeline or generation. If `fail_all` was called before, raises the error that was passed to `fail_all`.
         """
         if self._error is not None:
             raise copy(self._error)

@@ -235,7 +235,7 @@ def fragments(key: chunk_pb2.EdgeKey, tensors: Tensors, *, total_bytes: int, tra
 class FlowDigest:
     """A running digest of the shapes of a flow's data chunks. The digest does not cover the bytes of the tensors.
 
-    The producer sends the digest in the End message, and the consumer compares it with the digest of the received
+    The producer sends the digest in the End message. The consumer compares this digest with the digest of the received
     chunks.
     """
 
