@@ -121,9 +121,9 @@ class DataPlane:
         return FanOut(arena=self.arena, inline_limit_bytes=self._inline_limit_bytes)
 
     async def probe(self, *, consumer: str, endpoint: str, connector: ConnectorName) -> EdgeProbe:
-        """Negotiates with `consumer` without sending a chunk.
+        """Negotiates the connector of a flow to `consumer` without sending a chunk.
 
-        Returns the connector that a flow to `consumer` would use.
+        Returns the result of the negotiation.
 
         Raises NotReadyError (CONNECTOR_UNAVAILABLE) if the requested connector cannot be used. Raises UnavailableError
         if the consumer is unreachable or does not answer within PROBE_S seconds.

@@ -27,7 +27,7 @@ _REPLICA_REASONS = frozenset({"UNKNOWN_FLOW", "STALE_ATTEMPT", "STALE_INCARNATIO
 
 
 class EdgeKey(NamedTuple):
-    """Identifies one attempt of a flow."""
+    """The identifier of one attempt of a flow."""
 
     request_id: str
     edge: str

@@ -131,7 +131,7 @@ def copy_tensors(memory: memoryview, *, start: int, layout: Layout, tensors: Ten
 def when_gone(arrays: Sequence[Array], call: Callable[[], None]) -> None:
     """Calls `call` once, when all `arrays` and all views of them have been deleted. `arrays` must not be empty.
 
-    `call` runs in the thread that deletes the last view. It can interrupt that thread at any point.
+    `call` runs in the thread that deletes the last view, and can interrupt that thread's code at any point.
     """
     assert arrays, "at least one array is needed"
     total, gone_arrays = len(arrays), itertools.count(1)

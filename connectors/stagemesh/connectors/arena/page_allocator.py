@@ -1,4 +1,4 @@
-"""A constant-time allocator of whole pages in a fixed memory range. Its own data is stored outside the range.
+"""A constant-time allocator of whole pages in a fixed memory range. The allocator's own data is outside the range.
 
 Source: M. Masmano et al., "TLSF: a new dynamic memory allocator for real-time systems", ECRTS 2004 (two-level
 segregated fit). Free runs of pages are grouped into size classes by their number of pages. Runs of fewer than 64 pages

@@ -25,7 +25,7 @@ from stagemesh.connectors.arena import memory_file
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
 
 WRITER_SHIFT = 48
-"""The number of bits in a generation below the writer's number.
+"""The bit position of the writer's number in a generation.
 
 The top 16 bits of a generation are the writer's number. The replica's own number is 0. The lower 48 bits are the number
 of the region among the writer's regions.
@@ -132,7 +132,7 @@ class ArenaWriter:
 
     @property
     def room(self) -> memoryview:
-        """The memory of the worker's whole partition. The caller may page-lock it."""
+        """The memory of the worker's whole partition. The caller may page-lock this memory."""
         return self._memory[self._ticket.offset : self._ticket.offset + self._ticket.size_bytes]
 
     def close(self) -> None:

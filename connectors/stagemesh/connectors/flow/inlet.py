@@ -57,10 +57,7 @@ class Inlet:
         self._packets = attempt.packets
 
     def __aiter__(self) -> AsyncIterator[Packet]:
-        """Returns this inlet.
-
-        A flow can be read only once, so every iteration continues where the previous one stopped.
-        """
+        """Returns this inlet. An inlet has only one iteration, because a flow can be read only once."""
         return self
 
     async def __anext__(self) -> Packet:
@@ -176,11 +173,10 @@ OnClosed: TypeAlias = Callable[["InletAttempt"], None]
 
 
 class InletAttempt:
-    """An inlet's connection to one producer.
+    """One attempt of an inlet, in which the inlet receives chunks from one producer.
 
-    Ensures order and exactly-once delivery, and manages the producer's credit.
-
-    The consumer session passes the producer's messages to the attempt and sends the attempt's replies to the producer.
+    The attempt ensures order and exactly-once delivery, and manages the producer's credit. The consumer session passes
+    the producer's messages to the attempt and sends the attempt's replies to the producer.
     """
 
     def __init__(
@@ -257,7 +253,8 @@ class InletAttempt:
     def supersede(self, error: StagemeshError) -> None:
         """Closes the attempt because another attempt replaces it.
 
-        Sends a commit to the producer if all chunks and the End message have arrived. Otherwise, sends `error`.
+        Sends a commit to the producer if all chunks and the End message have arrived. Otherwise, sends `error` to the
+        producer, unless the attempt has already failed.
         """
         self.is_read = self.phase is Phase.ENDED
         self.close(error)
@@ -383,9 +380,8 @@ class InletAttempt:
     def demand(self, size_bytes: int) -> None:
         """Requests credit for a chunk that is larger than the credit window.
 
-        Grants it when all earlier chunks have been read.
-
-        Rejects the producer if `size_bytes` exceeds the consumer's maximum chunk size.
+        The credit is granted when all earlier chunks have been read. Rejects the producer if `size_bytes` exceeds the
+        consumer's maximum chunk size.
         """
         limit_bytes = self._credit.max_chunk_bytes
         if size_bytes > limit_bytes:
@@ -419,11 +415,9 @@ class InletAttempt:
         self._deliver(lambda: self._accept(packet), packet.size_bytes)
 
     def deliver_later(self, transfer: asyncio.Task[Packet], *, size_bytes: int) -> None:
-        """Accepts the next data chunk when `transfer` has fetched its bytes.
+        """Accepts the next data chunk when `transfer` has fetched the chunk's bytes.
 
-        Later chunks wait until this chunk is accepted.
-
-        `size_bytes` is the chunk's number of payload bytes.
+        Later chunks are accepted after this chunk. `size_bytes` is the chunk's number of payload bytes.
         """
         self._credit.received_bytes += size_bytes
         self._arriving.append(_Arrival(size_bytes, lambda: self._accept(transfer.result()), transfer))
@@ -445,9 +439,10 @@ class InletAttempt:
     # -- inner workings
 
     def _deliver(self, accept: Callable[[], None], size_bytes: int = 0) -> None:
-        """Delivers the next message by calling `accept`, after all earlier chunks have been transferred.
+        """Accepts the next message by calling `accept`, either now or as soon as all earlier chunks have been accepted.
 
-        `size_bytes` is the message's number of payload bytes. It counts against the producer's credit immediately.
+        `size_bytes` is the message's number of payload bytes. These bytes count against the producer's credit
+        immediately.
         """
         self._credit.received_bytes += size_bytes
         if self._arriving:

@@ -1,4 +1,4 @@
-"""The producer side of a flow, and the fan-out, which writes a packet once and sends it over several flows.
+"""The producer side of a flow, and the fan-out, which sends the same packets over several flows.
 
 An outlet has one attempt at a time. If the consumer becomes unreachable, a new attempt sends all chunks to another
 consumer.
@@ -297,7 +297,7 @@ class FanOut:
         return [(outlet, part) for outlet, part in selected if part is not None]
 
     async def _placed(self, packet: Packet) -> Packet:
-        """Returns a packet with the same tensors and metadata whose tensors are in the arena.
+        """Returns a packet with the content of `packet` and with all tensors in the arena.
 
         The arena region is retained until the packet's tensors and the chunks that refer to them are deleted.
         """

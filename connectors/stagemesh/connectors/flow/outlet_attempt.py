@@ -1,4 +1,4 @@
-"""One attempt of an outlet, which tracks the credit of one consumer and creates the messages to that consumer."""
+"""One attempt of an outlet. The attempt tracks one consumer's credit and creates the messages to that consumer."""
 
 import asyncio
 import itertools
@@ -23,7 +23,7 @@ _NO_CREDIT = -1
 _ITEM_BYTES = 200
 """The approximate size of a chunk's message in bytes, without the payload."""
 _transfer_ids = itertools.count(1)
-"""The generator of transfer ids. Ids increase over all streams.
+"""The source of transfer ids, which increase across all streams.
 
 A consumer can therefore distinguish a repeated fragment from a new transfer.
 """
@@ -45,11 +45,11 @@ class Phase(Enum):
 
 
 OnOver: TypeAlias = Callable[[StagemeshError | None], None]
-"""A callback for the end of an attempt. Called once, with the attempt's error, or with None if it was committed."""
+"""A callback for the end of an attempt. Called once, with the attempt's error, or with None after a commit."""
 
 
 class OutletAttempt:
-    """An outlet's connection to one consumer. Sends chunks within the consumer's credit.
+    """One attempt of an outlet, in which the outlet sends chunks to one consumer within the consumer's credit.
 
     The link to the consumer opens the attempt on a stream, and passes the consumer's replies to the attempt. The stream
     pulls messages from the attempt.
@@ -70,7 +70,7 @@ class OutletAttempt:
         self._reader: Connector | None = None
         self._window_bytes = 0
         self._demanded_bytes = 0
-        """The highest credit limit, in bytes, that the attempt has demanded on this stream.
+        """The highest credit limit that the attempt has demanded on this stream, in bytes.
 
         0 before the first demand.
         """
@@ -78,8 +78,7 @@ class OutletAttempt:
         self._openings = self._resyncs = 0
         self._now_s = asyncio.get_running_loop().time
         self._heard_s, self._patience_s = self._now_s(), _REOPEN_S
-        """The time of the consumer's last answer, and the permitted silence before the flow is reopened, both in
-        seconds."""
+        """The time of the consumer's last answer, and the permitted time without an answer, both in seconds."""
 
     # -- for the outlet
 
@@ -233,12 +232,10 @@ class OutletAttempt:
             self._on_over(error)
 
     def check_silence(self, now_s: float) -> None:
-        """Reopens the attempt if the consumer owes an answer and has been silent for too long.
+        """Reopens the attempt if an answer is due and the consumer has been silent for too long.
 
-        A message may be missing.
-
-        `now_s` is the current time of the event loop in seconds. Each reopening doubles the permitted silence, up to a
-        maximum.
+        The reason is that a message may be missing. `now_s` is the current time of the event loop in seconds. Each
+        reopening doubles the permitted time without an answer, up to a maximum.
         """
         chunks = self.chunks
         if not (chunks.unacked or chunks.wanted_bytes or self.phase is not Phase.OPEN or chunks.ended):

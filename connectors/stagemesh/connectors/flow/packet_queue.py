@@ -212,11 +212,9 @@ class Credit:
         return is_raised
 
     def demand(self, size_bytes: int) -> bool:
-        """Requests credit for a chunk of `size_bytes` bytes.
+        """Requests credit for a chunk of `size_bytes` bytes. Returns True if the credit was granted immediately.
 
-        The credit is granted when all received bytes have been read.
-
-        Returns True if the credit limit has risen immediately.
+        Otherwise, the credit is granted when all received bytes have been read.
         """
         self._demanded_bytes = size_bytes
         return self.consume(0)

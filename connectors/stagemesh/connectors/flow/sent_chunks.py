@@ -18,9 +18,9 @@ from stagemesh.connectors.stream import wire
 from stagemesh.v1 import chunk_pb2
 
 RETAINED_FRACTION = 4
-"""The inverse of the fraction of memory that delivered chunks may use.
+"""The divisor of the memory budget. Retained delivered chunks may use 1 / RETAINED_FRACTION of the memory.
 
-The limit applies separately to the arena and to each worker's partition.
+The budget applies separately to the arena and to each worker's partition.
 """
 
 _ARENA = 0
