@@ -147,21 +147,16 @@ class Arena:
         self._waiting: dict[asyncio.Future[Region], _Allocation] = {}
         """The allocations that wait for free memory, in order of arrival. Each future returns the allocated region."""
         self._blocked = False
-        """Whether an allocation waits because too little memory is free.
-
-        Until the allocation succeeds, later ones wait too.
-        """
+        """Whether an earlier allocation waits for free memory, so that all later allocations must wait too."""
         self._wake_due = False
         self._to_release: deque[Region] = deque()
         self._release_due = False
         self.copied_bytes = 0
         """The number of bytes copied into the arena since its creation."""
         self.on_pressure: Callable[[], bool] = lambda: False
-        """A callback that frees some of the memory that is retained only for recovery.
+        """A callback for an allocation that does not fit into the free memory. Returns True if it has freed any memory.
 
-        Returns True if it freed any memory.
-
-        The arena calls it when an allocation does not fit into the free memory.
+        It frees some of the memory that is retained only for recovery.
         """
 
     @property
@@ -324,7 +319,7 @@ class Arena:
     def adopt(self, handle: Handle) -> Written:
         """Returns the tensors that a worker process wrote into its partition, without copying them.
 
-        The worker can reuse the pages when the returned region is freed. Raises InvalidChunkError if the handle is
+        The worker can reuse the pages after the returned region is freed. Raises InvalidChunkError if the handle is
         invalid, belongs to no open partition or was adopted before.
         """
         partition = self._partitions.get(handle.generation >> WRITER_SHIFT)
@@ -344,11 +339,9 @@ class Arena:
         return writer, self._partitions[writer].slab.size_bytes if writer else self.size_bytes
 
     def close_partition(self, ticket: PartitionTicket) -> None:
-        """Closes the ticket's partition. Its memory is freed when all regions that were adopted from it are freed.
+        """Closes the partition of `ticket`. Idempotent. Call it after the worker process has terminated.
 
-        Idempotent.
-
-        Call it after the worker process has terminated.
+        The partition's memory is freed when all regions that were adopted from the partition are freed.
         """
         partition = self._partitions.get(ticket.writer)
         if partition is not None:
@@ -376,7 +369,7 @@ class Arena:
     def releaser(self, region: Region) -> Callable[[], None]:
         """Returns a function that releases one reference to `region` on the event loop.
 
-        Any thread may call the function.
+        Any thread may call the returned function.
         """
         loop, thread, to_release = asyncio.get_running_loop(), threading.get_ident(), self._to_release
 
