@@ -16,11 +16,9 @@ from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.v1 import chunk_pb2
 
 ConnectorName: TypeAlias = str
-"""The name of a connector in pipeline files, the CLI and metrics.
+"""The name of a connector in pipeline files, the CLI and metrics. A connector transfers the tensors of an edge.
 
-AUTO stands for the connector that is selected by rank.
-
-A connector transfers the tensors of an edge.
+The name AUTO stands for the usable connector with the lowest rank.
 """
 
 AUTO, SHM, NIXL, GRPC = "auto", "shm", "nixl", "grpc"
@@ -30,7 +28,7 @@ _FIRST_ADDED_NUMBER = 1000
 
 @dataclass(frozen=True)
 class ConnectorDescriptor:
-    """A description of a connector that does not import the connector."""
+    """A description of a connector. Loading the description does not import the connector."""
 
     name: ConnectorName
     number: int

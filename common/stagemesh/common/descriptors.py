@@ -60,10 +60,7 @@ class Signature:
     adapters: bool = False
     """Whether a request may select an adapter for the stage."""
     media: bool = False
-    """Whether a request's messages may contain images, audio or video.
-
-    The model determines which of them it accepts.
-    """
+    """Whether a request's messages may contain images, audio or video. The model determines the allowed kinds."""
     negative_prompt: bool = False
     """Whether a request may have a negative prompt, which describes content that the output must not show."""
     optional: frozenset[str] = frozenset()
@@ -98,11 +95,11 @@ class TransformDescriptor:
 
 @dataclass(frozen=True)
 class EngineDescriptor:
-    """A description of an engine that does not import the engine's libraries.
+    """A description of an engine. Loading the description does not import the engine's libraries.
 
     `factory` is the "module:callable" that creates the engine from a StageConfig. `signature` returns the signature of
-    a stage. Its arguments are the name of the stage's function, or None if the stage has no function, and the stage's
-    options. `signature` raises an error if the function's name or an option is invalid.
+    a stage. The arguments of `signature` are the name of the stage's function, or None if the stage has no function,
+    and the stage's options. `signature` raises an error if the function's name or an option is invalid.
     """
 
     factory: str

@@ -124,7 +124,7 @@ class UnsupportedError(StagemeshError):
 
 
 class OverloadedError(StagemeshError):
-    """Raised if the system has reached a load limit or the request exceeds one.
+    """Raised if a load limit has been reached, or if the request is too large for a limit.
 
     `retry_after_s` is set if a later retry may succeed.
     """

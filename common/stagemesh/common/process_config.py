@@ -21,10 +21,7 @@ class ProcessConfig(Protocol):
 
     @property
     def parent_pid(self) -> int | None:
-        """The id of the parent process. This process ends with the parent process.
-
-        None if this process may outlive its parent.
-        """
+        """The id of the parent process with which this process ends. None if this process may outlive its parent."""
         ...
 
 

@@ -103,9 +103,7 @@ def die_with_parent(expected_parent_pid: int) -> None:
 
 
 def bind_forks_to_this_process() -> None:
-    """Makes every child process that is forked later terminate with its parent process.
-
-    Also applies to children of children.
+    """Makes all child processes that are forked later, and their own children, terminate with their parent process.
 
     Call this function once in a process. Spawned processes are not affected, because they start a new interpreter. A
     spawned process must call `die_with_parent` itself.

@@ -1,4 +1,7 @@
-"""Checks of a request's content. The orchestrator and all stages use the same checks and so report the same errors."""
+"""Checks of a request's content.
+
+The orchestrator and all stages share the checks, so that they report the same errors.
+"""
 
 import math
 import re
@@ -74,7 +77,7 @@ def read_samples(audio: request_pb2.Audio) -> Array:
 
 
 def empty_prompt_error() -> InvalidRequestError:
-    """Returns the error (EMPTY_PROMPT) to raise for a request without a prompt if a stage needs a prompt."""
+    """Returns the error (EMPTY_PROMPT) for a request that has no prompt although a stage needs a prompt."""
     return InvalidRequestError("the prompt is empty; provide some text", reason="EMPTY_PROMPT")
 
 

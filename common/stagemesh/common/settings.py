@@ -59,9 +59,9 @@ def variables() -> dict[str, str]:
 
 
 def library_variable(name: str, default: str = "") -> str:
-    """Returns the value of the environment variable `name`, or `default` if it is not set.
+    """Returns the value of the environment variable `name`, or `default` if the variable is not set.
 
-    A library reads and validates the variable, not Stagemesh. An example is UCX_TLS.
+    The variable, for example UCX_TLS, belongs to a library. The library validates the value, not Stagemesh.
     """
     return os.environ.get(name, default)
 

@@ -8,8 +8,7 @@ from pydantic import JsonValue
 STALL_S = 300.0
 """The default of `StageConfig.stall_s` in seconds.
 
-Working replicas make progress more often, even during a slow operation such as a long prompt or the compilation of a
-model.
+A working replica makes progress more often, even during slow work such as a long prompt or the compilation of a model.
 """
 
 
@@ -20,7 +19,7 @@ class DataPlaneConfig:
     arena_bytes: int = 64 << 20
     """The size in bytes of the arena, the replica's memory for tensors. A power of two, and at least 1 MiB."""
     window_bytes: int = 8 << 20
-    """The credit window of each flow: the maximum number of bytes that were sent but have not been read yet."""
+    """The credit window of each flow: the maximum number of sent bytes that the consumer has not read yet."""
     inline_limit_bytes: int = 4 << 10
     """The maximum size in bytes of a chunk that is sent inline in a message.
 
@@ -52,7 +51,7 @@ class StageConfig:
     options: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
     data_plane: DataPlaneConfig = DataPlaneConfig()
     max_queued: int = 256
-    """The maximum number of steps that the replica has at the same time. The replica rejects further steps."""
+    """The maximum number of steps that the replica accepts at the same time. The replica rejects further steps."""
     stall_s: float = STALL_S
     """The number of seconds without progress after which the replica terminates. 0 disables this check.
 
@@ -75,10 +74,7 @@ class StageConfig:
     None stands for the value of STAGEMESH_ZONE.
     """
     parent_pid: int | None = None
-    """The id of the parent process. This process ends with the parent process.
-
-    None if this process may outlive its parent.
-    """
+    """The id of the parent process with which this process ends. None if this process may outlive its parent."""
 
     def __post_init__(self) -> None:
         if not self.stall_s >= 0:

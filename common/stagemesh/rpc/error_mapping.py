@@ -1,7 +1,6 @@
 """The conversion of StagemeshErrors to gRPC statuses and back.
 
-A status contains the error's code and message, and one ErrorInfo. It also contains a RetryInfo if `retry_after_s` is
-set.
+A status contains the error's code and message, one ErrorInfo, and a RetryInfo if the error's `retry_after_s` is set.
 """
 
 import grpc

@@ -65,7 +65,7 @@ class _Answering(AbstractAsyncContextManager[None]):
 
 
 def answered(servicer: type[Servicer]) -> type[Servicer]:
-    """Decorates a servicer class, so that each unary RPC method runs within `answering`.
+    """Decorates a servicer class, so that each public coroutine method runs within `answering`.
 
     Log records and errors contain the servicer's attribute `where`, and the request id and the edge of the request.
     """

@@ -43,7 +43,7 @@ class MessageStream(Protocol):
     def is_writable(self) -> bool:
         """Whether `write` may be called.
 
-        After False, the stream calls `StreamHandler.writable` as soon as `write` may be called.
+        If it is False, the stream calls `StreamHandler.writable` when it becomes True.
         """
         ...
 
@@ -211,7 +211,7 @@ class ServerStream(_GrpcStream):
     async def serve(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
         """Yields the outgoing messages until the stream ends. Passes the messages in `requests` to the handler.
 
-        At the end, raises the error that was passed to `close`, unless it is None.
+        At the end, raises the error that was passed to `close`, unless that error is None.
         """
         reader = asyncio.create_task(self._read(requests))
         try:

@@ -38,7 +38,7 @@ class Server:
         self._services = [_HEALTH_NAME, reflection.SERVICE_NAME]
 
     def set_health(self, service: str, *, serving: bool) -> None:
-        """Sets the health status of the service `service`. The name "" stands for the whole server."""
+        """Sets the health status of a service. The service name "" stands for the whole server."""
         self._health.set(service, serving=serving)
 
     def reflect(self, service: str) -> None:
@@ -61,21 +61,19 @@ class Server:
         return port
 
     async def stop(self, *, grace_s: float) -> None:
-        """Sets all health statuses to NOT_SERVING, rejects new calls, and ends running calls after `grace_s` seconds.
+        """Stops the server. Running calls are ended after `grace_s` seconds. Idempotent.
 
-        Idempotent.
+        All health statuses become NOT_SERVING, and new calls are rejected.
         """
         self._health.end()
         await self.grpc.stop(grace_s)
 
 
 class _Health(health_pb2_grpc.HealthServicer):
-    """The health service (grpc.health.v1) of a server.
+    """The health service (grpc.health.v1) of a server, with one status for each named service.
 
-    It has a status for each named service, and "" for the whole server.
-
-    The asyncio servicer of grpc_health sets a status in a coroutine. Synchronous code such as a signal handler cannot
-    await that coroutine.
+    The name "" stands for the whole server. This class replaces the asyncio servicer of grpc_health, which sets a
+    status in a coroutine. Synchronous code such as a signal handler cannot await that coroutine.
     """
 
     def __init__(self) -> None:
@@ -123,11 +121,10 @@ class _Health(health_pb2_grpc.HealthServicer):
 
 
 def _parsed(listen: str) -> tuple[str, int]:
-    """Returns the host and the port in `listen` ("host:port").
+    """Returns the host and the port number in `listen`, which has the form "host:port".
 
-    Raises NotReadyError (CANNOT_LISTEN) if the form is invalid.
-
-    Without this check, gRPC would listen on another port if the port number is missing or too large.
+    Raises NotReadyError (CANNOT_LISTEN) if the form is invalid. Without this check, gRPC would listen on another port
+    if the port number is missing or too large.
     """
     host, colon, port = listen.rpartition(":")
     if not (host and colon and port.isdecimal() and int(port) < 1 << 16):

@@ -54,7 +54,7 @@ Content: TypeAlias = str | Sequence[Part]
 """The content of a prompt or of a message: text, or a sequence of text and media in the model's reading order."""
 
 Conversation: TypeAlias = Sequence[tuple[str, Content]]
-"""A conversation, as a sequence of messages (role, content), oldest first.
+"""A conversation: a sequence of messages, oldest first. Each message is a pair of a role and its content.
 
 Roles are "system", "user" and "assistant".
 """
@@ -113,9 +113,9 @@ class GenerateArguments(SamplingArguments, total=False):
     adapter: str | None
     """The name of a LoRA adapter, for stages that support adapters. None selects no adapter."""
     seed: int | None
-    """The random seed, from 0 to 2**32 - 1.
+    """The random seed, from 0 to 2**32 - 1. If it is omitted or None, the server chooses a random seed.
 
-    If the seed is omitted, the server chooses one at random and reports it in `Admitted`.
+    The event `Admitted` contains the seed.
     """
     options: Mapping[str, float]
     """The values of options that the pipeline's stages declare, by option name."""

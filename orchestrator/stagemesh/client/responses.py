@@ -202,7 +202,7 @@ class Result:
     texts: Mapping[str, str]
     tokens: Mapping[str, tuple[int, ...]]
     logprobs: Mapping[str, tuple[TokenLogprobs, ...]]
-    """The log-probabilities of all tokens of each output, by output name. Empty if the request did not ask for them."""
+    """The log-probabilities of all tokens, by output name. Empty if the request did not ask for log-probabilities."""
     audios: Mapping[str, Audio]
     images: Mapping[str, Image]
     tensors: Mapping[str, tuple[TensorOutput, ...]]

@@ -181,7 +181,7 @@ class ClientPosition:
         return self._request
 
     def note_lost(self) -> None:
-        """Records that a call ended before the request ended. The call may have started the request."""
+        """Records that a call ended before its request ended. The call may have started the request."""
         self._request.earlier_calls += 1
 
     def take(self, response: orchestrator_pb2.GenerateResponse) -> Event | None:
@@ -369,8 +369,8 @@ def main_error(errors: Sequence[StagemeshError]) -> StagemeshError:
 def _is_broken(failure: grpc.RpcError, error: StagemeshError, *, peer: str) -> bool:
     """Returns whether a call failed because the server terminated or the connection to the server broke.
 
-    In that case, gRPC itself reports the error, and the error's metadata names `peer`. An error that a service reports
-    does not name `peer` in its metadata.
+    gRPC itself reports such a failure, so that the error's metadata names `peer`. An error that a service reports does
+    not name `peer` in its metadata.
     """
     assert isinstance(failure, grpc.Call | grpc.aio.AioRpcError), "gRPC raises calls"
     return failure.code() in _BROKEN and error.metadata.get("peer") == peer

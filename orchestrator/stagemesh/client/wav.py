@@ -13,8 +13,8 @@ from stagemesh.common.errors import InvalidRequestError
 class WavWriter:
     """A writer of float32 samples to a WAV file. Clips samples outside [-1, 1].
 
-    The first call of `write` creates the file and, if necessary, the folder. No file is created if `write` is never
-    called.
+    The first call of `write` creates the file and, if necessary, the file's folder. No file is created if `write` is
+    never called.
     """
 
     def __init__(self, path: Path | str) -> None:
