@@ -93,12 +93,17 @@ class PlaneSender(Sender):
     async def send_beside(self, *, count: int, large: bool) -> list[int]:
         """Sends small chunks at a steady rate, with or without large tensors. Returns the time of each in ns."""
         stop = asyncio.Event()
+        # Creating the large tensor would block the event loop for longer than sending it.
+        source(LARGE_BYTES)
         beside = asyncio.create_task(self._send_large(stop)) if large else None
         tensor, starts = source(CHUNK_BYTES), list[int]()
+        begin_ns = time.monotonic_ns()
         for number in range(count):
-            await asyncio.sleep(PERIOD_S)
+            due_ns = begin_ns + int((number + 1) * PERIOD_S * 1e9)
+            await asyncio.sleep(max(0.0, (due_ns - time.monotonic_ns()) / 1e9))
             mark(tensor, number)
-            starts.append(time.monotonic_ns())
+            # A late start counts, because the event loop may have been blocked.
+            starts.append(due_ns)
             await self.send(tensor)
         stop.set()
         if beside is not None:

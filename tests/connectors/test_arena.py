@@ -7,6 +7,7 @@ import os
 import resource
 import threading
 from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from stagemesh.common.errors import InvalidChunkError, NotReadyError, UnavailableError
 from stagemesh.common.tensors import Array
 from stagemesh.connectors.arena import memory_file
-from stagemesh.connectors.arena.arena import Arena, Region
+from stagemesh.connectors.arena.arena import COPY_IN_THREAD_BYTES, Arena, Region
 from stagemesh.connectors.arena.memory_file import layout_of, pages_are_of, pin_if_cuda
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
 from stagemesh.connectors.base import MemoryAccount
@@ -195,6 +196,43 @@ async def test_every_kind_of_tensor_is_written_once_and_unchanged(arena: Arena, 
     np.testing.assert_array_equal(view, tensor)
     assert (view.dtype, view.shape) == (tensor.dtype, tensor.shape)
     assert arena.copied_bytes == 3 + tensor.nbytes
+
+
+async def test_large_tensors_are_written_unchanged_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_tensors, threads = memory_file.copy_tensors, list[str]()
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return copy_tensors(*args, **kwargs)
+
+    monkeypatch.setattr(memory_file, "copy_tensors", observed)
+    arena = Arena(4 * COPY_IN_THREAD_BYTES)
+    tensor = np.random.default_rng(0).integers(0, 255, COPY_IN_THREAD_BYTES, np.uint8)
+    written = await arena.write({"x": tensor}, MemoryAccount())
+    np.testing.assert_array_equal(written.tensors["x"], tensor)
+    assert threads[0].startswith("arena-copy")
+
+
+async def test_cancelled_copy_keeps_its_region_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(4 * COPY_IN_THREAD_BYTES)
+    copy_tensors, started, gate = memory_file.copy_tensors, threading.Event(), threading.Event()
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        started.set()
+        gate.wait(10)
+        return copy_tensors(*args, **kwargs)
+
+    monkeypatch.setattr(memory_file, "copy_tensors", slow)
+    writing = asyncio.create_task(arena.write({"x": np.zeros(COPY_IN_THREAD_BYTES, np.uint8)}, MemoryAccount()))
+    while not started.is_set():
+        await asyncio.sleep(0.001)
+    writing.cancel()
+    await asyncio.wait([writing])
+    assert arena.used_bytes > 0
+    gate.set()
+    async with asyncio.timeout(5):
+        while arena.used_bytes:
+            await asyncio.sleep(0.001)
 
 
 async def test_objects_are_never_written(arena: Arena) -> None:

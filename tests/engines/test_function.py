@@ -1,6 +1,7 @@
 """The function engine: batching, state, joining and errors."""
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 
@@ -154,6 +155,25 @@ async def test_cancel_drops_a_waiting_call(engine: FunctionEngine) -> None:
         await first
     assert engine.load().running == 0
     assert values(packets(await collect(engine.submit(numbers_task("b", [4]))))[-1]) == [0, 4]
+
+
+async def test_an_idle_engine_retains_no_input(engine: FunctionEngine) -> None:
+    numbers = np.ones(3, np.float32)
+    alive = weakref.ref(numbers)
+
+    async def inlet() -> AsyncIterator[Packet]:
+        nonlocal numbers
+        packet, numbers = Packet({"x": numbers}), np.zeros(0, np.float32)
+        yield packet
+
+    events = engine.submit(Task("r", 0, inlets={"edge": inlet()}))
+    async with aclosing(events):
+        await anext(events)
+    del events
+    # The engine's thread drops its last call after the result has been passed on.
+    async with asyncio.timeout(5):
+        while alive() is not None:
+            await asyncio.sleep(0.01)
 
 
 async def test_submit_before_start_is_rejected() -> None:

@@ -1,7 +1,8 @@
-"""The host of this process: a token that identifies the host, and the number of available bytes of memory."""
+"""The host of this process: a token that identifies it, its available memory, and the priority of its threads."""
 
 import hashlib
 import os
+import threading
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
 _ROOT = Path("/")
+_BULK_NICENESS = 5
 
 
 @cache
@@ -95,3 +97,11 @@ def _lines(path: Path) -> list[str]:
         return path.read_text().splitlines()
     except OSError:
         return []
+
+
+def lower_thread_priority() -> None:
+    """Lowers the scheduling priority of the calling thread, so that a busy processor serves event loops first.
+
+    Call it at the start of a thread that copies large amounts of data.
+    """
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BULK_NICENESS)

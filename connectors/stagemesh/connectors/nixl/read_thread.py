@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.common.host import lower_thread_priority
 from stagemesh.connectors.nixl.remote_reads import Read, RemoteReads
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class ReadThread:
 
     def _run(self) -> None:
         try:
+            lower_thread_priority()
             self._serve()
         except Exception:  # noqa: BLE001 - the outermost code of a thread
             _log.exception("the nixl connector stops, because its thread has failed")

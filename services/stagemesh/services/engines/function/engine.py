@@ -156,13 +156,18 @@ class FunctionEngine:
         """
         try:
             while True:
-                batch = [await self._waiting.get()]
-                while len(batch) < self._max_batch and not self._waiting.empty():
-                    batch.append(self._waiting.get_nowait())
-                await self._run([waiting for waiting in batch if not waiting.done.cancelled()], function)
+                # This frame must not retain a batch, because a batch retains packets and their leases.
+                await self._run(await self._next_batch(), function)
         finally:
             while not self._waiting.empty():
                 _set_outcome(self._waiting.get_nowait(), self._closed_error())
+
+    async def _next_batch(self) -> list[_Waiting]:
+        """Waits for at least one call. Returns the waiting calls, at most `max_batch`, without the cancelled ones."""
+        batch = [await self._waiting.get()]
+        while len(batch) < self._max_batch and not self._waiting.empty():
+            batch.append(self._waiting.get_nowait())
+        return [waiting for waiting in batch if not waiting.done.cancelled()]
 
     async def _run(self, batch: list[_Waiting], function: Function[object]) -> None:
         if not batch:
