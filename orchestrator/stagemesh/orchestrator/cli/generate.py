@@ -45,9 +45,9 @@ _SAMPLING: Mapping[str, Parameter] = {
     ),
     "top_k": option(
         int,
-        "Sample only from this number of most probable tokens. 0 means all tokens. Uses the model's default if "
-        "omitted.",
+        "Sample only from the K most probable tokens. 0 means all tokens. Uses the model's default if omitted.",
         min=0,
+        metavar="K",
     ),
     "min_p": option(
         float,
@@ -63,14 +63,14 @@ _SAMPLING: Mapping[str, Parameter] = {
     ),
     "presence_penalty": option(
         float,
-        "Penalize tokens that occur in the output, by this amount regardless of how often. Negative values encourage "
-        "them, 0 has no effect. Uses the model's default if omitted.",
+        "Penalize each token that occurs in the output by this amount, regardless of how often it occurs. Negative "
+        "values encourage them. 0 has no effect. Uses the model's default if omitted.",
         min=-2.0,
         max=2.0,
     ),
     "frequency_penalty": option(
         float,
-        "Penalize tokens by this amount for each time they occur in the output. Negative values encourage them, 0 "
+        "Penalize tokens by this amount for each time they occur in the output. Negative values encourage them. 0 "
         "has no effect. Uses the model's default if omitted.",
         min=-2.0,
         max=2.0,
@@ -91,10 +91,13 @@ _SAMPLING: Mapping[str, Parameter] = {
         min=0,
     ),
     "min_tokens": option(
-        int, "Do not end the output before this number of tokens. 0 sets no minimum. Uses 0 if omitted.", min=0
+        int,
+        "Generate at least this number of tokens, unless a --stop text ends the output earlier. 0 sets no minimum. "
+        "Uses 0 if omitted.",
+        min=0,
     ),
     "ignore_eos": flag("Continue generating after the model's end-of-sequence token.", "--ignore-eos"),
-    "bad_words": option(list[str], "Set a text that must not be generated. Repeatable.", "--bad-word", metavar="TEXT"),
+    "bad_words": option(list[str], "Prevent this text from being generated. Repeatable.", "--bad-word", metavar="TEXT"),
     "logprobs": option(
         int,
         "Return the log-probability of each token and of this number of alternatives. 0 returns no alternatives. "
@@ -111,7 +114,7 @@ _SAMPLING: Mapping[str, Parameter] = {
     "grammar": option(
         Path, "Constrain the output to the grammar in this file, in Lark or GBNF format.", exists=True, dir_okay=False
     ),
-    "adapter": option(str, "Use this LoRA adapter. The model is used without an adapter if omitted.", metavar="NAME"),
+    "adapter": option(str, "Use this LoRA adapter. Uses no adapter if omitted.", metavar="NAME"),
 }
 """The sampling options, by the name of the argument of `AsyncClient.generate` that each option sets."""
 
@@ -120,11 +123,11 @@ PARAMETERS: Mapping[str, Parameter] = {
     "server": Parameter(Server, DEFAULT_SERVER),
     "output": option(
         Path,
-        "Write all audio, images and tensors to files in this folder, named after their outputs. Writes none if "
-        "omitted.",
+        "Write all audio, images and tensors to files in this folder, named after their outputs. If omitted, "
+        "only the files given by --audio and --image are written.",
         metavar="FOLDER",
     ),
-    "audio": option(Path, "Write the audio output to this WAV file while it arrives.", metavar="FILE"),
+    "audio": option(Path, "Write the audio output to this WAV file as the audio arrives.", metavar="FILE"),
     "image": option(
         Path, "Write the image or video output to this file. An existing file is replaced.", "--image", metavar="FILE"
     ),
@@ -133,7 +136,11 @@ PARAMETERS: Mapping[str, Parameter] = {
         "Produce only these outputs of the pipeline, separated by commas. Produces all if omitted.",
         metavar="NAMES",
     ),
-    "attach": option(list[Path], "Put an image, audio or video file before the prompt. Repeatable.", metavar="FILE"),
+    "attach": option(
+        list[Path],
+        "Attach an image, audio or video file to the request. The model receives it before the prompt. Repeatable.",
+        metavar="FILE",
+    ),
     "negative_prompt": option(str, "Describe what generated images and videos must not show.", metavar="TEXT"),
     **_SAMPLING,
     "options": option(
@@ -152,8 +159,8 @@ PARAMETERS: Mapping[str, Parameter] = {
     ),
     "caller": option(
         str,
-        "Set the caller of the request. Callers get equal shares of the pipeline. Requests without a caller count as "
-        "one caller.",
+        "Set the caller of the request. Callers receive equal shares of the pipeline's capacity. Requests without a "
+        "caller count as one caller.",
         default="",
         metavar="NAME",
     ),

@@ -33,7 +33,7 @@ Server = Annotated[
 ]
 AdminServer = Annotated[
     str,
-    _server_option("Set the address at which the orchestrator serves operators. `stagemesh up` prints this address."),
+    _server_option("Set the address of the orchestrator's admin API. `stagemesh up` prints this address."),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -48,8 +48,8 @@ Replicas = Annotated[
     typer.Option(
         "--replicas",
         metavar="STAGE=N",
-        help="Set the number of replicas of a stage, such as thinker=2. Repeatable. Stages that are not named use the "
-        "pipeline file's number.",
+        help="Set the number of replicas of a stage, for example thinker=2. Repeatable. Other stages have the "
+        "number of replicas that the pipeline file sets.",
     ),
 ]
 

@@ -34,7 +34,8 @@ def probe_transport(
         str,
         typer.Option(
             metavar="HOST:PORT",
-            help="Serve probes at this address until Ctrl-C, so that another host can measure its connection.",
+            help="Answer probes at this address until Ctrl-C, so that another host can measure its connection to this "
+            "host.",
             show_default=False,
         ),
     ] = "",

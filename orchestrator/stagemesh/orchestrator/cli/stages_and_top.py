@@ -76,7 +76,9 @@ def top(
     server: AdminServer = DEFAULT_ADMIN_SERVER,
     as_json: AsJson = False,
 ) -> None:
-    """Show the stages, replicas, edges, rates and slowest requests of a running pipeline. Update them until Ctrl-C."""
+    """Show the stages, replicas, edges, rates and slowest requests of a running pipeline. Refresh the display until
+    Ctrl-C.
+    """
     from contextlib import closing
 
     from stagemesh.orchestrator.cli.admin.client import AdminConnection

@@ -53,7 +53,8 @@ def up(
         typer.Option(
             min=0,
             max=65535,
-            help="Serve operators on this port. 0 chooses a free port.",
+            help="Serve the admin API, which `stagemesh admin` and `stagemesh top` use, on this port. 0 chooses a free "
+            "port.",
             show_default="the port after --port",
         ),
     ] = None,
@@ -62,7 +63,7 @@ def up(
     as_json: AsJson = False,
 ) -> None:
     """Run a pipeline on this machine until Ctrl-C. Start the orchestrator and every stage, and restart processes that
-    end.
+    exit.
     """
     from stagemesh.orchestrator.cli.process_display import make_display
     from stagemesh.orchestrator.launcher import Launcher

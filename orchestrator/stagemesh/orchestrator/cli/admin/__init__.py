@@ -14,7 +14,7 @@ from stagemesh.orchestrator.cli.output import print_all, print_json, to_json
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-app = typer.Typer(help="Show and control a running pipeline, as an operator.", no_args_is_help=True)
+app = typer.Typer(help="Inspect and control a running pipeline.", no_args_is_help=True)
 
 
 def _callback(command: Command) -> Callable[..., None]:

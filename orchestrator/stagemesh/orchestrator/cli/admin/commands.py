@@ -177,7 +177,8 @@ _PAGE = {
     "page_size": option(int, "List at most this number of items. 0 means 100.", default=0, min=0),
     "page_token": option(
         str,
-        "Continue a list at the token that was printed with its previous page. Starts at the first item if omitted.",
+        "Continue the list from this token, which was printed with the previous page. Starts at the first item if "
+        "omitted.",
         metavar="TOKEN",
     ),
 }
@@ -185,7 +186,7 @@ _ADAPTER = {**_TARGET, "name": argument(str, "Select the loaded adapter with thi
 
 GROUPS = {
     "lora": "Load, list, pin and unload the LoRA adapters of stages.",
-    "profile": "Record performance profiles of the engines of stages.",
+    "profile": "Record performance profiles of stage engines.",
 }
 COMMANDS = (
     Command(
@@ -197,7 +198,7 @@ COMMANDS = (
     ),
     Command(
         "stages",
-        "List the stages of the pipeline with the work on their replicas.",
+        "List the stages with their replicas' load, and the number of finished and failed steps.",
         "ListStages",
         _table(views.STAGES, "stages"),
         **_PAGE,
@@ -250,7 +251,8 @@ COMMANDS = (
     ),
     Command(
         "request",
-        "Show one request: the steps on its stages, what each step waits for, its chunks in flight and its timeline.",
+        "Show a request: its step on each stage, what each step is waiting for, the request's chunks in flight, and "
+        "its timeline.",
         "GetRequest",
         lambda answer, _: views.request_view(answer),
         **_ID,
@@ -277,7 +279,7 @@ COMMANDS = (
     ),
     Command(
         "resume",
-        "End a drain, so that new requests are placed on the replica or the stage again.",
+        "End the drain of a replica or a stage, so that it receives new requests again.",
         "ResumeReplicas",
         _table(views.REPLICA_STATES, "replicas"),
         **_TARGET,
@@ -325,7 +327,8 @@ COMMANDS = (
         ),
         consumer=option(
             str,
-            "Probe only to this consuming replica. Probes to all consuming replicas if omitted.",
+            "Probe only connections to this consuming replica. Probes connections to all consuming replicas if "
+            "omitted.",
             metavar="REPLICA",
             autocompletion=_complete_replica,
         ),
@@ -359,8 +362,8 @@ COMMANDS = (
         **_TARGET,
         tags=option(
             list[str],
-            "Allocate only the part of the device memory with this tag, which `sleep` printed. Repeatable. "
-            "Allocates all parts if omitted.",
+            "Allocate only the part of the device memory with this tag. `stagemesh admin sleep` prints the tags. "
+            "Repeatable. Allocates all parts if omitted.",
             "--tag",
             metavar="TAG",
         ),
@@ -374,7 +377,7 @@ COMMANDS = (
         **_TARGET,
         clear=flag("Delete the cached data instead of showing the cache's statistics.", "--clear"),
         preempt_running=flag(
-            "With --clear, also delete cached data that running requests use, so that they compute it again. "
+            "With --clear, also delete cached data that running requests use. Those requests compute it again. "
             "Without this option, --clear fails if running requests use the cache.",
             "--preempt",
         ),
@@ -419,14 +422,16 @@ COMMANDS = (
     ),
     Command(
         "profile start",
-        "Start recording a performance profile of an engine. Each replica writes to a subfolder with its own name.",
+        "Start recording a performance profile of an engine. Each replica writes to a subfolder that is named after "
+        "the replica.",
         "StartProfile",
         lambda answer, _: f"records into {answer.folder}",
         lambda values: {"folder": f"{values['folder']}/{values['replica']}"},
         **_TARGET,
         folder=option(
             str,
-            "Write the files to this folder, which is relative to the folder in the stage's option profile_dir.",
+            "Write the files to this folder. The path is relative to the folder that the stage's option profile_dir "
+            "sets.",
             "--folder",
             default="profile",
             metavar="FOLDER",
