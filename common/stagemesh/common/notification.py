@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 class Notifier:
-    """A notifier, which wakes the asyncio tasks that wait for a state change.
+    """Wakes the asyncio tasks that wait for a state change.
 
-    A task checks the state and calls `wait` if the state is not suitable yet. After `wait`, the task checks the state
+    A task checks the state and awaits `wait()` if its condition is not met. Afterwards, the task checks the state
     again. The code that changes the state calls `fire`.
     """
 

@@ -21,7 +21,10 @@ class ProcessConfig(Protocol):
 
     @property
     def parent_pid(self) -> int | None:
-        """The id of the parent process with which this process ends. None if this process may outlive its parent."""
+        """The id of the parent process. If the parent terminates, this process terminates too.
+
+        None if this process may outlive its parent.
+        """
         ...
 
 

@@ -58,10 +58,10 @@ async def _until_stopped(main: Main) -> None:
 
 @contextlib.asynccontextmanager
 async def ended_when_stuck(stuck_s: float) -> AsyncGenerator[None]:
-    """Ends the process with status 1 if its event loop is blocked for `stuck_s` seconds within this context.
+    """Terminates the process with status 1 if its event loop is blocked for `stuck_s` seconds within this context.
 
-    Prints all stacks to stderr before the process ends. The check runs in a native thread, so that it also works while
-    a thread holds the interpreter's lock. Use this context manager at most once in a process.
+    Prints all stacks to stderr before the process terminates. The check runs in a native thread, so that it also works
+    while a thread holds the interpreter's lock. Use this context manager at most once in a process.
     """
 
     async def rearm() -> None:
@@ -78,9 +78,9 @@ async def ended_when_stuck(stuck_s: float) -> AsyncGenerator[None]:
 
 
 def end_within(limit_s: float) -> None:
-    """Ends the process with status 1 after `limit_s` seconds, unless the process terminates earlier.
+    """Terminates the process with status 1 after `limit_s` seconds, unless the process terminates earlier.
 
-    Prints all stacks to stderr before the process ends. A later call replaces the time limit of an earlier call.
+    Prints all stacks to stderr before termination. A later call replaces the time limit of an earlier call.
     """
     faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__ or 2)
 

@@ -74,7 +74,10 @@ class StageConfig:
     None stands for the value of STAGEMESH_ZONE.
     """
     parent_pid: int | None = None
-    """The id of the parent process with which this process ends. None if this process may outlive its parent."""
+    """The id of the parent process. If the parent terminates, this process terminates too.
+
+    None if this process may outlive its parent.
+    """
 
     def __post_init__(self) -> None:
         if not self.stall_s >= 0:

@@ -76,7 +76,7 @@ class SamplingArguments(TypedDict, total=False):
     presence_penalty: float | None
     frequency_penalty: float | None
     stop: Sequence[str]
-    """Stop texts. The output ends as soon as the model has generated one of them."""
+    """Stop sequences. Generation ends as soon as the model has generated any of these strings."""
     stop_token_ids: Sequence[int]
     min_tokens: int | None
     ignore_eos: bool

@@ -41,7 +41,7 @@ class Admitted:
 class Progress:
     """An event: a stage has completed `steps` engine steps.
 
-    `total_steps` is None if the stage does not know the total number in advance.
+    `total_steps` is None if the stage cannot determine the total number in advance.
     """
 
     stage: str

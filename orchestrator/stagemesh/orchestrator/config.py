@@ -69,7 +69,9 @@ class OrchestratorConfig:
     admin_listen: str | None = None
     """The address of AdminService, "host:port", or None to disable AdminService. Must differ from `listen`."""
     overrides: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Values that override settings of the pipeline file, by setting, for example {"edges.*.connector": "grpc"}."""
+    """Overrides of the pipeline file's settings: maps each setting's path to its new value, for example
+    {"edges.*.connector": "grpc"}.
+    """
     max_request_s: Annotated[float, Field(gt=0)] = 3600.0
     """The maximum duration of a request, in seconds. A client may set a shorter limit for its own request."""
     drain_s: Annotated[float, Field(ge=0)] = 10.0
@@ -84,7 +86,10 @@ class OrchestratorConfig:
     are retained.
     """
     parent_pid: int | None = None
-    """The id of another process. If that process ends, the orchestrator ends too. None if there is no such process."""
+    """The id of another process. If that process terminates, the orchestrator terminates too.
+
+    None if there is no such process.
+    """
 
     def __post_init__(self) -> None:
         if self.admin_listen == self.listen and not self.listen.endswith(":0"):

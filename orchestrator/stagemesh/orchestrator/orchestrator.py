@@ -85,7 +85,7 @@ class Orchestrator:
         `time_left_s` is the time until the caller's deadline in seconds, or None if the caller has no deadline.
 
         Start to iterate immediately, and iterate within `aclosing`. The request is stopped `request.linger_s` seconds
-        after its last caller has left.
+        after its last caller has disconnected.
         """
         valid = validate(request, self.pipeline)
         content = fingerprint(request)

@@ -207,8 +207,8 @@ def _private_memory(size_bytes: int) -> mmap.mmap:
 def pin_if_cuda(address: int, size_bytes: int) -> None:
     """Page-locks `size_bytes` bytes at `address`, so that copies to and from a CUDA device are asynchronous.
 
-    The memory remains locked until the process ends. Does nothing unless torch is already imported in this process and
-    has a CUDA device. Raises NotReadyError (CANNOT_PIN) if CUDA cannot page-lock the memory.
+    The memory remains locked until the process terminates. Does nothing unless torch is already imported in this
+    process and has a CUDA device. Raises NotReadyError (CANNOT_PIN) if CUDA cannot page-lock the memory.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():

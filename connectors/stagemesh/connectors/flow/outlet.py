@@ -312,7 +312,7 @@ def _only(packet: Packet, names: Collection[str]) -> Packet:
 
 
 async def _run_together(sends: Sequence[Coroutine[object, object, None]]) -> None:
-    """Runs all coroutines concurrently. Cancels the other coroutines if one of them raises an error.
+    """Runs all coroutines concurrently. If a coroutine raises an error, cancels the remaining coroutines.
 
     Raises that error itself, not an exception group.
     """

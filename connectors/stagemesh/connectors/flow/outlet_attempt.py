@@ -61,7 +61,7 @@ class OutletAttempt:
         self.wire_key = wire.key_to_wire(key)
         self.phase = Phase.WAITING
         self.limit_bytes = _NO_CREDIT
-        """The credit limit in payload bytes, counted from the flow's first chunk."""
+        """The credit limit in payload bytes. The limit includes all bytes since the flow's first chunk."""
         self.inline_limit_bytes = 0
         self.chunks, self._on_over = chunks, on_over
         self._leases = Leases()

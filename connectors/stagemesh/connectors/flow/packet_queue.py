@@ -176,9 +176,9 @@ class PacketQueue:
 
 
 class Credit:
-    """The credit of one producer: the number of payload bytes that the producer may send.
+    """The number of payload bytes that one producer may send.
 
-    The credit limit is counted from the flow's first chunk.
+    The limit is cumulative: it includes all bytes since the flow's first chunk.
     """
 
     def __init__(self, window_bytes: int, *, max_chunk_bytes: int) -> None:

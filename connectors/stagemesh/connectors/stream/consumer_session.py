@@ -269,7 +269,7 @@ class ConsumerSession:
     def _resync_failed(self, flow: InletAttempt) -> None:
         """Asks the producer to reopen a flow, because the reader of the flow's connector has failed.
 
-        The producer does not know of the failure yet.
+        The producer has not detected the failure yet.
         """
         error = UnavailableError(f"connector {flow.connector} with {self._producer.replica} has failed")
         flow.resync(error, failed=flow.connector)

@@ -1,4 +1,4 @@
-"""Local sockets: connections between replicas on one host that detect immediately if the other process terminates.
+"""Local sockets: connections between two replicas on one host. Each replica detects immediately if its peer terminates.
 
 A consumer listens on an abstract unix socket with a random name, and sends the name to its producers over gRPC. A
 producer that can connect to the socket shares the consumer's kernel and network namespace, as the containers of one pod

@@ -173,7 +173,7 @@ async def second_process() -> AsyncGenerator[str]:
     try:
         yield await _endpoint_of(process)
     finally:
-        # The peer process ends when its standard input is closed.
+        # The peer process terminates when its standard input is closed.
         try:
             await asyncio.wait_for(process.communicate(b""), _END_S)
         except TimeoutError:

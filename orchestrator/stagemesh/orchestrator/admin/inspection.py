@@ -213,7 +213,7 @@ class Inspector:
     def _unready(self, timeline: Timeline, notes: StepNotes) -> list[str]:
         """Returns the names of the stages that consume a step's output but have not accepted the request yet.
 
-        `notes` describe the step. Omits stages for which the request has no step.
+        `notes` is the step's timeline entry. Omits stages for which the request has no step.
         """
         consumers = [edge.consumer for edge in self._directory.pipeline.outgoing(notes.stage)]
         latest = {step.stage: step for step in timeline.steps}
@@ -273,7 +273,7 @@ def _flow_statuses(steps: Sequence[tuple[StepNotes, control_pb2.StepReport | Non
 def describe_wait(notes: StepNotes, report: control_pb2.StepReport | None, *, unready: Sequence[str]) -> str:
     """Describes in plain English what a step waits for.
 
-    - `notes` are the orchestrator's own records about the step.
+    - `notes` is the orchestrator's timeline entry for the step.
     - `report` is the replica's report about the step, or None if the replica did not answer.
     - `unready` contains the names of the downstream stages that have not accepted the request yet.
 

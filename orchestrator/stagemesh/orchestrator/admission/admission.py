@@ -223,7 +223,10 @@ class Admission:
             schedule.remove(request.request_id)
 
     def _interval_s(self, loads: Loads) -> float:
-        """Returns the expected interval between the ends of two of the running requests in `loads`, in seconds."""
+        """Returns the expected interval between consecutive completions of the running requests in `loads`.
+
+        The interval is in seconds.
+        """
         return self._estimates.duration_s.value / max(1, loads.running.requests)
 
     def _wait_s(self, ticket: Ticket, caller: Caller, *, position: int, in_caller_queue: int) -> float:

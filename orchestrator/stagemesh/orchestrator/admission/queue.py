@@ -105,7 +105,7 @@ class _CallerQueue(Loads):
         super().__init__()
         self.caller, self.within = caller, within
         self.turn = within.next_turn(caller.name)
-        """The round-robin round in which a request of this queue is admitted next."""
+        """The number of the round-robin round in which this queue's next request can be admitted."""
         self.by_deadline = SortedKeyList[Ticket](key=attrgetter("request.deadline_s", "number"))
         """The waiting tickets, ordered by deadline. The earliest deadline is first."""
         self.by_age = SortedKeyList[Ticket](key=attrgetter("number"))
@@ -161,7 +161,7 @@ class _PriorityClass(Loads):
         return max(self._turn, self._turns.get(caller, 0))
 
     def serve(self, queue: _CallerQueue, *, by_age: bool) -> None:
-        """Moves a queue to the next round-robin round after one of its tickets was admitted.
+        """Moves a queue to the next round-robin round after a ticket of the queue was admitted.
 
         `by_age` is True if the ticket was admitted because it had waited longest.
         """

@@ -180,7 +180,7 @@ class Replica:
         self._detail = "not described yet"
         self._holds: dict[Hold, str] = {}
         self.died = False
-        """Whether the replica's process is known to have ended.
+        """Whether the replica's process is known to have terminated.
 
         If `end_cause` is set and this is False, the process is unreachable but may still be running.
         """

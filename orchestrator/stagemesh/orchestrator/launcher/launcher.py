@@ -66,10 +66,10 @@ class Launcher:
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Starts all processes when the block is entered, and stops them when the block is left.
+        """Starts all processes when the block is entered, and stops them when the block is exited.
 
-        Raises NotReadyError (PORT_IN_USE) if a port is in use. If a process ends repeatedly without ever becoming
-        ready, cancels the block and raises NotReadyError (START_FAILED).
+        Raises NotReadyError (PORT_IN_USE) if a port is in use. If a process terminates repeatedly without ever
+        becoming ready, cancels the block and raises NotReadyError (START_FAILED).
         """
         check_listen(self.endpoint)
         check_listen(self.admin_endpoint, option="--admin-port")

@@ -14,7 +14,7 @@ class RunFolder:
     """The folder with the config files and logs of one run.
 
     A file lock in the folder shows that the run is in progress. The kernel releases the lock when the launcher's
-    process ends for any reason.
+    process terminates for any reason.
     """
 
     def __init__(self, runs_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""Supervises one process: starts it, observes its state, restarts it when it ends, and stops it.
+"""Supervises one process: starts it, observes its state, restarts it when it terminates, and stops it.
 
 `RestartPolicy` sets the limits for restarts. `RestartSchedule` decides whether and when the process is restarted.
 """
@@ -92,7 +92,7 @@ class RestartSchedule:
         self._ready_s = now_s if self._ready_s is None else self._ready_s
 
     def ended(self, now_s: float) -> float | None:
-        """Records that the process has ended although nothing had requested its end.
+        """Records that the process has terminated although nothing had requested its termination.
 
         Returns the pause in seconds before the process must be started again, or None if the process must be abandoned.
         """
@@ -130,7 +130,7 @@ class Child:
         return self._process.pid
 
     async def wait(self) -> int:
-        """Waits until the process has ended, and then kills all other processes of its process group.
+        """Waits until the process has terminated, and then kills all other processes of its process group.
 
         Returns the exit status of the process. If a signal killed the process, this is the negative signal number.
         """
@@ -139,9 +139,9 @@ class Child:
         return status
 
     async def stop(self, *, terminate_s: float = TERMINATE_S) -> None:
-        """Sends SIGTERM to the process, waits until the process has ended, and then kills its process group.
+        """Sends SIGTERM to the process, waits until it has terminated, and then kills its process group.
 
-        Waits at most `terminate_s` seconds. Does nothing if the process has already ended.
+        Waits at most `terminate_s` seconds. Does nothing if the process has already terminated.
         """
         if self._process.returncode is not None:
             return
@@ -159,7 +159,7 @@ class Child:
 
 
 class Supervisor:
-    """Supervises one process: starts it, observes its state, and restarts it when it ends."""
+    """Supervises one process: starts it, observes its state, and restarts it when it terminates."""
 
     def __init__(self, spec: ProcessSpec, *, policy: RestartPolicy, listener: Listener) -> None:
         self._spec = spec
@@ -169,10 +169,10 @@ class Supervisor:
         self._failures = 0
 
     async def run(self) -> None:
-        """Starts the process, and restarts it whenever it ends. Runs until the calling task is cancelled.
+        """Starts the process, and restarts it whenever it terminates. Runs until the calling task is cancelled.
 
-        Stops the process when the task is cancelled. Raises NotReadyError (START_FAILED) if the process ends repeatedly
-        without ever becoming ready.
+        Stops the process when the task is cancelled. Raises NotReadyError (START_FAILED) if the process terminates
+        repeatedly without ever becoming ready.
         """
         try:
             async with open_channel(self._spec.endpoint) as channel:

@@ -15,7 +15,7 @@ class Member:
     stage: str
     endpoint: str
     name: str = ""
-    """The replica's name in the pipeline. Empty if the source of the member knows only the address."""
+    """The replica's name in the pipeline. Empty if the membership source provides only the address."""
 
 
 class MembershipListener(Protocol):

@@ -34,7 +34,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.25
 KEEP_S = 30.0
 KEEP_BYTES = 64 << 20
 
-# The reasons for which a stage rejects a step because it knows another or a later attempt of the request.
+# The reasons for which a stage rejects a step because another or a later attempt of the request exists.
 _OTHER_ATTEMPT_REASONS = ("STEP_EXISTS", "STALE_ATTEMPT")
 
 

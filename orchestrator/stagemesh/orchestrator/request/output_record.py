@@ -18,8 +18,8 @@ MAX_LINGER_S = 60
 class RequestRecord:
     """The events of one request, merged over all stages: queued, admitted, progress, output and finished.
 
-    The fragments of each output are numbered from 0. The record stops the request if all callers have left, or if even
-    the fastest caller has too many unread bytes.
+    The fragments of each output are numbered from 0. The record stops the request if all callers have disconnected,
+    or if even the fastest caller has too many unread bytes.
     """
 
     def __init__(self, timeline: Timeline | None = None) -> None:
@@ -28,7 +28,9 @@ class RequestRecord:
         """The serialized events. A parsed event with one token's text would need over ten times as much memory."""
         self.size_bytes = 0
         self.abandoned = False
-        """Whether the request was stopped because its last caller left and no caller attached in time."""
+        """Whether the request was stopped because its last caller disconnected and no caller reattached within the
+        time limit.
+        """
         self._first_output_s: float | None = None
         self._next_seqs = Counter[str]()
         self._stop: Callable[[StagemeshError], None] = _ignore
@@ -92,15 +94,16 @@ class RequestRecord:
     def stop_by(self, stop: Callable[[StagemeshError], None], *, max_unread_bytes: int = sys.maxsize) -> None:
         """Sets the function that stops the request.
 
-        The function is called if all callers have left, or if even the fastest caller has more than `max_unread_bytes`
-        unread bytes.
+        The function is called if all callers have disconnected, or if even the fastest caller has more than
+        `max_unread_bytes` unread bytes.
         """
         self._stop, self._max_unread_bytes = stop, max_unread_bytes
 
     def expect(self, *, linger_s: int) -> None:
         """Announces a caller that is about to read the events, so that the request is not stopped for lack of callers.
 
-        After the last caller has left, the request continues for `linger_s` seconds, but at most MAX_LINGER_S seconds.
+        After the last caller has disconnected, the request continues for `linger_s` seconds, but at most MAX_LINGER_S
+        seconds.
         """
         self._linger_s = min(linger_s, MAX_LINGER_S)
         self._cancel_timer()

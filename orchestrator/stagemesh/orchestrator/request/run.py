@@ -188,9 +188,10 @@ class RequestRun:
         self._note_placed(state)
 
     def _note_placed(self, state: StepState) -> None:
-        """Starts the notes of an attempt whose replica was chosen. If the replica ends, adds a failure of the attempt.
+        """Adds the timeline entry of an attempt whose replica was chosen.
 
-        `state` is the state of the stage to which the attempt belongs.
+        If the replica ends, adds a failure of the attempt. `state` is the state of the stage to which the attempt
+        belongs.
         """
         replica, attempt = state.replica, state.attempt
         state.notes = self._record.timeline.begin(state.name, replica=replica.name, attempt=attempt)

@@ -368,7 +368,7 @@ def _acceptance_missing(stage: str) -> InternalError:
 async def _check_incarnation(replica: Replica, *, timeout_s: float) -> None:
     """Asks the replica's address for its incarnation. Raises the replica's end cause if the replica has ended.
 
-    If a different process answers, the replica has ended. The new process does not know the step, and would start the
+    If a different process answers, the replica has ended. The step is unknown to the new process, which would start the
     step from the beginning.
     """
     with suppress(StagemeshError):

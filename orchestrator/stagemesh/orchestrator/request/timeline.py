@@ -3,8 +3,8 @@
 When a request ends, its counts are added to the totals, and its timeline is added to the history. The totals are not
 updated for each output.
 
-Times are in seconds since the request was received. The notes of an attempt are updated for every output, so that each
-update must take well under a microsecond. Values that can be computed later are not stored.
+Times are in seconds since the request was received. An attempt's entry is updated for every output, so each update
+must take well under a microsecond. Values that can be computed later are not stored.
 """
 
 import time
@@ -43,7 +43,7 @@ class Rebinding(NamedTuple):
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class StepNotes:
-    """The times and counts of one attempt of a stage."""
+    """The timeline's entry for one attempt of a stage: the attempt's times and counts."""
 
     stage: str
     replica: str
@@ -62,7 +62,7 @@ class StepNotes:
     outputs: int = 0
     reported_steps: int = 0
     total_steps: int | None = None
-    """The total number of engine steps, or None if the engine does not know it."""
+    """The total number of engine steps, or None if the engine does not report it."""
     resumed_steps: int | None = None
     """The number of engine steps before the checkpoint from which the attempt resumed, or None if it did not resume."""
     rebindings: tuple[Rebinding, ...] = ()
@@ -85,21 +85,21 @@ class StepNotes:
         self.queue_position = accepted.queue_position
 
     def note_output(self) -> None:
-        """Counts an output fragment, and notes the time of its arrival."""
+        """Counts an output fragment, and records the time of its arrival."""
         self.heard_s = now_s = self.clock() - self.began_s
         if not self.outputs:
             self.first_output_s = now_s
         self.outputs += 1
 
     def note_progress(self, progress: stage_pb2.StepProgress) -> None:
-        """Stores the number of completed engine steps, and the total number if the engine knows it."""
+        """Stores the number of completed engine steps, and the total number if the engine reports it."""
         self.heard_s = self.clock() - self.began_s
         self.reported_steps = progress.steps
         if progress.HasField("total_steps"):
             self.total_steps = progress.total_steps
 
     def note_rebound(self, edges: Sequence[str]) -> None:
-        """Notes that the replicas at the other end of these edges were replaced at the current time."""
+        """Records that the replicas at the other end of these edges were replaced at the current time."""
         self.rebindings += (Rebinding(self._elapsed_s(), tuple(edges)),)
 
     def note_finished(self, finished: stage_pb2.StepFinished) -> None:
@@ -108,7 +108,10 @@ class StepNotes:
         self.finished = finished
 
     def end(self, error: StagemeshError | None) -> None:
-        """Notes the time at which the attempt ended, and its error, or None if it succeeded. Ignores further calls."""
+        """Records the time at which the attempt ended, and its error, or None if it succeeded.
+
+        Ignores further calls.
+        """
         if self.ended_s is None:
             self.ended_s, self.error = self._elapsed_s(), _without_frames(error)
 
@@ -174,18 +177,21 @@ class Timeline:
         return self.clock() - self._began_s
 
     def note_planned(self) -> None:
-        """Notes the time at which the request was first planned. Ignores further calls."""
+        """Records the time at which the request was first planned. Ignores further calls."""
         if self.planned_s is None:
             self.planned_s = self.elapsed_s()
 
     def begin(self, stage: str, *, replica: str, attempt: int) -> StepNotes:
-        """Creates the notes of a new attempt of a stage, adds them to the timeline, and returns them."""
+        """Adds an entry for a new attempt of a stage to the timeline, and returns the entry."""
         notes = StepNotes(stage=stage, replica=replica, attempt=attempt, began_s=self._began_s, clock=self.clock)
         self.steps.append(notes)
         return notes
 
     def end(self, error: StagemeshError | None) -> None:
-        """Notes the end of the request and of all its running attempts. `error` is None if the request succeeded."""
+        """Records the end of the request and of all its running attempts.
+
+        `error` is None if the request succeeded.
+        """
         self.ended_s, self.error = self.elapsed_s(), _without_frames(error)
         for step in self.steps:
             step.end(error)

@@ -2,7 +2,7 @@
 
 Each comparison compares a fact about the request with a number. Facts are numbers too. For an option, the fact is the
 option's value. For a kind of input, the fact is 1 if the request has such input, and 0 otherwise. For an output, the
-fact is 1 if the request wants the output, and 0 otherwise.
+fact is 1 if the output is requested, and 0 otherwise.
 """
 
 import operator
@@ -92,7 +92,7 @@ def holds(condition: Condition, facts: Facts) -> bool:
 
 
 def wanted(output: str) -> Term:
-    """Returns a term that is true if the request wants the output with this name."""
+    """Returns a term that is true if the output with this name is requested."""
     return Term(Fact("output", output), Comparison.IS, 1.0)
 
 

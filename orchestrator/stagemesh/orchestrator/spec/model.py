@@ -89,7 +89,7 @@ class Route:
     stages: tuple[Stage, ...]
     edges: tuple[Edge, ...]
     outputs: Mapping[str, PipelineOutput]
-    """The outputs that the request wants, by name."""
+    """The requested outputs, by name."""
 
     @cached_property
     def incoming(self) -> Mapping[str, tuple[Edge, ...]]:

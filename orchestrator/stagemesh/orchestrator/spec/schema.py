@@ -108,7 +108,7 @@ class InputTerm(Entry, frozen=True):
 
 
 class OutputTerm(Entry, frozen=True):
-    """An item of `when` that tests whether the request wants an output."""
+    """An item of `when` that tests whether an output is requested."""
 
     output: str
     wanted: Annotated[bool, Field(strict=True)] = True

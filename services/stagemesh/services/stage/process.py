@@ -26,8 +26,8 @@ LIVENESS = "liveness"
 _DRAIN_GRACE_S = 10.0
 _STOP_GRACE_S = 1.0
 _END_S = 60.0
-"""Time limit in seconds for the process to end after the replica has been stopped. Without the limit, the process might
-never end, because an engine that hangs may not release its tasks."""
+"""Time limit in seconds for the process to terminate after the replica has been stopped. Without the limit, the process
+might never terminate, because an engine that hangs may not release its tasks."""
 
 _log = logging.getLogger(__name__)
 

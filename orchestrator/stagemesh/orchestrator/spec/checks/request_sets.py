@@ -101,7 +101,7 @@ class RequestSets:
         return found
 
     def _contains(self, requests: RequestSet, facts: Facts) -> bool:
-        """Returns whether at least one request with `facts` belongs to the set `requests`."""
+        """Returns whether the set `requests` contains at least one request that has the properties `facts`."""
         pending, seen = [requests], {NONE}
         while pending:
             if (node := pending.pop()) == ALL:

@@ -82,7 +82,7 @@ class _Reader:
         self.problems = Problems(self._origins)
 
     def mark_references(self, text: str) -> str:
-        """Replaces each reference to a variable in the file's text by a mark, and returns the new text."""
+        """Replaces each reference to a variable in the file's text with a mark, and returns the new text."""
         return _REFERENCE.sub(self._mark, text)
 
     def read_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, object]:

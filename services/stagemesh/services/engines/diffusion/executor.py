@@ -131,7 +131,8 @@ class RankReply:
 class ProcessExecutor:
     """Runs each call on all ranks in the same order, so that the ranks reach their collective operations together.
 
-    Returns rank 0's result of each call. Kills all ranks if a rank ends, or if a call fails on only some of the ranks.
+    Returns rank 0's result of each call. Kills all ranks if a rank terminates, or if a call fails on only some of
+    the ranks.
     """
 
     def __init__(self, folder: Path, options: DiffusionOptions) -> None:
@@ -197,7 +198,7 @@ class ProcessExecutor:
         """Waits for the replies of all ranks to one call, and returns rank 0's reply.
 
         `requests` contains the pending reply of each rank, in the order of the ranks. Raises UnavailableError if a rank
-        has ended, or if the ranks report different failures.
+        has terminated, or if the ranks report different failures.
         """
         waiting, limit_s = set(requests), None
         while waiting:
@@ -239,7 +240,7 @@ class RankProcess:
     async def request(self, message: RankSetup | RankCall) -> RankReply:
         """Sends a message to the rank, then waits for the rank's reply and returns it.
 
-        Raises UnavailableError with the exit status if the rank has ended.
+        Raises UnavailableError with the exit status if the rank has terminated.
         """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, message)
@@ -247,13 +248,13 @@ class RankProcess:
             raise UnavailableError(await self.wait_ended()) from exc
 
     async def wait_ended(self) -> str:
-        """Waits until the rank process has ended. Returns the exit status in a sentence for operators."""
+        """Waits until the rank process has terminated. Returns the exit status in a sentence for operators."""
         status = await self._process.wait()
         cause = f" ({signal.Signals(-status).name})" if status < 0 else ""
         return f"{self._name} has ended with exit status {status}{cause}; its own log says why"
 
     def kill(self) -> None:
-        """Kills the rank process. Does nothing if the process has already ended."""
+        """Kills the rank process. Does nothing if the process has already terminated."""
         with suppress(ProcessLookupError):
             self._process.kill()
 

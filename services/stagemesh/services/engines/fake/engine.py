@@ -230,11 +230,11 @@ class FakeRun:
         return step
 
     async def _state(self, inputs: AsyncGenerator[Tensors, None]) -> Checkpoint | None:
-        """Returns the checkpoint of a task that pauses, or None if the task has no steps left.
+        """Returns the checkpoint of a pausing task, or None if the task has no steps left.
 
-        The checkpoint contains the remaining inputs, because the stage does not receive them again. An exception is a
-        pause on request, which does not wait for the remaining inputs: the replica that resumes the task receives all
-        inputs again.
+        The checkpoint normally contains the remaining inputs, because the stage does not receive them again. If the
+        pause was requested, the checkpoint omits them, because the replica that resumes the task receives all inputs
+        again.
         """
         if self._task.pause_requested.is_set() or (self._is_source and self._step < self._source_steps):
             return Checkpoint(self._step, tensors=step_state(self._step))

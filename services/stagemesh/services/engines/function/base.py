@@ -46,7 +46,7 @@ class Function(Protocol[State]):
 
 
 class OpensWithout(ABC, Generic[State]):
-    """The interface of a function that needs to know which optional tensors are absent from a request."""
+    """The interface of a function that receives the names of the optional tensors that are absent from a request."""
 
     @abstractmethod
     def open_without(self, absent: frozenset[str], *, seed: int, options: Mapping[str, float]) -> State:

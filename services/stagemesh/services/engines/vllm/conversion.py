@@ -60,7 +60,7 @@ def prompt_tokens(prompt: Prompt | None, llm: AsyncLLM) -> list[int]:
     ids = given or _encode(prompt, llm.renderer)
     if not ids:
         raise InvalidRequestError("the prompt is empty; send text, messages or token ids", reason="EMPTY_PROMPT")
-    # A tokenizer may know more tokens than the model. Placeholders for media are not in the vocabulary either.
+    # A tokenizer may have more tokens than the model. Placeholders for media are not in the vocabulary either.
     if not media_of(prompt):
         check_tokens(ids, vocabulary=llm.model_config.get_vocab_size())
     return ids

@@ -188,7 +188,7 @@ class RunAhead(RequestFeature):
             self._sending = None
 
     async def _call_core(self, limits: list[tuple[str, int]]) -> list[str]:
-        """Sends limits to vLLM's scheduler. Returns the names of requests that the scheduler does not know.
+        """Sends limits to vLLM's scheduler. Returns the names of requests that are unknown to the scheduler.
 
         `limits` contains pairs of a request name and a token position.
         """

@@ -66,7 +66,7 @@ class StageRuntime:
         self.on_serving: Callable[[bool], None] = lambda _: None
         """Called with False when the replica stops accepting new steps, and with True when it accepts them again."""
         self.on_shutdown: Callable[[], None] = lambda: None
-        """Callback that ends the process in the same way as the signal SIGTERM."""
+        """Callback that terminates the process in the same way as the signal SIGTERM."""
         self.engine = engine
         self.where = {"stage": config.stage, "replica": config.replica}
         """The names of the stage and of the replica, for log records and errors."""

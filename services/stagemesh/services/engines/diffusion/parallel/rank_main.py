@@ -1,6 +1,7 @@
 """Entry point of a rank, one of several worker processes: `python -m …rank_main DESCRIPTOR PARENT_PID`.
 
-DESCRIPTOR is the file descriptor of the connection to the stage process. The rank ends when process PARENT_PID ends.
+DESCRIPTOR is the file descriptor of the connection to the stage process. The rank terminates when process
+PARENT_PID terminates.
 """
 
 import os
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     descriptor, parent_pid = map(int, arguments)
     die_with_parent(parent_pid)
-    # Ctrl-C reaches every process of the terminal. The stage process alone decides when a rank ends.
+    # Ctrl-C reaches every process of the terminal. The stage process alone decides when a rank terminates.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     configure_logging()

@@ -290,7 +290,7 @@ class Embeddings(RequestFeature):
             self._memory = EmbeddingMemory(ticket)
             await runner_call(llm, "attach_embeddings", msgspec.msgpack.encode(ticket))
         finally:
-            # Every process has mapped the anonymous file. The kernel frees it after the last of them has ended.
+            # Every process has mapped the anonymous file. The kernel frees it after the last of them has terminated.
             os.close(fd)
         for slot in range(slots):
             self._free_slots.put_nowait(slot)

@@ -82,7 +82,7 @@ class Attachment:
 
 
 class RequestedRows(msgspec.Struct, frozen=True):
-    """The rows of a request's hidden states that the request emits.
+    """Specifies which rows of its hidden states a request emits.
 
     The replica sends this object to vLLM's workers with the request (`features.set_argument`).
     """
