@@ -81,6 +81,21 @@ def test_an_unknown_key_in_a_config_is_named(tmp_path: Path) -> None:
         load_config(OrchestratorConfig, path)
 
 
+@pytest.mark.parametrize(
+    ("part", "unknown"),
+    [
+        ('"registration": {"lease": 30}', "lease"),
+        ('"dns": {"a": {"host": "h", "port": 1, "poll": 5}}', "poll"),
+        ('"replicas": {"a": [{"name": "a-0", "endpoint": "h:2", "zome": "z"}]}', "zome"),
+    ],
+)
+def test_an_unknown_key_inside_a_part_of_a_config_is_named(part: str, unknown: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"pipeline": "x", "listen": "h:1", "replicas": {}, ' + part + "}")
+    with pytest.raises(InvalidRequestError, match=rf"\b{unknown}\b"):
+        load_config(OrchestratorConfig, path)
+
+
 def test_the_admin_port_must_differ_from_the_port_for_clients() -> None:
     with pytest.raises(ValueError, match="admin_listen is h:3"):
         OrchestratorConfig("x", {}, "h:3", admin_listen="h:3")

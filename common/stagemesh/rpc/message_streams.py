@@ -6,6 +6,7 @@ needs neither threads nor HTTP/2.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol, TypeAlias, cast
 
@@ -121,19 +122,31 @@ class _GrpcStream:
 
     def __init__(self, handler: StreamHandler) -> None:
         self._handler = handler
-        self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
-        """The messages to send, in order. None marks the end of the queue."""
+        self._outgoing: deque[bytes] = deque()
+        self._wake = asyncio.Event()
+        self._finished = False
 
     @property
     def is_writable(self) -> bool:
-        return self._outgoing.qsize() < _AHEAD
+        return len(self._outgoing) < _AHEAD
 
     def write(self, data: bytes) -> None:
-        self._outgoing.put_nowait(data)
+        self._outgoing.append(data)
+        self._wake.set()
 
     def finish(self) -> None:
-        """Closes the outgoing queue. Messages that are already in the queue are still sent."""
-        self._outgoing.put_nowait(None)
+        """Ends the stream after the queue is empty. Messages that are written until then are still sent."""
+        self._finished = True
+        self._wake.set()
+
+    async def _next(self) -> bytes | None:
+        """Waits for the next outgoing message and returns it, or returns None after the last message."""
+        while not self._outgoing:
+            if self._finished:
+                return None
+            self._wake.clear()
+            await self._wake.wait()
+        return self._outgoing.popleft()
 
 
 class ClientStream(_GrpcStream):
@@ -181,7 +194,7 @@ class ClientStream(_GrpcStream):
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while (data := await self._outgoing.get()) is not None:
+            while (data := await self._next()) is not None:
                 # The handler prepares the next message while gRPC sends this one.
                 loop.call_soon(self._handler.writable)
                 await self._call.write(data)
@@ -202,10 +215,9 @@ class ServerStream(_GrpcStream):
     def __init__(self, handler: StreamHandler) -> None:
         super().__init__(handler)
         self._error: StagemeshError | None = None
-        self._closed = False
 
     def close(self, error: StagemeshError | None = None) -> None:
-        self._error, self._closed = self._error or error, True
+        self._error = self._error or error
         self.finish()
 
     async def serve(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
@@ -215,7 +227,7 @@ class ServerStream(_GrpcStream):
         """
         reader = asyncio.create_task(self._read(requests))
         try:
-            while (data := await self._outgoing.get()) is not None:
+            while (data := await self._next()) is not None:
                 yield data
                 del data
                 self._handler.writable()
@@ -238,7 +250,7 @@ class ServerStream(_GrpcStream):
 
     def _take(self, data: bytes) -> None:
         try:
-            if not self._closed:
+            if not self._finished:
                 self._handler.received(data)
         except StagemeshError as exc:
             self.close(exc)

@@ -173,7 +173,7 @@ class Finished:
 Event: TypeAlias = Queued | Admitted | Progress | Text | Tokens | AudioChunk | Image | TensorOutput | Finished
 
 StartOrEnd = TypeVar("StartOrEnd", Admitted, Finished)
-OutputEvent = TypeVar("OutputEvent", Text, Tokens, AudioChunk, Image, TensorOutput)
+OutputEvent = TypeVar("OutputEvent", Text, Tokens, AudioChunk, TensorOutput)
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,12 +247,17 @@ class ResultBuilder:
     def __init__(self) -> None:
         self._begun_s = time.monotonic()
         self._events: list[Event] = []
+        self._images: dict[str, Image] = {}
+        """The newest image of each output. Earlier images are not retained."""
         self._first_s: dict[type[Event], float] = {}
         """The time of the first event of each type, in seconds since the ResultBuilder was constructed."""
 
     def add(self, event: Event) -> None:
         """Adds an event. The events must be added in the order in which they arrived."""
-        self._events.append(event)
+        if isinstance(event, Image):
+            self._images[event.output] = event
+        elif not isinstance(event, Queued | Progress):
+            self._events.append(event)
         self._first_s.setdefault(type(event), self._now_s())
 
     def build(self) -> Result:
@@ -268,7 +273,7 @@ class ResultBuilder:
             tokens={output: tuple(chain.from_iterable(each.ids for each in made)) for output, made in tokens.items()},
             logprobs={output: logprobs for output, made in tokens.items() if (logprobs := _logprobs(made))},
             audios={output: _join(chunks) for output, chunks in self._by_output(AudioChunk).items()},
-            images={output: images[-1] for output, images in self._by_output(Image).items()},
+            images=self._images,
             tensors={output: tuple(tensors) for output, tensors in self._by_output(TensorOutput).items()},
             finished=finished,
             first_text_s=self._first_s.get(Text),

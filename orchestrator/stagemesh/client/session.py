@@ -253,7 +253,7 @@ class BaseClient:
             self._send_leave(session.endpoint, request)
 
     def _leave_all(self) -> None:
-        for session in self.running:
+        for session in list(self.running):
             self.leave(session)
         self.closed = True
 

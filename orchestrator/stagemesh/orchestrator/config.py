@@ -10,8 +10,11 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+_STRICT = ConfigDict(extra="forbid")
+"""The setting by which an unknown key is an error."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, config=_STRICT)
 class ReplicaAddress:
     """A replica's name in the pipeline and its address ("host:port")."""
 
@@ -19,7 +22,7 @@ class ReplicaAddress:
     endpoint: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_STRICT)
 class DnsName:
     """A DNS name that resolves to the addresses of a stage's replicas.
 
@@ -32,7 +35,7 @@ class DnsName:
     """The interval between two DNS lookups, in seconds."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_STRICT)
 class Registration:
     """Settings for replicas that register themselves with the orchestrator."""
 
@@ -43,8 +46,7 @@ class Registration:
     """
 
 
-# An unknown key is a mistake.
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, config=_STRICT)
 class OrchestratorConfig:
     """The config of one orchestrator process, which serves one pipeline."""
 

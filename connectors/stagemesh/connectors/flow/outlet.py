@@ -176,6 +176,7 @@ class Outlet:
     def _end(self) -> None:
         if self._rebind_timer is not None:
             self._rebind_timer.cancel()
+        self._chunker = None  # It retains rows.
         self.chunks.changed.fire()
         self.is_over = True
 

@@ -213,8 +213,10 @@ class Connection:
             pause.cancel()
         for task in self._offering.values():
             task.cancel()
-        await asyncio.gather(*self._offering.values(), return_exceptions=True)
-        await self._stack.aclose()
+        try:
+            await asyncio.gather(*self._offering.values(), return_exceptions=True)
+        finally:
+            await self._stack.aclose()
 
     async def connect(self) -> stage_pb2.Welcome:
         """Opens the main stream and returns the consumer's Welcome.

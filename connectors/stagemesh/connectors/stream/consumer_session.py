@@ -209,6 +209,8 @@ class ConsumerSession:
         except StagemeshError as exc:
             key = wire.key_from_wire(message)
             exc.located(edge=key.edge, request_id=key.request_id, replica=self._name)
+            # The frames of the traceback reference the item's data, and the flow stores the error.
+            exc.__traceback__ = None
             flow = self._flows.get(key)
             if flow is not None and self._check_carried(flow):
                 if exc.reason in _LOST_MESSAGE:

@@ -199,7 +199,7 @@ class _ReplicaErrors:
     def _after_call(self, exc: grpc.aio.AioRpcError) -> StagemeshError:
         error = from_rpc_error(exc, peer=self.peer).located(**self.location)
         # An error that gRPC reports contains the name of this client's peer. An error that the stage forwards does not.
-        is_broken = error.metadata.get("peer") == self.peer and error.code in _BROKEN
+        is_broken = error.metadata.get("peer") == self.peer and exc.code().value[0] in _BROKEN
         return self._lost(f"cannot be reached ({exc.details()})") if is_broken else error
 
     def _lost(self, event: str) -> UnavailableError:

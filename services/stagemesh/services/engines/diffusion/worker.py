@@ -259,9 +259,9 @@ class DiffusionWorker:
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         export = methodcaller("export_chrome_trace", f"{path}-rank{rank}.json.gz")
-        self._profile = profile(activities=activities, on_trace_ready=export)
-        self._profile_steps_left = max_steps
-        self._profile.start()
+        started = profile(activities=activities, on_trace_ready=export)
+        started.start()
+        self._profile, self._profile_steps_left = started, max_steps
 
     def stop_profile(self) -> None:
         """Ends the profile and writes its file. Does nothing if no profile is in progress."""

@@ -52,7 +52,6 @@ class StepEdges:
 
         Raises NotFoundError if an edge names an unknown transform.
         """
-        inputs = dict[str, EdgeInput]()
         for binding in self._inputs.values():
             inlet = self._plane.open_inlet(
                 self._key(binding), producer=binding.producer, rebind_s=_rebind_s(binding.edge)
@@ -61,7 +60,6 @@ class StepEdges:
                 self.state_inlet = inlet
             else:
                 self._inlets[binding.edge] = inlet
-                inputs[binding.edge] = EdgeInput(inlet, binding, accepts=accepts, on_packet=on_packet)
         for target in self._outputs.values():
             outlet = self._plane.open_outlet(
                 self._key(target),
@@ -77,7 +75,11 @@ class StepEdges:
                 self._by_edge[target.edge] = outlet
                 self.outlets = self.outlets or self._plane.fan_out()
                 self.outlets.add(outlet, target.select if target.is_selective else None)
-        return inputs
+        # All flows are open before an unknown transform raises an error, so that every peer receives the error.
+        return {
+            edge: EdgeInput(inlet, self._inputs[edge], accepts=accepts, on_packet=on_packet)
+            for edge, inlet in self._inlets.items()
+        }
 
     @property
     def is_over(self) -> bool:
