@@ -1,8 +1,16 @@
+import ctypes
+import os
+import platform
+import struct
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from stagemesh.common.host import available_bytes
+from stagemesh.common.host import available_bytes, lower_thread_priority, shorten_time_slices
 
 MIB = 1 << 20
 
@@ -78,3 +86,59 @@ def test_a_system_without_this_information_gives_none(tmp_path: Path) -> None:
 
 def test_this_host_has_memory() -> None:
     assert (available_bytes() or 0) > 0
+
+
+def _time_slice_ns() -> int:
+    """Returns the time slice that the calling thread has requested, as sched_getattr(2) reports it."""
+    number, attributes = {"x86_64": 315, "aarch64": 275}[platform.machine()], ctypes.create_string_buffer(48)
+    assert ctypes.CDLL(None).syscall(number, 0, attributes, 48, 0) == 0
+    runtime_ns: int = struct.unpack("=IIQiIQQQ", attributes.raw)[5]
+    return runtime_ns
+
+
+@pytest.mark.skipif(
+    tuple(int(part) for part in platform.release().split(".")[:2]) < (6, 12), reason="needs Linux 6.12 or later"
+)
+def test_only_the_calling_thread_has_short_time_slices() -> None:
+    slices_ns: list[int] = []
+
+    def shorten() -> None:
+        slices_ns.append(_time_slice_ns())
+        shorten_time_slices()
+        slices_ns.append(_time_slice_ns())
+        child = threading.Thread(target=lambda: slices_ns.append(_time_slice_ns()))
+        child.start()
+        child.join()
+
+    thread = threading.Thread(target=shorten)
+    thread.start()
+    thread.join()
+    default_ns, short_ns, childs_ns = slices_ns
+    assert (short_ns, childs_ns) == (100_000, default_ns)
+    assert short_ns < default_ns
+
+
+def test_a_copying_thread_has_a_lower_priority_than_its_process() -> None:
+    with ThreadPoolExecutor(1, initializer=lower_thread_priority) as pool:
+        assert pool.submit(os.getpriority, os.PRIO_PROCESS, 0).result() > os.getpriority(os.PRIO_PROCESS, 0)
+
+
+_FREE_AND_ALLOCATE = """
+import resource
+from stagemesh.common.host import retain_freed_memory
+{call}
+for _ in range(20):
+    messages = [b"x" * (1 << 20) for _ in range(8)]
+    del messages
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can retain freed memory")
+def test_freed_memory_is_reused_without_page_faults() -> None:
+    faults = [
+        int(subprocess.check_output([sys.executable, "-c", _FREE_AND_ALLOCATE.format(call=call)]))
+        for call in ("", "retain_freed_memory()")
+    ]
+    pages = 20 * 8 * (1 << 20) // os.sysconf("SC_PAGE_SIZE")
+    assert faults[0] - faults[1] > pages // 2

@@ -210,7 +210,7 @@ async def test_large_tensors_are_written_unchanged_in_a_thread(monkeypatch: pyte
     tensor = np.random.default_rng(0).integers(0, 255, COPY_IN_THREAD_BYTES, np.uint8)
     written = await arena.write({"x": tensor}, MemoryAccount())
     np.testing.assert_array_equal(written.tensors["x"], tensor)
-    assert threads[0].startswith("arena-copy")
+    assert threads[0].startswith("bulk")
 
 
 async def test_cancelled_copy_keeps_its_region_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,6 +171,7 @@ class DataPlaneModel(RuleBasedStateMachine):
         self.patches.setattr(inlet, "MAX_RESYNCS", sys.maxsize)
         self.patches.setattr(outlet_attempt, "MAX_RESYNCS", sys.maxsize)
         self.patches.setattr(wire, "FRAGMENT_BYTES", 4096)
+        self.patches.setattr(wire, "WHOLE_CHUNK_BYTES", 4096)
         self.loop.run_until_complete(self._begin())
         self._settle()
 

@@ -130,6 +130,7 @@ def _quick_to_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagemesh.connectors.stream.connection._OFFER_AGAIN_S", 0.3)
     monkeypatch.setattr("stagemesh.connectors.stream.connection._HANDSHAKE_S", 0.5)
     monkeypatch.setattr("stagemesh.connectors.stream.wire.FRAGMENT_BYTES", 4096)
+    monkeypatch.setattr("stagemesh.connectors.stream.wire.WHOLE_CHUNK_BYTES", 4096)
 
 
 DIRECTIONS = pytest.mark.parametrize("direction", Direction)

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 
 from stagemesh.common.connector_descriptors import AUTO, ConnectorName, descriptor_of
 from stagemesh.common.errors import NotFoundError, UnavailableError
+from stagemesh.common.host import retain_freed_memory, shorten_time_slices
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.edge import EdgeKey
 from stagemesh.connectors.flow.chunking import ChunkPolicy
@@ -40,6 +41,8 @@ class DataPlane:
         window_bytes: int = 8 << 20,
         inline_limit_bytes: int = 4 << 10,
     ) -> None:
+        shorten_time_slices()
+        retain_freed_memory()
         self.incarnation = secrets.token_hex(8)
         """The random id of this data plane. A restarted replica has a different id."""
         self._identity = stage_pb2.Hello(

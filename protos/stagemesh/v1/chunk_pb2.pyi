@@ -356,6 +356,7 @@ class ChunkPiece(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     PAYLOAD_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
+    PADDING_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.int
     """The transfer's number, chosen by the sender. From 1, unique within the stream."""
     total_bytes: _builtins.int
@@ -364,6 +365,8 @@ class ChunkPiece(_message.Message):
     """The offset of these bytes within the transfer. The fragments of a transfer are sent in order."""
     payload: _builtins.bytes
     """The bytes, at most 1 MiB."""
+    padding: _builtins.bytes
+    """Has no meaning. A sender may add padding to align the payload within the message."""
     @_builtins.property
     def key(self) -> Global___EdgeKey:
         """The flow whose credit the bytes use."""
@@ -376,10 +379,11 @@ class ChunkPiece(_message.Message):
         offset: _builtins.int = ...,
         payload: _builtins.bytes = ...,
         key: Global___EdgeKey | None = ...,
+        padding: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "offset", b"offset", "payload", b"payload", "total_bytes", b"total_bytes", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "offset", b"offset", "padding", b"padding", "payload", b"payload", "total_bytes", b"total_bytes", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

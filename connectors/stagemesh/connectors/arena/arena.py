@@ -12,15 +12,14 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError, UnavailableError
-from stagemesh.common.host import lower_thread_priority
+from stagemesh.common.host import bulk_threads
 from stagemesh.common.tensors import Array, Tensors
 from stagemesh.connectors.arena import memory_file
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES, PageAllocator
@@ -33,7 +32,6 @@ COPY_IN_THREAD_BYTES = 4 << 20
 A smaller copy blocks the event loop for less than half a millisecond. Running a copy in a thread costs a fifth of a
 millisecond.
 """
-_COPY_THREADS = 2
 
 
 @dataclass(eq=False, slots=True)
@@ -282,7 +280,7 @@ class Arena:
                 region.release()
                 raise
         else:
-            copying = asyncio.get_running_loop().run_in_executor(_copiers(), copy)
+            copying = asyncio.get_running_loop().run_in_executor(bulk_threads(), copy)
             try:
                 views = await asyncio.shield(copying)
             except BaseException:
@@ -499,9 +497,3 @@ def _address_of(tensor: Array) -> int:
 
 def _closed() -> UnavailableError:
     return UnavailableError("the arena is closed: this replica is stopping", reason="CLOSED")
-
-
-@cache
-def _copiers() -> ThreadPoolExecutor:
-    """Returns the thread pool that copies large tensors into arenas."""
-    return ThreadPoolExecutor(_COPY_THREADS, "arena-copy", initializer=lower_thread_priority)

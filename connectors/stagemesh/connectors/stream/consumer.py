@@ -7,10 +7,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
 from copy import copy
+from functools import partial
 from typing import TypeAlias
 
 from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.common.errors import ExistsError, NotFoundError, NotReadyError, StagemeshError, StaleAttemptError
+from stagemesh.common.host import bulk_threads
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.arena.memory_file import when_gone
 from stagemesh.connectors.base import Bytes, Producer, Reader
@@ -69,9 +71,13 @@ class LandingArena:
 
     def _create(self) -> asyncio.Task[Arena]:
         if self._creating is None:
-            self._creating = asyncio.create_task(asyncio.to_thread(Arena, self._size_bytes, shared=False))
+            self._creating = asyncio.create_task(self._create_in_thread())
             self._creating.add_done_callback(_log_failure)
         return self._creating
+
+    async def _create_in_thread(self) -> Arena:
+        create = partial(Arena, self._size_bytes, shared=False)
+        return await asyncio.get_running_loop().run_in_executor(bulk_threads(), create)
 
 
 class ProducerState:

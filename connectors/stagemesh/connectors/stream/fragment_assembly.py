@@ -9,14 +9,15 @@ from stagemesh.common.errors import InvalidChunkError
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.base import Bytes, MemoryAccount
 from stagemesh.connectors.edge import EdgeKey
-from stagemesh.connectors.stream.wire import Fragment
+from stagemesh.connectors.stream.wire import PAYLOAD_ALIGNMENT, Fragment
 from stagemesh.v1 import chunk_pb2, tensor_pb2
 
 
 @dataclass(eq=False, slots=True)
 class _Transfer:
     id: int
-    buffer: Bytes
+    total_bytes: int
+    buffer: Bytes | None = None
     received_bytes: int = 0
 
 
@@ -37,16 +38,16 @@ class FragmentAssembler:
         return transfer_id > self._last_id
 
     def begin(self, key: EdgeKey, message: chunk_pb2.ChunkPiece) -> None:
-        """Begins a new transfer and allocates a buffer for this transfer. Drops the flow's previous transfer, if any.
-
-        `message` is a fragment of the new transfer.
-        """
+        """Begins a new transfer. Drops the flow's previous transfer, if any. `message` is a fragment of the new one."""
         self.drop(key)
         self._last_id = message.transfer_id
-        self._transfers[key] = _Transfer(message.transfer_id, self._buffer(message.total_bytes))
+        self._transfers[key] = _Transfer(message.transfer_id, message.total_bytes)
 
     def add(self, key: EdgeKey, fragment: Fragment) -> None:
-        """Copies a fragment into the buffer of its transfer. Ignores repeated fragments and fragments of old transfers.
+        """Adds a fragment to its transfer. Ignores repeated fragments and fragments of old transfers.
+
+        Copies the fragment into the transfer's buffer. If the fragment contains the whole chunk and is aligned, uses
+        the received message's memory as the buffer instead.
 
         Raises InvalidChunkError (PIECE_GAP) if an earlier fragment is missing, or if the fragment does not fit into the
         buffer.
@@ -56,14 +57,21 @@ class FragmentAssembler:
         if transfer is None or transfer.id != message.transfer_id:
             return
         end = message.offset + len(payload)
-        if message.offset > transfer.received_bytes or end > len(transfer.buffer):
+        if message.offset > transfer.received_bytes or end > transfer.total_bytes:
             raise InvalidChunkError(
                 f"a fragment of edge {key.edge} at {message.offset} does not follow the previous fragment",
                 reason="PIECE_GAP",
             )
-        if message.offset == transfer.received_bytes:
-            transfer.buffer[message.offset : end] = np.frombuffer(payload, np.uint8)
-            transfer.received_bytes = end
+        if message.offset < transfer.received_bytes:
+            return
+        part = np.frombuffer(payload, np.uint8)
+        if len(part) == transfer.total_bytes and part.ctypes.data % PAYLOAD_ALIGNMENT == 0:
+            transfer.buffer = part
+        else:
+            if transfer.buffer is None:
+                transfer.buffer = self._buffer(transfer.total_bytes)
+            transfer.buffer[message.offset : end] = part
+        transfer.received_bytes = end
 
     def take(self, key: EdgeKey, data: chunk_pb2.ChunkData) -> list[Bytes]:
         """Ends a flow's transfer. Returns the bytes of each tensor that was sent as fragments, in the tensors' order.
@@ -76,7 +84,8 @@ class FragmentAssembler:
             return []
         transfer = self._transfers.get(key)
         ids = {message.streamed.transfer_id for message in streamed}
-        if transfer is None or transfer.received_bytes < len(transfer.buffer) or ids != {transfer.id}:
+        complete = transfer is not None and transfer.received_bytes == transfer.total_bytes and ids == {transfer.id}
+        if transfer is None or transfer.buffer is None or not complete:
             raise InvalidChunkError(f"fragments of a chunk of edge {key.edge} are missing", reason="PIECES_MISSING")
         self.drop(key)
         return [_part(transfer.buffer, message) for message in streamed]

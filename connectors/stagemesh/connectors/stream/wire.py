@@ -17,10 +17,17 @@ from stagemesh.connectors.edge import EdgeKey, MetadataValue, Packet
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 
 FRAGMENT_BYTES = 256 << 10
-"""The maximum number of payload bytes of a fragment.
+"""The number of payload bytes of each fragment of a chunk that is larger than WHOLE_CHUNK_BYTES.
 
-For a larger message, the memory allocator would request memory from the operating system every time.
+Larger fragments would delay the messages of other flows longer.
 """
+WHOLE_CHUNK_BYTES = 1 << 20
+"""The maximum size, in bytes, of a chunk of which each tensor is sent as one fragment.
+
+If such a chunk has only one tensor, the consumer uses the tensor in place, without a copy.
+"""
+PAYLOAD_ALIGNMENT = 16
+"""The alignment, in bytes, of a fragment's payload within its message. The largest alignment that a dtype requires."""
 MAX_TENSORS = 1024
 MAX_METADATA = 64
 
@@ -209,7 +216,7 @@ def fill_streamed(data: chunk_pb2.ChunkData, shape: PacketShape, *, transfer_id:
 
 
 class Fragment(NamedTuple):
-    """A part of a packet's bytes, with a size of at most FRAGMENT_BYTES. A message contains at most one fragment."""
+    """A part of a packet's bytes. A message contains at most one fragment."""
 
     message: chunk_pb2.ChunkPiece
     """The protobuf message of the fragment, without the payload."""
@@ -217,18 +224,19 @@ class Fragment(NamedTuple):
 
 
 def fragments(key: chunk_pb2.EdgeKey, tensors: Tensors, *, total_bytes: int, transfer_id: int) -> Iterator[Fragment]:
-    """Yields the fragments of a packet's tensors in order, each with at most FRAGMENT_BYTES of payload.
+    """Yields the fragments of a packet's tensors in order. A fragment contains bytes of only one tensor.
 
     Every fragment contains `key`, `transfer_id`, and `total_bytes`, which is the total size of the tensors.
     """
     base = 0
+    max_bytes = WHOLE_CHUNK_BYTES if total_bytes <= WHOLE_CHUNK_BYTES else FRAGMENT_BYTES
     for tensor in tensors.values():
         payload = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data if tensor.nbytes else memoryview(b"")
-        for start in range(0, len(payload), FRAGMENT_BYTES):
+        for start in range(0, len(payload), max_bytes):
             message = chunk_pb2.ChunkPiece(
                 transfer_id=transfer_id, total_bytes=total_bytes, offset=base + start, key=key
             )
-            yield Fragment(message, payload[start : start + FRAGMENT_BYTES])
+            yield Fragment(message, payload[start : start + max_bytes])
         base += len(payload)
 
 
@@ -379,12 +387,22 @@ def encode_fragment(fragment: Fragment, *, rest: bytes = b"") -> bytes:
 
     This function encodes the message by hand, so that the producer and the consumer each copy the payload only once.
     Protobuf would copy the payload three more times: into the message object, from this object into the serialized
-    bytes, and into the consumer's message object. The result is identical to the encoding of protobuf.
+    bytes, and into the consumer's message object. Every protobuf parser accepts the result.
+
+    The fragment's padding aligns the payload, so that the consumer can use the payload in place.
     """
     message, payload = fragment
-    fields = message.SerializeToString() + bytes((_PAYLOAD,)) + _varint(len(payload))
-    item = _PIECE + _varint(len(fields) + len(payload))
-    return b"".join((_ITEMS, _varint(len(item) + len(fields) + len(payload)), item, fields, payload, rest))
+    message.padding = bytes(PAYLOAD_ALIGNMENT)
+    head = _fragment_head(message, len(payload))
+    message.padding = bytes(PAYLOAD_ALIGNMENT - len(head) % PAYLOAD_ALIGNMENT)
+    return b"".join((_fragment_head(message, len(payload)), payload, rest))
+
+
+def _fragment_head(message: chunk_pb2.ChunkPiece, payload_bytes: int) -> bytes:
+    """Returns the bytes of a PutChunkRequest up to the payload of its first item, which is a fragment."""
+    fields = message.SerializeToString() + bytes((_PAYLOAD,)) + _varint(payload_bytes)
+    item = _PIECE + _varint(len(fields) + payload_bytes)
+    return _ITEMS + _varint(len(item) + len(fields) + payload_bytes) + item + fields
 
 
 def decode_fragment(data: bytes) -> FragmentMessage | None:
