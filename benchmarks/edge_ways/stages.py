@@ -117,14 +117,24 @@ class StageEnd(End):
         await self._runtime.close()
         await self._server.stop(grace_s=0)
 
-    async def execute(self, make_request: Callable[[str], stage_pb2.ExecuteStepRequest]) -> None:
-        """Runs the requests of all streams to their ends."""
+    async def execute(
+        self,
+        make_request: Callable[[str], stage_pb2.ExecuteStepRequest],
+        *,
+        on_accepted: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Runs the requests of all streams to their ends. Calls `on_accepted` when the stage has accepted all of them.
+
+        A producer must not start before that.
+        """
+        accepted = asyncio.Barrier(STREAMS)
         async with open_channel(self.endpoint) as channel:
             stub = stage_pb2_grpc.StageServiceStub(channel)
 
             async def run(name: str) -> None:
-                async for _ in stub.ExecuteStep(make_request(name)):
-                    pass
+                async for response in stub.ExecuteStep(make_request(name)):
+                    if response.HasField("accepted") and await accepted.wait() == 0:
+                        on_accepted()
 
             await asyncio.gather(*(run(str(number)) for number in range(STREAMS)))
 
@@ -154,6 +164,7 @@ class FirstStage(StageEnd):
             request.outputs.append(binding)
             return request
 
+        await receive(self.peers[0])
         await self.execute(make_request)
 
 
@@ -179,7 +190,7 @@ class SecondStage(StageEnd):
             request.inputs.append(stage_pb2.InputBinding(edge=_EDGE, producer="first-0"))
             return request
 
-        await self.execute(make_request)
+        await self.execute(make_request, on_accepted=lambda: self.peers[0].send("accepted"))
         times_s, self._noting.times_s = self._noting.times_s, []
         return times_s
 
