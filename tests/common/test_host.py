@@ -101,11 +101,14 @@ def _time_slice_ns() -> int:
 )
 def test_only_the_calling_thread_has_short_time_slices() -> None:
     slices_ns: list[int] = []
+    niceness: list[int] = []
 
     def shorten() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + 1)
         slices_ns.append(_time_slice_ns())
         shorten_time_slices()
         slices_ns.append(_time_slice_ns())
+        niceness.append(os.getpriority(os.PRIO_PROCESS, 0))
         child = threading.Thread(target=lambda: slices_ns.append(_time_slice_ns()))
         child.start()
         child.join()
@@ -113,6 +116,7 @@ def test_only_the_calling_thread_has_short_time_slices() -> None:
     thread = threading.Thread(target=shorten)
     thread.start()
     thread.join()
+    assert niceness == [os.getpriority(os.PRIO_PROCESS, 0) + 1]
     default_ns, short_ns, childs_ns = slices_ns
     assert (short_ns, childs_ns) == (100_000, default_ns)
     assert short_ns < default_ns

@@ -34,7 +34,7 @@ def _assemble(messages: list[bytes], tensors: Tensors) -> list[Bytes]:
     return assembler.take(KEY, description)
 
 
-@pytest.mark.parametrize("size_bytes", [1, 127, 128, 16_000, 16_384, 70_000, wire.WHOLE_CHUNK_BYTES])
+@pytest.mark.parametrize("size_bytes", [500, 16_000, 16_384, 70_000, wire.WHOLE_CHUNK_BYTES])
 @pytest.mark.parametrize("request_id", ["r", "r" * 9, "r" * 128])
 def test_a_whole_chunk_is_used_in_place(size_bytes: int, request_id: str) -> None:
     tensors = {"x": np.random.default_rng(size_bytes).integers(0, 256, size_bytes, np.uint8)}
@@ -55,6 +55,16 @@ def test_a_whole_chunk_that_protobuf_encoded_is_copied_unless_it_is_aligned(requ
     np.testing.assert_array_equal(found.view(np.float64), tensors["x"])
     is_aligned = data.index(tensors["x"].tobytes()) % wire.PAYLOAD_ALIGNMENT == 0
     assert np.shares_memory(found, np.frombuffer(data, np.uint8)) == is_aligned
+
+
+def test_a_small_chunk_does_not_retain_a_large_message() -> None:
+    tensors = {"x": np.arange(1000, dtype=np.float64)}
+    (message,) = _messages(tensors)
+    rest = stage_pb2.PutChunkRequest(items=[stage_pb2.PutItem(piece=chunk_pb2.ChunkPiece(padding=bytes(9000)))])
+    data = message + rest.SerializeToString()
+    (found,) = _assemble([data], tensors)
+    np.testing.assert_array_equal(found.view(np.float64), tensors["x"])
+    assert not np.shares_memory(found, np.frombuffer(data, np.uint8))
 
 
 def test_larger_chunks_and_several_tensors_arrive_unchanged() -> None:

@@ -5,6 +5,7 @@ import hashlib
 import os
 import platform
 import struct
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -19,6 +20,7 @@ _BULK_THREADS = 2
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 """The number of the system call sched_setattr, by processor architecture."""
 _SCHED_ATTRIBUTES = struct.Struct("=IIQiIQQQ")
+"""The C structure sched_attr: size, policy, flags, niceness, real-time priority, runtime, deadline and period."""
 _SCHED_FLAG_RESET_ON_FORK = 1
 _SHORT_SLICE_NS = 100_000
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -117,12 +119,23 @@ def _lines(path: Path) -> list[str]:
 def shorten_time_slices() -> None:
     """Asks the scheduler to run the calling thread soon after the thread wakes, even if all processors are busy.
 
-    Call it in a thread with an event loop. Child threads and processes are not affected. Has no effect on kernels
-    before Linux 6.12, which do not support it. Source: sched_setattr(2), "sched_runtime" of the policy SCHED_OTHER.
+    Call it in a thread with an event loop. Child threads and processes are not affected, and the thread's niceness does
+    not change. Has no effect on kernels before Linux 6.12, which do not support it, and on threads whose policy is not
+    SCHED_OTHER. Source: sched_setattr(2), "sched_runtime".
     """
-    number = _SCHED_SETATTR.get(platform.machine())
-    if number is not None:
-        fields = (_SCHED_ATTRIBUTES.size, 0, _SCHED_FLAG_RESET_ON_FORK, 0, 0, _SHORT_SLICE_NS, 0, 0)
+    number = _SCHED_SETATTR.get(platform.machine()) if sys.platform == "linux" else None
+    if number is not None and os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK == os.SCHED_OTHER:
+        niceness = os.getpriority(os.PRIO_PROCESS, 0)
+        fields = (
+            _SCHED_ATTRIBUTES.size,
+            os.SCHED_OTHER,
+            _SCHED_FLAG_RESET_ON_FORK,
+            niceness,
+            0,
+            _SHORT_SLICE_NS,
+            0,
+            0,
+        )
         _libc().syscall(number, 0, _SCHED_ATTRIBUTES.pack(*fields), 0)
 
 

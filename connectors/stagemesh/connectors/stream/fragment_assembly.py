@@ -46,8 +46,8 @@ class FragmentAssembler:
     def add(self, key: EdgeKey, fragment: Fragment) -> None:
         """Adds a fragment to its transfer. Ignores repeated fragments and fragments of old transfers.
 
-        Copies the fragment into the transfer's buffer. If the fragment contains the whole chunk and is aligned, uses
-        the received message's memory as the buffer instead.
+        Copies the fragment into the transfer's buffer. If the fragment contains the whole chunk, is aligned, and makes
+        up at least half of the received message, uses the message's memory as the buffer instead.
 
         Raises InvalidChunkError (PIECE_GAP) if an earlier fragment is missing, or if the fragment does not fit into the
         buffer.
@@ -65,7 +65,9 @@ class FragmentAssembler:
         if message.offset < transfer.received_bytes:
             return
         part = np.frombuffer(payload, np.uint8)
-        if len(part) == transfer.total_bytes and part.ctypes.data % PAYLOAD_ALIGNMENT == 0:
+        is_aligned = part.ctypes.data % PAYLOAD_ALIGNMENT == 0
+        # Credit covers only the payload, so a message with much other content must not be retained.
+        if len(part) == transfer.total_bytes and is_aligned and 2 * len(part) >= memoryview(payload.obj).nbytes:
             transfer.buffer = part
         else:
             if transfer.buffer is None:
