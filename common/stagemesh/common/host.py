@@ -125,17 +125,8 @@ def shorten_time_slices() -> None:
     """
     number = _SCHED_SETATTR.get(platform.machine()) if sys.platform == "linux" else None
     if number is not None and os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK == os.SCHED_OTHER:
-        niceness = os.getpriority(os.PRIO_PROCESS, 0)
-        fields = (
-            _SCHED_ATTRIBUTES.size,
-            os.SCHED_OTHER,
-            _SCHED_FLAG_RESET_ON_FORK,
-            niceness,
-            0,
-            _SHORT_SLICE_NS,
-            0,
-            0,
-        )
+        size, niceness = _SCHED_ATTRIBUTES.size, os.getpriority(os.PRIO_PROCESS, 0)
+        fields = (size, os.SCHED_OTHER, _SCHED_FLAG_RESET_ON_FORK, niceness, 0, _SHORT_SLICE_NS, 0, 0)
         _libc().syscall(number, 0, _SCHED_ATTRIBUTES.pack(*fields), 0)
 
 
