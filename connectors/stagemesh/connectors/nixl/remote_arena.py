@@ -230,7 +230,7 @@ class RemoteArena:
         region = await self._landing.allocate(plan.size_bytes, account)
         read = self._read(plan, region, peer)
         await self._read_thread.run(peer, read)
-        return plan.views(read.landing)
+        return plan.views(read.take_landing())
 
     def fetch_at_once(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes] | None:
         """Reads small ranges on the event loop and returns copies of the ranges.
@@ -245,7 +245,7 @@ class RemoteArena:
         if region is None:
             return None
         read = self._read(plan, region, peer)
-        return plan.views(read.landing) if self._read_thread.read_at_once(peer, read) else None
+        return plan.views(read.take_landing()) if self._read_thread.read_at_once(peer, read) else None
 
     async def leave(self) -> None:
         """Removes one reader of the connection. Closes the connection if no reader remains."""

@@ -6,6 +6,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+import numpy as np
+
 from stagemesh.common.errors import UnavailableError
 from stagemesh.connectors.base import Bytes
 
@@ -25,6 +27,7 @@ _COPIED_TRANSFER_BYTES = 2 << 20
 
 Such a transfer is a memory copy, and blocks other reads for about half a millisecond.
 """
+_NO_MEMORY: Bytes = np.empty(0, np.uint8)
 
 
 Descriptor: TypeAlias = tuple[int, int, int]
@@ -45,7 +48,8 @@ class Read:
 
     The transfers in `data` read the ranges. The transfers in `marks` read the generations of the ranges' pages, which
     show whether the data is still valid. The transfers in `marks` start after all transfers in `data` have ended. The
-    read references `landing`, the destination memory, until no transfer can write to this memory.
+    read references `landing`, the destination memory, until no transfer can write to this memory and `take_landing` was
+    called.
     """
 
     data: list[Transfer]
@@ -79,6 +83,14 @@ class Read:
     def is_complete(self) -> bool:
         """Whether no transfer is in flight and no further transfer will start."""
         return not self._in_flight and (self._is_abandoned or self._started == len(self.data) + len(self.marks))
+
+    def take_landing(self) -> Bytes:
+        """Returns the destination memory of a complete read. The read no longer references this memory.
+
+        The read thread may reference the read for some time after its completion.
+        """
+        landing, self.landing = self.landing, _NO_MEMORY
+        return landing
 
     def abandon(self) -> None:
         """Prevents further transfers of the read from starting, because the caller no longer waits for the read."""
