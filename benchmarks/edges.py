@@ -143,18 +143,15 @@ def chunks_per_s(edge: Edge) -> float:
 
 
 def delay_beside_large_ms(edge: Edge) -> float:
-    """Returns the growth of the 99th percentile of a small chunk's time while large tensors are sent.
-
-    The growth is the median over the turns, because another process on the host can stop a turn for milliseconds.
-    """
-
-    def p99_ms(*, large: bool) -> float:
-        ends = edge.receivers[0].begin(PlaneReceiver.receive_beside, count=BESIDE_COUNT, large=large)
-        starts = edge.sender.call(PlaneSender.send_beside, count=BESIDE_COUNT, large=large)
-        times_ms = [(end - start) / 1e6 for start, end in zip(starts, ends.result(), strict=True)]
-        return statistics.quantiles(times_ms, n=100)[-1]
-
-    return statistics.median(-p99_ms(large=False) + p99_ms(large=True) for _ in range(BESIDE_TURNS))
+    """Returns the growth of the 99th percentile of a small chunk's time while large tensors are sent."""
+    times_ms: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(BESIDE_TURNS):
+        for large, found in times_ms.items():
+            ends = edge.receivers[0].begin(PlaneReceiver.receive_beside, count=BESIDE_COUNT, large=large)
+            starts = edge.sender.call(PlaneSender.send_beside, count=BESIDE_COUNT, large=large)
+            found.extend((end - start) / 1e6 for start, end in zip(starts, ends.result(), strict=True))
+    alone_ms, beside_ms = (statistics.quantiles(found, n=100)[-1] for found in times_ms.values())
+    return beside_ms - alone_ms
 
 
 def cpu_s_per_gb(edge: Edge) -> float:

@@ -48,7 +48,7 @@ class _TimedEngine:
         return EngineAbilities()
 
     async def start(self, report: Callable[[str], None]) -> None:
-        """Does nothing: there is no model."""
+        """Does nothing, because the engine has no model to load."""
 
     def load(self) -> EngineLoad:
         return EngineLoad(self._running, 0)

@@ -1,4 +1,4 @@
-"""The host of this process: a token that identifies it, its available memory, and the priority of its threads."""
+"""The host of this process: its token, its available memory, and the settings of its scheduler and its allocator."""
 
 import ctypes
 import hashlib
