@@ -33,9 +33,14 @@ _MAIN, _LARGE = "main", "large"
 _STREAMS = [f"stream {number}" for number in range(STREAMS)]
 
 
-def _plane(replica: str) -> DataPlane:
+def _plane(replica: str, *, shared_arena: bool = True) -> DataPlane:
     return DataPlane(
-        replica=replica, pipeline="bench", generation="1", arena_bytes=ARENA_BYTES, window_bytes=WINDOW_BYTES
+        replica=replica,
+        pipeline="bench",
+        generation="1",
+        arena_bytes=ARENA_BYTES,
+        window_bytes=WINDOW_BYTES,
+        shared_arena=shared_arena,
     )
 
 
@@ -47,9 +52,10 @@ class PlaneSender(Sender):
     """The producing replica."""
 
     connector: ClassVar[ConnectorName]
+    shared_arena: ClassVar[bool] = True
 
     async def open(self) -> None:
-        self._plane = _plane("producer")
+        self._plane = _plane("producer", shared_arena=self.shared_arena)
         self._consumers: list[tuple[str, str]] = [await receive(peer) for peer in self.peers]
         self._opened: dict[str, list[Outlet]] = {}
         self._main: FanOut | None = None
@@ -216,9 +222,10 @@ class ShmSender(PlaneSender):
 
 
 class NixlSender(PlaneSender):
-    """Sends through NIXL."""
+    """Sends through NIXL from private memory, as a stage does that has `shared_arena: false`."""
 
     connector = NIXL
+    shared_arena = False
 
 
 class GrpcSender(PlaneSender):

@@ -2,7 +2,7 @@
 
 `RawNixl*` perform the steps of an edge: copy into registered memory, notify, READ. They skip the check that the memory
 was not reused during the READ. `time_reads` measures the READ alone. The kernel backs private memory with huge pages,
-which makes it up to 1.5 times as fast as a memory file. A producer's arena must be a memory file, so that others on the
+which makes it up to 1.5 times as fast as a memory file. A shared arena must be a memory file, so that others on the
 host can map it: `RawNixlFile*` use one.
 """
 

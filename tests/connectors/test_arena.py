@@ -433,6 +433,7 @@ async def test_handed_out_descriptor_allows_neither_resizing_nor_writing(arena: 
                 os.ftruncate(fd, size)
     finally:
         os.close(fd)
+    assert arena.fd is not None
     with pytest.raises(PermissionError):
         mmap.mmap(arena.fd, arena.file_bytes)
 

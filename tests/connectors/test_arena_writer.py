@@ -261,6 +261,7 @@ def test_generations_of_different_writers_never_coincide(arena: Arena, count: in
 def test_ticket_of_a_closed_or_other_arena_is_rejected(arena: Arena) -> None:
     ticket = arena.open_partition(MIB)
     other = Arena(MIB)
+    assert other.fd is not None
     with pytest.raises(NotReadyError, match="another replica"):
         ArenaWriter(replace(ticket, file_descriptor=other.fd))
     other.close()

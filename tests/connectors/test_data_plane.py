@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from stagemesh.common.connector_descriptors import AUTO, SHM
+from stagemesh.common.connector_descriptors import AUTO, GRPC, NIXL, SHM, ConnectorName
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.connectors.conformance import assert_same, receive_all, send_all
 from stagemesh.connectors.edge import EdgeKey, Packet
@@ -37,6 +37,34 @@ async def test_auto_chooses_shm_on_one_host() -> None:
         outlet, inlet = open_flow(a, b)
         await asyncio.gather(send_all(outlet, [packet(0, 100_000)]), receive_all(inlet))
         assert outlet.usage.connector == SHM
+
+
+@pytest.mark.parametrize("connector", [NIXL, GRPC, AUTO])
+async def test_private_arena_transfers_by_every_connector_but_shm(connector: ConnectorName) -> None:
+    pytest.importorskip("nixl_cu12")
+    sent = [packet(seq, 100_000) for seq in range(20)]
+    async with two_hosts(shared_arena=False) as (a, b):
+        outlet, inlet = open_flow(a, b, connector=connector)
+        _, received = await asyncio.gather(send_all(outlet, sent), receive_all(inlet))
+        assert_same(received, sent)
+        assert outlet.usage.connector == (NIXL if connector == AUTO else connector)
+        del received
+        await a.settled()
+        await b.settled()
+
+
+async def test_shm_refuses_a_private_arena_with_a_remedy() -> None:
+    async with two_hosts(shared_arena=False) as (a, b):
+        with pytest.raises(NotReadyError, match=r"arena is private; remove data_plane\.shared_arena") as caught:
+            await a.plane.probe(consumer=b.replica, endpoint=b.endpoint, connector=SHM)
+    assert caught.value.reason == "CONNECTOR_UNAVAILABLE"
+
+
+async def test_private_arena_has_no_partitions() -> None:
+    async with two_hosts(shared_arena=False) as (a, _):
+        with pytest.raises(NotReadyError, match=r"remove data_plane\.shared_arena") as caught:
+            a.plane.arena.open_partition(1 << 20)
+    assert caught.value.reason == "ARENA_NOT_SHARED"
 
 
 async def test_chunk_larger_than_the_arena_is_rejected_with_a_remedy() -> None:

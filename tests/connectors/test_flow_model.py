@@ -10,6 +10,7 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -33,7 +34,7 @@ from tests.connectors.relay_faults import Direction, split
 
 ARENA_BYTES = 128 << 10
 WINDOW_BYTES = 32 << 10
-LIMITS = {"arena_bytes": ARENA_BYTES, "window_bytes": WINDOW_BYTES, "inline_limit_bytes": 64}
+LIMITS: dict[str, Any] = {"arena_bytes": ARENA_BYTES, "window_bytes": WINDOW_BYTES, "inline_limit_bytes": 64}
 SIZES = [0, 10, 3000, 9000, 20_000]
 FLOWS = {"by shm": "shm", "by grpc": "grpc"}
 NEVER_S = 1e9
@@ -80,6 +81,7 @@ class Wire:
         self._user = user
         self._connection, other = socket.socketpair()
         other.close()
+        assert producer.arena.fd is not None
         local = LocalProducer(self._connection, os.dup(producer.arena.fd))
         self._session = consumer._open_session(local=local)
         self._session.begin(_End(self, Direction.REPLIES))

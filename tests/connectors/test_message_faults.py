@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from tests.connectors.relay_faults import Direction, Fault, Faults
 from tests.connectors.relays import Relay, relayed
 
 CHUNKS = 50
-LIMITS = {"arena_bytes": 256 << 10, "window_bytes": 64 << 10, "inline_limit_bytes": 256}
+LIMITS: dict[str, Any] = {"arena_bytes": 256 << 10, "window_bytes": 64 << 10, "inline_limit_bytes": 256}
 """The arena is so small that memory which is freed too early is overwritten soon."""
 CHUNK_BYTES = 10_000
 HELD = 4

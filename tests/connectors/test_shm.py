@@ -172,6 +172,7 @@ async def test_descriptor_of_anything_but_a_sealed_arena_is_rejected(arena: Aren
 
 async def test_descriptor_remains_the_callers(arena: Arena) -> None:
     await (await _connect(arena)).close()
+    assert arena.fd is not None
     assert os.fstat(arena.fd).st_size == arena.file_bytes
 
 

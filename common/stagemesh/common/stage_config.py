@@ -25,6 +25,12 @@ class DataPlaneConfig:
 
     Larger chunks are sent through the arena.
     """
+    shared_arena: bool = True
+    """Whether other processes on the host can map the arena.
+
+    A private arena uses huge pages, from which the nixl connector reads faster. The shm connector and workers that
+    write into partitions need a shared arena.
+    """
 
     def __post_init__(self) -> None:
         if self.arena_bytes < 1 << 20 or self.arena_bytes & (self.arena_bytes - 1):

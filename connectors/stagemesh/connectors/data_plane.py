@@ -40,6 +40,7 @@ class DataPlane:
         arena_bytes: int = 64 << 20,
         window_bytes: int = 8 << 20,
         inline_limit_bytes: int = 4 << 10,
+        shared_arena: bool = True,
     ) -> None:
         shorten_time_slices()
         retain_freed_memory()
@@ -49,7 +50,7 @@ class DataPlane:
             replica=replica, incarnation=self.incarnation, pipeline=pipeline, generation=generation
         )
         self._inline_limit_bytes = inline_limit_bytes
-        self.arena = Arena(arena_bytes)
+        self.arena = Arena(arena_bytes, shared=shared_arena)
         """The memory into which this replica writes its outgoing tensors."""
         self._retention = Retention(self.arena)
         self.arena.on_pressure = self._retention.evict_oldest

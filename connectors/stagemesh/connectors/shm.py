@@ -32,6 +32,8 @@ class ShmConnector(Connector):
         self._arena = arena
 
     async def offer(self) -> bytes:
+        if self._arena.fd is None:
+            raise _unavailable("this replica's arena is private; remove data_plane.shared_arena from the stage")
         return stage_pb2.ArenaAdvertisement(
             process_id=os.getpid(), size_bytes=self._arena.file_bytes, token=self._arena.token
         ).SerializeToString()

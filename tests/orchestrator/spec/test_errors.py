@@ -145,6 +145,12 @@ def test_an_override_of_an_unknown_key_is_rejected(tmp_path: Path) -> None:
     )
 
 
+def test_shm_from_a_private_arena_is_rejected(tmp_path: Path) -> None:
+    text = GOOD.replace("function: read", "function: read, data_plane: {shared_arena: false}")
+    error = _error(tmp_path, text, overrides={"edges.1.connector": "shm"})
+    assert "shm needs a shared arena; remove data_plane.shared_arena from stage 'reader'" in error
+
+
 def test_an_error_in_a_variables_value_names_the_variable(tmp_path: Path) -> None:
     path = tmp_path / "song.yaml"
     path.write_text(GOOD.replace("function: read", "function: ${F}"))

@@ -140,6 +140,7 @@ class Arena:
         self.size_bytes = data_bytes
         """The arena's capacity for tensors in bytes, including the bytes in use."""
         self.fd, mapping = memory_file.create_memory(data_bytes, self.token, shared=shared)
+        """The read-only file descriptor of the memory file, or None if the arena is private or closed."""
         self._is_closed = False
         self.memory = memoryview(mapping)
         """The arena's whole memory, including the page table.
@@ -312,9 +313,14 @@ class Arena:
         """Reserves a partition, in which one worker process can allocate memory by itself.
 
         `size_bytes` is the minimum size of the partition. Returns the ticket with which the worker opens the partition.
-        Raises NotReadyError (NO_MEMORY) if there is not enough free memory for the partition.
+        Raises NotReadyError: ARENA_NOT_SHARED if the arena is private, NO_MEMORY if there is not enough free memory for
+        the partition.
         """
-        assert self.fd >= 0, "only a shared arena has partitions"
+        if self.fd is None:
+            raise NotReadyError(
+                "the engine's worker cannot write into a private arena; remove data_plane.shared_arena",
+                reason="ARENA_NOT_SHARED",
+            )
         fits = self._writers < (1 << 16) - 1 and size_bytes <= self.max_region_bytes
         slab = self.try_allocate(size_bytes, MemoryAccount()) if fits else None
         if slab is None:
@@ -377,9 +383,9 @@ class Arena:
         if self._is_closed:
             return
         self._is_closed = True
-        if self.fd >= 0:
+        if self.fd is not None:
             os.close(self.fd)
-            self.fd = -1
+            self.fd = None
         for turn in list(self._waiting):
             self._leave(turn)
             if not turn.done():

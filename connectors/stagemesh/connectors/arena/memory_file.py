@@ -161,11 +161,11 @@ def page_bytes_for(size_bytes: int) -> int:
     return (size_bytes + PAGE_BYTES - 1 & -PAGE_BYTES) or PAGE_BYTES
 
 
-def create_memory(data_bytes: int, token: bytes, *, shared: bool) -> tuple[int, mmap.mmap]:
+def create_memory(data_bytes: int, token: bytes, *, shared: bool) -> tuple[int | None, mmap.mmap]:
     """Creates and allocates the memory of an arena. Writes `token` to the start of the memory.
 
-    Returns a read-only file descriptor and a writable mapping of the memory. The file descriptor is -1 if the memory is
-    not shared. Raises NotReadyError (NO_MEMORY) if not enough memory is available.
+    Returns a read-only file descriptor and a writable mapping of the memory. The file descriptor is None if the memory
+    is not shared. Raises NotReadyError (NO_MEMORY) if not enough memory is available.
     """
     size_bytes = data_offset(data_bytes) + data_bytes
     available = available_bytes()
@@ -173,7 +173,7 @@ def create_memory(data_bytes: int, token: bytes, *, shared: bool) -> tuple[int, 
         # If the memory were allocated regardless, the kernel would kill this process or another process.
         raise _no_memory(size_bytes, f"{available >> 20} MiB are free")
     try:
-        fd, mapping = _memory_file(size_bytes) if shared else (-1, _private_memory(size_bytes))
+        fd, mapping = _memory_file(size_bytes) if shared else (None, _private_memory(size_bytes))
     except OSError as exc:
         raise _no_memory(size_bytes, exc.strerror or str(exc)) from exc
     mapping[: TOKEN_BYTES + len(LAYOUT_NAME)] = token + LAYOUT_NAME

@@ -47,10 +47,10 @@ SETTLING_S = 5.0
 class Host(stage_pb2_grpc.StageServiceServicer):
     """A data plane with a gRPC server that serves PutChunk and GetChunk, as a stage does.
 
-    `limits` are size limits in bytes that are passed to DataPlane.
+    `limits` are arguments of DataPlane, such as size limits in bytes.
     """
 
-    def __init__(self, replica: str, **limits: int) -> None:
+    def __init__(self, replica: str, **limits: Any) -> None:
         self.plane = DataPlane(replica=replica, pipeline="p", generation="g", **{"arena_bytes": 16 << 20, **limits})
         self.replica = replica
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
@@ -58,7 +58,7 @@ class Host(stage_pb2_grpc.StageServiceServicer):
         self.endpoint = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
 
     @classmethod
-    async def started(cls, replica: str, **limits: int) -> Self:
+    async def started(cls, replica: str, **limits: Any) -> Self:
         """Creates a host and starts its server. The caller must close the host."""
         host = cls(replica, **limits)
         await host.server.start()
@@ -103,10 +103,10 @@ class Host(stage_pb2_grpc.StageServiceServicer):
 
 
 @asynccontextmanager
-async def two_hosts(**limits: int) -> AsyncGenerator[tuple[Host, Host]]:
+async def two_hosts(**limits: Any) -> AsyncGenerator[tuple[Host, Host]]:
     """Starts two hosts and yields them: the producer "a-0" and the consumer "b-0". Closes both hosts at the end.
 
-    `limits` are size limits in bytes that are passed to both data planes.
+    `limits` are arguments of both data planes, such as size limits in bytes.
     """
     producer, consumer = await Host.started("a-0", **limits), await Host.started("b-0", **limits)
     try:

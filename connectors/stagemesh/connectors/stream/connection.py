@@ -57,8 +57,8 @@ class Peer:
     endpoint: str
     hello: stage_pb2.Hello
     """The Hello message that the producer sends first on every stream."""
-    arena_fd: int
-    """The file descriptor of the producer's arena."""
+    arena_fd: int | None
+    """The file descriptor of the producer's arena, or None if the arena is private."""
     worked: set[ConnectorName] = field(default_factory=set[ConnectorName])
     """The connectors that have been negotiated successfully with the current incarnation of the consumer."""
     local_failures: int = 0

@@ -114,7 +114,8 @@ class ConsumerSession:
         self._transfers.clear()
         self._stream = None
         if self._local is not None:
-            os.close(self._local.arena_fd)
+            if self._local.arena_fd is not None:
+                os.close(self._local.arena_fd)
             self._local = None
         if not self._over.done():
             self._over.set_result(None)

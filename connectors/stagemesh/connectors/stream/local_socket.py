@@ -30,8 +30,8 @@ class LocalProducer(NamedTuple):
     """A producer on this host that has connected to the local socket."""
 
     connection: socket.socket
-    arena_fd: int
-    """The file descriptor of the producer's arena."""
+    arena_fd: int | None
+    """The file descriptor of the producer's arena, or None if the arena is private."""
 
 
 class LocalListener:
@@ -88,8 +88,8 @@ class LocalListener:
             await self._accepted(LocalProducer(connection, arena_fd))
 
 
-async def dial(name: str, *, arena_fd: int) -> socket.socket:
-    """Connects to the consumer's local socket `name`. Passes the file descriptor `arena_fd` to the consumer.
+async def dial(name: str, *, arena_fd: int | None) -> socket.socket:
+    """Connects to the consumer's local socket `name`. Passes the file descriptor `arena_fd`, if any, to the consumer.
 
     Raises OSError if the consumer is not on this host or belongs to another user.
     """
@@ -98,7 +98,7 @@ async def dial(name: str, *, arena_fd: int) -> socket.socket:
         # Does not block, because an abstract socket accepts or refuses immediately.
         connection.connect("\0" + name)
         _check_user(connection)
-        socket.send_fds(connection, [b"\0"], [arena_fd])
+        socket.send_fds(connection, [b"\0"], [] if arena_fd is None else [arena_fd])
     except BaseException:
         connection.close()
         raise
@@ -161,7 +161,7 @@ def _credentials(connection: socket.socket) -> tuple[int, int, int]:
     return process_id, user, group
 
 
-async def _receive_fd(connection: socket.socket) -> int:
+async def _receive_fd(connection: socket.socket) -> int | None:
     loop = asyncio.get_running_loop()
     readable: asyncio.Future[None] = loop.create_future()
     loop.add_reader(connection, lambda: None if readable.done() else readable.set_result(None))
@@ -170,8 +170,6 @@ async def _receive_fd(connection: socket.socket) -> int:
     finally:
         loop.remove_reader(connection)
     first_byte, fds, _, _ = socket.recv_fds(connection, 1, 1)
-    if not first_byte or len(fds) != 1:
-        for fd in fds:
-            os.close(fd)
-        raise ConnectionAbortedError("the producer did not pass its arena's memory file")
-    return fds[0]
+    if not first_byte:
+        raise ConnectionAbortedError("the producer did not begin the stream")
+    return fds[0] if fds else None

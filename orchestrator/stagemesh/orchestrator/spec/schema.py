@@ -67,6 +67,7 @@ class DataPlaneEntry(DataPlaneConfig):
     arena_bytes: Size = DataPlaneConfig.arena_bytes
     window_bytes: Size = DataPlaneConfig.window_bytes
     inline_limit_bytes: Size = DataPlaneConfig.inline_limit_bytes
+    shared_arena: bool = DataPlaneConfig.shared_arena
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

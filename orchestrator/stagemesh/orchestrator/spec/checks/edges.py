@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from stagemesh.common.connector_descriptors import AUTO, descriptors
+from stagemesh.common.connector_descriptors import AUTO, SHM, descriptors
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.tensors import TensorSpec
 from stagemesh.connectors.flow.chunking import FramesPolicy
@@ -57,7 +57,7 @@ class EdgeResolver:
         for i in known:
             entry = file.edges[i]
             producer, consumer = stages.get(entry.producer), stages.get(entry.consumer)
-            self._check_connector(i, entry)
+            self._check_connector(i, entry, file.stages[entry.producer])
             tensors = None
             if producer is not None:
                 self._check_frames(i, entry, producer)
@@ -108,10 +108,13 @@ class EdgeResolver:
             last = arcs[Arc(cycle[-2], cycle[-1])]
             self.problems.add(("edges", last), f"cycle {' -> '.join(cycle)}; remove one of these edges")
 
-    def _check_connector(self, index: int, edge: EdgeEntry) -> None:
+    def _check_connector(self, index: int, edge: EdgeEntry, producer: StageEntry) -> None:
         known = (AUTO, *descriptors())
         if edge.connector not in known:
             text = f"unknown connector {edge.connector!r}; use one of {', '.join(known)}"
+            self.problems.add(("edges", index, "connector"), text)
+        elif edge.connector == SHM and not producer.data_plane.shared_arena:
+            text = f"shm needs a shared arena; remove data_plane.shared_arena from stage {edge.producer!r}"
             self.problems.add(("edges", index, "connector"), text)
 
     def _check_frames(self, index: int, edge: EdgeEntry, producer: Stage) -> None:
