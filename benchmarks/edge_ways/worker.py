@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import gc
 import logging
 import multiprocessing
 import os
@@ -49,6 +50,9 @@ class End(ABC):
 
     async def __aenter__(self) -> Self:
         await self.open()
+        # A stage process does the same when it is ready. Collecting these objects would take tens of milliseconds.
+        gc.collect()
+        gc.freeze()
         return self
 
     async def __aexit__(
