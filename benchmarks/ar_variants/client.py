@@ -64,7 +64,8 @@ def _request(
         step_id=request_id,
         attempt=1,
         input=request_pb2.Input(token_ids=request_pb2.TokenIds(ids=prompt)),
-        parameters=request_pb2.Parameters(seed=SEED, sampling=request_pb2.Sampling(max_tokens=wanted, temperature=0.0)),
+        parameters=request_pb2.StageParameters(sampling=request_pb2.Sampling(max_tokens=wanted, temperature=0.0)),
+        seed=SEED,
         streamed=["text"],
         outputs=[_binding(consumer)] if consumer is not None else [],
     )

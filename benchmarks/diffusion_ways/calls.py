@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import torch
 
+from stagemesh.common.typed_values import to_messages
 from stagemesh.rpc.channels import CHANNEL_OPTIONS
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.state import DiffusionRequestState
@@ -77,6 +78,7 @@ class StageClient:
             step_id=f"r{self._number}",
             attempt=1,
             input=request_pb2.Input(text=spec.prompt, negative_prompt=spec.negative_prompt),
-            parameters=request_pb2.Parameters(seed=spec.seed, options=options),
+            parameters=request_pb2.StageParameters(options=to_messages(options)),
+            seed=spec.seed,
             streamed=["frames"],
         )

@@ -24,7 +24,7 @@ from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Emission, Engine, EngineEvent, EngineLoad, Task, Usage
 from stagemesh.services.stage.replica.runtime import StageRuntime
 from stagemesh.services.stage.service.servicer import StageServicer
-from stagemesh.v1 import chunk_pb2, request_pb2, stage_pb2, stage_pb2_grpc
+from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc
 
 STREAMS = 32
 TENSORS_PER_S = 25
@@ -196,6 +196,4 @@ class SecondStage(StageEnd):
 
 
 def _request(name: str, seed: int) -> stage_pb2.ExecuteStepRequest:
-    return stage_pb2.ExecuteStepRequest(
-        request_id=name, step_id=name, attempt=1, parameters=request_pb2.Parameters(seed=seed)
-    )
+    return stage_pb2.ExecuteStepRequest(request_id=name, step_id=name, attempt=1, seed=seed)

@@ -3,6 +3,7 @@ import wave
 from pathlib import Path
 
 from stagemesh.common.errors import OverloadedError, UnavailableError
+from stagemesh.v1 import request_pb2
 from tests.cli.commands import stagemesh
 from tests.client.scripted import ScriptedOrchestrator, admitted, audio, finished, queued, text
 
@@ -36,7 +37,7 @@ async def test_options_reach_the_server(orchestrator: ScriptedOrchestrator) -> N
     await stagemesh("generate", "-", "--server", orchestrator.endpoint, *arguments, stdin="from stdin")
     request = orchestrator.requests[0]
     assert (request.input.text, list(request.outputs)) == ("from stdin", ["text", "audio"])
-    assert (request.parameters.sampling.max_tokens, request.parameters.options["speed"]) == (9, 1.5)
+    assert (request.parameters.sampling.max_tokens, request.parameters.options["speed"].number) == (9, 1.5)
 
 
 async def test_several_servers_are_tried_in_turn(orchestrator: ScriptedOrchestrator) -> None:
@@ -83,6 +84,27 @@ async def test_every_sampling_option_reaches_the_server(orchestrator: ScriptedOr
         ["bad"],
     )
     assert (sampling.ignore_eos, list(sampling.choice.texts), parameters.adapter) == (True, ["yes", "no"], "style")
+
+
+async def test_options_and_parameters_of_a_stage_have_types(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), finished()])
+    arguments = ["--option", "voice=alto", "--option", "steps=3", "--option", "echo=true", "--option", "speed=1.5"]
+    own = ["talker.max_tokens=200", "talker.stop=end", "talker.regex=1", "talker.voice=bass", "talker.adapter=7"]
+    arguments += [text for each in own for text in ("--stage-parameter", each)]
+    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint, *arguments)
+    assert ran.exit_code == 0, ran.stderr
+    parameters = orchestrator.requests[0].parameters
+    kinds = {name: value.WhichOneof("kind") for name, value in parameters.options.items()}
+    assert kinds == {"voice": "text", "steps": "integer", "echo": "flag", "speed": "number"}
+    talker = parameters.stages["talker"]
+    assert talker.sampling == request_pb2.Sampling(max_tokens=200, stop=["end"], regex="1")
+    assert (talker.options["voice"].text, talker.adapter) == ("bass", "7")
+
+
+async def test_a_malformed_parameter_of_a_stage_is_a_usage_error(orchestrator: ScriptedOrchestrator) -> None:
+    ran = await stagemesh("generate", "hi", "--server", orchestrator.endpoint, "--stage-parameter", "talker=3")
+    assert (ran.exit_code, orchestrator.requests) == (2, [])
+    assert "STAGE.KEY" in ran.stderr
 
 
 async def test_structures_are_read_from_files(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ async def test_arguments_reach_the_server(orchestrator: ScriptedOrchestrator) ->
         _ = [event async for event in call]
     request = orchestrator.requests[0]
     assert (request.input.text, list(request.outputs), request.request_id) == ("hello", ["text"], call.request_id)
-    assert (request.parameters.sampling.max_tokens, request.parameters.options["speed"]) == (9, 1.5)
+    assert (request.parameters.sampling.max_tokens, request.parameters.options["speed"].number) == (9, 1.5)
     assert (request.priority, request.caller) == (-3, "me")
     assert request.parameters.HasField("seed")
     assert not request.parameters.sampling.HasField("temperature")

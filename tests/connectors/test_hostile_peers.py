@@ -42,8 +42,8 @@ def _tensor(**fields: object) -> chunk_pb2.ChunkData:
             chunk_pb2.ChunkData(tensors=[_tensor(inline=b"1234").tensors[0]] * 2, size_bytes=8), id="same name twice"
         ),
         pytest.param(chunk_pb2.ChunkData(tensors=[tensor_pb2.Tensor()] * 10**6), id="a million tensors"),
-        pytest.param(chunk_pb2.ChunkData(metadata={"x": chunk_pb2.MetadataValue()}), id="unset metadata"),
-        pytest.param(chunk_pb2.ChunkData(metadata={"x": chunk_pb2.MetadataValue(text="x" * 2000)}), id="long metadata"),
+        pytest.param(chunk_pb2.ChunkData(metadata={"x": tensor_pb2.TypedValue()}), id="unset metadata"),
+        pytest.param(chunk_pb2.ChunkData(metadata={"x": tensor_pb2.TypedValue(text="x" * 2000)}), id="long metadata"),
     ],
 )
 async def test_malformed_chunk_is_rejected(data: chunk_pb2.ChunkData) -> None:

@@ -18,6 +18,7 @@ from pydantic import JsonValue
 from stagemesh.common.process_config import dump_config
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.common.tensors import Array, read_inline
+from stagemesh.common.typed_values import to_messages
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.services.engines.diffusion import signature_of
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
@@ -99,15 +100,17 @@ def step_request(
         step_id=f"{request_id}/tested/{attempt}",
         attempt=attempt,
         input=request_pb2.Input(text=spec.prompt, negative_prompt=spec.negative_prompt),
-        parameters=request_pb2.Parameters(
-            seed=spec.seed,
-            options={
-                "height": spec.height,
-                "width": spec.width,
-                "num_inference_steps": spec.steps,
-                "guidance_scale": spec.scale,
-            },
+        parameters=request_pb2.StageParameters(
+            options=to_messages(
+                {
+                    "height": spec.height,
+                    "width": spec.width,
+                    "num_inference_steps": spec.steps,
+                    "guidance_scale": spec.scale,
+                }
+            ),
         ),
+        seed=spec.seed,
         streamed=["frames"],
         max_steps=max_steps,
         resume_from=resume_from,

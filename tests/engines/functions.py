@@ -9,6 +9,7 @@ import numpy as np
 from stagemesh.common.descriptors import Emitted, FunctionDescriptor, OptionSpec, Signature
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.tensors import Array, TensorSpec
+from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.function.base import Call, OpensWithout
 
@@ -35,8 +36,8 @@ class Summing:
     def __init__(self, model: object, options: Mapping[str, object]) -> None:
         self.options = options
 
-    def open(self, *, seed: int, options: Mapping[str, float]) -> Total:
-        return Total(seed, options["factor"])
+    def open(self, *, seed: int, options: Mapping[str, Value]) -> Total:
+        return Total(seed, float(options["factor"]))
 
     def __call__(self, batch: Sequence[Call[Total]]) -> Sequence[Sequence[Packet]]:
         ENTERED.set()
@@ -68,7 +69,7 @@ class Echo:
     def __init__(self, model: object, options: Mapping[str, object]) -> None:
         pass
 
-    def open(self, *, seed: int, options: Mapping[str, float]) -> None:
+    def open(self, *, seed: int, options: Mapping[str, Value]) -> None:
         return None
 
     def __call__(self, batch: Sequence[Call[None]]) -> Sequence[Sequence[Packet]]:
@@ -81,10 +82,10 @@ class AbsentNames(OpensWithout[frozenset[str]]):
     def __init__(self, model: object, options: Mapping[str, object]) -> None:
         pass
 
-    def open_without(self, absent: frozenset[str], *, seed: int, options: Mapping[str, float]) -> frozenset[str]:
+    def open_without(self, absent: frozenset[str], *, seed: int, options: Mapping[str, Value]) -> frozenset[str]:
         return absent
 
-    def open(self, *, seed: int, options: Mapping[str, float]) -> frozenset[str]:
+    def open(self, *, seed: int, options: Mapping[str, Value]) -> frozenset[str]:
         raise AssertionError("open_without is called instead")
 
     def __call__(self, batch: Sequence[Call[frozenset[str]]]) -> Sequence[Sequence[Packet]]:

@@ -106,7 +106,7 @@ def step_request(request_id: str = "r", *, text: str = "hi", attempt: int = 1) -
         step_id=f"{request_id}/thinker/{attempt}",
         attempt=attempt,
         input=request_pb2.Input(text=text),
-        parameters=request_pb2.Parameters(seed=1),
+        seed=1,
         streamed=["text"],
     )
 

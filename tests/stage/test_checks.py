@@ -19,7 +19,7 @@ Request = stage_pb2.ExecuteStepRequest
 Change = Callable[[Request], object]
 
 TEXT = TensorSpec("uint8", ("bytes",))
-SOURCE = Signature(emits={}, options={"speed": OptionSpec(1.0, minimum=0.5, maximum=2.0)})
+SOURCE = Signature(emits={}, sampling=True, options={"speed": OptionSpec(1.0, minimum=0.5, maximum=2.0)})
 FED = Signature(accepts={"text": TEXT})
 BOUND = stage_pb2.OutputBinding(edge="a->b", consumer="b-0", endpoint="127.0.0.1:1")
 
@@ -49,9 +49,9 @@ def _tensor(**fields: object) -> tensor_pb2.Tensor:
         (lambda r: r.input.token_ids.SetInParent(), "EMPTY_PROMPT", "the prompt is empty"),
         (lambda r: r.input.conversation.messages.add(role="bard"), "INVALID_PROMPT", "system, user, assistant"),
         (lambda r: r.streamed.append("video"), "UNKNOWN_TENSOR", "unknown tensor 'video'"),
-        (lambda r: r.parameters.options.update(pitch=1.0), "UNKNOWN_OPTION", "this stage has speed"),
-        (lambda r: r.parameters.options.update(speed=3.0), "INVALID_OPTION", "must be from 0.5 to 2"),
-        (lambda r: r.parameters.options.update(speed=float("nan")), "INVALID_OPTION", "'speed' is nan"),
+        (lambda r: setattr(r.parameters.options["pitch"], "number", 1.0), "UNKNOWN_OPTION", "this stage has speed"),
+        (lambda r: setattr(r.parameters.options["speed"], "number", 3.0), "INVALID_OPTION", "must be a number from 0.5 to 2"),
+        (lambda r: setattr(r.parameters.options["speed"], "number", float("nan")), "INVALID_OPTION", "'speed' is nan"),
         (lambda r: setattr(r.parameters.sampling, "max_tokens", 0), "INVALID_SAMPLING", "max_tokens is 0"),
         (lambda r: setattr(r.parameters.sampling, "temperature", -1), "INVALID_SAMPLING", "at least 0"),
         (lambda r: setattr(r.parameters.sampling, "temperature", float("inf")), "INVALID_SAMPLING", "is inf"),
@@ -187,7 +187,7 @@ def test_a_valid_request_is_converted_completely() -> None:
     request = step_request()
     request.ClearField("streamed")
     request.parameters.sampling.MergeFrom(request_pb2.Sampling(max_tokens=3, temperature=0, stop=["."]))
-    request.parameters.options["speed"] = 2.0
+    request.parameters.options["speed"].number = 2.0
     request.outputs.append(BOUND)
     spec = spec_from_wire(request)
     check_spec(spec, SOURCE, engine="fake", abilities=EngineAbilities())

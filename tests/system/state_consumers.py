@@ -9,6 +9,7 @@ import pytest
 
 from stagemesh.common.descriptors import Emitted, FunctionDescriptor, OptionSpec, Signature
 from stagemesh.common.tensors import TensorSpec
+from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.function.base import Call
 
@@ -28,7 +29,7 @@ class Taken:
     def __init__(self, model: object, options: Mapping[str, object]) -> None:
         self._gate = options.get("gate")
 
-    def open(self, *, seed: int, options: Mapping[str, float]) -> bool:
+    def open(self, *, seed: int, options: Mapping[str, Value]) -> bool:
         return bool(options.get("hold"))
 
     def __call__(self, batch: Sequence[Call[bool]]) -> Sequence[Sequence[Packet]]:

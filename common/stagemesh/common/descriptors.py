@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from math import inf
 from typing import Any, Literal, TypeVar
 
 from pydantic import JsonValue
 
 from stagemesh.common.errors import NotFoundError
 from stagemesh.common.tensors import TensorSpec
+from stagemesh.common.typed_values import Value
 
 OutputKind = Literal["text", "tokens", "audio", "image", "tensor"]
 
@@ -40,11 +42,19 @@ class Emitted:
 
 @dataclass(frozen=True)
 class OptionSpec:
-    """The default and the inclusive bounds of a numeric option that a request may set for a stage."""
+    """The type, the default and the allowed values of an option that a request may set for a stage.
 
-    default: float
-    minimum: float
-    maximum: float
+    The type of `default` is the option's type: float, int, bool or str.
+    """
+
+    default: Value
+    minimum: float = -inf
+    maximum: float = inf
+    """The inclusive bounds of a number. A text has at most `maximum` characters."""
+    choices: tuple[str, ...] = ()
+    """The allowed texts. Empty if any text is allowed."""
+    description: str = ""
+    """What the option does, for people."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,8 @@ class Signature:
     accepts: Mapping[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
     emits: Mapping[str, Emitted] = field(default_factory=dict[str, Emitted])
     options: Mapping[str, OptionSpec] = field(default_factory=dict[str, OptionSpec])
+    sampling: bool = False
+    """Whether the stage chooses tokens, so that a request may set sampling parameters for the stage."""
     adapters: bool = False
     """Whether a request may select an adapter for the stage."""
     media: bool = False

@@ -11,6 +11,7 @@ from itertools import chain
 from stagemesh.common.descriptors import OptionSpec
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
 from stagemesh.common.tensors import Array, read_inline
+from stagemesh.common.typed_values import Value, from_message
 from stagemesh.v1 import request_pb2, tensor_pb2
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -94,25 +95,72 @@ def is_medium(part: request_pb2.Part) -> bool:
     return part.WhichOneof("content") not in ("text", None)
 
 
-def check_options(options: Mapping[str, float], known: Mapping[str, OptionSpec], *, owner: str) -> None:
-    """Raises InvalidRequestError if an option is unknown (UNKNOWN_OPTION) or outside its bounds (INVALID_OPTION).
+def read_options(messages: Mapping[str, tensor_pb2.TypedValue]) -> dict[str, Value]:
+    """Returns the values of a request's options, by option name.
+
+    Raises InvalidRequestError (INVALID_OPTION) if a value is not set.
+    """
+    values: dict[str, Value] = {}
+    for name, message in messages.items():
+        value = from_message(message)
+        if value is None:
+            raise _option_error(name, "has no value; set one, or omit the option")
+        values[name] = value
+    return values
+
+
+def check_options(options: Mapping[str, Value], known: Mapping[str, OptionSpec], *, owner: str) -> dict[str, Value]:
+    """Returns the values of a request's options, each with the type that its specification declares.
 
     `known` contains the allowed options by name. `owner` describes the stage or pipeline that declares these options,
-    for the error message.
+    for the error message. Raises InvalidRequestError if an option is unknown (UNKNOWN_OPTION), or if its value has
+    another type or is not allowed (INVALID_OPTION).
     """
-    for name, value in options.items():
+    values: dict[str, Value] = {}
+    for name, given in options.items():
         if name not in known:
             raise InvalidRequestError(
                 f"unknown option {name!r}; {owner} has {', '.join(sorted(known)) or 'none'}",
                 reason="UNKNOWN_OPTION",
                 metadata={"option": name},
             )
-        if not known[name].minimum <= value <= known[name].maximum:
-            raise InvalidRequestError(
-                f"option {name!r} is {value:g}; it must be from {known[name].minimum:g} to {known[name].maximum:g}",
-                reason="INVALID_OPTION",
-                metadata={"option": name},
-            )
+        value = _convert(given, known[name].default)
+        if value is None or not _is_allowed(value, known[name]):
+            shown = f"{given:g}" if isinstance(given, float) else repr(given)
+            raise _option_error(name, f"is {shown[:200]}; it must be {_describe_allowed(known[name])}")
+        values[name] = value
+    return values
+
+
+def _option_error(name: str, problem: str) -> InvalidRequestError:
+    return InvalidRequestError(f"option {name!r} {problem}", reason="INVALID_OPTION", metadata={"option": name})
+
+
+def _convert(given: Value, default: Value) -> Value | None:
+    """Returns `given` with the type of `default`, or None if it cannot be converted without loss."""
+    if isinstance(default, bool | str) or isinstance(given, bool | str):
+        return given if type(given) is type(default) else None
+    if isinstance(default, float):
+        return float(given)
+    return int(given) if math.isfinite(given) and given == int(given) else None
+
+
+def _is_allowed(value: Value, spec: OptionSpec) -> bool:
+    if isinstance(value, str):
+        return value in spec.choices if spec.choices else len(value) <= spec.maximum
+    return spec.minimum <= value <= spec.maximum
+
+
+def _describe_allowed(spec: OptionSpec) -> str:
+    match spec.default:
+        case bool():
+            return "true or false"
+        case str() if spec.choices:
+            return f"one of {', '.join(map(repr, spec.choices))}"
+        case str():
+            return "text" if math.isinf(spec.maximum) else f"text of at most {spec.maximum:g} characters"
+    kind = "a whole number" if isinstance(spec.default, int) else "a number"
+    return kind if math.isinf(spec.maximum) else f"{kind} from {spec.minimum:g} to {spec.maximum:g}"
 
 
 def check_sampling(sampling: request_pb2.Sampling) -> None:

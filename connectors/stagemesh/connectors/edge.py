@@ -13,8 +13,9 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.common.errors import CancelledRequestError, StagemeshError, UnavailableError
 from stagemesh.common.tensors import Tensors
+from stagemesh.common.typed_values import Value
 
-MetadataValue: TypeAlias = int | float | bool | str
+MetadataValue: TypeAlias = Value
 
 REBIND_S = 15.0
 """Time limit, in seconds, for the replacement of a flow's unreachable producer or consumer."""

@@ -10,7 +10,9 @@ from stagemesh.client.requests import Content as Content
 from stagemesh.client.requests import Conversation as Conversation
 from stagemesh.client.requests import GenerateArguments as GenerateArguments
 from stagemesh.client.requests import ImageFile as ImageFile
+from stagemesh.client.requests import OptionValue as OptionValue
 from stagemesh.client.requests import Part as Part
+from stagemesh.client.requests import StageArguments as StageArguments
 from stagemesh.client.requests import VideoFile as VideoFile
 from stagemesh.client.requests import read_media as read_media
 from stagemesh.client.responses import Admitted as Admitted

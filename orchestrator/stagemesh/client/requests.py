@@ -15,10 +15,13 @@ import numpy.typing as npt
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.tensors import Tensors, inline_tensor
+from stagemesh.common.typed_values import Value, to_messages
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 _STRUCTURES = ("json_schema", "regex", "choice", "grammar")
+OptionValue: TypeAlias = Value
+"""The value of an option: a number, an integer, a flag or a text."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,15 @@ class SamplingArguments(TypedDict, total=False):
     grammar: str | None
 
 
+class StageArguments(SamplingArguments, total=False):
+    """The parameters of one stage. They take precedence over the parameters of the whole request."""
+
+    options: Mapping[str, OptionValue]
+    """The values of options that the stage declares, by option name."""
+    adapter: str | None
+    """The name of the stage's LoRA adapter. An empty name selects no adapter."""
+
+
 class GenerateArguments(SamplingArguments, total=False):
     """The arguments of `generate` in addition to the prompt. An omitted argument has the server's default value."""
 
@@ -111,14 +123,19 @@ class GenerateArguments(SamplingArguments, total=False):
     outputs: Sequence[str]
     """The names of the outputs to produce. An empty sequence produces all outputs."""
     adapter: str | None
-    """The name of a LoRA adapter, for stages that support adapters. None selects no adapter."""
+    """The name of a LoRA adapter for the pipeline's main stage. None selects no adapter."""
     seed: int | None
     """The random seed, from 0 to 2**32 - 1. If it is omitted or None, the server chooses a random seed.
 
     The event `Admitted` contains the seed.
     """
-    options: Mapping[str, float]
+    options: Mapping[str, OptionValue]
     """The values of options that the pipeline's stages declare, by option name."""
+    stages: Mapping[str, StageArguments]
+    """The parameters of single stages, by stage name. All others mean the pipeline's main stage, except `options`.
+
+    `options` apply to every stage that declares them.
+    """
     request_id: str | None
     """The id that identifies the request in every service and log.
 
@@ -185,8 +202,9 @@ def build_request(prompt: Content | None, arguments: GenerateArguments) -> orche
             parameters=request_pb2.Parameters(
                 seed=arguments.get("seed"),
                 sampling=_sampling(arguments),
-                options=arguments.get("options", {}),
+                options=to_messages(arguments.get("options", {})),
                 adapter=arguments.get("adapter"),
+                stages={name: _stage(given) for name, given in arguments.get("stages", {}).items()},
             ),
             outputs=arguments.get("outputs", ()),
             priority=arguments.get("priority", 0),
@@ -240,6 +258,12 @@ def _sampling(arguments: SamplingArguments) -> request_pb2.Sampling:
     if "choice" in given:
         given["choice"] = request_pb2.Choice(texts=given["choice"])
     return request_pb2.Sampling(**given)
+
+
+def _stage(given: StageArguments) -> request_pb2.StageParameters:
+    return request_pb2.StageParameters(
+        sampling=_sampling(given), options=to_messages(given.get("options", {})), adapter=given.get("adapter")
+    )
 
 
 def _message(role: str, content: Content) -> request_pb2.Message:

@@ -213,7 +213,7 @@ def _to_admission_request(request: ValidRequest, *, deadline_s: float) -> Admiss
         request.outputs,
         input_bytes.bit_length(),
         parameters.sampling.max_tokens.bit_length(),
-        tuple(sorted(parameters.options.items())),
+        tuple(sorted(request.options.items())),
     )
     return AdmissionRequest(
         request_id=request.request_id,

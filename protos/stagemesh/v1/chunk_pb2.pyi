@@ -146,12 +146,12 @@ class ChunkData(_message.Message):
         VALUE_FIELD_NUMBER: _builtins.int
         key: _builtins.str
         @_builtins.property
-        def value(self) -> Global___MetadataValue: ...
+        def value(self) -> _tensor_pb2.TypedValue: ...
         def __init__(
             self,
             *,
             key: _builtins.str = ...,
-            value: Global___MetadataValue | None = ...,
+            value: _tensor_pb2.TypedValue | None = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -174,14 +174,14 @@ class ChunkData(_message.Message):
         """The tensors. Their names are unique within the chunk."""
 
     @_builtins.property
-    def metadata(self) -> _containers.MessageMap[_builtins.str, Global___MetadataValue]:
-        """Small values that describe the tensors, each a few dozen bytes."""
+    def metadata(self) -> _containers.MessageMap[_builtins.str, _tensor_pb2.TypedValue]:
+        """Small values that describe the tensors. A text has at most 1,024 characters."""
 
     def __init__(
         self,
         *,
         tensors: _abc.Iterable[_tensor_pb2.Tensor] | None = ...,
-        metadata: _abc.Mapping[_builtins.str, Global___MetadataValue] | None = ...,
+        metadata: _abc.Mapping[_builtins.str, _tensor_pb2.TypedValue] | None = ...,
         lease_id: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
     ) -> None: ...
@@ -192,42 +192,6 @@ class ChunkData(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChunkData: _TypeAlias = ChunkData  # noqa: Y015
-
-@_typing.final
-class MetadataValue(_message.Message):
-    """MetadataValue is a small typed value."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    INTEGER_FIELD_NUMBER: _builtins.int
-    NUMBER_FIELD_NUMBER: _builtins.int
-    FLAG_FIELD_NUMBER: _builtins.int
-    TEXT_FIELD_NUMBER: _builtins.int
-    integer: _builtins.int
-    """A whole number."""
-    number: _builtins.float
-    """A number that need not be whole."""
-    flag: _builtins.bool
-    """A truth value."""
-    text: _builtins.str
-    """Text of at most 1,024 characters."""
-    def __init__(
-        self,
-        *,
-        integer: _builtins.int = ...,
-        number: _builtins.float = ...,
-        flag: _builtins.bool = ...,
-        text: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["flag", b"flag", "integer", b"integer", "kind", b"kind", "number", b"number", "text", b"text"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["flag", b"flag", "integer", b"integer", "kind", b"kind", "number", b"number", "text", b"text"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["integer", "number", "flag", "text"]  # noqa: Y015
-    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
-
-Global___MetadataValue: _TypeAlias = MetadataValue  # noqa: Y015
 
 @_typing.final
 class ChunkEnd(_message.Message):

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from stagemesh.v1 import tensor_pb2 as stagemesh_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1astagemesh/v1/request.proto\x12\x0cstagemesh.v1\x1a\x19stagemesh/v1/tensor.proto\"\xc2\x01\n\x05Input\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x32\n\x0c\x63onversation\x18\x02 \x01(\x0b\x32\x1a.stagemesh.v1.ConversationH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.stagemesh.v1.TokenIdsH\x00\x12%\n\x07tensors\x18\x04 \x03(\x0b\x32\x14.stagemesh.v1.Tensor\x12\x17\n\x0fnegative_prompt\x18\x05 \x01(\tB\x08\n\x06prompt\"7\n\x0c\x43onversation\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.stagemesh.v1.Message\"K\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12!\n\x05parts\x18\x03 \x03(\x0b\x32\x12.stagemesh.v1.Part\"\xcb\x01\n\x04Part\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12$\n\x05image\x18\x02 \x01(\x0b\x32\x13.stagemesh.v1.ImageH\x00\x12$\n\x05\x61udio\x18\x03 \x01(\x0b\x32\x13.stagemesh.v1.AudioH\x00\x12-\n\naudio_file\x18\x04 \x01(\x0b\x32\x17.stagemesh.v1.MediaFileH\x00\x12-\n\nvideo_file\x18\x05 \x01(\x0b\x32\x17.stagemesh.v1.MediaFileH\x00\x42\t\n\x07\x63ontent\"-\n\tMediaFile\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x12\n\nmedia_type\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xdc\x01\n\nParameters\x12\x11\n\x04seed\x18\x01 \x01(\rH\x00\x88\x01\x01\x12(\n\x08sampling\x18\x02 \x01(\x0b\x32\x16.stagemesh.v1.Sampling\x12\x36\n\x07options\x18\x03 \x03(\x0b\x32%.stagemesh.v1.Parameters.OptionsEntry\x12\x14\n\x07\x61\x64\x61pter\x18\x04 \x01(\tH\x01\x88\x01\x01\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05_seedB\n\n\x08_adapter\"\xcd\x04\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x12\n\x05min_p\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x11\n\tbad_words\x18\r \x03(\t\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\t\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x0f \x01(\tH\x00\x12\x0f\n\x05regex\x18\x10 \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x11 \x01(\x0b\x32\x14.stagemesh.v1.ChoiceH\x00\x12\x11\n\x07grammar\x18\x12 \x01(\tH\x00\x42\x0b\n\tstructureB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x15\n\x13_repetition_penaltyB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobs\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"\x8e\x02\n\x06Output\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x16.stagemesh.v1.TokenIdsH\x00\x12$\n\x05\x61udio\x18\x05 \x01(\x0b\x32\x13.stagemesh.v1.AudioH\x00\x12$\n\x05image\x18\x06 \x01(\x0b\x32\x13.stagemesh.v1.ImageH\x00\x12&\n\x06tensor\x18\x07 \x01(\x0b\x32\x14.stagemesh.v1.TensorH\x00\x12-\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1b.stagemesh.v1.TokenLogprobsB\t\n\x07\x63ontent\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"F\n\x05\x41udio\x12%\n\x07samples\x18\x01 \x01(\x0b\x32\x14.stagemesh.v1.Tensor\x12\x16\n\x0esample_rate_hz\x18\x02 \x01(\r\")\n\x05Image\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x12\n\nmedia_type\x18\x02 \x01(\t\"D\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x15\n\routput_tokens\x18\x02 \x01(\x04\x12\r\n\x05steps\x18\x03 \x01(\x04\"`\n\x07Timings\x12\x11\n\tstarted_s\x18\x01 \x01(\x01\x12\x1b\n\x0e\x66irst_output_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nfinished_s\x18\x03 \x01(\x01\x42\x11\n\x0f_first_output_s\"P\n\tEdgeUsage\x12\x0c\n\x04\x65\x64ge\x18\x01 \x01(\t\x12\x11\n\tconnector\x18\x02 \x01(\t\x12\x0e\n\x06\x63hunks\x18\x03 \x01(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1astagemesh/v1/request.proto\x12\x0cstagemesh.v1\x1a\x19stagemesh/v1/tensor.proto\"\xc2\x01\n\x05Input\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x32\n\x0c\x63onversation\x18\x02 \x01(\x0b\x32\x1a.stagemesh.v1.ConversationH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.stagemesh.v1.TokenIdsH\x00\x12%\n\x07tensors\x18\x04 \x03(\x0b\x32\x14.stagemesh.v1.Tensor\x12\x17\n\x0fnegative_prompt\x18\x05 \x01(\tB\x08\n\x06prompt\"7\n\x0c\x43onversation\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.stagemesh.v1.Message\"K\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12!\n\x05parts\x18\x03 \x03(\x0b\x32\x12.stagemesh.v1.Part\"\xcb\x01\n\x04Part\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12$\n\x05image\x18\x02 \x01(\x0b\x32\x13.stagemesh.v1.ImageH\x00\x12$\n\x05\x61udio\x18\x03 \x01(\x0b\x32\x13.stagemesh.v1.AudioH\x00\x12-\n\naudio_file\x18\x04 \x01(\x0b\x32\x17.stagemesh.v1.MediaFileH\x00\x12-\n\nvideo_file\x18\x05 \x01(\x0b\x32\x17.stagemesh.v1.MediaFileH\x00\x42\t\n\x07\x63ontent\"-\n\tMediaFile\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x12\n\nmedia_type\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xfa\x02\n\nParameters\x12\x11\n\x04seed\x18\x01 \x01(\rH\x00\x88\x01\x01\x12(\n\x08sampling\x18\x02 \x01(\x0b\x32\x16.stagemesh.v1.Sampling\x12\x36\n\x07options\x18\x03 \x03(\x0b\x32%.stagemesh.v1.Parameters.OptionsEntry\x12\x14\n\x07\x61\x64\x61pter\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x34\n\x06stages\x18\x05 \x03(\x0b\x32$.stagemesh.v1.Parameters.StagesEntry\x1aH\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.TypedValue:\x02\x38\x01\x1aL\n\x0bStagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12,\n\x05value\x18\x02 \x01(\x0b\x32\x1d.stagemesh.v1.StageParameters:\x02\x38\x01\x42\x07\n\x05_seedB\n\n\x08_adapter\"\xe4\x01\n\x0fStageParameters\x12(\n\x08sampling\x18\x01 \x01(\x0b\x32\x16.stagemesh.v1.Sampling\x12;\n\x07options\x18\x02 \x03(\x0b\x32*.stagemesh.v1.StageParameters.OptionsEntry\x12\x14\n\x07\x61\x64\x61pter\x18\x03 \x01(\tH\x00\x88\x01\x01\x1aH\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.TypedValue:\x02\x38\x01\x42\n\n\x08_adapter\"\xcd\x04\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x12\n\x05min_p\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x11\n\tbad_words\x18\r \x03(\t\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\t\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x0f \x01(\tH\x00\x12\x0f\n\x05regex\x18\x10 \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x11 \x01(\x0b\x32\x14.stagemesh.v1.ChoiceH\x00\x12\x11\n\x07grammar\x18\x12 \x01(\tH\x00\x42\x0b\n\tstructureB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x15\n\x13_repetition_penaltyB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobs\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"\x8e\x02\n\x06Output\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x16.stagemesh.v1.TokenIdsH\x00\x12$\n\x05\x61udio\x18\x05 \x01(\x0b\x32\x13.stagemesh.v1.AudioH\x00\x12$\n\x05image\x18\x06 \x01(\x0b\x32\x13.stagemesh.v1.ImageH\x00\x12&\n\x06tensor\x18\x07 \x01(\x0b\x32\x14.stagemesh.v1.TensorH\x00\x12-\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1b.stagemesh.v1.TokenLogprobsB\t\n\x07\x63ontent\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"F\n\x05\x41udio\x12%\n\x07samples\x18\x01 \x01(\x0b\x32\x14.stagemesh.v1.Tensor\x12\x16\n\x0esample_rate_hz\x18\x02 \x01(\r\")\n\x05Image\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x12\n\nmedia_type\x18\x02 \x01(\t\"D\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x15\n\routput_tokens\x18\x02 \x01(\x04\x12\r\n\x05steps\x18\x03 \x01(\x04\"`\n\x07Timings\x12\x11\n\tstarted_s\x18\x01 \x01(\x01\x12\x1b\n\x0e\x66irst_output_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nfinished_s\x18\x03 \x01(\x01\x42\x11\n\x0f_first_output_s\"P\n\tEdgeUsage\x12\x0c\n\x04\x65\x64ge\x18\x01 \x01(\t\x12\x11\n\tconnector\x18\x02 \x01(\t\x12\x0e\n\x06\x63hunks\x18\x03 \x01(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,6 +34,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PARAMETERS_OPTIONSENTRY']._loaded_options = None
   _globals['_PARAMETERS_OPTIONSENTRY']._serialized_options = b'8\001'
+  _globals['_PARAMETERS_STAGESENTRY']._loaded_options = None
+  _globals['_PARAMETERS_STAGESENTRY']._serialized_options = b'8\001'
+  _globals['_STAGEPARAMETERS_OPTIONSENTRY']._loaded_options = None
+  _globals['_STAGEPARAMETERS_OPTIONSENTRY']._serialized_options = b'8\001'
   _globals['_INPUT']._serialized_start=72
   _globals['_INPUT']._serialized_end=266
   _globals['_CONVERSATION']._serialized_start=268
@@ -47,25 +51,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=655
   _globals['_TOKENIDS']._serialized_end=678
   _globals['_PARAMETERS']._serialized_start=681
-  _globals['_PARAMETERS']._serialized_end=901
-  _globals['_PARAMETERS_OPTIONSENTRY']._serialized_start=834
-  _globals['_PARAMETERS_OPTIONSENTRY']._serialized_end=880
-  _globals['_SAMPLING']._serialized_start=904
-  _globals['_SAMPLING']._serialized_end=1493
-  _globals['_CHOICE']._serialized_start=1495
-  _globals['_CHOICE']._serialized_end=1518
-  _globals['_OUTPUT']._serialized_start=1521
-  _globals['_OUTPUT']._serialized_end=1791
-  _globals['_TOKENLOGPROBS']._serialized_start=1793
-  _globals['_TOKENLOGPROBS']._serialized_end=1864
-  _globals['_AUDIO']._serialized_start=1866
-  _globals['_AUDIO']._serialized_end=1936
-  _globals['_IMAGE']._serialized_start=1938
-  _globals['_IMAGE']._serialized_end=1979
-  _globals['_USAGE']._serialized_start=1981
-  _globals['_USAGE']._serialized_end=2049
-  _globals['_TIMINGS']._serialized_start=2051
-  _globals['_TIMINGS']._serialized_end=2147
-  _globals['_EDGEUSAGE']._serialized_start=2149
-  _globals['_EDGEUSAGE']._serialized_end=2229
+  _globals['_PARAMETERS']._serialized_end=1059
+  _globals['_PARAMETERS_OPTIONSENTRY']._serialized_start=888
+  _globals['_PARAMETERS_OPTIONSENTRY']._serialized_end=960
+  _globals['_PARAMETERS_STAGESENTRY']._serialized_start=962
+  _globals['_PARAMETERS_STAGESENTRY']._serialized_end=1038
+  _globals['_STAGEPARAMETERS']._serialized_start=1062
+  _globals['_STAGEPARAMETERS']._serialized_end=1290
+  _globals['_STAGEPARAMETERS_OPTIONSENTRY']._serialized_start=888
+  _globals['_STAGEPARAMETERS_OPTIONSENTRY']._serialized_end=960
+  _globals['_SAMPLING']._serialized_start=1293
+  _globals['_SAMPLING']._serialized_end=1882
+  _globals['_CHOICE']._serialized_start=1884
+  _globals['_CHOICE']._serialized_end=1907
+  _globals['_OUTPUT']._serialized_start=1910
+  _globals['_OUTPUT']._serialized_end=2180
+  _globals['_TOKENLOGPROBS']._serialized_start=2182
+  _globals['_TOKENLOGPROBS']._serialized_end=2253
+  _globals['_AUDIO']._serialized_start=2255
+  _globals['_AUDIO']._serialized_end=2325
+  _globals['_IMAGE']._serialized_start=2327
+  _globals['_IMAGE']._serialized_end=2368
+  _globals['_USAGE']._serialized_start=2370
+  _globals['_USAGE']._serialized_end=2438
+  _globals['_TIMINGS']._serialized_start=2440
+  _globals['_TIMINGS']._serialized_end=2536
+  _globals['_EDGEUSAGE']._serialized_start=2538
+  _globals['_EDGEUSAGE']._serialized_end=2618
 # @@protoc_insertion_point(module_scope)

@@ -226,7 +226,7 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Parameters(_message.Message):
-    """Parameters control the stages of a request. Each stage uses the parameters that it supports."""
+    """Parameters control the stages of a request. Parameters that no stage of the pipeline takes are rejected (UNSUPPORTED)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -237,14 +237,36 @@ class Parameters(_message.Message):
         KEY_FIELD_NUMBER: _builtins.int
         VALUE_FIELD_NUMBER: _builtins.int
         key: _builtins.str
-        value: _builtins.float
+        @_builtins.property
+        def value(self) -> _tensor_pb2.TypedValue: ...
         def __init__(
             self,
             *,
             key: _builtins.str = ...,
-            value: _builtins.float = ...,
+            value: _tensor_pb2.TypedValue | None = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class StagesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___StageParameters: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___StageParameters | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
         _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
@@ -254,23 +276,35 @@ class Parameters(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
-    """The random seed. The same seed reproduces the output. If absent, the orchestrator chooses one at random and reports
-    it in RequestAdmitted.
+    """The random seed of all stages. The same seed reproduces the outputs. If absent, the orchestrator chooses one at
+    random and reports it in RequestAdmitted.
     """
     adapter: _builtins.str
-    """The LoRA adapter that stages with adapters use, by the name given to StageControlService.LoadAdapter. A request
-    fails if such a stage has not loaded it (NOT_FOUND, UNKNOWN_ADAPTER). If absent, the model is used without an
-    adapter.
+    """The LoRA adapter of the main stage, by the name given to StageControlService.LoadAdapter. If the pipeline file names
+    no main stage, every stage with adapters uses it. A request fails if such a stage has not loaded it (NOT_FOUND,
+    UNKNOWN_ADAPTER). If absent, the model is used without an adapter.
     """
     @_builtins.property
     def sampling(self) -> Global___Sampling:
-        """Parameters of autoregressive stages."""
+        """How the pipeline's main stage chooses tokens. The pipeline file names the main stage (main_stage). If it names none,
+        the only stage that chooses tokens is meant.
+        """
 
     @_builtins.property
-    def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Options that the pipeline's stages declare, by name, for example speed or num_inference_steps. Unknown names are
-        rejected (UNKNOWN_OPTION).
+    def options(self) -> _containers.MessageMap[_builtins.str, _tensor_pb2.TypedValue]:
+        """Options that the pipeline's stages declare, by name, for example speed or num_inference_steps. A value applies to
+        every stage that declares the option. Unknown names are rejected (UNKNOWN_OPTION), and so are values of another type
+        or outside the declared bounds (INVALID_OPTION). A whole number may be given for a number, and a number without a
+        fraction for a whole number.
+        """
+
+    @_builtins.property
+    def stages(self) -> _containers.MessageMap[_builtins.str, Global___StageParameters]:
+        """Parameters of single stages, by stage name. They take precedence over those above, field by field. A name that is no
+        stage of the pipeline is rejected (UNKNOWN_STAGE), and so are parameters that the stage does not take (UNSUPPORTED,
+        UNKNOWN_OPTION).
         """
 
     def __init__(
@@ -278,12 +312,13 @@ class Parameters(_message.Message):
         *,
         seed: _builtins.int | None = ...,
         sampling: Global___Sampling | None = ...,
-        options: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        options: _abc.Mapping[_builtins.str, _tensor_pb2.TypedValue] | None = ...,
         adapter: _builtins.str | None = ...,
+        stages: _abc.Mapping[_builtins.str, Global___StageParameters] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_seed", b"_seed", "adapter", b"adapter", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_seed", b"_seed", "adapter", b"adapter", "options", b"options", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_seed", b"_seed", "adapter", b"adapter", "options", b"options", "sampling", b"sampling", "seed", b"seed", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__adapter: _TypeAlias = _typing.Literal["adapter"]  # noqa: Y015
     _WhichOneofArgType__adapter: _TypeAlias = _typing.Literal["_adapter", b"_adapter"]  # noqa: Y015
@@ -295,6 +330,63 @@ class Parameters(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
 
 Global___Parameters: _TypeAlias = Parameters  # noqa: Y015
+
+@_typing.final
+class StageParameters(_message.Message):
+    """StageParameters control one stage of a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class OptionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> _tensor_pb2.TypedValue: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _tensor_pb2.TypedValue | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    adapter: _builtins.str
+    """The LoRA adapter of the stage. An empty name means the model without an adapter."""
+    @_builtins.property
+    def sampling(self) -> Global___Sampling:
+        """How the stage chooses tokens."""
+
+    @_builtins.property
+    def options(self) -> _containers.MessageMap[_builtins.str, _tensor_pb2.TypedValue]:
+        """Options that the stage declares, by name."""
+
+    def __init__(
+        self,
+        *,
+        sampling: Global___Sampling | None = ...,
+        options: _abc.Mapping[_builtins.str, _tensor_pb2.TypedValue] | None = ...,
+        adapter: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "adapter", b"adapter", "sampling", b"sampling"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "adapter", b"adapter", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__adapter: _TypeAlias = _typing.Literal["adapter"]  # noqa: Y015
+    _WhichOneofArgType__adapter: _TypeAlias = _typing.Literal["_adapter", b"_adapter"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__adapter) -> _WhichOneofReturnType__adapter | None: ...
+
+Global___StageParameters: _TypeAlias = StageParameters  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):

@@ -115,6 +115,7 @@ class ExecuteStepRequest(_message.Message):
     RESUME_FROM_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     ABSENT_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, 1 to 128 characters of letters, digits, '.', '_', ':' and '-'."""
     step_id: _builtins.str
@@ -132,13 +133,15 @@ class ExecuteStepRequest(_message.Message):
     """
     priority: _builtins.int
     """Steps of a higher priority run first when steps compete."""
+    seed: _builtins.int
+    """The random seed. The same seed reproduces the output."""
     @_builtins.property
     def input(self) -> _request_pb2.Input:
         """The client's input. Unset for stages that only edges feed."""
 
     @_builtins.property
-    def parameters(self) -> _request_pb2.Parameters:
-        """The request's parameters."""
+    def parameters(self) -> _request_pb2.StageParameters:
+        """The parameters of this stage."""
 
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___InputBinding]:
@@ -172,7 +175,7 @@ class ExecuteStepRequest(_message.Message):
         step_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
         input: _request_pb2.Input | None = ...,
-        parameters: _request_pb2.Parameters | None = ...,
+        parameters: _request_pb2.StageParameters | None = ...,
         inputs: _abc.Iterable[Global___InputBinding] | None = ...,
         outputs: _abc.Iterable[Global___OutputBinding] | None = ...,
         streamed: _abc.Iterable[_builtins.str] | None = ...,
@@ -180,10 +183,11 @@ class ExecuteStepRequest(_message.Message):
         resume_from: Global___Checkpoint | None = ...,
         priority: _builtins.int = ...,
         absent: _abc.Iterable[_builtins.str] | None = ...,
+        seed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "input", b"input", "max_steps", b"max_steps", "parameters", b"parameters", "resume_from", b"resume_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "absent", b"absent", "attempt", b"attempt", "input", b"input", "inputs", b"inputs", "max_steps", b"max_steps", "outputs", b"outputs", "parameters", b"parameters", "priority", b"priority", "request_id", b"request_id", "resume_from", b"resume_from", "step_id", b"step_id", "streamed", b"streamed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "absent", b"absent", "attempt", b"attempt", "input", b"input", "inputs", b"inputs", "max_steps", b"max_steps", "outputs", b"outputs", "parameters", b"parameters", "priority", b"priority", "request_id", b"request_id", "resume_from", b"resume_from", "seed", b"seed", "step_id", b"step_id", "streamed", b"streamed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_steps: _TypeAlias = _typing.Literal["max_steps"]  # noqa: Y015
     _WhichOneofArgType__max_steps: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps"]  # noqa: Y015

@@ -262,3 +262,39 @@ class TensorSpec(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TensorSpec: _TypeAlias = TensorSpec  # noqa: Y015
+
+@_typing.final
+class TypedValue(_message.Message):
+    """TypedValue is a small value with its type."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTEGER_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    FLAG_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    integer: _builtins.int
+    """A whole number."""
+    number: _builtins.float
+    """A number that need not be whole."""
+    flag: _builtins.bool
+    """A truth value."""
+    text: _builtins.str
+    """Text."""
+    def __init__(
+        self,
+        *,
+        integer: _builtins.int = ...,
+        number: _builtins.float = ...,
+        flag: _builtins.bool = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["flag", b"flag", "integer", b"integer", "kind", b"kind", "number", b"number", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["flag", b"flag", "integer", b"integer", "kind", b"kind", "number", b"number", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["integer", "number", "flag", "text"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___TypedValue: _TypeAlias = TypedValue  # noqa: Y015

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+from stagemesh.common.typed_values import to_messages
 from stagemesh.v1 import chunk_pb2, request_pb2
 from tests.orchestrator.mesh import DIAMOND, ask, mesh, texts
 
@@ -86,13 +87,13 @@ async def test_a_stage_is_notified_of_absent_tensors(tmp_path: Path) -> None:
 
 async def test_an_option_of_the_pipeline_reaches_no_stage(tmp_path: Path) -> None:
     async with mesh(tmp_path, CONDITIONAL) as conditional:
-        await conditional.generate(parameters=request_pb2.Parameters(options={"side": 1.0}))
+        await conditional.generate(parameters=request_pb2.Parameters(options=to_messages({"side": 1.0})))
         (asked,) = conditional.stages["join"].requests
-        error = await conditional.failure(parameters=request_pb2.Parameters(options={"side": 2.0}))
+        error = await conditional.failure(parameters=request_pb2.Parameters(options=to_messages({"side": 2.0})))
     assert not asked.parameters.options
     assert not asked.absent
     assert {binding.edge: binding.apart for binding in asked.inputs} == {"text->join": True, "frames->join": False}
-    assert "option 'side' is 2; it must be from 0 to 1" in error.message
+    assert "option 'side' is 2; it must be a number from 0 to 1" in error.message
 
 
 async def test_chunk_policies_reach_the_producers(tmp_path: Path) -> None:
@@ -113,7 +114,7 @@ async def test_only_the_first_stages_get_the_prompt(tmp_path: Path) -> None:
 async def test_a_random_seed_is_reported_and_sent_to_every_stage(tmp_path: Path) -> None:
     async with mesh(tmp_path) as chain:
         events = await chain.generate()
-        seeds = {stage.requests[0].parameters.seed for stage in chain.stages.values()}
+        seeds = {stage.requests[0].seed for stage in chain.stages.values()}
     assert seeds == {events[0].admitted.seed}
 
 

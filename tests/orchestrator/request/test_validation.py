@@ -5,6 +5,7 @@ import pytest
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError
 from stagemesh.common.tensors import inline_tensor
+from stagemesh.common.typed_values import to_messages
 from stagemesh.orchestrator.request.validation import validate
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2, tensor_pb2
@@ -53,7 +54,7 @@ def test_the_error_for_an_unknown_pipeline_names_the_served_one(pipeline: Pipeli
 
 
 def test_an_unknown_option_is_rejected(pipeline: Pipeline) -> None:
-    error = _rejection(ask(parameters=request_pb2.Parameters(options={"speed": 1.5})), pipeline)
+    error = _rejection(ask(parameters=request_pb2.Parameters(options=to_messages({"speed": 1.5}))), pipeline)
     assert (error.reason, error.message) == ("UNKNOWN_OPTION", "unknown option 'speed'; pipeline 'chain' has none")
 
 

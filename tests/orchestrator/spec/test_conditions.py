@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.errors import InvalidPipelineError
+from stagemesh.common.typed_values import to_messages
 from stagemesh.orchestrator.request.validation import ValidRequest
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.orchestrator.spec.checks import request_sets
@@ -275,7 +276,7 @@ def test_the_facts_of_a_request_include_its_kinds_of_input() -> None:
     given = request_pb2.Input(
         conversation=request_pb2.Conversation(messages=[request_pb2.Message(role="user", parts=parts)])
     )
-    request = ValidRequest("r", given, request_pb2.Parameters(options={"loud": 3.0}), ("text",))
+    request = ValidRequest("r", given, request_pb2.Parameters(options=to_messages({"loud": 3.0})), ("text",))
     assert request.facts == {
         Fact("option", "loud"): 3.0,
         Fact("input", "text"): 1.0,

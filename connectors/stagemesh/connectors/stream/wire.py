@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 from stagemesh.common.connector_descriptors import ConnectorName, name_of, number_of
 from stagemesh.common.errors import InvalidChunkError, StagemeshError, error_class
 from stagemesh.common.tensors import Array, Tensors, checked_layout, dtype_name, dtype_to_wire, read_inline
+from stagemesh.common.typed_values import fill_message, from_message
 from stagemesh.connectors.arena.memory_file import layout_of
 from stagemesh.connectors.base import ArenaRange, Bytes, InPlaceReader
 from stagemesh.connectors.edge import EdgeKey, MetadataValue, Packet
@@ -103,7 +104,7 @@ def probe_from_wire(message: stage_pb2.ProbeEdgeResponse) -> EdgeProbe:
     return EdgeProbe(name_of(message.connector), refusals)
 
 
-def metadata_from_wire(message: Mapping[str, chunk_pb2.MetadataValue]) -> dict[str, MetadataValue]:
+def metadata_from_wire(message: Mapping[str, tensor_pb2.TypedValue]) -> dict[str, MetadataValue]:
     """Converts the metadata of a chunk message to a dict from name to value.
 
     Raises InvalidChunkError if there are more than MAX_METADATA values, if a value is unset, or if a text has more than
@@ -113,10 +114,10 @@ def metadata_from_wire(message: Mapping[str, chunk_pb2.MetadataValue]) -> dict[s
         raise InvalidChunkError(f"{len(message)} metadata values in a chunk; at most {MAX_METADATA} are accepted")
     values: dict[str, MetadataValue] = {}
     for name, value in message.items():
-        kind = value.WhichOneof("kind")
-        if kind is None or (kind == "text" and len(value.text) > 1024):
+        content = from_message(value)
+        if content is None or (isinstance(content, str) and len(content) > 1024):
             raise InvalidChunkError(f"metadata {name!r} is unset or longer than 1024 characters")
-        values[name] = getattr(value, kind)
+        values[name] = content
     return values
 
 
@@ -173,7 +174,7 @@ def shape_of(packet: Packet, *, last: PacketShape | None) -> PacketShape:
 def fill_metadata(data: chunk_pb2.ChunkData, metadata: Mapping[str, MetadataValue]) -> None:
     """Adds a packet's metadata to `data`."""
     for name, value in metadata.items():
-        _set_metadata(data.metadata[name], value)
+        fill_message(data.metadata[name], value)
 
 
 def fill_inline(data: chunk_pb2.ChunkData, tensors: Tensors, shape: PacketShape) -> None:
@@ -272,18 +273,6 @@ class FlowDigest:
         if self._run:
             self._hash.update(b"%d|%b\n" % (self._run, self._digested))
             self._run = 0
-
-
-def _set_metadata(message: chunk_pb2.MetadataValue, value: MetadataValue) -> None:
-    match value:
-        case bool():
-            message.flag = value
-        case int():
-            message.integer = value
-        case float():
-            message.number = value
-        case str():
-            message.text = value
 
 
 Tail: TypeAlias = chunk_pb2.ChunkEnd | chunk_pb2.ChunkAbort

@@ -25,6 +25,7 @@ from stagemesh.common.errors import (
     UnavailableError,
 )
 from stagemesh.common.tensors import read_inline
+from stagemesh.common.typed_values import to_messages
 from stagemesh.common.versions import WIRE_VERSION
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import EdgeKey, Packet
@@ -254,7 +255,7 @@ class _Prober:
                 step_id=key.request_id,
                 attempt=key.attempt,
                 inputs=[stage_pb2.InputBinding(edge=key.edge, producer=self._replica)],
-                parameters=request_pb2.Parameters(options={EACH: float(each)}),
+                parameters=request_pb2.StageParameters(options=to_messages({EACH: each})),
             ),
             timeout=_STEP_S,
         )

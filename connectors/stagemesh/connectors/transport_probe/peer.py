@@ -128,7 +128,7 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
         async with answering(context):
             if len(request.inputs) != 1:
                 raise InvalidRequestError(f"a probe step needs exactly one input, not {len(request.inputs)}")
-            binding, each = request.inputs[0], bool(request.parameters.options[EACH])
+            binding, each = request.inputs[0], request.parameters.options[EACH].flag
             inlet = self._plane.open_inlet(
                 EdgeKey(request.request_id, binding.edge, request.attempt), producer=binding.producer
             )

@@ -3,6 +3,7 @@
 import asyncio
 import io
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from stagemesh.client import Content, GenerateArguments, Image, Result
+    from stagemesh.client import Content, GenerateArguments, Image, Result, StageArguments
     from stagemesh.orchestrator.cli.output_sinks import Sinks
 
 _IMAGE_COLUMNS = 48
@@ -145,9 +146,16 @@ PARAMETERS: Mapping[str, Parameter] = {
     **_SAMPLING,
     "options": option(
         list[str],
-        "Set an option that a stage of the pipeline declares, such as steps=20. Repeatable.",
+        "Set an option that a stage of the pipeline declares, such as steps=20 or voice=alto. Repeatable.",
         "--option",
         metavar="KEY=VALUE",
+    ),
+    "stage_parameters": option(
+        list[str],
+        "Set a parameter of one stage, such as talker.max_tokens=200 or talker.voice=alto. Takes precedence over the "
+        "other options. Repeatable.",
+        "--stage-parameter",
+        metavar="STAGE.KEY=VALUE",
     ),
     "timeout": option(
         float,
@@ -169,6 +177,8 @@ PARAMETERS: Mapping[str, Parameter] = {
     ),
     "as_json": Parameter(AsJson, False),
 }
+_LISTS = frozenset({"stop", "stop_token_ids", "bad_words", "choice"})
+_TEXTS = frozenset({"adapter", "json_schema", "regex", "grammar"})
 # The parameters that are passed unchanged to the client.
 _CLIENT_ARGUMENTS = {*_SAMPLING, "negative_prompt", "priority", "caller", "request_id"}
 
@@ -203,8 +213,42 @@ def client_arguments(values: Mapping[str, Any]) -> "GenerateArguments":
     if "outputs" in given:
         arguments["outputs"] = [name.strip() for name in given["outputs"].split(",")]
     if "options" in given:
-        arguments["options"] = read_pairs(given["options"], option="--option", convert=float)
+        arguments["options"] = read_pairs(given["options"], option="--option", convert=_typed)
+    if "stage_parameters" in given:
+        arguments["stages"] = _stage_arguments(given["stage_parameters"])
     return cast("GenerateArguments", arguments)
+
+
+def _typed(text: str) -> Any:
+    """Returns the value of an option in its type: a number, a flag if the text is true or false, or else the text."""
+    if text in {"true", "false"}:
+        return text == "true"
+    for convert in (int, float):
+        with suppress(ValueError):
+            return convert(text)
+    return text
+
+
+def _stage_arguments(texts: Sequence[str]) -> Mapping[str, "StageArguments"]:
+    """Returns the parameters of single stages. Raises BadParameter if a text is not of the form STAGE.KEY=VALUE."""
+    from stagemesh.client.requests import SamplingArguments
+
+    known = SamplingArguments.__annotations__.keys()
+    stages: dict[str, Any] = {}
+    for key, value in read_pairs(texts, option="--stage-parameter", convert=str).items():
+        stage, dot, name = key.partition(".")
+        if not stage or not dot or not name:
+            raise typer.BadParameter(f"{key!r} is not of the form STAGE.KEY", param_hint="--stage-parameter")
+        given = stages.setdefault(stage, {})
+        if name in _LISTS:
+            given[name] = [_typed(value)] if name == "stop_token_ids" else [value]
+        elif name in _TEXTS:
+            given[name] = value
+        elif name in known:
+            given[name] = _typed(value)
+        else:
+            given.setdefault("options", {})[name] = _typed(value)
+    return stages
 
 
 def _read_text(path: Path | None, *, option: str) -> str | None:

@@ -16,6 +16,7 @@ from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, TakeEvent
 from stagemesh.orchestrator.request.failures import Failures
 from stagemesh.orchestrator.request.output_record import RequestRecord
+from stagemesh.orchestrator.request.parameters import parameters_of
 from stagemesh.orchestrator.request.recovery import (
     Phase,
     StepState,
@@ -91,7 +92,8 @@ class StepCalls:
             step_id=self._step_id(state),
             attempt=state.attempt,
             input=self._input(state) if not self._route.incoming[state.name] else None,
-            parameters=self._parameters(state),
+            parameters=parameters_of(state.step.stage, self._request.parameters),
+            seed=self._request.seed,
             inputs=map(self._input_binding, self._route.incoming[state.name]),
             absent=self._route.absent(state.step.stage),
             outputs=map(self._output_binding, self._open_edges(state)),
@@ -226,17 +228,6 @@ class StepCalls:
             tensors=edge.tensors,
             tokens=stage_pb2.TokenSelection.Value(f"TOKEN_SELECTION_{edge.tokens.upper()}"),
         )
-
-    def _parameters(self, state: StepState) -> request_pb2.Parameters:
-        """Returns a copy of the request's parameters without options and adapters that the stage does not support."""
-        signature = state.step.stage.signature
-        parameters = request_pb2.Parameters()
-        parameters.CopyFrom(self._request.parameters)
-        for name in set(parameters.options) - set(signature.options):
-            del parameters.options[name]
-        if not signature.adapters:
-            parameters.ClearField("adapter")
-        return parameters
 
     def _input(self, state: StepState) -> request_pb2.Input:
         """Returns the request's input, without the negative prompt if the stage does not support negative prompts."""

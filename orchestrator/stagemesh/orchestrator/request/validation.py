@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, UnsupportedError
 from stagemesh.common.request_checks import (
     check_input,
-    check_options,
     check_request_id,
-    check_sampling,
     empty_prompt_error,
     has_prompt,
     is_medium,
+    read_options,
 )
+from stagemesh.common.typed_values import Value
+from stagemesh.orchestrator.request.parameters import check_parameters
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.orchestrator.spec.conditions import Fact, Facts, InputKind
 from stagemesh.v1 import orchestrator_pb2, request_pb2
@@ -54,13 +55,18 @@ class ValidRequest:
         return self.parameters.seed
 
     @property
+    def options(self) -> Mapping[str, Value]:
+        """The options that the request sets without naming a stage."""
+        return read_options(self.parameters.options)
+
+    @property
     def facts(self) -> Facts:
         """The properties of the request that the pipeline's conditions refer to.
 
         These are the options that the request sets, the kinds of its input, and its requested outputs.
         """
         return {
-            **{Fact("option", name): value for name, value in self.parameters.options.items()},
+            **{Fact("option", name): value for name, value in self.options.items() if not isinstance(value, str)},
             **{Fact("input", kind): 1.0 for kind in _input_kinds(self.input)},
             **{Fact("output", name): 1.0 for name in self.outputs},
         }
@@ -83,8 +89,7 @@ def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> V
     if not has_prompt(request.input) and (request.input.WhichOneof("prompt") or not request.input.tensors):
         raise empty_prompt_error()
     _check_support(request, pipeline)
-    check_options(request.parameters.options, pipeline.options, owner=f"pipeline {pipeline.name!r}")
-    check_sampling(request.parameters.sampling)
+    check_parameters(request.parameters, pipeline)
     parameters = request_pb2.Parameters()
     parameters.CopyFrom(request.parameters)
     if not parameters.HasField("seed"):
@@ -135,7 +140,7 @@ def _check_outputs(names: Iterable[str], pipeline: Pipeline) -> tuple[str, ...]:
 
 
 def _check_support(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> None:
-    """Raises UnsupportedError if the request contains media, a negative prompt or an adapter that no stage accepts.
+    """Raises UnsupportedError if the request contains media or a negative prompt that no stage accepts.
 
     Does not decode media. The stage that decodes the media also checks their content.
     """
@@ -149,11 +154,6 @@ def _check_support(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline
         )
     if given.negative_prompt and not any(signature.negative_prompt for signature in signatures):
         raise UnsupportedError(f"{no_stage} a negative prompt; omit it")
-    if request.parameters.HasField("adapter") and not any(signature.adapters for signature in signatures):
-        raise UnsupportedError(
-            f"{no_stage} adapters; leave adapter unset, or start a stage with the option enable_lora if its engine "
-            "supports it"
-        )
 
 
 def _input_kinds(given: request_pb2.Input) -> Iterator[InputKind]:

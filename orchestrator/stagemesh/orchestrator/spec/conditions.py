@@ -11,13 +11,20 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
 
-from stagemesh.common.descriptors import OptionSpec
-
 InputKind: TypeAlias = Literal["text", "tokens", "image", "audio", "video", "tensors"]
 """The kinds of input that a request may contain."""
 
-FLAG = OptionSpec(default=0.0, minimum=0.0, maximum=1.0)
-"""The bounds and the default of each fact about an input or output. The value of such a fact is 0 or 1."""
+
+class Bounds(NamedTuple):
+    """The default and the inclusive bounds of a fact."""
+
+    default: float
+    minimum: float
+    maximum: float
+
+
+FLAG = Bounds(default=0.0, minimum=0.0, maximum=1.0)
+"""The bounds of each fact about an input or output. The value of such a fact is 0 or 1."""
 
 
 class Fact(NamedTuple):
@@ -69,7 +76,7 @@ class Term:
     fact: Fact
     comparison: Comparison
     value: float
-    bounds: OptionSpec = FLAG
+    bounds: Bounds = FLAG
 
     def holds(self, value: float) -> bool:
         """Returns whether the comparison is true if the fact has this value."""

@@ -23,7 +23,7 @@ from stagemesh.orchestrator.spec.checks.stages_and_outputs import (
 from stagemesh.orchestrator.spec.model import ExplainedValue, Pipeline, Stage
 from stagemesh.orchestrator.spec.schema import Limits, PipelineFile, check_shape
 from stagemesh.orchestrator.spec.source.document import apply_overrides, read_document
-from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Origin, Problems, dotted
+from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Origin, Problems, dotted, suggest
 
 _BUILT_IN_DIR = Path(str(files("stagemesh.orchestrator"))) / "pipelines"
 
@@ -67,10 +67,14 @@ def load_pipeline(
     check_all_used(file, edges, problems)
     stages = {
         name: stage.model_copy(
-            update={"condition": conditions.resolve(("stages", name, "when"), file.stages[name].when or ())}
+            update={
+                "condition": conditions.resolve(("stages", name, "when"), file.stages[name].when or ()),
+                "is_main": file.main_stage in (None, name),
+            }
         )
         for name, stage in stages.items()
     }
+    _check_main_stage(file.main_stage, stages, problems)
     _check_limits(file.limits, problems)
     problems.raise_any()
     stages = {name: stages[name] for name in topological_order(list(stages), {edge.arc for edge in edges})}
@@ -115,6 +119,19 @@ def _fetch_hint(name_or_path: str) -> str:
     if name_or_path in built_in_pipelines():
         return f"run `stagemesh models fetch {name_or_path}`"
     return "run `stagemesh models fetch`, or give the path of a folder or file"
+
+
+def _check_main_stage(main_stage: str | None, stages: Mapping[str, Stage], problems: Problems) -> None:
+    sampling = [stage.name for stage in stages.values() if stage.signature.sampling]
+    if main_stage is None:
+        if len(sampling) > 1:
+            text = f"stages {' and '.join(sampling)} choose tokens; name the one that requests mean by default"
+            problems.add(("stages", sampling[1]), f"{text}: add `main_stage: {sampling[0]}`")
+    elif main_stage not in stages:
+        problems.add(("main_stage",), f"unknown stage {main_stage!r}; {suggest(main_stage, stages)}")
+    elif sampling and main_stage not in sampling:
+        text = f"stage {main_stage!r} does not choose tokens; name {' or '.join(sampling)}, or remove main_stage"
+        problems.add(("main_stage",), text)
 
 
 def _check_limits(limits: Limits, problems: Problems) -> None:

@@ -32,6 +32,8 @@ class Stage(StageEntry, frozen=True):
     """The folder or file of the model. None if the stage has no model or if the model was not looked up."""
     condition: SkipValidation[Condition] = ()
     """The condition that a request must fulfil for the stage to run. Empty if there is no condition."""
+    is_main: bool = True
+    """Whether a request's sampling parameters and adapter mean this stage if the request does not name a stage."""
 
     @property
     def model_name(self) -> str:

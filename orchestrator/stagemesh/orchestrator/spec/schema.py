@@ -75,8 +75,8 @@ class OptionEntry(OptionSpec):
     """An item of `options`: a number that requests may set for use in conditions. Engines ignore this number."""
 
     default: Number
-    minimum: Number
-    maximum: Number
+    minimum: Number = Field()
+    maximum: Number = Field()
 
     def __post_init__(self) -> None:
         if not self.minimum <= self.default <= self.maximum or self.minimum == self.maximum:
@@ -268,6 +268,8 @@ class PipelineFile(Entry, frozen=True):
     edges: tuple[EdgeEntry, ...] = ()
     outputs: Annotated[Mapping[OutputName, OutputEntry], Field(min_length=1)]
     options: Mapping[OptionName, OptionEntry] = {}
+    main_stage: Name | None = None
+    """The stage that a request's sampling parameters and adapter mean if the request does not name a stage."""
     limits: Limits = Limits()
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from stagemesh.common.tensors import Array, Tensors
+from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.abilities import EngineAbilities
 
@@ -173,7 +174,8 @@ class Task:
     tensors: Tensors = field(default_factory=dict[str, "object"])  # type: ignore[arg-type]
     """The tensors that the client sent with the request, by name."""
     sampling: SamplingOptions = SamplingOptions()
-    options: Mapping[str, float] = field(default_factory=dict[str, float])
+    options: Mapping[str, Value] = field(default_factory=dict[str, Value])
+    """The options that the request sets for the stage, by name. `request_options` adds the defaults."""
     inlets: Mapping[str, AsyncIterable[Packet]] = field(default_factory=dict[str, AsyncIterable[Packet]])
     """The packets of each incoming edge after the edge's transform, by edge name.
 

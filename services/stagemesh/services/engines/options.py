@@ -10,6 +10,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from stagemesh.common.descriptors import OptionSpec
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.request_checks import check_options
+from stagemesh.common.typed_values import Value
 
 Options = TypeVar("Options")
 
@@ -54,10 +55,9 @@ def unknown_option(name: str, known: Iterable[str], *, stage: str) -> InvalidReq
     )
 
 
-def request_options(given: Mapping[str, float], specs: Mapping[str, OptionSpec], *, stage: str) -> dict[str, float]:
+def request_options(given: Mapping[str, Value], specs: Mapping[str, OptionSpec], *, stage: str) -> dict[str, Value]:
     """Returns a request's options, with defaults for the options that the request omits.
 
     Raises InvalidRequestError if an option is unknown or its value is invalid.
     """
-    check_options(given, specs, owner=f"stage {stage}")
-    return {name: spec.default for name, spec in specs.items()} | dict(given)
+    return {name: spec.default for name, spec in specs.items()} | check_options(given, specs, owner=f"stage {stage}")

@@ -6,7 +6,16 @@ from dataclasses import dataclass, replace
 from stagemesh.common.descriptors import OptionSpec
 from stagemesh.orchestrator.spec import schema
 from stagemesh.orchestrator.spec.checks.request_sets import find_facts
-from stagemesh.orchestrator.spec.conditions import Comparison, Condition, Fact, InputKind, Term, describe_condition
+from stagemesh.orchestrator.spec.conditions import (
+    FLAG,
+    Bounds,
+    Comparison,
+    Condition,
+    Fact,
+    InputKind,
+    Term,
+    describe_condition,
+)
 from stagemesh.orchestrator.spec.model import Stage
 from stagemesh.orchestrator.spec.schema import InputTerm, OptionTerm, OutputTerm
 from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Problems, suggest
@@ -68,7 +77,11 @@ class ConditionResolver:
             keys = ", ".join(comparison.value for comparison in Comparison)
             text = f"option {name!r} is not compared with anything; add one of {keys}"
         else:
-            bounds = self.options[name]
+            spec = self.options[name]
+            if isinstance(spec.default, str):
+                self.problems.add(path, f"option {name!r} is a text; conditions compare numbers and flags")
+                return ()
+            bounds = FLAG._replace(default=spec.default) if isinstance(spec.default, bool) else _bounds_of(spec)
             return tuple(Term(Fact("option", name), how, value, bounds) for how, value in comparisons.items())
         self.problems.add(path, text)
         return ()
@@ -83,6 +96,10 @@ class ConditionResolver:
             return True
         self.problems.add(path, text)
         return False
+
+
+def _bounds_of(spec: OptionSpec) -> Bounds:
+    return Bounds(float(spec.default), spec.minimum, spec.maximum)
 
 
 def merge_options(
@@ -107,9 +124,16 @@ def merge_options(
             known = options.setdefault(name, spec)
             if known.default != spec.default:
                 ambiguous[name] = owners[name]
-            # All stages that have the option receive the same value.
+            if type(known.default) is not type(spec.default):
+                text = f"stages {' and '.join(owners[name])} have option {name!r} with different types; rename one"
+                problems.add(("stages", stage.name), text)
+            # A value that a request gives without a stage must be allowed by all stages that have the option.
             options[name] = replace(
-                known, minimum=max(known.minimum, spec.minimum), maximum=min(known.maximum, spec.maximum)
+                known,
+                minimum=max(known.minimum, spec.minimum),
+                maximum=min(known.maximum, spec.maximum),
+                choices=tuple(each for each in known.choices if each in spec.choices or not spec.choices)
+                or spec.choices,
             )
     for name in declared.keys() & owners.keys():
         problems.add(("options", name), f"stage {owners[name][0]!r} has option {name!r} already; choose another name")

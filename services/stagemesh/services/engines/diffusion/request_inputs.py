@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
+from stagemesh.common.typed_values import Value
 from stagemesh.services.engines.base import ChatMessage, MediaFile, Medium, Prompt, Task, media_of
 from stagemesh.services.engines.diffusion.model.families import Family
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
@@ -12,7 +13,7 @@ _MAX_SEED = (1 << 63) - 1
 
 
 def build_inputs(
-    task: Task, options: Mapping[str, float], *, stage: DiffusionOptions, family: Family
+    task: Task, options: Mapping[str, Value], *, stage: DiffusionOptions, family: Family
 ) -> DiffusionInputs:
     """Returns the pipeline inputs for a task. `options` contains the values of the request's options, including
     defaults.
@@ -29,16 +30,16 @@ def build_inputs(
                 f"the {label} has {len(text)} characters; this stage allows {stage.max_prompt_characters}",
                 reason="PROMPT_TOO_LONG",
             )
-    numbers = {name: _parse_integer(name, options[name]) for name in _INTEGERS if name in options}
+    numbers = {name: int(options[name]) for name in _INTEGERS if name in options}
     _check_sizes(numbers, family)
     return DiffusionInputs(
         seed=task.seed,
         prompt=prompt,
         negative_prompt=task.negative_prompt,
         image=image,
-        guidance_scale=options.get("guidance_scale", stage.guidance_scale),
+        guidance_scale=float(options.get("guidance_scale", stage.guidance_scale)),
         adapter=task.adapter,
-        adapter_scale=options.get("adapter_scale", 1.0),
+        adapter_scale=float(options.get("adapter_scale", 1.0)),
         **numbers,
     )
 
@@ -51,12 +52,6 @@ def _needs_prompt(task: Task, stage: DiffusionOptions) -> bool:
 
 
 _INTEGERS = ("height", "width", "num_frames", "num_inference_steps")
-
-
-def _parse_integer(name: str, value: float) -> int:
-    if value != int(value):
-        raise _invalid_option(name, value, "it must be an integer")
-    return int(value)
 
 
 def _check_sizes(numbers: Mapping[str, int], family: Family) -> None:

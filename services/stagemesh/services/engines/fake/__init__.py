@@ -5,11 +5,14 @@ faults. The columns of this table are the function, its input, and its output:
 
 =======  =========================  ===========================================
 source   the client's prompt        text
+talk     text                       the same text
 relay    text                       the same text
 frames   text                       float32 frames, one for each byte
 mix      text or frames, or both    the frames plus the sum of the text's bytes
 sound    frames                     audio at 24 kHz, 8 samples per frame
 =======  =========================  ===========================================
+
+`source` and `talk` take sampling parameters (`sampling`), as stages do that choose tokens.
 """
 
 from collections.abc import Mapping
@@ -29,7 +32,8 @@ _TEXT = TensorSpec("uint8", ("bytes",))
 _FRAMES = TensorSpec("float32", ("frames", FRAME_WIDTH))
 _AUDIO = Emitted(TensorSpec("float32", ("samples",)), kind="audio", sample_rate_hz=SAMPLE_RATE_HZ)
 _SIGNATURES = {
-    "source": Signature(emits={"text": Emitted(_TEXT, kind="text")}),
+    "source": Signature(emits={"text": Emitted(_TEXT, kind="text")}, sampling=True),
+    "talk": Signature(accepts={"text": _TEXT}, emits={"text": Emitted(_TEXT, kind="text")}, sampling=True),
     "relay": Signature(accepts={"text": _TEXT}, emits={"text": Emitted(_TEXT, kind="text")}),
     "frames": Signature(accepts={"text": _TEXT}, emits={"frames": Emitted(_FRAMES)}),
     "mix": Signature(

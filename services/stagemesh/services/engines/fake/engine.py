@@ -43,6 +43,7 @@ from stagemesh.services.engines.fake.outputs import (
     step_state,
     unpack,
 )
+from stagemesh.services.engines.fake.sampling import SampledText
 from stagemesh.services.engines.input_join import packets_of
 
 
@@ -111,6 +112,7 @@ class FakeRun:
             self._resumed, self._rows_to_skip = 0, dict(task.resume_from.rows)
         self._clock = StepClock(keeps_rate=self._is_source, clock=asyncio.get_running_loop().time)
         self._memory = hold_memory(0)
+        self._sampled = SampledText(task.sampling)
 
     @property
     def left_s(self) -> float:
@@ -125,7 +127,8 @@ class FakeRun:
         async with aclosing(self._inputs()) as inputs:
             async for given in inputs:
                 size_bytes += sum(tensor.nbytes for tensor in given.values())
-                made = self._after_checkpoint(compute_output(self._function, given))
+                limited = self._limited(compute_output(self._function, given))
+                made = None if limited is None else self._after_checkpoint(limited)
                 if made is None:
                     self._step += 1
                     continue
@@ -173,6 +176,13 @@ class FakeRun:
     def _before_checkpoint(self) -> bool:
         """Whether the task has not yet reached the checkpoint from which it resumes."""
         return self._step < self._resumed or any(self._rows_to_skip.values())
+
+    def _limited(self, made: Tensors) -> Tensors | None:
+        """Returns a step's tensors under the task's sampling parameters, or None if they have ended the output."""
+        if not self._signature.sampling:
+            return made
+        text = self._sampled.limit(made["text"])
+        return None if text is None else {"text": text}
 
     def _after_checkpoint(self, made: Tensors) -> Tensors | None:
         """Returns the rows of a step's tensors after the checkpoint, or None if all rows precede the checkpoint."""

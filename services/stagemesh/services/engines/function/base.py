@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
 
 State = TypeVar("State")
@@ -29,7 +30,7 @@ class Function(Protocol[State]):
     A function has a separate state for each request. Each function runs on a thread of its own.
     """
 
-    def open(self, *, seed: int, options: Mapping[str, float]) -> State:
+    def open(self, *, seed: int, options: Mapping[str, Value]) -> State:
         """Returns the state of a new request. The engine deletes the state when the request ends.
 
         `options` contains the request's options, completed with the defaults.
@@ -49,7 +50,7 @@ class OpensWithout(ABC, Generic[State]):
     """The interface of a function that receives the names of the optional tensors that are absent from a request."""
 
     @abstractmethod
-    def open_without(self, absent: frozenset[str], *, seed: int, options: Mapping[str, float]) -> State:
+    def open_without(self, absent: frozenset[str], *, seed: int, options: Mapping[str, Value]) -> State:
         """Returns the state of a new request. Called instead of `open`.
 
         `absent` contains the names of the absent optional tensors. The set may be empty.

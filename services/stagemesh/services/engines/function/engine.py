@@ -23,6 +23,7 @@ from stagemesh.common.errors import (
     UnsupportedError,
 )
 from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Progress, Task, Usage
@@ -219,7 +220,7 @@ def _set_outcome(waiting: _Waiting, outcome: Sequence[Packet] | StagemeshError) 
         waiting.done.set_result(outcome)
 
 
-def _open(function: Function[object], task: Task, options: Mapping[str, float]) -> object:
+def _open(function: Function[object], task: Task, options: Mapping[str, Value]) -> object:
     if isinstance(function, OpensWithout):
         opens = cast("OpensWithout[object]", function)
         return opens.open_without(task.absent, seed=task.seed, options=options)

@@ -24,7 +24,7 @@ def _signature(_function: str | None, options: Mapping[str, JsonValue]) -> Signa
     if own.hidden_states is not None:
         rows = Emitted(TensorSpec(own.hidden_states.dtype, ("tokens", "hidden")))
         emits |= dict.fromkeys(own.hidden_states.tensors, rows)
-    return Signature(accepts, emits, adapters=bool(options.get("enable_lora")), media=not accepts)
+    return Signature(accepts, emits, sampling=True, adapters=bool(options.get("enable_lora")), media=not accepts)
 
 
 DESCRIPTOR = EngineDescriptor(

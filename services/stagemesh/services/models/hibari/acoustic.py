@@ -7,6 +7,7 @@ import numpy as np
 from hibari import Hibari
 
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.function.base import Call
 
@@ -31,8 +32,8 @@ class AcousticModel:
         # Loads the lexicon, which takes half a second, now instead of during the first request.
         self._hibari.phonemize("Hello.")
 
-    def open(self, *, seed: int, options: Mapping[str, float]) -> float:  # noqa: ARG002
-        return options.get("speed", 1.0)
+    def open(self, *, seed: int, options: Mapping[str, Value]) -> float:  # noqa: ARG002
+        return float(options.get("speed", 1.0))
 
     def __call__(self, batch: Sequence[Call[float]]) -> Sequence[Sequence[Packet]]:
         return [[] if call.packet is None else self._speak(call.packet, speed=call.state) for call in batch]

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from hibari import dsp
 
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.models.hibari import BINS
@@ -37,7 +38,7 @@ class Vocoder:
         if model is not None or options:
             raise InvalidRequestError("hibari.vocoder accepts neither a model nor options", reason="UNKNOWN_OPTION")
 
-    def open(self, *, seed: int, options: Mapping[str, float]) -> "VocoderStream":  # noqa: ARG002
+    def open(self, *, seed: int, options: Mapping[str, Value]) -> "VocoderStream":  # noqa: ARG002
         return VocoderStream(seed)
 
     def __call__(self, batch: Sequence[Call["VocoderStream"]]) -> Sequence[Sequence[Packet]]:

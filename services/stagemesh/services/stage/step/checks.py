@@ -10,7 +10,7 @@ from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.request_checks import check_options, check_request_id, empty_prompt_error
 from stagemesh.services.engines.abilities import EngineAbilities
-from stagemesh.services.engines.base import MEDIA_TYPES, MediaFile, Medium, Samples, Task, media_of
+from stagemesh.services.engines.base import MEDIA_TYPES, MediaFile, Medium, Samples, SamplingOptions, Task, media_of
 from stagemesh.services.stage.step.spec import STATE_EDGE, OutputBinding, Rebinding, StepSpec
 
 # An orchestrator builds the id from request, stage and attempt.
@@ -77,6 +77,8 @@ def _check_abilities(task: Task, signature: Signature, abilities: EngineAbilitie
         raise _unsupported(engine, "cannot pause; leave max_steps unset to run the step to its end")
     if task.resume_from is not None and not abilities.can_resume:
         raise _unsupported(engine, "cannot resume; leave resume_from unset to run the step from its start")
+    if task.sampling != SamplingOptions() and not signature.sampling:
+        raise _unsupported(engine, "does not choose tokens on this stage; leave sampling unset", ability="sampling")
     if task.adapter is not None and not signature.adapters:
         raise _unsupported(
             engine,

@@ -8,7 +8,14 @@ from typing import Any
 from stagemesh.common.connector_descriptors import ConnectorName, name_of
 from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.request_checks import check_input, check_sampling, has_prompt, read_samples, read_tensors
+from stagemesh.common.request_checks import (
+    check_input,
+    check_sampling,
+    has_prompt,
+    read_options,
+    read_samples,
+    read_tensors,
+)
 from stagemesh.common.tensors import inline_tensor
 from stagemesh.connectors.edge import Packet
 from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
@@ -203,16 +210,16 @@ def _task(request: stage_pb2.ExecuteStepRequest) -> Task:
     parameters = request.parameters
     return Task(
         request_id=request.request_id,
-        seed=parameters.seed,
+        seed=request.seed,
         prompt=_prompt(request.input),
         tensors=read_tensors(request.input.tensors),
         sampling=_sampling(parameters.sampling),
-        options=dict(parameters.options),
+        options=read_options(parameters.options),
         negative_prompt=request.input.negative_prompt,
         priority=request.priority,
         absent=frozenset(request.absent),
         attempt=request.attempt,
-        adapter=parameters.adapter if parameters.HasField("adapter") else None,
+        adapter=parameters.adapter or None,
         max_steps=request.max_steps if request.HasField("max_steps") else None,
         resume_from=_checkpoint(request.resume_from) if request.HasField("resume_from") else None,
     )

@@ -1,0 +1,79 @@
+"""A request's parameters: their check against the pipeline, and the parameters of each stage."""
+
+from collections.abc import Mapping
+
+from stagemesh.common.errors import InvalidRequestError, UnsupportedError
+from stagemesh.common.request_checks import check_options, check_sampling, read_options
+from stagemesh.orchestrator.spec import Pipeline, Stage
+from stagemesh.v1 import request_pb2, tensor_pb2
+
+_ENABLE_ADAPTERS = "start a stage with the option enable_lora if its engine supports it"
+
+
+def check_parameters(parameters: request_pb2.Parameters, pipeline: Pipeline) -> None:
+    """Checks a request's parameters.
+
+    Raises InvalidRequestError (UNKNOWN_STAGE, UNKNOWN_OPTION, INVALID_OPTION, INVALID_SAMPLING) or UnsupportedError if
+    the pipeline or a stage does not take the parameters.
+    """
+    main = [stage for stage in pipeline.stages.values() if stage.is_main]
+    owner = f"no stage of pipeline {pipeline.name!r}" if len(main) != 1 else f"stage {main[0].name!r}"
+    if parameters.HasField("sampling"):
+        if parameters.sampling.ByteSize() and not any(stage.signature.sampling for stage in main):
+            raise _unsupported(f"{owner} chooses tokens; omit the sampling parameters")
+        check_sampling(parameters.sampling)
+    if parameters.adapter and not any(stage.signature.adapters for stage in main):
+        raise _unsupported(f"{owner} accepts adapters; leave adapter unset, or {_ENABLE_ADAPTERS}")
+    for name, given in parameters.stages.items():
+        if name not in pipeline.stages:
+            raise InvalidRequestError(
+                f"parameters are given for stage {name!r}, but pipeline {pipeline.name!r} has the stages "
+                f"{', '.join(pipeline.stages)}",
+                reason="UNKNOWN_STAGE",
+                metadata={"stage": name},
+            )
+        _check_stage(given, pipeline.stages[name])
+    check_options(read_options(parameters.options), pipeline.options, owner=f"pipeline {pipeline.name!r}")
+
+
+def parameters_of(stage: Stage, parameters: request_pb2.Parameters) -> request_pb2.StageParameters:
+    """Returns the parameters of a request for one stage. Values that name the stage take precedence."""
+    signature = stage.signature
+    found = request_pb2.StageParameters()
+    if stage.is_main and signature.sampling and parameters.HasField("sampling"):
+        found.sampling.CopyFrom(parameters.sampling)
+    if stage.is_main and signature.adapters and parameters.HasField("adapter"):
+        found.adapter = parameters.adapter
+    _copy_options(found, {name: value for name, value in parameters.options.items() if name in signature.options})
+    if stage.name in parameters.stages:
+        own = parameters.stages[stage.name]
+        for name in {field.name for field, _ in own.sampling.ListFields()}:
+            # Otherwise the merge would append to a repeated field.
+            found.sampling.ClearField(name)  # type: ignore[arg-type]
+        found.sampling.MergeFrom(own.sampling)
+        if own.HasField("adapter"):
+            found.adapter = own.adapter
+        _copy_options(found, own.options)
+    if not found.sampling.ByteSize():
+        found.ClearField("sampling")
+    return found
+
+
+def _copy_options(target: request_pb2.StageParameters, options: Mapping[str, tensor_pb2.TypedValue]) -> None:
+    for name, value in options.items():
+        target.options[name].CopyFrom(value)
+
+
+def _check_stage(given: request_pb2.StageParameters, stage: Stage) -> None:
+    owner, signature = f"stage {stage.name!r}", stage.signature
+    if given.HasField("sampling"):
+        if not signature.sampling:
+            raise _unsupported(f"{owner} does not choose tokens; omit its sampling parameters", stage=stage.name)
+        check_sampling(given.sampling)
+    if given.adapter and not signature.adapters:
+        raise _unsupported(f"{owner} accepts no adapters; omit its adapter, or {_ENABLE_ADAPTERS}", stage=stage.name)
+    check_options(read_options(given.options), signature.options, owner=owner)
+
+
+def _unsupported(message: str, **metadata: str) -> UnsupportedError:
+    return UnsupportedError(message, metadata=metadata)

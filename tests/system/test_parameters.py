@@ -1,0 +1,63 @@
+"""A pipeline with two stages that choose tokens: parameters of one stage leave the other stage alone."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from stagemesh.client import Client
+from stagemesh.common.errors import InvalidRequestError, UnsupportedError
+from tests.deployment import Deployment, deployed
+
+OMNI = """
+pipeline: omni
+main_stage: thinker
+stages:
+  thinker: {engine: fake, function: source, options: {steps: 6}}
+  talker: {engine: fake, function: talk}
+edges: [{from: thinker, to: talker}]
+outputs: {text: thinker, speech: talker}
+"""
+
+
+@pytest.fixture(scope="module")
+def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    path = tmp_path_factory.mktemp("omni") / "omni.yaml"
+    path.write_text(OMNI)
+    with deployed(path) as up:
+        yield up
+
+
+@pytest.fixture
+def client(omni: Deployment) -> Iterator[Client]:
+    with omni.client() as client:
+        yield client
+
+
+def test_parameters_of_the_thinker_leave_the_talker_alone(client: Client) -> None:
+    whole = client.generate("hello", seed=1).result()
+    assert whole.texts["speech"] == whole.texts["text"]
+    assert whole.text.count("Step") == 6
+    schema = '{"type": "object"}'
+    limited = client.generate("hello", seed=1, max_tokens=2, json_schema=schema).result()
+    # The talker repeats what it receives. Its own limits would shorten or replace it.
+    assert limited.texts == {"text": schema * 2, "speech": schema * 2}
+    stopped = client.generate("hello", seed=1, stop=["Step 3"]).result()
+    assert stopped.texts["speech"] == stopped.texts["text"] == whole.text[: whole.text.index("Step 3")]
+
+
+def test_parameters_of_the_talker_leave_the_thinker_alone(client: Client) -> None:
+    whole = client.generate("hello", seed=1).result().text
+    limited = client.generate("hello", seed=1, stages={"talker": {"max_tokens": 2}}).result()
+    assert limited.texts == {"text": whole, "speech": whole[: whole.index("Step 2")]}
+    stopped = client.generate("hello", seed=1, stages={"talker": {"stop": ["Step 1"]}}).result()
+    assert stopped.texts == {"text": whole, "speech": whole[: whole.index("Step 1")]}
+    structured = client.generate("hello", seed=1, stages={"talker": {"regex": "a"}}).result()
+    assert structured.texts == {"text": whole, "speech": "a" * 6}
+
+
+def test_parameters_for_an_unknown_stage_are_refused(client: Client) -> None:
+    with pytest.raises(InvalidRequestError, match="stages thinker, talker") as caught:
+        client.generate("hello", stages={"singer": {"max_tokens": 2}}).result()
+    assert caught.value.reason == "UNKNOWN_STAGE"
+    with pytest.raises(UnsupportedError, match="'talker' accepts no adapters"):
+        client.generate("hello", stages={"talker": {"adapter": "warm"}}).result()
