@@ -236,8 +236,8 @@ class SimulatedReplica:
                 flow.put(step)
         step.events.put_nowait(_FINISHED)
 
-    async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
-        """Does nothing."""
+    async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> stage_pb2.CancelStepResponse:  # noqa: ARG002
+        return stage_pb2.CancelStepResponse()
 
     async def rebind(self, request: stage_pb2.RebindStepRequest, *, timeout_s: float) -> None:  # noqa: ARG002
         self._check_alive()

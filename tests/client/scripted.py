@@ -1,7 +1,7 @@
 """An orchestrator that follows scripts: a real gRPC service without a pipeline."""
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from enum import Enum, auto
 from typing import TypeAlias
@@ -10,6 +10,7 @@ import grpc
 import numpy as np
 
 from stagemesh.common.errors import NotFoundError, StagemeshError
+from stagemesh.common.output_position import length_of
 from stagemesh.common.tensors import inline_tensor
 from stagemesh.rpc.handlers import RpcContext, answering, streaming
 from stagemesh.v1.orchestrator_pb2 import (
@@ -59,6 +60,7 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
         async with answering(context):
             self.requests.append(request)
             self.deadlines_s.append(context.time_remaining())
+            positions = Counter[str](request.next_positions)
             for item in self.scripts.popleft() if len(self.scripts) > 1 else self.scripts[0]:
                 if isinstance(item, StagemeshError):
                     raise item
@@ -67,7 +69,7 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
                 elif isinstance(item, Pause):
                     await self._pause()
                 else:
-                    yield item
+                    yield _placed(item, positions)
 
     async def CancelRequest(  # type: ignore[override]
         self, request: CancelRequestRequest, context: RpcContext
@@ -88,6 +90,17 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
             await asyncio.Event().wait()
         finally:
             self.hung_up.set()
+
+
+def _placed(event: GenerateResponse, positions: Counter[str]) -> GenerateResponse:
+    """Returns the event. If it is an output, it continues at the output's position."""
+    if event.HasField("output"):
+        placed = GenerateResponse()
+        placed.CopyFrom(event)
+        placed.output.position = positions[event.output.name]
+        positions[event.output.name] += length_of(event.output)
+        return placed
+    return event
 
 
 def admitted(request_id: str = "r", *, seed: int = 7) -> GenerateResponse:

@@ -221,7 +221,7 @@ def test_every_kind_of_output_is_counted() -> None:
         Output(name="picture", image=Image(data=b"png")),
         Output(name="rows", tensor=inline_tensor("rows", np.zeros((3, 2), np.int8))),
         Output(name="scalar", tensor=inline_tensor("scalar", np.zeros((), np.int8))),
-        Output(name="codes", token_ids=TokenIds(ids=[7])),
+        Output(name="codes", position=2, token_ids=TokenIds(ids=[7])),
     ]
     for output in outputs:
         delivery.take(GenerateResponse(output=output))

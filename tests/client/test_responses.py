@@ -5,24 +5,28 @@ import weakref
 
 import pytest
 
-from stagemesh.client.responses import Admitted, Finished, Image, Progress, ResultBuilder, Text, Timings
+from stagemesh.client.responses import Admitted, Finished, Image, OutputFinished, Progress, ResultBuilder, Text, Timings
 from stagemesh.common.errors import InternalError
 
 _ADMITTED = Admitted("r", 7, {"a": "a-0"})
 _FINISHED = Finished({}, Timings(0.0, 0.1, 0.2))
 
 
-def test_a_result_contains_the_newest_image_and_the_builder_retains_no_earlier_one() -> None:
-    builder, first = ResultBuilder(), Image("picture", b"first", "image/png")
-    earlier = weakref.ref(first)
+def test_a_result_contains_all_images_but_no_previews() -> None:
+    builder, preview = ResultBuilder(), Image("picture", b"preview", "image/png", preview=True)
+    shown = weakref.ref(preview)
     builder.add(_ADMITTED)
-    builder.add(first)
-    del first
-    builder.add(Image("picture", b"second", "image/png"))
+    builder.add(preview)
+    del preview
+    for data in (b"first", b"second"):
+        builder.add(Image("picture", data, "image/png"))
     gc.collect()
-    assert earlier() is None
+    assert shown() is None
+    builder.add(OutputFinished("picture", "end"))
     builder.add(_FINISHED)
-    assert {output: image.data for output, image in builder.build().images.items()} == {"picture": b"second"}
+    result = builder.build()
+    assert [image.data for image in result.images["picture"]] == [b"first", b"second"]
+    assert result.finishes == {"picture": OutputFinished("picture", "end")}
 
 
 def test_a_builder_retains_no_progress() -> None:

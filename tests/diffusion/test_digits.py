@@ -28,7 +28,7 @@ def up() -> Iterator[Deployment]:
 
 def draw(client: Client, digit: int, seed: int) -> Image.Image:
     result = client.generate(prompt(digit), seed=seed).result()
-    return Image.open(io.BytesIO(result.images["image"].data))
+    return Image.open(io.BytesIO(result.images["image"][0].data))
 
 
 def test_eighty_digits_are_read_as_prompted(up: Deployment) -> None:

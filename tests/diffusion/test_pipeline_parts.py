@@ -118,7 +118,7 @@ def test_previews_arrive_at_their_interval(client: Client) -> None:
 
 def test_an_image_arrives_as_a_file(client: Client) -> None:
     result = client.generate(SPEC.prompt, seed=1, options=options_of(SPEC), outputs=["image"]).result()
-    assert result.images["image"].media_type == "image/png"
+    assert result.images["image"][0].media_type == "image/png"
     assert not result.tensors
 
 

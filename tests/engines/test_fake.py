@@ -17,7 +17,16 @@ from stagemesh.common.descriptors import load_engine_descriptor
 from stagemesh.common.errors import InternalError, InvalidChunkError, InvalidRequestError, NotFoundError
 from stagemesh.common.tensors import Array, Tensors
 from stagemesh.connectors.edge import Packet
-from stagemesh.services.engines.base import Checkpoint, EngineEvent, Paused, SamplingOptions, Task, Usage
+from stagemesh.services.engines.base import (
+    Checkpoint,
+    EngineEvent,
+    Finish,
+    Paused,
+    SamplingOptions,
+    Structure,
+    Task,
+    Usage,
+)
 from stagemesh.services.engines.fake import DESCRIPTOR
 from stagemesh.services.engines.fake.engine import FakeEngine, StepClock
 from stagemesh.services.engines.fake.options import Amount, SeededRandom
@@ -56,7 +65,7 @@ def test_the_descriptor_is_loaded_by_name() -> None:
 
 
 def test_an_unknown_function_error_lists_the_known_ones() -> None:
-    with pytest.raises(NotFoundError, match="known: source, relay, frames, mix, sound"):
+    with pytest.raises(NotFoundError, match="known: source, talk, relay, frames, mix, sound"):
         DESCRIPTOR.signature("sauce", {})
 
 
@@ -78,7 +87,21 @@ async def test_a_source_repeats_its_output_for_the_same_seed() -> None:
 
 async def test_max_tokens_sets_the_steps_of_a_source() -> None:
     events = await collect(fake(size_bytes=10).submit(Task("r", 0, "hi", sampling=SamplingOptions(max_tokens=2))))
-    assert events[-1] == Usage(prompt_tokens=2, output_tokens=20, steps=2)
+    assert events[-1] == Usage(prompt_tokens=2, output_tokens=20, steps=2, finish=Finish("length"))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "text", "finish"),
+    [
+        (SamplingOptions(max_tokens=1), "ab", Finish("length")),
+        (SamplingOptions(stop=("x", "c")), "ab", Finish("stop", stop_text="c")),
+        (SamplingOptions(structure=Structure("regex", ("z",))), "zz", Finish()),
+    ],
+)
+async def test_sampling_limits_a_talker(sampling: SamplingOptions, text: str, finish: Finish) -> None:
+    events = await collect(fake("talk").submit(Task("r", 0, inlets={"in": text_stream("ab", "cd")}, sampling=sampling)))
+    assert text_of(events) == text
+    assert events[-1] == Usage(output_tokens=4, steps=2, finish=finish)
 
 
 async def test_a_relay_emits_its_input_text() -> None:
@@ -98,7 +121,7 @@ async def test_the_task_fails_at_the_configured_step() -> None:
     with pytest.raises(InternalError, match="step 2"):
         async for _ in fake(fail_at_step=2).submit(Task("r", 0, "hi")):
             seen += 1
-    assert seen == 4  # an emission and a progress for each of two steps
+    assert seen == 5  # the usage, and an emission and a progress for each of two steps
 
 
 async def test_tasks_over_the_limit_are_queued() -> None:
@@ -244,7 +267,7 @@ async def test_a_fault_strikes_only_its_attempts() -> None:
 async def test_a_hang_emits_nothing_until_it_is_aborted() -> None:
     engine = fake(faults=one("hang", after_steps=1))
     async with aclosing(engine.submit(Task("r", 0, "hi"))) as events:
-        for _ in range(2):
+        for _ in range(3):
             await anext(events)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
@@ -268,7 +291,7 @@ asyncio.run(main())
 def test_an_exit_ends_the_process_at_its_step() -> None:
     ended = subprocess.run([sys.executable, "-c", EXITING], capture_output=True, text=True, timeout=30, check=False)
     assert ended.returncode == -signal.SIGKILL
-    assert ended.stdout.split() == ["Emission", "Progress"]
+    assert ended.stdout.split() == ["Usage", "Emission", "Progress"]
 
 
 async def test_a_slow_task_emits_the_same_outputs_later() -> None:
@@ -366,13 +389,13 @@ def test_packed_inputs_unpack_unchanged() -> None:
 
 async def test_a_task_resumed_at_its_end_emits_nothing() -> None:
     events = await collect(fake().submit(Task("r", 3, "hi", resume_from=Checkpoint(4))))
-    assert [type(event) for event in events] == [Usage]
+    assert [type(event) for event in events] == [Usage, Usage]
 
 
 async def test_the_estimated_work_decreases_with_each_step() -> None:
     engine = fake(steps=4, step_s=0.01)
     left = [round(engine.load().work_s, 3) async for _ in engine.submit(Task("r", 0, "hi"))]
-    assert left == [0.03, 0.03, 0.02, 0.02, 0.01, 0.01, 0.0, 0.0, 0.0]
+    assert left == [0.04, 0.03, 0.03, 0.02, 0.02, 0.01, 0.01, 0.0, 0.0, 0.0]
     assert not engine.load().running
 
 

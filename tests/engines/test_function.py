@@ -122,7 +122,7 @@ async def test_a_wrong_tensor_is_rejected(engine: FunctionEngine) -> None:
 async def test_options_are_completed_and_checked(engine: FunctionEngine) -> None:
     events = await collect(engine.submit(numbers_task("r", [2], factor=3)))
     assert values(packets(events)[0]) == [6]
-    with pytest.raises(InvalidRequestError, match="'factor' is 11; it must be from 0 to 10"):
+    with pytest.raises(InvalidRequestError, match="'factor' is 11; it must be a number from 0 to 10"):
         await collect(engine.submit(numbers_task("r", [2], factor=11)))
     with pytest.raises(InvalidRequestError, match=r"unknown option 'factr'.*factor"):
         await collect(engine.submit(numbers_task("r", [2], factr=1)))

@@ -8,6 +8,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagemesh.common.errors import StagemeshError
+from stagemesh.common.output_position import length_of
 from stagemesh.rpc.handlers import answering, streaming
 from stagemesh.services.stage.service.servicer import StepSession
 from stagemesh.v1 import chunk_pb2, control_pb2, control_pb2_grpc, request_pb2, stage_pb2, stage_pb2_grpc
@@ -142,11 +143,12 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         self.running += 1
         self.idle.clear()
         try:
-            seqs = Counter[str]()
+            positions = Counter[str]()
             async for response in self.script(self, request):
                 if response.HasField("output"):
-                    response.output.seq = response.output.seq or seqs[response.output.name]
-                    seqs[response.output.name] += 1
+                    name = response.output.name
+                    response.output.position = response.output.position or positions[name]
+                    positions[name] += length_of(response.output)
                 yield response
                 self.started.set()
         finally:

@@ -113,7 +113,9 @@ class SimulatedReplica:
         """Pauses all steps, as a drain does."""
         for step_id, step in self.steps.items():
             self.tasks[step_id].cancel()
-            checkpoint = stage_pb2.Checkpoint(steps=step.made, token_ids=[1], rows={_TENSOR: step.made})
+            outputs = dict.fromkeys(step.request.streamed, self._length(step.made))
+            rows = {_TENSOR: step.made}
+            checkpoint = stage_pb2.Checkpoint(steps=step.made, token_ids=[1], rows=rows, outputs=outputs)
             step.emit(paused=stage_pb2.StepPaused(checkpoint=checkpoint))
             step.over = True
 
@@ -193,12 +195,13 @@ class SimulatedReplica:
             self._check()
             take(step.events[position])
 
-    async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
+    async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> stage_pb2.CancelStepResponse:
         self._check()
         for step_id, step in list(self.steps.items()):
             if step.request.attempt <= request.attempt:
                 self.tasks.pop(step_id).cancel()
                 del self.steps[step_id]
+        return stage_pb2.CancelStepResponse()
 
     async def rebind(self, request: stage_pb2.RebindStepRequest, *, timeout_s: float) -> None:
         self._check()
@@ -267,20 +270,28 @@ class SimulatedReplica:
             world.on_row(step)
             await asyncio.sleep(ROW_S)
             for name in step.request.streamed:
-                text = f"{self.member.stage}{step.made}é "
-                step.emit(output=request_pb2.Output(name=name, text=text, seq=step.made))
+                text = self._text(step.made)
+                step.emit(output=request_pb2.Output(name=name, text=text, position=self._length(step.made)))
             step.made += 1
             world.made[self.member.stage] += 1
             step.emit(progress=stage_pb2.StepProgress(steps=step.made))
             if world.checkpoints:
                 rows = {_TENSOR: step.made, _UNSENT: step.made}
-                checkpoint = stage_pb2.Checkpoint(steps=step.made, token_ids=[1], rows=rows)
+                outputs = dict.fromkeys(step.request.streamed, self._length(step.made))
+                checkpoint = stage_pb2.Checkpoint(steps=step.made, token_ids=[1], rows=rows, outputs=outputs)
                 step.emit(checkpoint=checkpoint)
         while not all(self._has_arrived(step, target) for target in list(step.outlets.values())):
             await world.changed.wait()
         step.finished = True
         step.emit(finished=stage_pb2.StepFinished(usage=request_pb2.Usage(steps=step.made)))
         step.over = True
+
+    def _text(self, row: int) -> str:
+        return f"{self.member.stage}{row}é "
+
+    def _length(self, rows: int) -> int:
+        """Returns the length of the text of this number of rows, in code points."""
+        return sum(len(self._text(row)) for row in range(rows))
 
     def _take(self, step: Step, edge: str) -> int:
         """Takes the rows that have been made. Returns the number of rows taken in all."""

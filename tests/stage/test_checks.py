@@ -50,7 +50,11 @@ def _tensor(**fields: object) -> tensor_pb2.Tensor:
         (lambda r: r.input.conversation.messages.add(role="bard"), "INVALID_PROMPT", "system, user, assistant"),
         (lambda r: r.streamed.append("video"), "UNKNOWN_TENSOR", "unknown tensor 'video'"),
         (lambda r: setattr(r.parameters.options["pitch"], "number", 1.0), "UNKNOWN_OPTION", "this stage has speed"),
-        (lambda r: setattr(r.parameters.options["speed"], "number", 3.0), "INVALID_OPTION", "must be a number from 0.5 to 2"),
+        (
+            lambda r: setattr(r.parameters.options["speed"], "number", 3.0),
+            "INVALID_OPTION",
+            "must be a number from 0.5 to 2",
+        ),
         (lambda r: setattr(r.parameters.options["speed"], "number", float("nan")), "INVALID_OPTION", "'speed' is nan"),
         (lambda r: setattr(r.parameters.sampling, "max_tokens", 0), "INVALID_SAMPLING", "max_tokens is 0"),
         (lambda r: setattr(r.parameters.sampling, "temperature", -1), "INVALID_SAMPLING", "at least 0"),

@@ -81,7 +81,7 @@ async def test_each_call_receives_its_own_events() -> None:
             await caller.begin(number, step_request(f"r{number}", text=f"text {number}"))
         await caller.until_ended(1, 2, 3)
     for number in (1, 2, 3):
-        assert caller.kinds(number) == ["accepted", "output", "progress", "output", "finished", "ended"]
+        assert caller.kinds(number) == ["accepted", "output", "progress", "output", "output", "finished", "ended"]
         assert not caller.received[number][-1].ended.HasField("error")
 
 

@@ -1,12 +1,16 @@
 """Tensors as fragments for a client."""
 
+from itertools import accumulate
+
 import numpy as np
 import pytest
 
 from stagemesh.common.descriptors import Emitted, OutputKind
 from stagemesh.common.errors import UnsupportedError
+from stagemesh.common.output_position import length_of
 from stagemesh.common.tensors import Array, TensorSpec, read_inline
 from stagemesh.connectors.edge import Packet
+from stagemesh.services.engines.base import END
 from stagemesh.services.stage.step.outputs import StreamedOutputs
 from stagemesh.v1 import request_pb2
 
@@ -49,11 +53,11 @@ def test_a_tensor_larger_than_a_message_is_rejected() -> None:
     assert caught.value.reason == "OUTPUT_TOO_LARGE"
 
 
-def test_each_name_is_numbered_separately() -> None:
+def test_each_name_has_its_own_position() -> None:
     emits = {name: Emitted(TensorSpec("uint8", ("bytes",)), kind="text") for name in "ab"}
     outputs = StreamedOutputs(["a", "b"], emits)
     packet = Packet({"a": _bytes(b"x"), "b": _bytes(b"y"), "c": _bytes(b"z")})
-    numbered = [(piece.output.name, piece.output.seq) for _ in range(2) for piece in outputs.push(packet)]
+    numbered = [(piece.output.name, piece.output.position) for _ in range(2) for piece in outputs.push(packet)]
     assert numbered == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
 
 
@@ -65,6 +69,9 @@ def _outputs(kind: OutputKind, tensors: list[Array]) -> list[request_pb2.Output]
     """Returns all fragments of an output, in order."""
     outputs = StreamedOutputs(["x"], {"x": Emitted(TensorSpec("uint8", ("n",)), kind=kind, sample_rate_hz=24_000)})
     events = [event for tensor in tensors for event in outputs.push(Packet({"x": tensor}))]
-    events += outputs.finish()
-    assert [event.output.seq for event in events] == list(range(len(events)))
-    return [event.output for event in events]
+    events += outputs.finish(END)
+    parts = [event.output for event in events]
+    assert [part.position for part in parts] == list(accumulate(map(length_of, parts[:-1]), initial=0))
+    assert [part.HasField("finish") for part in parts] == [False] * (len(parts) - 1) + [True]
+    # The last part has no content, unless a text ends within a character.
+    return parts if parts[-1].WhichOneof("content") else parts[:-1]

@@ -35,11 +35,11 @@ def _checkpoint_of(message: stage_pb2.Checkpoint) -> Checkpoint | None:
     return spec_from_wire(stage_pb2.ExecuteStepRequest(resume_from=message)).task.resume_from
 
 
-async def test_a_resumed_step_continues_the_numbering() -> None:
+async def test_a_resumed_step_continues_at_its_positions() -> None:
     async with ready_runtime(CONFIG) as runtime:
         whole = await events_of(runtime, step_spec())
         checkpoints = _checkpoints(whole)
-        assert [(one.steps, dict(one.outputs)) for one in checkpoints] == [(2, {"text": 2}), (4, {"text": 4})]
+        assert [(one.steps, dict(one.outputs)) for one in checkpoints] == [(2, {"text": 40}), (4, {"text": 80})]
         first = _checkpoint_of(checkpoints[0])
         assert first is not None
         rest = await events_of(runtime, _resumed(first))
@@ -106,8 +106,13 @@ async def test_a_later_caller_receives_the_newest_state_and_none_after_the_end()
             async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as second:
                 assert [_state_sizes(await anext(second)) for _ in range(4)] == [None, (0, 0), (0, 0), (1, 3000)]
             engine.gate.set()
-            assert [_state_sizes(event) async for event in first] == [None]
-        assert [_state_sizes(event) for event in await events_of(runtime, step_spec())] == [None, *[(0, 0)] * 3, None]
+            assert [_state_sizes(event) async for event in first] == [None, None]
+        assert [_state_sizes(event) for event in await events_of(runtime, step_spec())] == [
+            None,
+            *[(0, 0)] * 3,
+            None,
+            None,
+        ]
 
 
 async def test_a_large_state_is_left_out_of_its_event() -> None:

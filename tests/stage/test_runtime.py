@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 
@@ -21,7 +22,7 @@ from stagemesh.common.errors import (
 )
 from stagemesh.services.stage.replica.runtime import ReplicaState
 from stagemesh.services.stage.step import run
-from stagemesh.v1 import stage_pb2
+from stagemesh.v1 import request_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, make_runtime, ready_runtime, stage_config, step_spec
 
@@ -30,7 +31,9 @@ async def test_the_events_of_a_step_are_in_order() -> None:
     async with ready_runtime(stage_config(steps=3)) as runtime:
         events = await events_of(runtime, step_spec())
     assert events[0] == stage_pb2.ExecuteStepResponse(accepted=stage_pb2.StepAccepted(queue_position=0))
-    assert [event.output.seq for event in events if event.HasField("output")] == [0, 1, 2]
+    parts = [event.output for event in events if event.HasField("output")]
+    assert [part.position for part in parts] == list(accumulate((len(part.text) for part in parts[:-1]), initial=0))
+    assert (len(parts), parts[-1].finish.reason) == (4, request_pb2.FINISH_REASON_END)
     assert events[-1].finished.usage.steps == 3
 
 
@@ -179,11 +182,12 @@ async def test_cancel_waits_for_the_engine() -> None:
     async with ready_runtime(engine=engine) as runtime:
         async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as events:
             await _read_first_output(events)
-            assert await runtime.cancel("r", attempt=0, reason="the user left") == 1
+            cancelled = await runtime.cancel("r", attempt=0, reason="the user left")
+            assert cancelled == stage_pb2.CancelStepResponse(stopped=1)
             assert engine.released == ["r"]
             with pytest.raises(CancelledRequestError, match="the user left"):
                 [event async for event in events]
-        assert await runtime.cancel("r", attempt=0, reason="again") == 0
+        assert (await runtime.cancel("r", attempt=0, reason="again")).stopped == 0
 
 
 async def test_a_second_stop_does_not_interrupt_the_first() -> None:
@@ -209,8 +213,8 @@ async def test_cancel_spares_later_attempts_and_other_requests() -> None:
         aclosing(runtime.execute(step_spec("a", attempt=2), time_left_s=None)) as mine,
     ):
         await _read_first_output(mine)
-        assert await runtime.cancel("a", attempt=1, reason="") == 0
-        assert await runtime.cancel("b", attempt=0, reason="") == 0
+        assert (await runtime.cancel("a", attempt=1, reason="")).stopped == 0
+        assert (await runtime.cancel("b", attempt=0, reason="")).stopped == 0
         assert engine.running == ["a"]
 
 

@@ -26,7 +26,7 @@ from tests.stage.replicas import Replica, make_runtime, served, served_stage, st
 async def test_a_step_streams_its_events() -> None:
     async with served_stage(stage_config(steps=2)) as replica:
         kinds = [event.WhichOneof("event") async for event in replica.stub.ExecuteStep(step_request())]
-    assert kinds == ["accepted", "output", "progress", "output", "finished"]
+    assert kinds == ["accepted", "output", "progress", "output", "output", "finished"]
 
 
 async def test_an_error_has_its_reason_and_stage() -> None:
@@ -64,7 +64,7 @@ async def test_a_caller_that_returns_in_time_receives_all_events(monkeypatch: py
             await left.wait()
         engine.gate.set()
         events = [event.WhichOneof("event") async for event in replica.stub.ExecuteStep(step_request())]
-    assert events == ["accepted", "output", "finished"]
+    assert events == ["accepted", "output", "output", "finished"]
 
 
 async def test_one_of_two_callers_may_leave() -> None:
@@ -76,7 +76,7 @@ async def test_one_of_two_callers_may_leave() -> None:
         await anext(events)
         leaving.cancel()
         engine.gate.set()
-        assert [event.WhichOneof("event") async for event in events] == ["output", "finished"]
+        assert [event.WhichOneof("event") async for event in events] == ["output", "output", "finished"]
 
 
 async def test_a_step_ends_at_its_callers_deadline() -> None:

@@ -36,17 +36,17 @@ def client(omni: Deployment) -> Iterator[Client]:
 def test_parameters_of_the_thinker_leave_the_talker_alone(client: Client) -> None:
     whole = client.generate("hello", seed=1).result()
     assert whole.texts["speech"] == whole.texts["text"]
-    assert whole.text.count("Step") == 6
+    assert whole.texts["text"].count("Step") == 6
     schema = '{"type": "object"}'
     limited = client.generate("hello", seed=1, max_tokens=2, json_schema=schema).result()
     # The talker repeats what it receives. Its own limits would shorten or replace it.
     assert limited.texts == {"text": schema * 2, "speech": schema * 2}
     stopped = client.generate("hello", seed=1, stop=["Step 3"]).result()
-    assert stopped.texts["speech"] == stopped.texts["text"] == whole.text[: whole.text.index("Step 3")]
+    assert stopped.texts["speech"] == stopped.texts["text"] == whole.texts["text"].partition("Step 3")[0]
 
 
 def test_parameters_of_the_talker_leave_the_thinker_alone(client: Client) -> None:
-    whole = client.generate("hello", seed=1).result().text
+    whole = client.generate("hello", seed=1).result().texts["text"]
     limited = client.generate("hello", seed=1, stages={"talker": {"max_tokens": 2}}).result()
     assert limited.texts == {"text": whole, "speech": whole[: whole.index("Step 2")]}
     stopped = client.generate("hello", seed=1, stages={"talker": {"stop": ["Step 1"]}}).result()

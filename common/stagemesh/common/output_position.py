@@ -1,21 +1,16 @@
 """The position of a receiver: how much of each output of a request the receiver has received.
 
-When outputs are replayed, the position determines which part of an output fragment is new. Outputs are replayed from
-the first fragment if a connection breaks, a stage restarts or a client calls another orchestrator. The fragments of the
-replay may have other boundaries. A position therefore counts units instead of fragments: code points of text, tokens,
-audio samples, images, or rows of a tensor along its first axis. A tensor without axes counts as one row. Each event of
-a step (`ExecuteStepResponse`) counts as one unit and is never split.
+Outputs are replayed if a connection breaks, a stage restarts or a client calls another orchestrator. The parts of the
+replay may have other boundaries. A position therefore counts units: code points of text, tokens, audio samples,
+images, or rows of a tensor along its first axis. A tensor without axes counts as one row.
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TypeAlias, overload
 
-from stagemesh.common.errors import InvalidChunkError
+from stagemesh.common.errors import InternalError, InvalidChunkError
 from stagemesh.common.tensors import checked_layout
-from stagemesh.v1 import request_pb2, stage_pb2, tensor_pb2
-
-Piece: TypeAlias = request_pb2.Output | stage_pb2.ExecuteStepResponse
+from stagemesh.v1 import request_pb2, tensor_pb2
 
 _START: Mapping[str, int] = MappingProxyType({})
 
@@ -26,68 +21,44 @@ class Position:
     A unit is a code point of text, a token, an audio sample, an image, or a row of a tensor.
     """
 
-    __slots__ = ("_counts",)
+    __slots__ = ("_counts", "_finished")
 
     def __init__(self, counts: Mapping[str, int] = _START) -> None:
         self._counts = dict(counts)
+        self._finished = set[str]()
 
     @property
     def counts(self) -> Mapping[str, int]:
         """The number of received units of each output, by output name, as in `GenerateRequest.next_positions`."""
         return self._counts
 
-    def copy(self) -> "Position":
-        """Returns an independent copy, which does not change when this position advances."""
-        return Position(self._counts)
+    def remainder(self, output: request_pb2.Output) -> request_pb2.Output | None:
+        """Returns the part of `output` that the receiver does not have yet, or None if it has all of `output`.
 
-    def is_behind(self, other: "Position") -> bool:
-        """Returns whether `other` has more received units than this position for at least one output."""
-        return any(self._counts.get(name, 0) < count for name, count in other.counts.items())
-
-    def advance(self, piece: Piece) -> None:
-        """Counts the units of an output fragment as received."""
-        self.advance_by(*_measure(piece))
-
-    def advance_by(self, name: str, count: int) -> int:
-        """Counts `count` units of the output `name` as received. Returns the output's previous number of units."""
-        begin = self._counts.get(name, 0)
-        self._counts[name] = begin + count
-        return begin
-
-    @overload
-    def remainder(self, piece: request_pb2.Output, *, replayed: "Position") -> request_pb2.Output | None: ...
-
-    @overload
-    def remainder(
-        self, piece: stage_pb2.ExecuteStepResponse, *, replayed: "Position"
-    ) -> stage_pb2.ExecuteStepResponse | None: ...
-
-    def remainder(self, piece: Piece, *, replayed: "Position") -> Piece | None:
-        """Returns the part of the output fragment `piece` that the receiver does not have, or None if it has all units.
-
-        `replayed` is the position at which the fragment begins, and is advanced to the end of the fragment. This
-        position is also advanced to that end, unless it is already at or after that end. Raises InvalidChunkError if a
-        tensor's or the audio's number of bytes does not match its shape.
+        Advances to the end of `output`. Raises InternalError (OUTPUT_OUT_OF_ORDER) if an earlier part is missing, and
+        InvalidChunkError if a tensor's or the audio's number of bytes does not match its shape.
         """
-        name, length = _measure(piece)
-        begin, received = replayed.advance_by(name, length), self._counts.get(name, 0)
-        if begin + length > received:
-            self._counts[name] = begin + length
-        if begin >= received:
-            return piece
-        return after(piece, received - begin) if isinstance(piece, request_pb2.Output) else None
-
-
-def _measure(piece: Piece) -> tuple[str, int]:
-    """Returns the output name of a fragment and the fragment's number of units.
-
-    For an event of a step, the name is "" and the number is 1.
-    """
-    return (piece.name, length_of(piece)) if isinstance(piece, request_pb2.Output) else ("", 1)
+        name = output.name
+        received, end = self._counts.get(name, 0), output.position + length_of(output)
+        if output.position > received:
+            raise InternalError(
+                f"output {name!r} continues at {output.position}, but only {received} were received; report this as a "
+                "defect",
+                reason="OUTPUT_OUT_OF_ORDER",
+            )
+        if name in self._finished:
+            return None
+        if end > received:
+            self._counts[name] = end
+        if output.HasField("finish"):
+            self._finished.add(name)
+        elif end <= received:
+            return None
+        return after(output, received - output.position)
 
 
 def length_of(output: request_pb2.Output) -> int:
-    """Returns the number of units in an output fragment.
+    """Returns the number of units in a part of an output.
 
     A unit is a code point of text, a token, an audio sample, an image, or a row of a tensor.
     """
@@ -107,16 +78,18 @@ def length_of(output: request_pb2.Output) -> int:
 
 
 def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
-    """Returns an output fragment without its first `count` units, or None if no unit remains. Preserves `seq`.
+    """Returns an output without its first `count` units, or None if neither a unit nor `finish` remains.
 
     A unit is a code point of text, a token, an audio sample, an image, or a row of a tensor. Raises InvalidChunkError
     if a tensor's or the audio's number of bytes does not match its shape.
     """
     if count <= 0:
         return output
+    rest = request_pb2.Output(name=output.name, position=output.position + count)
+    if output.HasField("finish"):
+        rest.finish.CopyFrom(output.finish)
     if count >= length_of(output):
-        return None
-    rest = request_pb2.Output(name=output.name, seq=output.seq)
+        return rest if output.HasField("finish") else None
     # An image is a single unit, so one of the returns above has already handled it.
     match output.WhichOneof("content"):
         case "text":

@@ -22,6 +22,7 @@ from stagemesh.client.responses import EdgeUsage as EdgeUsage
 from stagemesh.client.responses import Event as Event
 from stagemesh.client.responses import Finished as Finished
 from stagemesh.client.responses import Image as Image
+from stagemesh.client.responses import OutputFinished as OutputFinished
 from stagemesh.client.responses import Progress as Progress
 from stagemesh.client.responses import Queued as Queued
 from stagemesh.client.responses import Result as Result

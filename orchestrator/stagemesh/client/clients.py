@@ -43,8 +43,7 @@ class AsyncGeneration(BaseGeneration["AsyncClient"]):
                 call = self._client.stubs[session.endpoint].Generate(session.request(), timeout=timeout_s)
                 try:
                     async for response in call:
-                        event = session.take(response)
-                        if event is not None:
+                        for event in session.take(response):
                             yield event
                 except grpc.aio.AioRpcError as exc:
                     pause_s = session.pause_s(exc)
@@ -162,9 +161,7 @@ class Generation(BaseGeneration["Client"]):
                 call = self._client.stubs[session.endpoint].Generate(session.request(), timeout=timeout_s)
                 try:
                     for response in call:
-                        event = session.take(response)
-                        if event is not None:
-                            yield event
+                        yield from session.take(response)
                 except grpc.RpcError as exc:
                     pause_s = session.pause_s(exc)
                 else:

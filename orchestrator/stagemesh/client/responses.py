@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -100,11 +100,12 @@ class AudioChunk:
 
 @dataclass(frozen=True)
 class Image:
-    """An event with a complete encoded image, which replaces any earlier image of the same output."""
+    """An event with a complete encoded image. A preview shows an earlier state of the image that follows it."""
 
     output: str
     data: bytes
     media_type: str
+    preview: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,12 +118,34 @@ class TensorOutput:
 
 
 @dataclass(frozen=True)
+class OutputFinished:
+    """An event: an output has ended.
+
+    `reason` is "end" if the output is complete, "stop" if `stop_text` or `stop_token_id` stopped it, "length" if it
+    reached `max_tokens`, "limit" if it reached a limit of the stage, and "cancelled" or "failed" if it is incomplete.
+    """
+
+    output: str
+    reason: str
+    stop_text: str | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True)
 class Usage:
-    """The numbers of tokens and engine steps that a stage processed for a request."""
+    """The work of a stage for a request: tokens, engine steps, and the media that the stage produced.
+
+    The cached tokens and the media tokens of the prompt are included in `prompt_tokens`.
+    """
 
     prompt_tokens: int
     output_tokens: int
     steps: int
+    cached_tokens: int = 0
+    media_tokens: int = 0
+    audio_s: float = 0.0
+    images: int = 0
+    frames: int = 0
 
 
 @dataclass(frozen=True)
@@ -159,7 +182,10 @@ class StageReport:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of a successful request. Contains a report for each stage, by stage name."""
+    """The last event of a request. Contains a report for each stage that started, by stage name.
+
+    If the request failed or was cancelled, the iteration raises the error after this event.
+    """
 
     stages: Mapping[str, StageReport]
     timings: Timings
@@ -170,10 +196,12 @@ class Finished:
         return tuple(edge for stage in self.stages.values() for edge in stage.edges)
 
 
-Event: TypeAlias = Queued | Admitted | Progress | Text | Tokens | AudioChunk | Image | TensorOutput | Finished
+Event: TypeAlias = (
+    Queued | Admitted | Progress | Text | Tokens | AudioChunk | Image | TensorOutput | OutputFinished | Finished
+)
 
 StartOrEnd = TypeVar("StartOrEnd", Admitted, Finished)
-OutputEvent = TypeVar("OutputEvent", Text, Tokens, AudioChunk, TensorOutput)
+OutputEvent = TypeVar("OutputEvent", Text, Tokens, AudioChunk, Image, TensorOutput, OutputFinished)
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,8 +232,11 @@ class Result:
     logprobs: Mapping[str, tuple[TokenLogprobs, ...]]
     """The log-probabilities of all tokens, by output name. Empty if the request did not ask for log-probabilities."""
     audios: Mapping[str, Audio]
-    images: Mapping[str, Image]
+    images: Mapping[str, tuple[Image, ...]]
+    """The images of each output, without previews."""
     tensors: Mapping[str, tuple[TensorOutput, ...]]
+    finishes: Mapping[str, OutputFinished]
+    """Why each output ended."""
     finished: Finished
     first_text_s: float | None
     first_audio_s: float | None
@@ -247,16 +278,12 @@ class ResultBuilder:
     def __init__(self) -> None:
         self._begun_s = time.monotonic()
         self._events: list[Event] = []
-        self._images: dict[str, Image] = {}
-        """The newest image of each output. Earlier images are not retained."""
         self._first_s: dict[type[Event], float] = {}
         """The time of the first event of each type, in seconds since the ResultBuilder was constructed."""
 
     def add(self, event: Event) -> None:
         """Adds an event. The events must be added in the order in which they arrived."""
-        if isinstance(event, Image):
-            self._images[event.output] = event
-        elif not isinstance(event, Queued | Progress):
+        if not isinstance(event, Queued | Progress) and not (isinstance(event, Image) and event.preview):
             self._events.append(event)
         self._first_s.setdefault(type(event), self._now_s())
 
@@ -273,8 +300,9 @@ class ResultBuilder:
             tokens={output: tuple(chain.from_iterable(each.ids for each in made)) for output, made in tokens.items()},
             logprobs={output: logprobs for output, made in tokens.items() if (logprobs := _logprobs(made))},
             audios={output: _join(chunks) for output, chunks in self._by_output(AudioChunk).items()},
-            images=self._images,
+            images={output: tuple(images) for output, images in self._by_output(Image).items()},
             tensors={output: tuple(tensors) for output, tensors in self._by_output(TensorOutput).items()},
+            finishes={output: ends[-1] for output, ends in self._by_output(OutputFinished).items()},
             finished=finished,
             first_text_s=self._first_s.get(Text),
             first_audio_s=self._first_s.get(AudioChunk),
@@ -297,32 +325,47 @@ class ResultBuilder:
         return time.monotonic() - self._begun_s
 
 
-def decode_event(response: orchestrator_pb2.GenerateResponse) -> Event | None:
-    """Returns the event in `response`, or None if this client does not recognize the kind of event.
+def decode_events(response: orchestrator_pb2.GenerateResponse) -> Iterator[Event]:
+    """Yields the events in `response`. Yields nothing if this client does not recognize the kind of event.
 
     Raises InvalidChunkError if the shape, dtype or size of audio or of a tensor is inconsistent.
     """
     match response.WhichOneof("event"):
         case "admitted":
             admitted = response.admitted
-            return Admitted(admitted.request_id, admitted.seed, dict(admitted.replicas))
+            yield Admitted(admitted.request_id, admitted.seed, dict(admitted.replicas))
         case "queued":
             queued = response.queued
-            return Queued(queued.request_id, queued.position, queued.expected_wait_s)
+            yield Queued(queued.request_id, queued.position, queued.expected_wait_s)
         case "progress":
             done = response.progress.progress
             total_steps = done.total_steps if done.HasField("total_steps") else None
-            return Progress(response.progress.stage, done.steps, total_steps)
+            yield Progress(response.progress.stage, done.steps, total_steps)
         case "output":
-            return _output(response.output)
+            content = _content(response.output)
+            if content is not None:
+                yield content
+            if response.output.HasField("finish"):
+                yield _finish(response.output)
         case "finished":
             stages = {name: _report(stage) for name, stage in response.finished.stages.items()}
-            return Finished(stages, _timings(response.finished.timings))
+            yield Finished(stages, _timings(response.finished.timings))
         case None:
-            return None
+            pass
 
 
-def _output(message: request_pb2.Output) -> Event | None:
+def _finish(message: request_pb2.Output) -> OutputFinished:
+    finish = message.finish
+    reason = request_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
+    return OutputFinished(
+        message.name,
+        reason,
+        finish.stop_text if finish.HasField("stop_text") else None,
+        finish.stop_token_id if finish.HasField("stop_token_id") else None,
+    )
+
+
+def _content(message: request_pb2.Output) -> Event | None:
     match message.WhichOneof("content"):
         case "text":
             return Text(message.name, message.text)
@@ -334,7 +377,7 @@ def _output(message: request_pb2.Output) -> Event | None:
         case "audio":
             return _audio(message.name, message.audio)
         case "image":
-            return Image(message.name, message.image.data, message.image.media_type)
+            return Image(message.name, message.image.data, message.image.media_type, message.image.preview)
         case "tensor":
             return TensorOutput(message.name, message.tensor.name, read_inline(message.tensor))
         case None:
@@ -352,9 +395,9 @@ def _audio(output: str, message: request_pb2.Audio) -> AudioChunk:
 
 
 def _report(message: stage_pb2.StepFinished) -> StageReport:
-    usage = message.usage
+    usage = Usage(**{name: getattr(message.usage, name) for name in Usage.__annotations__})
     edges = tuple(EdgeUsage(edge.edge, edge.connector, edge.chunks, edge.size_bytes) for edge in message.edges)
-    return StageReport(Usage(usage.prompt_tokens, usage.output_tokens, usage.steps), _timings(message.timings), edges)
+    return StageReport(usage, _timings(message.timings), edges)
 
 
 def _timings(message: request_pb2.Timings) -> Timings:

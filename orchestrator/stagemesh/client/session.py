@@ -11,7 +11,7 @@ from typing import Generic, Self, TypeVar
 import grpc
 import grpc.aio
 
-from stagemesh.client.responses import Admitted, Event, Progress, Queued, decode_event
+from stagemesh.client.responses import Admitted, Event, Progress, Queued, decode_events
 from stagemesh.common.backoff import backoff_s
 from stagemesh.common.errors import (
     CancelledRequestError,
@@ -184,25 +184,29 @@ class ClientPosition:
         """Records that a call ended before its request ended. The call may have started the request."""
         self._request.earlier_calls += 1
 
-    def take(self, response: orchestrator_pb2.GenerateResponse) -> Event | None:
-        """Returns the event in `response`, or None if the caller already has it or if its kind is unknown."""
-        event = decode_event(response)
+    def take(self, response: orchestrator_pb2.GenerateResponse) -> Sequence[Event]:
+        """Returns the events in `response` that the caller does not have yet. Empty if their kind is unknown."""
+        if response.HasField("output"):
+            rest = self._received.remainder(response.output)
+            return () if rest is None else tuple(decode_events(orchestrator_pb2.GenerateResponse(output=rest)))
+        return tuple(filter(self._is_new, decode_events(response)))
+
+    def _is_new(self, event: Event) -> bool:
         match event:
             case Queued() | Admitted() if self._admitted:
                 # The request is queued or placed again. The caller has already received its start.
-                return None
+                return False
             case Admitted():
                 self._admitted = True
                 self._request.parameters.seed = event.seed
-            case Progress() if self._request.earlier_calls and event.steps <= self._steps[event.stage]:
-                return None
             case Progress():
-                self._steps[event.stage] = event.steps
+                is_new = not self._request.earlier_calls or event.steps > self._steps[event.stage]
+                if is_new:
+                    self._steps[event.stage] = event.steps
+                return is_new
             case _:
                 pass
-        if response.HasField("output"):
-            self._received.advance(response.output)
-        return event
+        return True
 
 
 class BaseClient:
@@ -297,12 +301,12 @@ class RequestSession:
         """Returns the request to send with the next call, which asks for the outputs that are still missing."""
         return self._position.request()
 
-    def take(self, response: orchestrator_pb2.GenerateResponse) -> Event | None:
-        """Returns the event in `response`, or None if the caller already has it or if its kind is unknown."""
-        event = self._position.take(response)
+    def take(self, response: orchestrator_pb2.GenerateResponse) -> Sequence[Event]:
+        """Returns the events in `response` that the caller does not have yet. Empty if their kind is unknown."""
+        events = self._position.take(response)
         if response.WhichOneof("event") != "queued":
-            self._attempts.note_answer(is_new=event is not None)
-        return event
+            self._attempts.note_answer(is_new=bool(events))
+        return events
 
     def pause_s(self, failure: grpc.RpcError) -> float:
         """Records a failed call. Returns the number of seconds to wait before the next call.

@@ -80,7 +80,7 @@ class Orchestrator:
         """Returns an iterator over the events of a request, oldest first. Each event is a serialized GenerateResponse.
 
         If a request with the same id and content exists, attaches to this request. Otherwise starts a new request.
-        Omits outputs before `request.next_seqs` and `request.next_positions`.
+        Omits outputs before `request.next_positions`.
 
         `time_left_s` is the time until the caller's deadline in seconds, or None if the caller has no deadline.
 
@@ -97,7 +97,7 @@ class Orchestrator:
         if known is None:
             known = self._start(valid, content, time_left_s=time_left_s)
         known.record.expect(linger_s=request.linger_s)
-        return known.record.follow(next_seqs=request.next_seqs, next_positions=request.next_positions)
+        return known.record.follow(next_positions=request.next_positions)
 
     async def cancel(self, request_id: str, *, when_left: bool = False) -> None:
         """Stops a request. Returns after every stage has released the request.
@@ -175,10 +175,7 @@ class Orchestrator:
         else:
             self.requests.forget(request.request_id)
         known.ended.set_result(None)
-        if error is None:
-            record.finish()
-        else:
-            record.close(error)
+        record.close(error)
 
     async def _watch_admission(self) -> None:
         while True:

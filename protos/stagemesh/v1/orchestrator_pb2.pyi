@@ -28,26 +28,6 @@ class GenerateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
-    class NextSeqsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.int
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.int = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    @_typing.final
     class NextPositionsEntry(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -73,7 +53,6 @@ class GenerateRequest(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
-    NEXT_SEQS_FIELD_NUMBER: _builtins.int
     CALLER_FIELD_NUMBER: _builtins.int
     NEXT_POSITIONS_FIELD_NUMBER: _builtins.int
     LINGER_S_FIELD_NUMBER: _builtins.int
@@ -115,14 +94,9 @@ class GenerateRequest(_message.Message):
         """The names of the wanted outputs. Empty for all. Stages that contribute to none of them do not run."""
 
     @_builtins.property
-    def next_seqs(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """When attaching again: for each output, the first seq that has not been received."""
-
-    @_builtins.property
     def next_positions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """When attaching again, to the same or another orchestrator of the pipeline: how much of each output has been
-        received, in code points of text, tokens, audio samples, rows of a tensor, or images. The orchestrator, which may
-        have to restart the request, does not send earlier parts again. An output named here ignores next_seqs.
+        received, in the unit of Output.position. Earlier parts are not sent again.
         """
 
     def __init__(
@@ -134,7 +108,6 @@ class GenerateRequest(_message.Message):
         parameters: _request_pb2.Parameters | None = ...,
         outputs: _abc.Iterable[_builtins.str] | None = ...,
         priority: _builtins.int = ...,
-        next_seqs: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         caller: _builtins.str = ...,
         next_positions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         linger_s: _builtins.int = ...,
@@ -142,7 +115,7 @@ class GenerateRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "parameters", b"parameters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "earlier_calls", b"earlier_calls", "input", b"input", "linger_s", b"linger_s", "next_positions", b"next_positions", "next_seqs", b"next_seqs", "outputs", b"outputs", "parameters", b"parameters", "pipeline", b"pipeline", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "earlier_calls", b"earlier_calls", "input", b"input", "linger_s", b"linger_s", "next_positions", b"next_positions", "outputs", b"outputs", "parameters", b"parameters", "pipeline", b"pipeline", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -173,7 +146,9 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def finished(self) -> Global___RequestFinished:
-        """The last event."""
+        """The last event. If the status of the call is an error, the request had been admitted before it failed or was
+        cancelled.
+        """
 
     @_builtins.property
     def queued(self) -> Global___RequestQueued:
@@ -312,7 +287,7 @@ Global___RequestProgress: _TypeAlias = RequestProgress  # noqa: Y015
 
 @_typing.final
 class RequestFinished(_message.Message):
-    """RequestFinished ends a successful request."""
+    """RequestFinished reports the work of a request that has ended."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -341,7 +316,9 @@ class RequestFinished(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def stages(self) -> _containers.MessageMap[_builtins.str, _stage_pb2.StepFinished]:
-        """The report of each stage, by stage name."""
+        """The report of each stage that started, by stage name. The report of a stage that did not finish contains only its
+        usage, as far as it is known.
+        """
 
     @_builtins.property
     def timings(self) -> _request_pb2.Timings:

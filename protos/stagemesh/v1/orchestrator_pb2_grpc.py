@@ -62,11 +62,22 @@ class OrchestratorServiceServicer(object):
         REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
         content. The request is cancelled when its last caller disconnects, or GenerateRequest.linger_s after that.
 
-        A caller that lost its connection or its orchestrator calls again, at the same or at another orchestrator of the
-        pipeline, with the seed from RequestAdmitted and with the positions that it has received (next_positions). An
-        orchestrator that knows the request continues it. Any other orchestrator restarts it, and the stages stop what
-        remains of the earlier run. An orchestrator that stops before the request is done ends the call (UNAVAILABLE,
-        NOT_RUNNING).
+        A caller loses nothing and receives nothing twice if it does the following:
+
+        1. It chooses a random request_id and sets linger_s, for example to 30.
+        2. It keeps the seed from RequestAdmitted. For each output, it keeps the end of the last part that it received: its
+        position plus its length in the same unit. It also keeps which outputs have had their part with `finish`.
+        3. If the connection breaks, or the call ends with UNAVAILABLE and reason NOT_RUNNING, it calls again within
+        linger_s, at the same or at another orchestrator of the pipeline, with the same content, the seed in parameters,
+        the kept ends in next_positions, and earlier_calls increased by one. It repeats this with growing pauses while
+        the endpoints are unreachable.
+        4. It drops what it has already: queued and admitted events after the first admitted one, progress that is not
+        higher than before, and a second part with `finish` of an output.
+        5. It is done after `finished` and the status OK. Any other status than those of point 3 is final.
+
+        An orchestrator that knows the request continues it. Any other orchestrator restarts it, and the stages stop what
+        remains of the earlier run. The restarted request has the same outputs as far as its stages reproduce them from the
+        seed.
 
         A request above the pipeline's limits waits in a bounded queue, and the caller receives its position. If the queue
         is full, the request is rejected (RESOURCE_EXHAUSTED, with reason ADMISSION_LIMIT, or CALLER_LIMIT for a limit of

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from stagemesh.v1 import tensor_pb2 as _tensor_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,46 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _FinishReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
+    """Not set; never sent."""
+    FINISH_REASON_END: _FinishReason.ValueType  # 1
+    """The output is complete: the model ended it, or the stage has processed its whole input."""
+    FINISH_REASON_STOP: _FinishReason.ValueType  # 2
+    """A stop text or a stop token was generated."""
+    FINISH_REASON_LENGTH: _FinishReason.ValueType  # 3
+    """Sampling.max_tokens was reached."""
+    FINISH_REASON_LIMIT: _FinishReason.ValueType  # 4
+    """A limit of the stage was reached, such as the model's context length."""
+    FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 5
+    """The request was cancelled. The output is incomplete."""
+    FINISH_REASON_FAILED: _FinishReason.ValueType  # 6
+    """The request failed. The output is incomplete."""
+
+class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
+    """FinishReason is the reason why an output ends."""
+
+FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
+"""Not set; never sent."""
+FINISH_REASON_END: FinishReason.ValueType  # 1
+"""The output is complete: the model ended it, or the stage has processed its whole input."""
+FINISH_REASON_STOP: FinishReason.ValueType  # 2
+"""A stop text or a stop token was generated."""
+FINISH_REASON_LENGTH: FinishReason.ValueType  # 3
+"""Sampling.max_tokens was reached."""
+FINISH_REASON_LIMIT: FinishReason.ValueType  # 4
+"""A limit of the stage was reached, such as the model's context length."""
+FINISH_REASON_CANCELLED: FinishReason.ValueType  # 5
+"""The request was cancelled. The output is incomplete."""
+FINISH_REASON_FAILED: FinishReason.ValueType  # 6
+"""The request failed. The output is incomplete."""
+Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
 class Input(_message.Message):
@@ -559,24 +600,29 @@ Global___Choice: _TypeAlias = Choice  # noqa: Y015
 
 @_typing.final
 class Output(_message.Message):
-    """Output is a part of an output that is sent while the request runs."""
+    """Output is a part of an output that is sent while the request runs. The parts of an output are sent in order, each with
+    the position at which it begins, until the part with `finish`.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
-    SEQ_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     AUDIO_FIELD_NUMBER: _builtins.int
     IMAGE_FIELD_NUMBER: _builtins.int
     TENSOR_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    FINISH_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The output's name: in StageService the name of a stage's tensor, in OrchestratorService the name of a pipeline's
     output.
     """
-    seq: _builtins.int
-    """Its number among the messages with this request and name, from 0 without gaps."""
+    position: _builtins.int
+    """How much of the output precedes this part: code points of text, tokens, audio samples (of one channel), images, or
+    rows of a tensor along its first axis. A tensor without axes is one row. Parts follow each other without a gap.
+    """
     text: _builtins.str
     """Text to append."""
     @_builtins.property
@@ -589,7 +635,7 @@ class Output(_message.Message):
 
     @_builtins.property
     def image(self) -> Global___Image:
-        """A complete image, which replaces an earlier one with the same name."""
+        """A complete image. A preview shows an earlier state of the image that follows it."""
 
     @_builtins.property
     def tensor(self) -> _tensor_pb2.Tensor:
@@ -599,27 +645,64 @@ class Output(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """With token_ids, one element for each token if the request asked for them (Sampling.logprobs). Otherwise empty."""
 
+    @_builtins.property
+    def finish(self) -> Global___Finish:
+        """Set in the last part: why the output ends here."""
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
-        seq: _builtins.int = ...,
+        position: _builtins.int = ...,
         text: _builtins.str = ...,
         token_ids: Global___TokenIds | None = ...,
         audio: Global___Audio | None = ...,
         image: Global___Image | None = ...,
         tensor: _tensor_pb2.Tensor | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        finish: Global___Finish | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "content", b"content", "image", b"image", "tensor", b"tensor", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "content", b"content", "finish", b"finish", "image", b"image", "tensor", b"tensor", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "content", b"content", "image", b"image", "logprobs", b"logprobs", "name", b"name", "seq", b"seq", "tensor", b"tensor", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "content", b"content", "finish", b"finish", "image", b"image", "logprobs", b"logprobs", "name", b"name", "position", b"position", "tensor", b"tensor", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "token_ids", "audio", "image", "tensor"]  # noqa: Y015
     _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
 
 Global___Output: _TypeAlias = Output  # noqa: Y015
+
+@_typing.final
+class Finish(_message.Message):
+    """Finish says why an output ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    STOP_TEXT_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    reason: Global___FinishReason.ValueType
+    """The reason."""
+    stop_text: _builtins.str
+    """The stop text of Sampling.stop."""
+    stop_token_id: _builtins.int
+    """The token of Sampling.stop_token_ids."""
+    def __init__(
+        self,
+        *,
+        reason: Global___FinishReason.ValueType = ...,
+        stop_text: _builtins.str = ...,
+        stop_token_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stop", b"stop", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "stop", b"stop", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_stop: _TypeAlias = _typing.Literal["stop_text", "stop_token_id"]  # noqa: Y015
+    _WhichOneofArgType_stop: _TypeAlias = _typing.Literal["stop", b"stop"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_stop) -> _WhichOneofReturnType_stop | None: ...
+
+Global___Finish: _TypeAlias = Finish  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
@@ -691,19 +774,23 @@ class Image(_message.Message):
 
     DATA_FIELD_NUMBER: _builtins.int
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    PREVIEW_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
     """The encoded bytes."""
     media_type: _builtins.str
     """The media type, for example "image/png"."""
+    preview: _builtins.bool
+    """Whether the image is a preview of a later image."""
     def __init__(
         self,
         *,
         data: _builtins.bytes = ...,
         media_type: _builtins.str = ...,
+        preview: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "media_type", b"media_type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "media_type", b"media_type", "preview", b"preview"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -718,22 +805,42 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    MEDIA_TOKENS_FIELD_NUMBER: _builtins.int
+    AUDIO_S_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
+    FRAMES_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens in the prompt."""
     output_tokens: _builtins.int
     """Sampled tokens."""
     steps: _builtins.int
     """Engine steps."""
+    cached_tokens: _builtins.int
+    """Tokens of the prompt whose states were found in a cache. Included in prompt_tokens."""
+    media_tokens: _builtins.int
+    """Tokens of the prompt that stand for images, audio or video. Included in prompt_tokens."""
+    audio_s: _builtins.float
+    """Seconds of audio produced."""
+    images: _builtins.int
+    """Images produced, without previews."""
+    frames: _builtins.int
+    """Video frames produced, without previews."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
         steps: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        media_tokens: _builtins.int = ...,
+        audio_s: _builtins.float = ...,
+        images: _builtins.int = ...,
+        frames: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audio_s", b"audio_s", "cached_tokens", b"cached_tokens", "frames", b"frames", "images", b"images", "media_tokens", b"media_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

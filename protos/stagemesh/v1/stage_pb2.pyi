@@ -438,7 +438,7 @@ class Checkpoint(_message.Message):
 
     @_builtins.property
     def outputs(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """For each name, the number of outputs that these steps produced."""
+        """For each name, the length of the output that these steps produced, in the unit of Output.position."""
 
     @_builtins.property
     def rows(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
@@ -588,6 +588,7 @@ class ExecuteStepResponse(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___StepAccepted:
         """The first event: the step is registered, and its input edges can be opened."""
@@ -614,6 +615,10 @@ class ExecuteStepResponse(_message.Message):
     def finished(self) -> Global___StepFinished:
         """The last event if the stage is done and all of its chunks have arrived."""
 
+    @_builtins.property
+    def usage(self) -> _request_pb2.Usage:
+        """The last event before the call ends with an error: the work that was done until then."""
+
     def __init__(
         self,
         *,
@@ -623,12 +628,13 @@ class ExecuteStepResponse(_message.Message):
         checkpoint: Global___Checkpoint | None = ...,
         paused: Global___StepPaused | None = ...,
         finished: Global___StepFinished | None = ...,
+        usage: _request_pb2.Usage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "checkpoint", b"checkpoint", "event", b"event", "finished", b"finished", "output", b"output", "paused", b"paused", "progress", b"progress"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "checkpoint", b"checkpoint", "event", b"event", "finished", b"finished", "output", b"output", "paused", b"paused", "progress", b"progress", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "checkpoint", b"checkpoint", "event", b"event", "finished", b"finished", "output", b"output", "paused", b"paused", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "checkpoint", b"checkpoint", "event", b"event", "finished", b"finished", "output", b"output", "paused", b"paused", "progress", b"progress", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "progress", "output", "checkpoint", "paused", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "progress", "output", "checkpoint", "paused", "finished", "usage"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -1814,16 +1820,22 @@ class CancelStepResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STOPPED_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     stopped: _builtins.int
     """The number of steps that were cancelled. 0 if none ran."""
+    @_builtins.property
+    def usage(self) -> _request_pb2.Usage:
+        """The work that these steps had done."""
+
     def __init__(
         self,
         *,
         stopped: _builtins.int = ...,
+        usage: _request_pb2.Usage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["stopped", b"stopped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stopped", b"stopped", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

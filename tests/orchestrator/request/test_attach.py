@@ -9,6 +9,7 @@ from stagemesh.common.errors import ExistsError, StaleAttemptError
 from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
 from tests.orchestrator.mesh import Mesh, ask, mesh, texts
+from tests.orchestrator.request.texts import add_texts
 from tests.orchestrator.scripted_stage import ACCEPTED, Response, Script, ScriptedStage, hang, say_hello, text_output
 
 
@@ -28,11 +29,11 @@ async def test_a_known_id_with_other_content_is_rejected(tmp_path: Path) -> None
     assert error.reason == "REQUEST_EXISTS"
 
 
-async def test_a_caller_resumes_at_its_next_piece(tmp_path: Path) -> None:
+async def test_a_caller_resumes_at_its_next_part(tmp_path: Path) -> None:
     async with mesh(tmp_path) as chain:
         await chain.generate(request_id="r1")
         again = ask(request_id="r1")
-        again.next_seqs["first"] = 1
+        again.next_positions["first"] = 2
         events = [event async for event in chain.stub.Generate(again)]
     assert (texts(events, "first"), texts(events, "last")) == ("done", "c done")
 
@@ -171,8 +172,7 @@ async def test_a_record_keeps_the_order_for_late_readers() -> None:
     record = RequestRecord()
     admitted = orchestrator_pb2.RequestAdmitted(request_id="r1", seed=1)
     record.add(orchestrator_pb2.GenerateResponse(admitted=admitted))
-    for text in ("one", "two"):
-        record.add_output("text", request_pb2.Output(name="t", seq=9, text=text))
-    record.finish()
-    events = [orchestrator_pb2.GenerateResponse.FromString(event) async for event in record.follow(next_seqs={})]
-    assert [(event.output.name, event.output.seq) for event in events[1:3]] == [("text", 0), ("text", 1)]
+    add_texts(record, "one", "two")
+    record.close(None)
+    events = [orchestrator_pb2.GenerateResponse.FromString(event) async for event in record.follow(next_positions={})]
+    assert [(event.output.text, event.output.position) for event in events[1:3]] == [("one", 0), ("two", 3)]

@@ -1,15 +1,19 @@
 """The client's position and the orchestrator's resumption together: no output is lost or repeated."""
 
+from itertools import accumulate
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.client import AudioChunk, Event, Image, RetryPolicy, TensorOutput, Text, Tokens
+from stagemesh.client import AudioChunk, Event, Image, OutputFinished, RetryPolicy, TensorOutput, Text, Tokens
 from stagemesh.client.session import ClientPosition
+from stagemesh.common.output_position import length_of
 from stagemesh.common.tensors import inline_tensor
 from stagemesh.orchestrator.request.output_record import Resumption
 from stagemesh.v1.orchestrator_pb2 import GenerateRequest, GenerateResponse
-from stagemesh.v1.request_pb2 import Audio, Output, TokenIds
+from stagemesh.v1.request_pb2 import FINISH_REASON_END as END
+from stagemesh.v1.request_pb2 import Audio, Finish, Output, TokenIds
 from stagemesh.v1.request_pb2 import Image as Picture
 
 TEXT = "Zoë sagt: 🙂 e\u0301!"
@@ -38,6 +42,11 @@ def lives(draw: st.DrawFn) -> list[Output]:
         "rows": [Output(name="rows", tensor=inline_tensor("r", ROWS[piece])) for piece in _cut(draw, len(ROWS))],
         "picture": [Output(name="picture", image=Picture(data=data)) for data in PICTURES],
     }
+    for made in pieces.values():
+        begins = accumulate(map(length_of, made), initial=0)
+        for output, begin in zip(made, begins, strict=False):
+            output.position = begin
+        made.append(Output(name=made[0].name, position=sum(map(length_of, made)), finish=Finish(reason=END)))
     names = draw(st.permutations([name for name, made in pieces.items() for _ in made]))
     return [pieces[name].pop(0) for name in names]
 
@@ -48,10 +57,10 @@ def test_a_caller_gets_every_output_once_however_often_its_call_breaks(
 ) -> None:
     delivery, received = ClientPosition(GenerateRequest(), RetryPolicy()), list[Event]()
     for outputs, lost_after in [*rounds, (last, len(last))]:
-        resumption = Resumption(next_seqs={}, next_positions=delivery.request().next_positions)
+        resumption = Resumption(delivery.request().next_positions)
         rests = [rest for output in outputs if (rest := resumption.remainder(output)) is not None]
-        events = [delivery.take(GenerateResponse(output=rest)) for rest in rests[:lost_after]]
-        received += [event for event in events if event is not None]
+        for rest in rests[:lost_after]:
+            received += delivery.take(GenerateResponse(output=rest))
         delivery.note_lost()
     assert "".join(event.delta for event in received if isinstance(event, Text)) == TEXT
     assert [number for event in received if isinstance(event, Tokens) for number in event.ids] == list(TOKENS)
@@ -60,3 +69,5 @@ def test_a_caller_gets_every_output_once_however_often_its_call_breaks(
     np.testing.assert_array_equal(np.concatenate(sounds), SAMPLES)
     rows = [event.tensor for event in received if isinstance(event, TensorOutput)]
     np.testing.assert_array_equal(np.concatenate(rows), ROWS)
+    ended = [event.output for event in received if isinstance(event, OutputFinished)]
+    assert sorted(ended) == ["codes", "picture", "rows", "sound", "text"]

@@ -58,12 +58,12 @@ async def _slow_failure(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequ
     raise InternalError("the real cause")
 
 
-def _saying(*seqs: int, then: Sequence[Response] = ()) -> Script:
+def _saying(*positions: int, then: Sequence[Response] = ()) -> Script:
     async def script(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
         del stage
         yield ACCEPTED
-        for seq in seqs:
-            yield Response(output=request_pb2.Output(name=request.streamed[0], text="x", seq=seq))
+        for position in positions:
+            yield Response(output=request_pb2.Output(name=request.streamed[0], text="x", position=position))
         for response in then:
             yield response
         await asyncio.Event().wait()
@@ -72,17 +72,17 @@ def _saying(*seqs: int, then: Sequence[Response] = ()) -> Script:
 
 
 @pytest.mark.parametrize(
-    ("seqs", "said"),
+    ("positions", "said"),
     [
-        ((1,), "sent fragment 1 of output 'text' where 0 was expected"),
-        ((0, 1, 3), "sent fragment 3 of output 'text' where 2 was expected"),
-        ((0, 1, 2, 1), "sent fragment 1 of output 'text' where 3 was expected"),
+        ((1,), "sent output 'text' from position 1 where 0 was expected"),
+        ((0, 1, 3), "sent output 'text' from position 3 where 2 was expected"),
+        ((0, 1, 2, 1), "sent output 'text' from position 1 where 3 was expected"),
     ],
 )
 async def test_a_stage_whose_outputs_are_out_of_order_fails_the_request(
-    tmp_path: Path, seqs: tuple[int, ...], said: str
+    tmp_path: Path, positions: tuple[int, ...], said: str
 ) -> None:
-    async with mesh(tmp_path, scripts={"a": _saying(*seqs), "b": hang, "c": hang}) as chain:
+    async with mesh(tmp_path, scripts={"a": _saying(*positions), "b": hang, "c": hang}) as chain:
         error = await chain.failure()
         await chain.until_idle()
     assert said in error.message
@@ -90,12 +90,12 @@ async def test_a_stage_whose_outputs_are_out_of_order_fails_the_request(
 
 
 async def test_an_output_after_the_end_of_its_stage_fails_the_request(tmp_path: Path) -> None:
-    late = Response(output=request_pb2.Output(name="text", text="late", seq=1))
+    late = Response(output=request_pb2.Output(name="text", text="late", position=1))
     scripts = {"a": _saying(0, then=(FINISHED, late)), "b": hang, "c": hang}
     async with mesh(tmp_path, scripts=scripts) as chain:
         error = await chain.failure()
         await chain.until_idle()
-    assert "stage 'a' sent fragment 1 of output 'text' after it had finished" in error.message
+    assert "stage 'a' sent output 'text' from position 1 after it had finished" in error.message
     assert error.reason == "OUTPUT_OUT_OF_ORDER"
 
 

@@ -21,11 +21,12 @@ async def test_admission_comes_first_and_the_end_last(tmp_path: Path) -> None:
     assert events[-1].finished.timings.finished_s >= events[-1].finished.timings.first_output_s
 
 
-async def test_outputs_are_numbered_from_zero_by_name(tmp_path: Path) -> None:
+async def test_outputs_have_positions_and_an_end(tmp_path: Path) -> None:
     async with mesh(tmp_path) as chain:
         events = await chain.generate()
-    seqs = [event.output.seq for event in events if event.output.name == "last"]
-    assert seqs == [0, 1]
+    parts = [event.output for event in events if event.output.name == "last"]
+    assert [part.position for part in parts] == [0, 2, 6]
+    assert [part.finish.reason for part in parts] == [0, 0, request_pb2.FINISH_REASON_END]
 
 
 async def test_progress_names_its_stage(tmp_path: Path) -> None:

@@ -6,20 +6,28 @@ from hypothesis import strategies as st
 from stagemesh.common.errors import InvalidChunkError
 from stagemesh.common.output_position import after, length_of
 from stagemesh.common.tensors import inline_tensor, read_inline
-from stagemesh.v1.request_pb2 import Audio, Image, Output, TokenIds, TokenLogprobs
+from stagemesh.v1.request_pb2 import (
+    FINISH_REASON_LENGTH,
+    Audio,
+    Finish,
+    Image,
+    Output,
+    TokenIds,
+    TokenLogprobs,
+)
 
 
 def _audio(samples: int, *, channels: int = 0) -> Output:
     shape = (samples, channels) if channels else (samples,)
     tensor = inline_tensor("samples", np.arange(np.prod(shape), dtype=np.float32).reshape(shape))
-    return Output(name="audio", seq=4, audio=Audio(samples=tensor, sample_rate_hz=24000))
+    return Output(name="audio", position=4, audio=Audio(samples=tensor, sample_rate_hz=24000))
 
 
 @given(text=st.text(max_size=20), position=st.integers(0, 25))
 def test_text_is_cut_between_code_points(text: str, position: int) -> None:
-    rest = after(Output(name="text", seq=7, text=text), position)
+    rest = after(Output(name="text", position=7, text=text), position)
     assert (rest.text if rest is not None else "") == text[position:]
-    assert rest is None or (rest.name, rest.seq) == ("text", 7)
+    assert rest is None or (rest.name, rest.position) == ("text", 7 + position)
 
 
 def test_tokens_keep_their_logprobs() -> None:
@@ -36,7 +44,7 @@ def test_audio_is_cut_between_samples(channels: int) -> None:
     rest = after(whole, 2)
     assert rest is not None
     np.testing.assert_array_equal(read_inline(rest.audio.samples), read_inline(whole.audio.samples)[2:])
-    assert (rest.audio.sample_rate_hz, rest.seq, length_of(rest), length_of(whole)) == (24000, 4, 3, 5)
+    assert (rest.audio.sample_rate_hz, rest.position, length_of(rest), length_of(whole)) == (24000, 6, 3, 5)
 
 
 def test_a_tensor_is_cut_between_rows() -> None:
@@ -67,3 +75,9 @@ def test_a_tensor_with_a_wrong_size_is_not_cut() -> None:
     whole.audio.samples.shape[:] = [6]
     with pytest.raises(InvalidChunkError, match="24 bytes"):
         after(whole, 1)
+
+
+def test_the_end_of_an_output_remains() -> None:
+    finish = Finish(reason=FINISH_REASON_LENGTH)
+    rest = after(Output(name="text", text="abc", finish=finish), 3)
+    assert rest == Output(name="text", position=3, finish=finish)

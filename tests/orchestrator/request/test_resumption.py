@@ -9,11 +9,15 @@ from stagemesh.v1.request_pb2 import Image, Output
 PIECES = st.lists(st.text(max_size=6), max_size=8)
 
 
+def _outputs(pieces: list[str]) -> list[Output]:
+    begins = accumulate(map(len, pieces), initial=0)
+    return [Output(name="text", position=begin, text=text) for begin, text in zip(begins, pieces, strict=False)]
+
+
 @given(pieces=PIECES, position=st.integers(0, 60))
 def test_everything_after_a_position_arrives(pieces: list[str], position: int) -> None:
-    resumption = Resumption(next_seqs={}, next_positions={"text": position})
-    outputs = [Output(name="text", seq=seq, text=text) for seq, text in enumerate(pieces)]
-    rests = [resumption.remainder(output) for output in outputs]
+    resumption = Resumption({"text": position})
+    rests = [resumption.remainder(output) for output in _outputs(pieces)]
     assert "".join(rest.text for rest in rests if rest is not None) == "".join(pieces)[position:]
 
 
@@ -23,19 +27,22 @@ def test_pieces_may_be_cut_differently_the_second_time(pieces: list[str], again:
     cuts = [0, *accumulate(map(len, again))]
     others = [text[start:end] for start, end in zip(cuts, [*cuts[1:], len(text)], strict=True)]
     had = "".join(pieces[:received])
-    resumption = Resumption(next_seqs={}, next_positions={"text": len(had)})
-    rests = [resumption.remainder(Output(name="text", text=other)) for other in others]
+    resumption = Resumption({"text": len(had)})
+    rests = [resumption.remainder(output) for output in _outputs(others)]
     assert had + "".join(rest.text for rest in rests if rest is not None) == text
 
 
-def test_an_output_without_a_position_resumes_at_its_seq() -> None:
-    resumption = Resumption(next_seqs={"text": 1, "other": 1}, next_positions={"text": 0})
-    assert resumption.remainder(Output(name="text", seq=0, text="a")) is not None
-    assert resumption.remainder(Output(name="other", seq=0, text="a")) is None
-    assert resumption.remainder(Output(name="third", seq=0, text="a")) is not None
+def test_an_output_without_a_position_starts_at_its_beginning() -> None:
+    resumption = Resumption({"text": 1, "other": 0})
+    assert resumption.remainder(Output(name="text", text="a")) is None
+    assert resumption.remainder(Output(name="other", text="a")) is not None
+    assert resumption.remainder(Output(name="third", text="a")) is not None
 
 
 def test_received_images_are_not_repeated() -> None:
-    resumption = Resumption(next_seqs={}, next_positions={"image": 2})
-    rests = [resumption.remainder(Output(name="image", image=Image(data=bytes([number])))) for number in range(3)]
+    resumption = Resumption({"image": 2})
+    rests = [
+        resumption.remainder(Output(name="image", position=number, image=Image(data=bytes([number]))))
+        for number in range(3)
+    ]
     assert [rest is not None for rest in rests] == [False, False, True]

@@ -9,8 +9,9 @@ import pytest
 
 from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.rpc.error_mapping import from_rpc_error
-from stagemesh.v1 import request_pb2, stage_pb2
+from stagemesh.v1 import stage_pb2
 from tests.orchestrator.mesh import CHAIN, ask, mesh
+from tests.orchestrator.request.texts import add_texts
 from tests.orchestrator.scripted_stage import ACCEPTED, Response, ScriptedStage, hang, text_output
 
 _LIMITED = CHAIN + "limits: {max_unread_bytes: 4194304}\n"
@@ -39,7 +40,7 @@ async def test_a_client_that_does_not_read_stops_its_request_and_later_gets_the_
     assert "4,194,304 bytes (limits.max_unread_bytes) behind" in error.message
     assert error.reason == "CLIENT_TOO_SLOW"
     outputs = [event.output for event in events if event.HasField("output") and event.output.name == "first"]
-    assert [output.seq for output in outputs] == list(range(len(outputs)))
+    assert [output.position for output in outputs] == [n * len(_PIECE) for n in range(len(outputs))]
     assert 4 << 20 < len(outputs) * len(_PIECE) < 32 << 20
 
 
@@ -50,14 +51,14 @@ def _record(stopped: list[str], *, limit_bytes: int = 1000) -> RequestRecord:
 
 
 def _add(record: RequestRecord, size_bytes: int) -> None:
-    record.add_output("text", request_pb2.Output(text="x" * size_bytes))
+    add_texts(record, "x" * size_bytes)
 
 
 async def test_a_client_that_keeps_up_may_read_any_amount() -> None:
     stopped: list[str] = []
     record = _record(stopped)
-    _add(record, 0)
-    reading = record.follow(next_seqs={})
+    _add(record, 1)
+    reading = record.follow(next_positions={})
     for _ in range(100):
         await anext(reading)
         _add(record, 300)
@@ -68,8 +69,8 @@ async def test_a_client_that_keeps_up_may_read_any_amount() -> None:
 async def test_the_fastest_of_several_callers_counts() -> None:
     stopped: list[str] = []
     record = _record(stopped)
-    _add(record, 0)
-    fast, slow = record.follow(next_seqs={}), record.follow(next_seqs={})
+    _add(record, 1)
+    fast, slow = record.follow(next_positions={}), record.follow(next_positions={})
     await anext(slow)
     for _ in range(10):
         await anext(fast)
@@ -87,7 +88,7 @@ async def test_a_request_without_callers_or_with_a_late_caller_is_not_stopped_fo
     record = _record(stopped)
     for _ in range(10):
         _add(record, 300)
-    late = record.follow(next_seqs={})
+    late = record.follow(next_positions={})
     await anext(late)
     _add(record, 300)
     assert stopped == []

@@ -70,7 +70,7 @@ def test_a_step_whose_state_is_dropped_has_no_checkpoint() -> None:
     assert is_kept(first)
     second.store_checkpoint(checkpoint(2, size_bytes=200))
     assert second.checkpoint is not None
-    assert second.checkpoint.message.steps == 2
+    assert second.checkpoint.steps == 2
     assert not is_kept(first)
 
 

@@ -4,6 +4,7 @@ import asyncio
 import io
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from stagemesh.client import Content, GenerateArguments, Image, Result, StageArguments
+    from stagemesh.client import Content, GenerateArguments, Image, OutputFinished, Result, StageArguments
     from stagemesh.orchestrator.cli.output_sinks import Sinks
 
 _IMAGE_COLUMNS = 48
@@ -300,14 +301,14 @@ def show_result(result: "Result", sinks: "Sinks", *, as_json: bool) -> None:
         print_json(_document(result, sinks))
         return
     console = Console(stderr=True, highlight=False)
-    if console.is_terminal:
-        for image in result.images.values():
-            console.print(_terminal_image(image) or "")
+    for image in chain.from_iterable(result.images.values()) if console.is_terminal else ():
+        console.print(_terminal_image(image) or "")
     for table in _summary(result):
         console.print(table)
-    for paths in sinks.files.values():
-        for path in paths:
-            console.print(f"wrote {path}", markup=False, soft_wrap=True)
+    for finish in (each for each in result.finishes.values() if each.reason != "end"):
+        console.print(_describe_finish(finish), markup=False)
+    for path in chain.from_iterable(sinks.files.values()):
+        console.print(f"wrote {path}", markup=False, soft_wrap=True)
     if result.audios and not sinks.files:
         console.print("the audio was not saved; --audio FILE writes it to a WAV file", style="yellow")
     if result.images and not sinks.files:
@@ -329,6 +330,11 @@ def _summary(result: "Result") -> "Sequence[Table]":
     timings = make_table(times, [row for row in rows if row[1] is not None])
     timings.show_header = False
     return timings, make_table(edges, result.finished.edges)
+
+
+def _describe_finish(finish: "OutputFinished") -> str:
+    stop = finish.stop_text if finish.stop_token_id is None else f"token {finish.stop_token_id}"
+    return f"output {finish.output} ended early: {finish.reason}" + (f" ({stop})" if finish.reason == "stop" else "")
 
 
 def _audio_s(result: "Result") -> float:
@@ -370,6 +376,7 @@ def _document(result: "Result", sinks: "Sinks") -> dict[str, object]:
         "texts": dict(result.texts),
         "tokens": dict(result.tokens),
         "logprobs": {output: [asdict(each) for each in logprobs] for output, logprobs in result.logprobs.items()},
+        "finishes": {output: asdict(each) for output, each in result.finishes.items()},
         "files": {output: [str(path) for path in paths] for output, paths in sinks.files.items()},
         "first_text_s": result.first_text_s,
         "first_audio_s": result.first_audio_s,

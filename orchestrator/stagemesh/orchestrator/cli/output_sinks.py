@@ -1,6 +1,7 @@
 """The destinations of a request's outputs: stdout, stderr and files, written while the outputs arrive."""
 
 import sys
+from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -28,6 +29,8 @@ class Sinks(ExitStack):
         super().__init__()
         self._folder, self._audio, self._image, self._quiet = folder, audio, image, quiet
         self._image_output: str | None = None
+        self._images = defaultdict[str, list[Path]](list)
+        """The files of the images of each output, without previews."""
         self._writers: dict[str, WavWriter] = {}
         self._mid_line = False
         self.files: dict[str, list[Path]] = {}
@@ -76,20 +79,29 @@ class Sinks(ExitStack):
         return self._folder / f"{output}.wav" if self._folder is not None else None
 
     def _write_image(self, event: Image) -> None:
-        path = self._image_path(event)
+        paths = self._images[event.output]
+        path = self._image_path(event, number=len(paths))
         if path is not None:
+            # The image that a preview announces replaces the preview.
             self._write_file(path, event.data)
-            self.files[event.output] = [path]
+            self.files[event.output] = [*paths, path]
+            if not event.preview:
+                paths.append(path)
 
-    def _image_path(self, event: Image) -> Path | None:
+    def _image_path(self, event: Image, *, number: int) -> Path | None:
         """Returns the path of the file for an image, or None if the image must not be written.
 
-        A later image of the same output has the same path. The later image therefore replaces the earlier image.
+        `number` is the number of images of the same output before this image. The name of a later file ends with the
+        image's number, for example "image-2.png".
         """
         if self._image is not None and self._image_output in (None, event.output):
             self._image_output = event.output
-            return self._image
-        return self._folder / f"{event.output}{_SUFFIXES.get(event.media_type, '.bin')}" if self._folder else None
+            path = self._image
+        elif self._folder:
+            path = self._folder / f"{event.output}{_SUFFIXES.get(event.media_type, '.bin')}"
+        else:
+            return None
+        return path.with_stem(f"{path.stem}-{number + 1}") if number else path
 
     def _write_tensor(self, event: TensorOutput, folder: Path) -> None:
         paths = self.files.setdefault(event.output, [])

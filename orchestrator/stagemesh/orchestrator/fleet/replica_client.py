@@ -61,10 +61,10 @@ class ReplicaClient:
                 self._steps = _StepStream(self._channel, self._errors)
         return self._steps.execute(request, timeout_s=timeout_s, take=take)
 
-    async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
+    async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> stage_pb2.CancelStepResponse:
         """Cancels a request's steps on the replica. Returns after the engine has released the steps."""
         with self._errors.mapped():
-            await self._stub.CancelStep(request, timeout=timeout_s)
+            return await self._stub.CancelStep(request, timeout=timeout_s)
 
     async def rebind(self, request: stage_pb2.RebindStepRequest, *, timeout_s: float) -> None:
         """Replaces the upstream or downstream replicas on some edges of a running step.

@@ -259,13 +259,12 @@ class RequestRegistry:
 def fingerprint(request: orchestrator_pb2.GenerateRequest) -> bytes:
     """Returns a digest of the request's content. All calls with the same request_id must have the same digest.
 
-    The digest excludes fields that may differ between calls of the same request, such as `next_seqs` and `linger_s`.
-    The digest also excludes the seed, because a caller that attaches again may set the seed that was chosen for its
-    first call.
+    The digest excludes fields that may differ between calls of the same request, such as `next_positions`. It also
+    excludes the seed, because a caller that attaches again may set the seed that was chosen for its first call.
     """
     content = orchestrator_pb2.GenerateRequest()
     content.CopyFrom(request)
-    for name in ("next_seqs", "next_positions", "linger_s", "earlier_calls"):
+    for name in ("next_positions", "linger_s", "earlier_calls"):
         content.ClearField(name)
     content.parameters.ClearField("seed")
     if not content.parameters.ByteSize():

@@ -2,24 +2,25 @@
 
 import asyncio
 import sys
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 
 from stagemesh.common.errors import CancelledRequestError, OverloadedError, StagemeshError
 from stagemesh.common.notification import Journal
-from stagemesh.common.output_position import Position
+from stagemesh.common.output_position import Position, length_of
 from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 MAX_LINGER_S = 60
+NOT_RUNNING = "NOT_RUNNING"
+"""The error reason of requests that an orchestrator ends because it stops."""
 
 
 class RequestRecord:
     """The events of one request, merged over all stages: queued, admitted, progress, output and finished.
 
-    The fragments of each output are numbered from 0. The record stops the request if all callers have disconnected,
-    or if even the fastest caller has too many unread bytes.
+    Contains each part of an output once, although a restarted stage repeats parts. The record stops the request if all
+    callers have disconnected, or if even the fastest caller has too many unread bytes.
     """
 
     def __init__(self, timeline: Timeline | None = None) -> None:
@@ -32,7 +33,8 @@ class RequestRecord:
         time limit.
         """
         self._first_output_s: float | None = None
-        self._next_seqs = Counter[str]()
+        self.position = Position()
+        """The end of each output in the record."""
         self._stop: Callable[[StagemeshError], None] = _ignore
         self._max_unread_bytes = sys.maxsize
         self._read_bytes = 0
@@ -50,15 +52,17 @@ class RequestRecord:
             self.journal.append(item)
             self._check_read()
 
-    def add_output(self, name: str, output: request_pb2.Output) -> None:
-        """Adds a fragment of the pipeline output `name`, and assigns the fragment's number."""
-        if self._first_output_s is None:
+    def add_output(self, output: request_pb2.Output) -> None:
+        """Adds what the record does not contain yet of a part of a pipeline output.
+
+        Raises the errors of `Position.remainder`.
+        """
+        rest = self.position.remainder(output)
+        if rest is None:
+            return
+        if self._first_output_s is None and rest.WhichOneof("content"):
             self._first_output_s = self.timeline.elapsed_s()
-        event = orchestrator_pb2.GenerateResponse(output=output)
-        piece, seq = event.output, self._next_seqs[name]
-        piece.name, piece.seq = name, seq
-        self._next_seqs[name] = seq + 1
-        self.add(event)
+        self.add(orchestrator_pb2.GenerateResponse(output=rest))
 
     @property
     def edges(self) -> Iterator[request_pb2.EdgeUsage]:
@@ -70,26 +74,34 @@ class RequestRecord:
         """Whether any output fragment was added."""
         return self._first_output_s is not None
 
-    def finish(self) -> None:
-        """Adds the final event of a successful request, and closes the record."""
-        timings = request_pb2.Timings(
-            started_s=self.timeline.started_s,
-            first_output_s=self._first_output_s,
-            finished_s=self.timeline.elapsed_s(),
-        )
-        finished = orchestrator_pb2.RequestFinished(stages=self.timeline.finished_steps, timings=timings)
-        self.add(orchestrator_pb2.GenerateResponse(finished=finished))
-        self.close(None)
-
     def close(self, error: StagemeshError | None) -> None:
-        """Closes the record, which ends all iterators that `follow` has returned. Idempotent.
+        """Adds the last events, and closes the record. This ends all iterators that `follow` has returned. Idempotent.
 
         `error` is the error that these iterators raise, or None if the request succeeded.
         """
         self._cancel_timer()
         # The function that stops the request usually refers to its record. A reference cycle would keep both alive.
         self._stop = _ignore
+        # If this orchestrator stops, the request may continue at another one.
+        if not self.journal.closed and self.timeline.planned_s is not None and not _is_left_to_others(error):
+            self._finish_outputs(error)
+            timings = request_pb2.Timings(
+                started_s=self.timeline.started_s,
+                first_output_s=self._first_output_s,
+                finished_s=self.timeline.elapsed_s(),
+            )
+            finished = orchestrator_pb2.RequestFinished(stages=self.timeline.finished_steps, timings=timings)
+            self.add(orchestrator_pb2.GenerateResponse(finished=finished))
         self.journal.close(error)
+
+    def _finish_outputs(self, error: StagemeshError | None) -> None:
+        """Adds the last part of each output whose stage has not sent it. `error` is None if the request succeeded."""
+        reason = request_pb2.FINISH_REASON_FAILED if error is not None else request_pb2.FINISH_REASON_END
+        if isinstance(error, CancelledRequestError):
+            reason = request_pb2.FINISH_REASON_CANCELLED
+        for name in self.timeline.outputs:
+            position = self.position.counts.get(name, 0)
+            self.add_output(request_pb2.Output(name=name, position=position, finish=request_pb2.Finish(reason=reason)))
 
     def stop_by(self, stop: Callable[[StagemeshError], None], *, max_unread_bytes: int = sys.maxsize) -> None:
         """Sets the function that stops the request.
@@ -114,18 +126,15 @@ class RequestRecord:
         if not self.journal.readers:
             self._abandon()
 
-    async def follow(
-        self, *, next_seqs: Mapping[str, int], next_positions: Mapping[str, int] | None = None
-    ) -> AsyncGenerator[bytes]:
+    async def follow(self, *, next_positions: Mapping[str, int]) -> AsyncGenerator[bytes]:
         """Yields all past and future events of the request, each as a serialized GenerateResponse.
 
-        Omits outputs that the caller already has. An output in `next_positions` starts at that position, for example
-        the index of a token or audio sample. An output in `next_seqs` starts at the fragment with that number. Other
-        outputs start at the beginning.
+        Omits what the caller already has: an output in `next_positions` starts at that position, for example the index
+        of a token or audio sample. Other outputs start at the beginning.
 
         Raises the error with which the request failed. Iterate within `aclosing`.
         """
-        resumption = Resumption(next_seqs=next_seqs, next_positions=next_positions or {})
+        resumption = Resumption(next_positions)
         # A caller that attaches late must have time to read the earlier events.
         read_bytes = 0
         self._read_bytes = self.size_bytes
@@ -163,27 +172,31 @@ class RequestRecord:
 
 
 class Resumption:
-    """A filter that removes outputs that a caller already has from the events for this caller.
+    """A filter that removes what a caller already has from the events for this caller.
 
-    The caller may have received these outputs from another orchestrator, which divided them into other fragments. An
-    output in `next_positions` starts at that position. Any other output starts at the fragment whose number is in
-    `next_seqs`, or at the beginning if `next_seqs` does not contain the output.
+    The caller may have received outputs from another orchestrator, which divided them into other parts.
+    `next_positions` contains the position at which each output continues. An output that it does not contain starts at
+    the beginning.
     """
 
-    def __init__(self, *, next_seqs: Mapping[str, int], next_positions: Mapping[str, int]) -> None:
-        self._next_seqs = {name: seq for name, seq in next_seqs.items() if name not in next_positions}
-        self._received, self._replayed = Position(next_positions), Position()
+    def __init__(self, next_positions: Mapping[str, int]) -> None:
+        self._position = Position(next_positions)
+        self._behind = {name: position for name, position in next_positions.items() if position}
+        """The outputs whose replay has not reached the caller's position yet, with this position."""
 
     @property
     def is_behind(self) -> bool:
-        """Whether later output fragments may still contain data that the caller already has."""
-        return bool(self._next_seqs) or self._replayed.is_behind(self._received)
+        """Whether later parts may still contain data that the caller already has."""
+        return bool(self._behind)
 
     def remainder(self, output: request_pb2.Output) -> request_pb2.Output | None:
         """Returns the part of `output` that the caller does not have yet, or None if the caller has all of `output`."""
-        if output.seq < self._next_seqs.get(output.name, 0):
-            return None
-        return self._received.remainder(output, replayed=self._replayed)
+        wanted = self._behind.get(output.name)
+        if wanted is None:
+            return output
+        if output.position + length_of(output) >= wanted:
+            del self._behind[output.name]
+        return self._position.remainder(output)
 
 
 def _remainder(item: bytes, resumption: Resumption) -> bytes | None:
@@ -194,6 +207,10 @@ def _remainder(item: bytes, resumption: Resumption) -> bytes | None:
     if rest is event.output:
         return item
     return None if rest is None else orchestrator_pb2.GenerateResponse(output=rest).SerializeToString()
+
+
+def _is_left_to_others(error: StagemeshError | None) -> bool:
+    return error is not None and error.reason == NOT_RUNNING
 
 
 def _ignore(error: StagemeshError) -> None:

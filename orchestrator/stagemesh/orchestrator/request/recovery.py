@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
-from stagemesh.common.output_position import Position
 from stagemesh.connectors.flow.chunking import StepPolicy, WholePolicy
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.planning.failover import StateBudget
@@ -67,14 +66,6 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class ReceivedCheckpoint:
-    """A checkpoint of a stage, and the position that the stage's outputs had reached when the checkpoint arrived."""
-
-    message: stage_pb2.Checkpoint
-    position: Position
-
-
-@dataclass(frozen=True)
 class SupersededAttempt:
     """An attempt that a newer attempt has replaced, and the replica that may still execute the old attempt."""
 
@@ -90,14 +81,12 @@ class StepState(AttemptState):
     budget: StateBudget
     """The budget that limits the total size of the checkpoints of all requests."""
     notes: StepNotes | None = None
-    checkpoint: ReceivedCheckpoint | None = None
+    checkpoint: stage_pb2.Checkpoint | None = None
     """The newest checkpoint from which the stage could resume, or None if there is none."""
-    resumed: ReceivedCheckpoint | None = None
+    resumed: stage_pb2.Checkpoint | None = None
     """The checkpoint from which this attempt resumed, or None if the attempt started from the beginning."""
-    position: Position = field(default_factory=Position)
-    """The position that the newest attempt has reached in each output, for example in tokens or audio samples."""
-    next_seqs: dict[str, int] = field(default_factory=dict[str, int])
-    """The number that the attempt's next output fragment must have, by tensor name."""
+    positions: dict[str, int] = field(default_factory=dict[str, int])
+    """The position at which the newest attempt continues each output, by tensor name."""
     shown_steps: int = 0
     """The highest number of completed engine steps that was reported to the client for this stage."""
     restarts: int = 0
@@ -137,7 +126,7 @@ class StepState(AttemptState):
         if not self.budget.keep(self, checkpoint.ByteSize(), drop=self.discard_checkpoint):
             self.discard_checkpoint()
             return
-        self.checkpoint = ReceivedCheckpoint(checkpoint, self.position.copy())
+        self.checkpoint = checkpoint
         self.checkpoint_rows = dict(checkpoint.rows)
 
     def discard_checkpoint(self) -> None:
@@ -160,8 +149,7 @@ class StepState(AttemptState):
         self.resumed = self.checkpoint
         self.attempt, self.phase, self.bound = restart.attempt, Phase.UNPLACED, {}
         self.first_rows = self.checkpoint_rows or {}
-        self.position = self.resumed.position.copy() if self.resumed is not None else Position()
-        self.next_seqs = {}
+        self.positions = {}
         self.notes = self.busy = None
         self.restarts += 1
 

@@ -196,7 +196,7 @@ class RequestRun:
         replica, attempt = state.replica, state.attempt
         state.notes = self._record.timeline.begin(state.name, replica=replica.name, attempt=attempt)
         if state.resumed is not None:
-            state.notes.resumed_steps = state.resumed.message.steps
+            state.notes.resumed_steps = state.resumed.steps
         state.arrangements.callback(replica.on_end(lambda cause: self._failures.add(state, attempt, cause)))
 
     def _start(self, state: StepState) -> None:

@@ -10,7 +10,7 @@ from stagemesh.common.backoff import Backoff
 from stagemesh.common.connector_descriptors import number_of
 from stagemesh.common.errors import InternalError, StagemeshError, UnavailableError
 from stagemesh.common.notification import Notifier
-from stagemesh.common.output_position import Position
+from stagemesh.common.output_position import length_of
 from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, WholePolicy
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, TakeEvent
@@ -74,8 +74,6 @@ class StepCalls:
         """The names of the pipeline outputs, by stage name and then by the stage's tensor name."""
         for output in route.outputs.values():
             self._output_names[output.stage][output.tensor] = output.name
-        self._delivered = Position()
-        """The length of each pipeline output in the record, in the unit of the output, for example tokens."""
 
     def flow_attempts(self, state: StepState) -> Mapping[str, int]:
         """Returns the attempt number of each flow of a step that starts now, by edge name.
@@ -99,7 +97,7 @@ class StepCalls:
             outputs=map(self._output_binding, self._open_edges(state)),
             streamed=list(self._output_names[state.name]),
             priority=self._request.priority,
-            resume_from=state.resumed.message if state.resumed is not None else None,
+            resume_from=state.resumed,
         )
 
     def can_resume_from(self, checkpoint: stage_pb2.Checkpoint) -> bool:
@@ -142,9 +140,13 @@ class StepCalls:
             reason=error.message if error is not None else "a newer attempt has replaced it",
         )
         try:
-            await attempt.replica.client.cancel(request, timeout_s=_CANCEL_S)
+            response = await attempt.replica.client.cancel(request, timeout_s=_CANCEL_S)
         except StagemeshError as exc:
             _log.warning("replica %s may still run the request: %s", attempt.replica.name, exc.message)
+            return
+        state = self._states[attempt.replica.stage]
+        if state.attempt == attempt.attempt and state.notes is not None and response.HasField("usage"):
+            state.notes.usage = response.usage
 
     def take(self, state: StepState, attempt: int, event: stage_pb2.ExecuteStepResponse) -> None:
         """Applies an event of an attempt to the state of its stage.
@@ -158,15 +160,14 @@ class StepCalls:
         assert state.notes is not None, "its replica is chosen"
         match event.WhichOneof("event"):
             case "output":
-                state.notes.note_output()
-                self._take_output(state, event)
+                if event.output.WhichOneof("content"):
+                    state.notes.note_output()
+                self._take_output(state, event.output)
+            case "usage":
+                state.notes.usage = event.usage
             case "progress":
                 state.notes.note_progress(event.progress)
-                # A restarted stage repeats earlier progress, which the client must not see again.
-                if event.progress.steps > state.shown_steps or not state.restarts:
-                    state.shown_steps = max(state.shown_steps, event.progress.steps)
-                    progress = orchestrator_pb2.RequestProgress(stage=state.name, progress=event.progress)
-                    self._record.add(orchestrator_pb2.GenerateResponse(progress=progress))
+                self._show_progress(state, event.progress)
             case "accepted" if state.phase is Phase.STARTING:
                 state.notes.note_accepted(event.accepted)
                 state.phase = Phase.RUNNING
@@ -239,21 +240,27 @@ class StepCalls:
         accepted.ClearField("negative_prompt")
         return accepted
 
-    def _take_output(self, state: StepState, event: stage_pb2.ExecuteStepResponse) -> None:
-        output = event.output
-        tensor, seq = output.name, output.seq
-        # An attempt that resumed from a checkpoint continues the checkpoint's numbers.
-        due = state.next_seqs.get(tensor, seq if state.resumed is not None else 0)
-        if seq != due or state.phase is Phase.FINISHED:
-            detail = f"where {due} was expected" if seq != due else "after it had finished"
-            message = f"stage {state.name!r} sent fragment {seq} of output {tensor!r} {detail}; see its log"
+    def _show_progress(self, state: StepState, progress: stage_pb2.StepProgress) -> None:
+        # A restarted stage repeats earlier progress, which the client must not see again.
+        if progress.steps > state.shown_steps or not state.restarts:
+            state.shown_steps = max(state.shown_steps, progress.steps)
+            shown = orchestrator_pb2.RequestProgress(stage=state.name, progress=progress)
+            self._record.add(orchestrator_pb2.GenerateResponse(progress=shown))
+
+    def _take_output(self, state: StepState, output: request_pb2.Output) -> None:
+        tensor, begin = output.name, output.position
+        # An attempt that resumed from a checkpoint continues at the checkpoint's positions.
+        resumed = state.resumed.outputs.get(tensor, 0) if state.resumed is not None else 0
+        due = state.positions.get(tensor, resumed)
+        if begin != due or state.phase is Phase.FINISHED:
+            detail = f"where {due} was expected" if begin != due else "after it had finished"
+            message = f"stage {state.name!r} sent output {tensor!r} from position {begin} {detail}; see its log"
             self._failures.add_final(state.name, InternalError(message, reason="OUTPUT_OUT_OF_ORDER"))
             return
-        state.next_seqs[tensor] = due + 1
+        state.positions[tensor] = begin + length_of(output)
         output.name = self._output_names[state.name].get(tensor, "")
-        rest = self._delivered.remainder(output, replayed=state.position) if output.name else None
-        if rest is not None:
-            self._record.add_output(rest.name, rest)
+        if output.name:
+            self._record.add_output(output)
 
     def _take_checkpoint(self, state: StepState, checkpoint: stage_pb2.Checkpoint) -> None:
         useful = is_checkpoint_useful(self._route, self._states, state.name, checkpoint.rows)
@@ -294,7 +301,7 @@ async def follow_step(replica: Replica, request: bytes, *, deadline_s: float, ta
     while True:
         try:
             async with asyncio.timeout(ACCEPT_S) as relay.accept_timeout:
-                relay.replayed = Position()
+                relay.replayed = 0
                 message = stage_pb2.ExecuteStepRequest.FromString(request)
                 running = replica.client.execute(message, timeout_s=max(0.0, deadline_s - loop.time()), take=relay.take)
                 del message
@@ -330,26 +337,27 @@ class _EventRelay:
 
     def __init__(self, take: TakeEvent, *, stage: str) -> None:
         self._take, self._stage = take, stage
-        self._passed = Position()
-        self.replayed = Position()
-        """The position in the step's events that the current call has reached."""
+        self._passed = 0
+        self.replayed = 0
+        """The number of events that the current call has received."""
         self.accept_timeout: asyncio.Timeout | None = None
         """The timeout for the step's acceptance, or None if the current call has received its first event."""
 
     @property
     def has_events(self) -> bool:
         """Whether the current call has received an event."""
-        return bool(self.replayed.counts)
+        return bool(self.replayed)
 
     def take(self, event: stage_pb2.ExecuteStepResponse) -> None:
-        new = self._passed.remainder(event, replayed=self.replayed)
+        self.replayed += 1
         if self.accept_timeout is not None:
             if event.WhichOneof("event") != "accepted":
                 raise _acceptance_missing(self._stage)
             self.accept_timeout.reschedule(None)
             self.accept_timeout = None
-        if new is not None:
-            self._take(new)
+        if self.replayed > self._passed:
+            self._passed = self.replayed
+            self._take(event)
 
 
 def _acceptance_missing(stage: str) -> InternalError:

@@ -16,7 +16,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from stagemesh.common.errors import CancelledRequestError, StagemeshError
-from stagemesh.v1 import stage_pb2
+from stagemesh.v1 import request_pb2, stage_pb2
 
 
 class RequestState(Enum):
@@ -67,6 +67,8 @@ class StepNotes:
     """The number of engine steps before the checkpoint from which the attempt resumed, or None if it did not resume."""
     rebindings: tuple[Rebinding, ...] = ()
     finished: stage_pb2.StepFinished | None = None
+    usage: request_pb2.Usage | None = None
+    """The work of an attempt that did not finish, as far as it is known."""
     error: StagemeshError | None = None
 
     def __post_init__(self) -> None:
@@ -168,9 +170,9 @@ class Timeline:
     def finished_steps(self) -> Mapping[str, stage_pb2.StepFinished]:
         """The final statistics of each stage's newest attempt, by stage name.
 
-        The statistics of an attempt that has not finished are empty.
+        The statistics of an attempt that has not finished contain only its work, as far as it is known.
         """
-        return {step.stage: step.finished or stage_pb2.StepFinished() for step in self.steps}
+        return {step.stage: step.finished or stage_pb2.StepFinished(usage=step.usage) for step in self.steps}
 
     def elapsed_s(self) -> float:
         """Returns the seconds since the request was received."""

@@ -83,7 +83,6 @@ def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> V
         check_request_id(request.request_id)
     _check_caller(request)
     outputs = _check_outputs(request.outputs, pipeline)
-    _check_outputs(request.next_seqs, pipeline)
     _check_outputs(request.next_positions, pipeline)
     check_input(request.input)
     if not has_prompt(request.input) and (request.input.WhichOneof("prompt") or not request.input.tensors):

@@ -250,12 +250,38 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Finish:
+    """Why a task's outputs end. `stop_text` or `stop_token_id` is what stopped them, if the reason is "stop"."""
+
+    reason: Literal["end", "stop", "length", "limit"] = "end"
+    stop_text: str | None = None
+    stop_token_id: int | None = None
+
+
+END = Finish()
+"""The outputs are complete."""
+
+
+@dataclass(slots=True)
 class Usage:
-    """The amount of work that a task has done, in tokens and steps. The last event of a task that ran to completion."""
+    """The amount of work that a task has done. The last event of a task that ran to completion.
+
+    An engine may yield the object earlier, too, and update it while the task runs. The work of a task that fails or is
+    cancelled is then known.
+    """
 
     prompt_tokens: int = 0
     output_tokens: int = 0
     steps: int = 0
+    cached_tokens: int = 0
+    """The tokens of the prompt whose states were found in a cache."""
+    media_tokens: int = 0
+    """The tokens of the prompt that stand for images, audio or video."""
+    images: int = 0
+    frames: int = 0
+    """The images and the video frames that were produced, without previews."""
+    finish: Finish = END
+    """Why the outputs end. Used if the task runs to completion."""
 
 
 @dataclass(frozen=True)

@@ -169,10 +169,12 @@ class DiffusionEngine:
         last = prepared.total_steps
         if task.max_steps is not None:
             last = min(last, prepared.step_index + task.max_steps)
+        yield (usage := Usage())
         while request.done < last:
             stop_at = self._next_stop(request.done, last)
             async with aclosing(self._step_loop.run_steps(request, stop_at)) as steps:
                 async for done in steps:
+                    usage.steps = done - prepared.step_index
                     yield Progress(done, prepared.total_steps)
                     if task.pause_requested.is_set():
                         request.stop_early()
@@ -186,7 +188,13 @@ class DiffusionEngine:
             return
         for event in await self._results(name, task, request.done, final=True):
             yield event
-        yield Usage(steps=request.done - prepared.step_index)
+        usage.steps = request.done - prepared.step_index
+        _count(usage, frames=self._made_frames(task))
+        yield usage
+
+    def _made_frames(self, task: Task) -> int:
+        """Returns the number of frames that the stage decodes for a task: 1 for an image, 0 if it does not decode."""
+        return int(task.options.get("num_frames", self._options.num_frames)) if self._options.part == "all" else 0
 
     def _next_stop(self, done: int, last: int) -> int:
         """Returns the number of completed steps at which the request must next leave the step loop: at the next
@@ -221,15 +229,20 @@ class DiffusionEngine:
         each packet.
         """
         flow, steps = _only_inlet(task.inlets), 0
+        usage = Usage()
+        yield usage
         async for packet in flow:
             frames = await self._step_loop.call("runner.decode_latents", packet.tensors[LATENTS])
             steps += 1
             for event in await self._images(frames, task, packet.metadata):
                 yield event
             yield Progress(steps)
+            usage.steps = steps
+            if packet.metadata.get("final") is not False:
+                _count(usage, frames=len(frames))
         if not steps:
             raise InvalidRequestError("the edge delivered no latents", reason="MISSING_INPUT")
-        yield Usage(steps=steps)
+        yield usage
 
     # -- inner workings
 
@@ -257,6 +270,12 @@ class DiffusionEngine:
         if task.wanted is None or FRAMES in task.wanted:
             tensors[FRAMES] = np.asarray(frames)
         return [Emission(Packet(tensors, metadata))] if tensors else []
+
+
+def _count(usage: Usage, *, frames: int) -> None:
+    """Adds a result with this number of frames to a task's work: one image, or a video."""
+    usage.images += frames == 1
+    usage.frames += frames if frames > 1 else 0
 
 
 def _only_inlet(inlets: Mapping[str, AsyncIterable[Packet]]) -> AsyncIterable[Packet]:

@@ -124,6 +124,8 @@ class FakeRun:
         """Runs the task and yields its events, as specified by `Engine.submit`."""
         self._memory = hold_memory(self._options.request_memory_bytes)
         size_bytes, delayed = 0, list[Emission]()
+        usage = Usage(prompt_tokens=len(self._task.prompt or ""))
+        yield usage
         async with aclosing(self._inputs()) as inputs:
             async for given in inputs:
                 size_bytes += sum(tensor.nbytes for tensor in given.values())
@@ -133,6 +135,7 @@ class FakeRun:
                     self._step += 1
                     continue
                 await self._compute()
+                usage.output_tokens, usage.steps = size_bytes, self._step + 1
                 emission = Emission(Packet(made, {"step": self._step}))
                 disordered = self._faults.swaps_outputs(self._step)
                 self._step += 1
@@ -161,7 +164,8 @@ class FakeRun:
                 f"step {self._step}",
                 reason="INVALID_CHECKPOINT",
             )
-        yield Usage(prompt_tokens=len(self._task.prompt or ""), output_tokens=size_bytes, steps=self._step)
+        usage.output_tokens, usage.steps, usage.finish = size_bytes, self._step, self._sampled.finish
+        yield usage
 
     @property
     def _is_source(self) -> bool:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from stagemesh.common.tensors import Array
-from stagemesh.services.engines.base import SamplingOptions
+from stagemesh.services.engines.base import END, Finish, SamplingOptions
 
 
 class SampledText:
@@ -16,17 +16,20 @@ class SampledText:
     def __init__(self, sampling: SamplingOptions) -> None:
         self._sampling = sampling
         self._steps = 0
-        self._is_over = False
+        self.finish = END
+        """Why the text ends, as far as it is known."""
 
     def limit(self, text: Array) -> Array | None:
         """Returns the text of the next step, without a stop text and what follows it. Returns None after the end."""
         sampling = self._sampling
-        if self._is_over or self._steps == sampling.max_tokens:
+        if self.finish.reason != "end":
             return None
         self._steps += 1
+        if self._steps == sampling.max_tokens:
+            self.finish = Finish("length")
         content = text.tobytes() if sampling.structure is None else sampling.structure.texts[0].encode()
-        ends = [end for stop in sampling.stop if (end := content.find(stop.encode())) >= 0]
+        ends = {end: stop for stop in sampling.stop if (end := content.find(stop.encode())) >= 0}
         if ends:
-            self._is_over = True
+            self.finish = Finish("stop", stop_text=ends[min(ends)])
             content = content[: min(ends)]
         return np.frombuffer(content, np.uint8)

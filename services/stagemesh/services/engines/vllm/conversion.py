@@ -25,8 +25,10 @@ from stagemesh.common.tensors import Array
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.adapters.manager import Entry
 from stagemesh.services.engines.base import (
+    END,
     ChatMessage,
     Emission,
+    Finish,
     MediaKind,
     Part,
     Prompt,
@@ -37,7 +39,7 @@ from stagemesh.services.engines.base import (
     media_of,
 )
 from stagemesh.services.engines.vllm.control import lora_request
-from stagemesh.services.engines.vllm.features import EngineRequest
+from stagemesh.services.engines.vllm.features import EngineRequest, RequestPrompt
 
 DEFAULT_MAX_TOKENS = 256
 TOKEN_IDS = "token_ids"  # noqa: S105  # tokens of a vocabulary
@@ -305,3 +307,22 @@ def _token_logprobs(token: int, known: Mapping[int, Logprob], *, limit: int) -> 
     return TokenLogprobs(
         known[token].logprob, tuple(each for each, _ in ranked), tuple(logprob.logprob for _, logprob in ranked)
     )
+
+
+def finish_of(output: CompletionOutput, request: EngineRequest) -> Finish:
+    """Returns why a finished output ends."""
+    match output.finish_reason, output.stop_reason:
+        case "stop", str(text):
+            return Finish("stop", stop_text=text)
+        case "stop", int(token):
+            return Finish("stop", stop_token_id=token)
+        case "length", _:
+            return Finish("length" if request.task.sampling.max_tokens == len(request.sampled) else "limit")
+        case _:
+            return END
+
+
+def media_tokens(prompt: RequestPrompt) -> int:
+    """Returns the number of tokens of a prompt that stand for images, audio or video."""
+    placeholders: Mapping[str, Sequence[Any]] = prompt.engine_input.get("mm_placeholders", {})  # type: ignore[assignment]
+    return sum(each.length for ranges in placeholders.values() for each in ranges)

@@ -128,14 +128,22 @@ class VllmEngine:
             await feature.start(llm)
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
+        from stagemesh.services.engines.vllm.conversion import finish_of, media_tokens
+
         if task.max_steps is not None:
             raise UnsupportedError(f"stage {self._config.stage}: the vllm engine cannot pause")
         self.control.check_awake()
         async with AsyncExitStack() as held:
             request, hooks, outputs = await self._begin(task, held)
+            usage = Usage(prompt_tokens=len(request.prompt.token_ids), media_tokens=media_tokens(request.prompt))
+            yield usage
             async for output in outputs:
                 for event in self._count_output(request, output):
                     yield event
+                usage.output_tokens = usage.steps = len(request.sampled)
+                if output.finished:
+                    usage.cached_tokens = output.num_cached_tokens or 0
+                    usage.finish = finish_of(output.outputs[0], request)
                 for hook in hooks:
                     for event in hook.observe(finished=output.finished):
                         yield event
@@ -143,8 +151,8 @@ class VllmEngine:
                 async with aclosing(hook.finish()) as events:
                     async for event in events:
                         yield event
-            sampled = len(request.sampled)
-            yield Usage(prompt_tokens=len(request.prompt.token_ids), output_tokens=sampled, steps=sampled)
+            usage.output_tokens = usage.steps = len(request.sampled)
+            yield usage
 
     def load(self) -> EngineLoad:
         control = self._control

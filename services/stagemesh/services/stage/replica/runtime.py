@@ -230,8 +230,8 @@ class StageRuntime:
             async for event in events:
                 yield stage_pb2.ExecuteStepResponse.FromString(event)
 
-    async def cancel(self, request_id: str, *, attempt: int, reason: str) -> int:
-        """Stops the running steps of a request and waits until they have ended. Returns the number of stopped steps.
+    async def cancel(self, request_id: str, *, attempt: int, reason: str) -> stage_pb2.CancelStepResponse:
+        """Stops the running steps of a request and waits until they have ended. Returns their number and their work.
 
         Stops only steps of `attempt` and of earlier attempts. An attempt of 0 means all attempts. `reason` is the
         message of the steps' error, or empty for a default message.
@@ -241,7 +241,11 @@ class StageRuntime:
         self._runs.release_edges(request_id, up_to_attempt=attempt)
         runs = self._runs.running(request_id, up_to_attempt=attempt)
         await self._stop(runs, CancelledRequestError(reason or "the step was cancelled", metadata=self.where))
-        return len(runs)
+        response = stage_pb2.CancelStepResponse(stopped=len(runs))
+        for run in runs:
+            for field, value in run.usage().ListFields():
+                setattr(response.usage, field.name, getattr(response.usage, field.name) + value)
+        return response
 
     def rebind(self, rebinding: Rebinding) -> None:
         """Binds edges of a step to other peer replicas. Raises InvalidRequestError if the rebinding is invalid, and the

@@ -10,8 +10,8 @@ from stagemesh.common.errors import UnsupportedError
 from stagemesh.common.tensors import Array, inline_tensor
 from stagemesh.connectors.edge import Packet
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
-from stagemesh.services.engines.base import Progress, TokenLogprobs
-from stagemesh.v1 import stage_pb2
+from stagemesh.services.engines.base import Finish, Progress, TokenLogprobs
+from stagemesh.v1 import request_pb2, stage_pb2
 
 _AUDIO_FRAGMENT_BYTES = 1 << 20
 # The other fields of a message also need space.
@@ -25,10 +25,10 @@ _MEDIA_TYPES: Mapping[bytes, str] = {
 
 
 class StreamedOutputs:
-    """Splits the emissions of one run into numbered fragments. Only includes the outputs that the caller requested.
+    """Splits the emissions of one run into parts of outputs. Only includes the outputs that the caller requested.
 
-    Each fragment is an event for the caller and contains one output. The event contains a copy of the data, because a
-    view could retain a lease on another replica's arena.
+    Each part is an event for the caller. The event contains a copy of the data, because a view could retain a lease on
+    another replica's arena.
     """
 
     def __init__(
@@ -37,23 +37,21 @@ class StreamedOutputs:
         """`names` are the outputs that the caller requested, and `emits` describes the outputs that the stage can emit,
         by name.
 
-        `made` contains the number of fragments of each output that earlier runs of the request have emitted, by output
-        name. The numbering continues from there. None means that there was no earlier run.
+        `made` contains the length of each output that earlier runs of the request have emitted, by output name. The
+        positions continue from there. None means that there was no earlier run.
         """
         self._emitted = {name: emits[name] for name in names}
-        self._next_seqs = {name: (made or {}).get(name, 0) for name in names}
+        self._lengths = {name: (made or {}).get(name, 0) for name in names}
         # An emission may end in the middle of a UTF-8 character.
         self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in names}
 
     @property
     def made(self) -> dict[str, int]:
-        """The number of fragments of each output so far, by output name. Includes the fragments of earlier runs of the
-        request.
-        """
-        return dict(self._next_seqs)
+        """The length of each output so far, by output name. Includes what earlier runs of the request have emitted."""
+        return dict(self._lengths)
 
     def push(self, packet: Packet, logprobs: Sequence[TokenLogprobs] = ()) -> Iterator[stage_pb2.ExecuteStepResponse]:
-        """Yields the fragments of a packet's tensors. `logprobs` are the log-probabilities of the packet's tokens.
+        """Yields the parts that a packet's tensors form. `logprobs` are the log-probabilities of the packet's tokens.
 
         Raises UnsupportedError if a tensor does not fit in one message.
         """
@@ -69,65 +67,82 @@ class StreamedOutputs:
                 case "audio":
                     yield from self._audio(name, tensor, emitted.sample_rate_hz)
                 case _:
-                    yield self._whole(name, emitted, tensor)
+                    yield self._whole(name, emitted, tensor, preview=packet.metadata.get("final") is False)
 
-    def finish(self) -> Iterator[stage_pb2.ExecuteStepResponse]:
-        """Yields a final fragment for each text output whose bytes end within a UTF-8 character.
+    def finish(self, finish: Finish | None) -> Iterator[stage_pb2.ExecuteStepResponse]:
+        """Yields the last part of each output. If `finish` is None, because the run pauses, yields only remaining text.
 
-        The incomplete character is decoded as the replacement character U+FFFD.
+        The bytes of an incomplete UTF-8 character are decoded as the replacement character U+FFFD.
         """
         for name, decoder in self._decoders.items():
-            yield from self._text(name, decoder.decode(b"", final=True))
+            text = decoder.decode(b"", final=True)
+            if not text and finish is None:
+                continue
+            part = self._next(name, len(text))
+            if text:
+                part.output.text = text
+            if finish is not None:
+                part.output.finish.CopyFrom(finish_to_wire(finish))
+            yield part
 
     def _text(self, name: str, text: str) -> Iterator[stage_pb2.ExecuteStepResponse]:
         if text:
-            fragment = self._next(name)
-            fragment.output.text = text
-            yield fragment
+            part = self._next(name, len(text))
+            part.output.text = text
+            yield part
 
     def _tokens(self, name: str, ids: Array, logprobs: Sequence[TokenLogprobs]) -> stage_pb2.ExecuteStepResponse:
-        fragment = self._next(name)
-        fragment.output.token_ids.ids.extend(ids.tolist())
+        part = self._next(name, len(ids))
+        part.output.token_ids.ids.extend(ids.tolist())
         for each in logprobs:
-            fragment.output.logprobs.add(**each._asdict())
-        return fragment
+            part.output.logprobs.add(**each._asdict())
+        return part
 
     def _audio(self, name: str, samples: Array, sample_rate_hz: int) -> Iterator[stage_pb2.ExecuteStepResponse]:
-        """Yields fragments of the audio samples that fit in a message."""
+        """Yields parts of the audio samples that fit in a message."""
         step = max(1, _AUDIO_FRAGMENT_BYTES * len(samples) // max(1, samples.nbytes))
         for start in range(0, len(samples), step):
-            fragment = self._next(name)
-            fragment.output.audio.samples.CopyFrom(inline_tensor(name, samples[start : start + step]))
-            fragment.output.audio.sample_rate_hz = sample_rate_hz
-            yield fragment
+            part = self._next(name, len(samples[start : start + step]))
+            part.output.audio.samples.CopyFrom(inline_tensor(name, samples[start : start + step]))
+            part.output.audio.sample_rate_hz = sample_rate_hz
+            yield part
 
-    def _whole(self, name: str, emitted: Emitted, tensor: Array) -> stage_pb2.ExecuteStepResponse:
+    def _whole(self, name: str, emitted: Emitted, tensor: Array, *, preview: bool) -> stage_pb2.ExecuteStepResponse:
         if tensor.nbytes > _MAX_TENSOR_BYTES:
             raise UnsupportedError(
                 f"output {name} has {tensor.nbytes} bytes, but at most {_MAX_TENSOR_BYTES} can be sent to a client; "
                 "request another output, or a smaller one",
                 reason="OUTPUT_TOO_LARGE",
             )
-        fragment = self._next(name)
         if emitted.kind == "image":
-            image = fragment.output.image
-            image.data = tensor.tobytes()
+            part = self._next(name, 1)
+            image = part.output.image
+            image.data, image.preview = tensor.tobytes(), preview
             image.media_type = _media_type(image.data)
         else:
-            fragment.output.tensor.CopyFrom(inline_tensor(name, tensor))
-        return fragment
+            part = self._next(name, len(tensor) if tensor.ndim else 1)
+            part.output.tensor.CopyFrom(inline_tensor(name, tensor))
+        return part
 
-    def _next(self, name: str) -> stage_pb2.ExecuteStepResponse:
-        """Returns an event with the next number of the output `name`. The event does not contain data yet: the caller
-        of this method adds the data in place.
+    def _next(self, name: str, length: int) -> stage_pb2.ExecuteStepResponse:
+        """Returns an event with the next part of the output `name`. The caller adds the data, `length` units, in place.
 
-        Building the output separately and then copying it would be slower, and every generated token requires a
-        fragment.
+        Building the output separately and then copying it would be slower, and every generated token requires a part.
         """
-        fragment = stage_pb2.ExecuteStepResponse()
-        fragment.output.name, fragment.output.seq = name, self._next_seqs[name]
-        self._next_seqs[name] += 1
-        return fragment
+        part = stage_pb2.ExecuteStepResponse()
+        part.output.name, part.output.position = name, self._lengths[name]
+        self._lengths[name] += length
+        return part
+
+
+def finish_to_wire(finish: Finish) -> request_pb2.Finish:
+    """Converts the reason why a task's outputs end to its protobuf message."""
+    message = request_pb2.Finish(reason=request_pb2.FinishReason.Value(f"FINISH_REASON_{finish.reason.upper()}"))
+    if finish.stop_text is not None:
+        message.stop_text = finish.stop_text
+    elif finish.stop_token_id is not None:
+        message.stop_token_id = finish.stop_token_id
+    return message
 
 
 class ProgressThrottle:

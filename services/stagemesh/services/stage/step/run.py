@@ -123,6 +123,10 @@ class StepRun:
         self.edges = StepEdges(spec, data_plane)
         self._stopwatch, self._progress = Stopwatch(), ProgressThrottle()
         self._usage = Usage()
+        self._audio_s = 0.0
+        self._sample_rates_hz = {
+            name: each.sample_rate_hz for name, each in signature.emits.items() if each.kind == "audio"
+        }
         self._timer: asyncio.TimerHandle | None = None
         self._cause: StagemeshError | None = None
         self._task: asyncio.Task[None] | None = None
@@ -294,6 +298,7 @@ class StepRun:
                 self.event_count += 1
                 if isinstance(event, Emission):
                     self._append_outputs(event)
+                    self._count_audio(event.packet)
                     add_rows(self._rows, event.packet)
                     if outlets is not None:
                         self._with_engine = False
@@ -336,6 +341,25 @@ class StepRun:
         for output in self._outputs.push(emission.packet, emission.logprobs):
             self._append(output)
 
+    def _count_audio(self, packet: Packet) -> None:
+        for name, sample_rate_hz in self._sample_rates_hz.items():
+            if name in packet.tensors:
+                self._audio_s += len(packet.tensors[name]) / sample_rate_hz
+
+    def usage(self) -> request_pb2.Usage:
+        """Returns the work that the run has done so far."""
+        done = self._usage
+        return request_pb2.Usage(
+            prompt_tokens=done.prompt_tokens,
+            output_tokens=done.output_tokens,
+            steps=done.steps,
+            cached_tokens=done.cached_tokens,
+            media_tokens=done.media_tokens,
+            audio_s=self._audio_s,
+            images=done.images,
+            frames=done.frames,
+        )
+
     def _append_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Appends a checkpoint to the journal. The checkpoint covers all outputs that the engine emitted before it.
 
@@ -365,8 +389,8 @@ class StepRun:
         return replace(checkpoint, outputs=self._outputs.made, rows=dict(self._rows))
 
     async def _finish(self) -> None:
-        for output in self._outputs.finish():
-            self._append(output)
+        for part in self._outputs.finish(self._usage.finish if self._paused is None else None):
+            self._append(part)
         if self._paused is not None:
             await self._send_state(self._paused)
             self._clear_journaled()
@@ -380,7 +404,7 @@ class StepRun:
             await outlets.finish()
         self._clear_journaled()
         finished = stage_pb2.StepFinished(
-            usage=request_pb2.Usage(**asdict(self._usage)),
+            usage=self.usage(),
             timings=self._stopwatch.timings(),
             edges=[request_pb2.EdgeUsage(**asdict(usage)) for usage in (outlets.usages if outlets else ())],
         )
@@ -411,6 +435,8 @@ class StepRun:
         if error is not None:
             # The error is copied, because one cause may end several runs.
             error = copy(error).located(**self._where)
+            if not self.journal.closed:
+                self._append(stage_pb2.ExecuteStepResponse(usage=self.usage()))
         edges, edges_error = self.edges, error
         if error is None and self._paused is not None and self._pause_requested.is_set():
             # The peer stages wait for the replica that resumes the request.
