@@ -50,6 +50,11 @@ def function_stage(packages: Path) -> StageConfig:
     return stage_config("function", function="double")
 
 
+def speech_stage(packages: Path) -> StageConfig:
+    del packages
+    return stage_config("function", function="hibari.vocoder")
+
+
 def diffusion_stage(packages: Path) -> StageConfig:
     pytest.importorskip("diffusers")
     from tests.diffusion.stages import diffusion_config
@@ -72,6 +77,7 @@ def vllm_stage(packages: Path) -> StageConfig:
     [
         pytest.param(["stage"], fake_stage, id="fake"),
         pytest.param(["stage"], function_stage, id="function"),
+        pytest.param(["speech"], speech_stage, id="speech"),
         pytest.param(["diffusion"], diffusion_stage, id="diffusion"),
         pytest.param(["vllm-cpu"], vllm_stage, id="vllm"),
     ],

@@ -26,7 +26,10 @@ def needs_extra(*extras: str, of: str) -> Generator[None]:
 
 @contextmanager
 def exit_without_extra(*extras: str, of: str) -> Generator[None]:
-    """Like `needs_extra`, for the imports of a program: prints the error to stderr and exits with status 1."""
+    """Prints the error of `needs_extra` to stderr and exits with status 1 if the `with` block raises it.
+
+    Use it for the imports of a program that is started as a process.
+    """
     try:
         with needs_extra(*extras, of=of):
             yield
