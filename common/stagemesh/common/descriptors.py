@@ -54,7 +54,7 @@ class OptionSpec:
     choices: tuple[str, ...] = ()
     """The allowed texts. Empty if any text is allowed."""
     description: str = ""
-    """What the option does, for people."""
+    """A description of the option for people."""
 
 
 @dataclass(frozen=True)

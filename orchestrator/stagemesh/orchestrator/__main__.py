@@ -2,9 +2,12 @@
 
 import sys
 
-from stagemesh.common.process_config import run_configured
-from stagemesh.orchestrator.config import OrchestratorConfig
-from stagemesh.orchestrator.service import serve
+from stagemesh.common.extras import exit_without_extra
+
+with exit_without_extra("orchestrator", of="an orchestrator"):
+    from stagemesh.common.process_config import run_configured
+    from stagemesh.orchestrator.config import OrchestratorConfig
+    from stagemesh.orchestrator.service import serve
 
 if __name__ == "__main__":
     sys.exit(run_configured(OrchestratorConfig, serve, module="stagemesh.orchestrator"))

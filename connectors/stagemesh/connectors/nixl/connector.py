@@ -139,5 +139,5 @@ def _make_agent(name: str, arena: Arena, *, serves: bool) -> "Agent":
     try:
         from stagemesh.connectors.nixl.agent import Agent
     except ImportError as exc:
-        raise unavailable(f"nixl cannot be loaded ({exc}); install the extra: pip install stagemesh[nixl]") from exc
+        raise unavailable(f"nixl cannot be loaded ({exc}); run: pip install 'stagemesh[nixl]'") from exc
     return Agent(name, arena, serves=serves)

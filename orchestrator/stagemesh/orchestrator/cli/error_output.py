@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from stagemesh.common.errors import DeadlineError, StagemeshError, UnavailableError
+from stagemesh.common.extras import needs_extra
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -27,6 +28,15 @@ _REMEDIES: dict[str, str] = {
     "REQUEST_EXISTS": "choose another --request-id, or omit it",
     "UNKNOWN_MODEL": "run `stagemesh models list` to list the models",
     "UNKNOWN_OUTPUT": "run `stagemesh pipeline graph PIPELINE` to see the outputs of the pipeline",
+}
+
+# The extras of the commands that do more than call a running pipeline.
+_EXTRAS = {
+    "demo": "orchestrator",
+    "models": "orchestrator",
+    "pipeline": "orchestrator",
+    "probe-transport": "stage",
+    "up": "orchestrator",
 }
 
 
@@ -52,12 +62,20 @@ class ErrorGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Runs the command. Exits with status 1 if a StagemeshError is raised, and with status 130 after Ctrl-C."""
         try:
-            return super().invoke(ctx)
+            return self._invoke(ctx)
         except StagemeshError as exc:
             show_error(exc, as_json=bool(ctx.meta.get(_JSON_KEY)))
             raise typer.Exit(EXIT_FAILED) from None
         except KeyboardInterrupt:
             raise typer.Exit(EXIT_INTERRUPTED) from None
+
+    def _invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ImportError:
+            command = ctx.invoked_subcommand
+            with needs_extra(_EXTRAS.get(command, "cli"), of=f"`stagemesh {command}`"):
+                raise
 
 
 def show_error(error: StagemeshError, *, as_json: bool) -> None:

