@@ -3,7 +3,6 @@
 PYTHON ?= python3
 PROMPT ?= Tell me three things about the ocean, one sentence each.
 OUT ?= protos
-MAIN ?= $(shell git rev-parse --quiet --verify origin/main || git rev-parse --quiet --verify main)
 
 BIN := $(CURDIR)/.venv/bin
 PROTOS := $(wildcard protos/stagemesh/v1/*.proto)
@@ -54,7 +53,6 @@ check: venv ## Check format, lint, prose, types, layers and contract
 	mypy && pyright
 	lint-imports
 	buf format --diff --exit-code && buf lint
-	$(if $(MAIN),buf breaking --against '.git#ref=$(MAIN)')
 
 protos: venv ## Format the contract and regenerate its stubs
 	buf format --write
