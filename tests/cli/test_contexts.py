@@ -12,9 +12,10 @@ import typer
 from typer.testing import CliRunner
 
 from stagemesh.common.exit_codes import ExitCode
+from stagemesh.orchestrator.cli.contexts.addresses import ADMIN_SERVER, SERVER
 from stagemesh.orchestrator.cli.contexts.file import Context, Contexts, contexts_path, load_contexts, save_contexts
 from stagemesh.orchestrator.cli.error_output import ErrorGroup
-from stagemesh.orchestrator.cli.options import ADMIN_SERVER, SERVER, Parameter, with_parameters
+from stagemesh.orchestrator.cli.options import Parameter, with_parameters
 from tests.cli.commands import Ran, invoke, stagemesh
 from tests.client.scripted import ScriptedOrchestrator
 
@@ -92,7 +93,7 @@ def test_a_failed_write_keeps_the_file(folder: Path, monkeypatch: pytest.MonkeyP
         (("add", "here", "--server", "a:1"), ExitCode.REFUSED, "context 'here' exists"),
         (("add", "not here", "--server", "a:1"), ExitCode.USAGE, "'not here' is not a name for a context"),
         (("add", "there", "--server", "a"), ExitCode.USAGE, "'a' is not of the form HOST:PORT"),
-        (("add", "there", "--server", "a:1", "--admin", "a:2,b:2"), ExitCode.USAGE, "one address for operators"),
+        (("add", "there", "--server", "a:1", "--admin", "a:2,b:2"), ExitCode.USAGE, "contains several addresses"),
         (("add", "there"), ExitCode.USAGE, "Missing option '--server'"),
     ],
 )
@@ -160,6 +161,15 @@ def test_a_server_and_a_context_exclude_each_other() -> None:
     save_contexts(Contexts({"here": Context("a:1")}))
     ran = _address(SERVER, "--server", "a:1", "--context", "here")
     assert (ran.exit_code, "give either --server or --context, not both" in ran.stderr) == (ExitCode.USAGE, True)
+
+
+def test_an_empty_context_is_not_the_current_one() -> None:
+    save_contexts(Contexts({"here": Context("a:1")}, current="here"))
+    assert "unknown context ''" in _address(SERVER, "--context", "").stderr
+
+
+def test_commands_for_operators_connect_to_one_address() -> None:
+    assert "'a:1,b:1' contains several addresses" in _address(ADMIN_SERVER, "--server", "a:1,b:1").stderr
 
 
 def test_an_operator_never_gets_the_default_of_a_context_without_an_address() -> None:

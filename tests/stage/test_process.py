@@ -67,16 +67,18 @@ def test_a_port_in_use_is_reported_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "line"),
+    ("config", "code", "line"),
     [
-        (stage_config(colour=1), "stage thinker: unknown option 'colour'"),
-        (stage_config(function="poet"), "unknown function 'poet' of the fake engine"),
-        (replace(stage_config(), engine="steam"), "unknown engine 'steam'"),
+        (stage_config(colour=1), ExitCode.USAGE, "stage thinker: unknown option 'colour'"),
+        (stage_config(function="poet"), ExitCode.NOT_FOUND, "unknown function 'poet' of the fake engine"),
+        (replace(stage_config(), engine="steam"), ExitCode.NOT_FOUND, "unknown engine 'steam'"),
     ],
 )
-def test_a_stage_that_cannot_start_reports_the_cause(config: StageConfig, line: str, tmp_path: Path) -> None:
+def test_a_stage_that_cannot_start_reports_the_cause(
+    config: StageConfig, code: ExitCode, line: str, tmp_path: Path
+) -> None:
     status, log = _run(config, tmp_path)
-    assert status == ExitCode.USAGE
+    assert status == code
     assert line in log
     assert "Traceback" not in log
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import typer
 
+from stagemesh.orchestrator.cli.contexts.addresses import SERVER, split_addresses
 from stagemesh.orchestrator.cli.error_output import AsJson
-from stagemesh.orchestrator.cli.options import SERVER, Parameter, argument, split_addresses
+from stagemesh.orchestrator.cli.options import Parameter, argument
 from stagemesh.orchestrator.cli.output import print_json
 
 PARAMETERS: Mapping[str, Parameter] = {

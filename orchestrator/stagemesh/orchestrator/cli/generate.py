@@ -8,16 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
+from stagemesh.orchestrator.cli.contexts.addresses import SERVER, split_addresses
 from stagemesh.orchestrator.cli.error_output import AsJson
-from stagemesh.orchestrator.cli.options import (
-    SERVER,
-    Parameter,
-    argument,
-    flag,
-    option,
-    read_pairs,
-    split_addresses,
-)
+from stagemesh.orchestrator.cli.options import Parameter, argument, flag, option, read_pairs
 from stagemesh.orchestrator.cli.output import Column, fields, make_table, number, numbers, print_json
 
 if TYPE_CHECKING:

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from stagemesh.orchestrator.cli.admin import views
+from stagemesh.orchestrator.cli.contexts.addresses import SERVER, split_addresses
 from stagemesh.orchestrator.cli.error_output import AsJson
-from stagemesh.orchestrator.cli.options import SERVER, Parameter, split_addresses
+from stagemesh.orchestrator.cli.options import Parameter
 from stagemesh.orchestrator.cli.output import Column, links_table, make_table, number, print_all, print_json, to_json
 from stagemesh.orchestrator.cli.watching import WATCH, show_views, ticks
 

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stagemesh.orchestrator.cli.admin import views
+from stagemesh.orchestrator.cli.contexts.addresses import ADMIN_SERVER
 from stagemesh.orchestrator.cli.error_output import AsJson
-from stagemesh.orchestrator.cli.options import ADMIN_SERVER, Parameter, flag, option
+from stagemesh.orchestrator.cli.options import Parameter, flag, option
 from stagemesh.orchestrator.cli.output import (
     Column,
     connector_name,

@@ -6,8 +6,9 @@ from typing import Any
 import typer
 
 from stagemesh.common.errors import DeadlineError, UnavailableError
+from stagemesh.orchestrator.cli.contexts.addresses import SERVER, is_given, split_addresses
 from stagemesh.orchestrator.cli.error_output import AsJson
-from stagemesh.orchestrator.cli.options import SERVER, Parameter, is_given, split_addresses
+from stagemesh.orchestrator.cli.options import Parameter
 from stagemesh.orchestrator.cli.output import print_json
 
 PARAMETERS: Mapping[str, Parameter] = {

@@ -9,8 +9,9 @@ import typer
 from stagemesh.common.exit_codes import ExitCode
 from stagemesh.orchestrator.cli.admin import wait
 from stagemesh.orchestrator.cli.admin.commands import COMMANDS, GROUPS, Command
+from stagemesh.orchestrator.cli.contexts.addresses import ADMIN_SERVER
 from stagemesh.orchestrator.cli.error_output import AsJson
-from stagemesh.orchestrator.cli.options import ADMIN_SERVER, Parameter, with_parameters
+from stagemesh.orchestrator.cli.options import Parameter, with_parameters
 from stagemesh.orchestrator.cli.output import print_all, print_json, to_json
 from stagemesh.orchestrator.cli.watching import show_views, ticks
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import typer
 
 from stagemesh.orchestrator.cli.admin import views
-from stagemesh.orchestrator.cli.options import DEFAULT_ADMIN_SERVER, Parameter, argument, flag, option
+from stagemesh.orchestrator.cli.contexts.addresses import DEFAULT_ADMIN_SERVER
+from stagemesh.orchestrator.cli.options import Parameter, argument, flag, option
 from stagemesh.orchestrator.cli.output import Column, enum_word, links_table, make_table, size
 from stagemesh.orchestrator.cli.watching import WATCH
 

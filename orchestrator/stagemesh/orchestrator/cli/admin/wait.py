@@ -10,8 +10,9 @@ import typer
 
 from stagemesh.common.errors import DeadlineError, NotFoundError, UnavailableError
 from stagemesh.orchestrator.cli.admin.commands import complete_target
+from stagemesh.orchestrator.cli.contexts.addresses import ADMIN_SERVER
 from stagemesh.orchestrator.cli.error_output import AsJson
-from stagemesh.orchestrator.cli.options import ADMIN_SERVER, Parameter, argument, option
+from stagemesh.orchestrator.cli.options import Parameter, argument, option
 from stagemesh.orchestrator.cli.output import enum_word, print_json
 
 if TYPE_CHECKING:

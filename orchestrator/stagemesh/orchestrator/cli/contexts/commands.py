@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stagemesh.common.errors import NotFoundError
+from stagemesh.orchestrator.cli.contexts.addresses import check_admin_address, complete_context, split_addresses
 from stagemesh.orchestrator.cli.error_output import AsJson
-from stagemesh.orchestrator.cli.options import complete_context, split_addresses
 from stagemesh.orchestrator.cli.output import Column, make_table, print_all, print_json
 
 if TYPE_CHECKING:
@@ -25,9 +25,12 @@ _Name = Annotated[
 ]
 
 
-def _check_addresses(value: str) -> str:
+def _check_address(param: typer.CallbackParam, value: str) -> str:
     try:
-        split_addresses(value) if value else None
+        if param.name == "server":
+            split_addresses(value)
+        elif value:
+            check_admin_address(value)
     except ValueError as exc:
         raise typer.BadParameter(str(exc)) from exc
     return value
@@ -42,7 +45,7 @@ def add(
             "--server",
             "-s",
             metavar="HOST:PORT",
-            callback=_check_addresses,
+            callback=_check_address,
             help="Set the address for clients. Several addresses are separated by commas.",
         ),
     ],
@@ -50,7 +53,7 @@ def add(
         str,
         typer.Option(
             metavar="HOST:PORT",
-            callback=_check_addresses,
+            callback=_check_address,
             help="Set the address for operators. Commands for operators cannot use the context if omitted.",
             show_default=False,
         ),
@@ -60,11 +63,7 @@ def add(
     """Add a context. The current context does not change."""
     from stagemesh.orchestrator.cli.contexts.file import Context, load_contexts, save_contexts
 
-    try:
-        context = Context(server, admin)
-    except ValueError as exc:
-        raise typer.BadParameter(str(exc), param_hint="--admin") from exc
-    contexts = load_contexts().with_context(name, context)
+    contexts = load_contexts().with_context(name, Context(server, admin))
     save_contexts(contexts)
     _show(contexts, name, as_json=as_json)
 

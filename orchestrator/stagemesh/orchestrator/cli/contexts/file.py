@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import typer
 
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError
-from stagemesh.orchestrator.cli.options import split_addresses
+from stagemesh.orchestrator.cli.contexts.addresses import check_admin_address, split_addresses
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -34,8 +34,8 @@ class Context:
 
     def __post_init__(self) -> None:
         split_addresses(self.server)
-        if self.admin and len(split_addresses(self.admin)) > 1:
-            raise ValueError(f"{self.admin!r} contains several addresses; a context has one address for operators")
+        if self.admin:
+            check_admin_address(self.admin)
 
 
 @dataclass(frozen=True)

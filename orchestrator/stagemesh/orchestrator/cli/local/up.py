@@ -7,15 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from stagemesh.orchestrator.cli.contexts.addresses import DEFAULT_PORT, DEFAULT_SERVER
 from stagemesh.orchestrator.cli.error_output import AsJson
-from stagemesh.orchestrator.cli.options import (
-    DEFAULT_PORT,
-    DEFAULT_SERVER,
-    PipelineName,
-    Replicas,
-    Settings,
-    read_overrides,
-)
+from stagemesh.orchestrator.cli.options import PipelineName, Replicas, Settings, read_overrides
 
 if TYPE_CHECKING:
     from stagemesh.orchestrator.cli.local.process_display import Display
