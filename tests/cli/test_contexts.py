@@ -108,10 +108,18 @@ def test_a_mistake_is_reported_and_changes_nothing(arguments: tuple[str, ...], c
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "Invalid JSON"),
-        ('{"contexts": {"a": {"server": "h"}}}', "contexts.a: Value error, 'h' is not of the form HOST:PORT"),
-        ('{"contexts": {"a": {"serve": "h:1"}}}', "contexts.a.serve"),
-        ('{"current": "b", "contexts": {"a": {"server": "h:1"}}}', "the current context 'b' does not exist"),
+        ("{", "Expecting property name"),
+        ("[]", "the file must be an object with these members: contexts (dict), current (str)"),
+        ('{"contexts": {"a": 1}, "current": ""}', "context 'a' must be an object"),
+        (
+            '{"contexts": {"a": {"server": "h", "admin": ""}}, "current": ""}',
+            "context 'a': 'h' is not",
+        ),
+        ('{"contexts": {"a": {"serve": "h:1", "admin": ""}}, "current": ""}', "context 'a' must be an object"),
+        (
+            '{"current": "b", "contexts": {"a": {"server": "h:1", "admin": ""}}}',
+            "'b' does not exist",
+        ),
     ],
 )
 def test_a_damaged_file_is_named(content: str, said: str, folder: Path) -> None:

@@ -86,7 +86,7 @@ async def test_ctrl_c_has_a_code_of_its_own(orchestrator: ScriptedOrchestrator) 
 async def test_a_usage_error_can_be_printed_as_json() -> None:
     ran = await stagemesh("stages", "--fly", "--json")
     error = json.loads(ran.stderr)["error"]
-    assert (ran.exit_code, error["code"], error["reason"]) == (ExitCode.USAGE, "INVALID_ARGUMENT", "USAGE")
+    assert (ran.exit_code, error["code"], error["reason"]) == (ExitCode.USAGE, "INVALID_ARGUMENT", "INVALID_REQUEST")
     assert "--fly" in error["message"]
 
 

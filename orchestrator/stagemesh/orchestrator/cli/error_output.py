@@ -23,7 +23,6 @@ _REMEDIES: dict[str, str] = {
     "INVALID_CONTEXTS": "correct or delete this file, or set --server HOST:PORT",
     "LAST_REPLICA": "wait until another replica of the stage is ready, or add --force",
     "NO_ADMIN_ADDRESS": "set --server HOST:PORT, or remove the context and add it again with --admin HOST:PORT",
-    "NOT_MET": "increase --timeout SECONDS, or run `stagemesh top` to see the state of the pipeline",
     "REQUEST_ENDED": "run `stagemesh admin request ID` to see how the request ended",
     "STILL_RUNNING": "run `stagemesh admin requests --on REPLICA`, then allow more time or cancel the requests",
     "UNKNOWN_CONTEXT": "run `stagemesh context list` to list the contexts, and `stagemesh context add` to add one",
@@ -67,7 +66,7 @@ class ErrorGroup(TyperGroup):
         except _UsageError as exc:
             if not wants_json:
                 raise
-            show_error(InvalidRequestError(exc.format_message(), reason="USAGE"), as_json=True)
+            show_error(InvalidRequestError(exc.format_message()), as_json=True)
             raise typer.Exit(ExitCode.USAGE) from None
         except KeyboardInterrupt:
             raise typer.Exit(ExitCode.INTERRUPTED) from None

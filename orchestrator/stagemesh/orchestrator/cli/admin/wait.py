@@ -73,7 +73,7 @@ def wait(**values: Any) -> None:
 
 
 def _await(admin: "AdminConnection", target: str, condition: Condition, *, timeout_s: float) -> None:
-    """Returns when the condition is met. Raises DeadlineError (NOT_MET) after `timeout_s` seconds."""
+    """Returns when the condition is met. Raises DeadlineError after `timeout_s` seconds."""
     from stagemesh.v1 import admin_pb2
 
     request = admin_pb2.WatchPipelineRequest(interval_s=_INTERVAL_S, slowest=1)
@@ -93,9 +93,7 @@ def _await(admin: "AdminConnection", target: str, condition: Condition, *, timeo
                 return
             cause = exc.message
         time.sleep(min(_INTERVAL_S, max(0.0, ends_s - time.monotonic())))
-    raise DeadlineError(
-        f"{target or 'the pipeline'} is not {condition.value} after {timeout_s:g} s: {cause}", reason="NOT_MET"
-    )
+    raise DeadlineError(f"{target or 'the pipeline'} is not {condition.value} after {timeout_s:g} s: {cause}")
 
 
 def unmet_cause(snapshot: "admin_pb2.WatchPipelineResponse", target: str, condition: Condition) -> str:

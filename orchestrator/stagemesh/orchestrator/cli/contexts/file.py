@@ -1,20 +1,18 @@
 """The file of named contexts. A context contains the addresses of one deployment."""
 
+import json
 import os
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any
 
 import typer
 
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError
 from stagemesh.orchestrator.cli.contexts.addresses import check_admin_address, split_addresses
-
-if TYPE_CHECKING:
-    from pydantic import ConfigDict
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
@@ -26,8 +24,6 @@ class Context:
     - `server` is the address for clients, "host:port". Several addresses are separated by commas.
     - `admin` is the address for operators, "host:port", or "" if the context has none.
     """
-
-    __pydantic_config__: ClassVar["ConfigDict"] = {"extra": "forbid"}
 
     server: str
     admin: str = ""
@@ -41,8 +37,6 @@ class Context:
 @dataclass(frozen=True)
 class Contexts:
     """All contexts by name, and the name of the current one. `current` is empty if no context is current."""
-
-    __pydantic_config__: ClassVar["ConfigDict"] = {"extra": "forbid"}
 
     contexts: Mapping[str, Context] = field(default_factory=dict[str, Context])
     current: str = ""
@@ -101,37 +95,52 @@ def load_contexts() -> Contexts:
         return Contexts()
     except OSError as exc:
         raise InvalidRequestError(f"{path} cannot be read: {exc.strerror}", reason="INVALID_CONTEXTS") from exc
-    from pydantic import TypeAdapter, ValidationError
-
     try:
-        return TypeAdapter(Contexts).validate_json(content)
-    except ValidationError as exc:
-        causes = "; ".join(": ".join(filter(None, (_dotted(each["loc"]), each["msg"]))) for each in exc.errors())
-        raise InvalidRequestError(f"{path} is damaged: {causes}", reason="INVALID_CONTEXTS") from exc
+        return _read_contexts(json.loads(content))
+    except ValueError as exc:
+        raise InvalidRequestError(f"{path} is damaged: {exc}", reason="INVALID_CONTEXTS") from exc
 
 
 def save_contexts(contexts: Contexts) -> None:
     """Replaces the file atomically. Only the user can read the new file.
 
-    Raises InvalidRequestError (INVALID_CONTEXTS) if the file cannot be written. The earlier file then remains.
+    Raises InvalidRequestError (CANNOT_WRITE) if the file cannot be written. The earlier file then remains.
     """
-    from pydantic import TypeAdapter
-
     path, temporary = contexts_path(), ""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # The file has mode 0600 from the start.
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(descriptor, "wb") as file:
-            file.write(TypeAdapter(Contexts).dump_json(contexts, indent=2) + b"\n")
+            file.write(f"{json.dumps(asdict(contexts), indent=2)}\n".encode())
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).replace(path)
     except OSError as exc:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
-        raise InvalidRequestError(f"{path} cannot be written: {exc.strerror}", reason="INVALID_CONTEXTS") from exc
+        raise InvalidRequestError(f"{path} cannot be written: {exc.strerror}", reason="CANNOT_WRITE") from exc
 
 
-def _dotted(location: tuple[int | str, ...]) -> str:
-    return ".".join(map(str, location))
+def _read_contexts(document: Any) -> Contexts:
+    """Returns the contexts in a JSON document. Raises ValueError if the document is not valid."""
+    values = _members(document, "the file", contexts=dict, current=str)
+    contexts = {name: _read_context(name, each) for name, each in values["contexts"].items()}
+    return Contexts(contexts, values["current"])
+
+
+def _read_context(name: str, document: Any) -> Context:
+    place = f"context {name!r}"
+    values = _members(document, place, server=str, admin=str)
+    try:
+        return Context(**values)
+    except ValueError as exc:
+        raise ValueError(f"{place}: {exc}") from exc
+
+
+def _members(document: Any, place: str, **kinds: type) -> dict[str, Any]:
+    """Returns the members of a JSON object. Raises ValueError if they are not those of `kinds`."""
+    if not isinstance(document, dict) or {key: type(value) for key, value in document.items()} != kinds:
+        expected = ", ".join(f"{key} ({kind.__name__})" for key, kind in kinds.items())
+        raise ValueError(f"{place} must be an object with these members: {expected}")
+    return document
