@@ -140,7 +140,8 @@ def _read_context(name: str, document: Any) -> Context:
 
 def _members(document: Any, place: str, **kinds: type) -> dict[str, Any]:
     """Returns the members of a JSON object. Raises ValueError if they are not those of `kinds`."""
-    if not isinstance(document, dict) or {key: type(value) for key, value in document.items()} != kinds:
+    members: dict[str, Any] = document if isinstance(document, dict) else {}
+    if {key: type(value) for key, value in members.items()} != kinds:
         expected = ", ".join(f"{key} ({kind.__name__})" for key, kind in kinds.items())
         raise ValueError(f"{place} must be an object with these members: {expected}")
-    return document
+    return members
