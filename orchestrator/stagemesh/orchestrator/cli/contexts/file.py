@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import typer
 
@@ -140,7 +140,7 @@ def _read_context(name: str, document: Any) -> Context:
 
 def _members(document: Any, place: str, **kinds: type) -> dict[str, Any]:
     """Returns the members of a JSON object. Raises ValueError if they are not those of `kinds`."""
-    members: dict[str, Any] = document if isinstance(document, dict) else {}
+    members = cast("dict[str, Any]", document) if isinstance(document, dict) else {}
     if {key: type(value) for key, value in members.items()} != kinds:
         expected = ", ".join(f"{key} ({kind.__name__})" for key, kind in kinds.items())
         raise ValueError(f"{place} must be an object with these members: {expected}")
