@@ -1,4 +1,4 @@
-from tests.client.conftest import orchestrator
+from tests.client.conftest import orchestrator, other
 from tests.launcher.conftest import tiny
 
-__all__ = ["orchestrator", "tiny"]
+__all__ = ["orchestrator", "other", "tiny"]

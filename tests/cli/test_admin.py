@@ -2,10 +2,14 @@
 
 import io
 import json
+import signal
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +18,14 @@ from rich.console import Console
 
 from stagemesh.client import Admitted, Client, Generation, Text
 from stagemesh.common.errors import CancelledRequestError
+from stagemesh.common.exit_codes import ExitCode
 from stagemesh.orchestrator.cli.admin import client as admin_client
 from stagemesh.orchestrator.cli.admin.views import REQUESTS, moments, request_view
+from stagemesh.orchestrator.cli.admin.wait import Condition, unmet_cause
 from stagemesh.orchestrator.cli.output import make_table
-from stagemesh.v1 import admin_pb2, chunk_pb2
-from tests.cli.commands import Ran, invoke
+from stagemesh.orchestrator.launcher.ports import PortPicker
+from stagemesh.v1 import admin_pb2, chunk_pb2, stage_pb2
+from tests.cli.commands import COMMAND, Ran, invoke
 from tests.deployment import Deployment, deployed
 
 PIPELINE = """\
@@ -127,6 +134,53 @@ def test_a_page_prints_the_token_of_the_next_page(running: Deployment) -> None:
     assert [replica["name"] for replica in document["replicas"]] == ["speak-1", "sound-0"]
 
 
+def test_all_pages_of_a_list_can_be_printed_at_once(running: Deployment) -> None:
+    (document,) = _json(running, "replicas", "--page-size", "2", "--all")
+    assert document["next_page_token"] == ""
+    names = [replica["name"] for replica in document["replicas"]]
+    assert names == ["write-0", "write-1", "speak-0", "speak-1", "sound-0"]
+    ran = _admin(running, "replicas", "--page-size", "2", "--all")
+    assert ([name for name in names if name not in ran.stdout], ran.stderr) == ([], "")
+
+
+def _watched(*arguments: str, lines: int) -> list[str]:
+    """Returns the first lines of a command that runs until Ctrl-C."""
+    with subprocess.Popen([*COMMAND, *arguments, "--watch", "--interval", "0.2"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        shown = [process.stdout.readline().decode() for _ in range(lines)]
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+    assert process.returncode == ExitCode.INTERRUPTED
+    return shown
+
+
+@pytest.mark.parametrize("command", ["pipelines", "stages", "replicas", "edges", "requests"])
+def test_a_watched_list_is_printed_again_and_again_as_json(running: Deployment, command: str) -> None:
+    lines = _watched("admin", command, "--json", "--server", running.admin_endpoint, lines=2)
+    assert [list(json.loads(line)) for line in lines] == [[command, "next_page_token"]] * 2
+
+
+def test_a_watched_list_is_printed_again_and_again_as_text(running: Deployment) -> None:
+    header, *replicas, again = _watched("admin", "replicas", "--server", running.admin_endpoint, lines=7)
+    assert header.split()[:3] == again.split()[:3] == ["replica", "stage", "endpoint"]
+    assert len(replicas) == 5
+
+
+def test_the_stages_that_clients_see_can_be_watched(running: Deployment) -> None:
+    lines = _watched("stages", "--json", "--server", running.endpoint, lines=2)
+    assert [json.loads(line)["pipeline"] for line in lines] == ["rehearsal"] * 2
+
+
+def test_names_of_replicas_and_requests_are_completed(running: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_STAGEMESH_COMPLETE", "complete_bash")
+    monkeypatch.setenv("STAGEMESH_ADMIN_SERVER", running.admin_endpoint)
+    monkeypatch.setenv("COMP_WORDS", "stagemesh admin drain wri")
+    monkeypatch.setenv("COMP_CWORD", "3")
+    command = Path(sys.executable).with_name("stagemesh")
+    ran = subprocess.run([command], capture_output=True, text=True, check=False, timeout=20)
+    assert ran.stdout.split() == ["write", "write-0", "write-1"], ran.stderr
+
+
 def test_json_is_the_json_mapping_of_protobuf(running: Deployment) -> None:
     (document,) = _json(running, "replicas", "--stage", "sound")
     (replica,) = document["replicas"]
@@ -162,32 +216,32 @@ def test_a_cancelled_request_is_listed_afterwards(running: Deployment) -> None:
         assert _admin(running, "cancel", "short").exit_code == 0
         request.join()
     again = _admin(running, "cancel", "short")
-    assert (again.exit_code, "has already been cancelled" in again.stderr) == (1, True)
+    assert (again.exit_code, "has already been cancelled" in again.stderr) == (ExitCode.REFUSED, True)
     (document,) = _json(running, "requests", "--state", "cancelled")
     assert "short" in [each["request_id"] for each in document["requests"]]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said", "remedy"),
+    ("arguments", "code", "said", "remedy"),
     [
-        (("drain", "sound-0"), "without a ready replica (it has no other replica)", "--force"),
-        (("restart", "sound"), "without a ready replica", "--force"),
-        (("drain", "nobody"), "unknown replica or stage 'nobody'", "admin replicas"),
-        (("cancel", "nobody"), "unknown request 'nobody'", "admin requests"),
-        (("request", "nobody"), "unknown request 'nobody'", "admin requests"),
-        (("probe", "a->b"), "unknown edge 'a->b'; edges: write->speak", "admin edges"),
-        (("sleep", "write-0"), "engine fake of stage write does not have the ability sleep", ""),
-        (("lora", "list", "write"), "does not have the ability adapters", ""),
-        (("profile", "start", "write-1"), "does not have the ability profile", ""),
-        (("cache", "write-1"), "does not have the ability", ""),
-        (("stages", "--page-token", "x"), "page_token 'x' is not from a previous page", ""),
+        (("drain", "sound-0"), ExitCode.REFUSED, "without a ready replica (it has no other replica)", "--force"),
+        (("restart", "sound"), ExitCode.REFUSED, "without a ready replica", "--force"),
+        (("drain", "nobody"), ExitCode.NOT_FOUND, "unknown replica or stage 'nobody'", "admin replicas"),
+        (("cancel", "nobody"), ExitCode.NOT_FOUND, "unknown request 'nobody'", "admin requests"),
+        (("request", "nobody"), ExitCode.NOT_FOUND, "unknown request 'nobody'", "admin requests"),
+        (("probe", "a->b"), ExitCode.NOT_FOUND, "unknown edge 'a->b'; edges: write->speak", "admin edges"),
+        (("sleep", "write-0"), ExitCode.FAILED, "engine fake of stage write does not have the ability sleep", ""),
+        (("lora", "list", "write"), ExitCode.FAILED, "does not have the ability adapters", ""),
+        (("profile", "start", "write-1"), ExitCode.FAILED, "does not have the ability profile", ""),
+        (("cache", "write-1"), ExitCode.FAILED, "does not have the ability", ""),
+        (("stages", "--page-token", "x"), ExitCode.USAGE, "page_token 'x' is not from a previous page", ""),
     ],
 )
 def test_a_failed_command_prints_the_cause_and_the_remedy(
-    running: Deployment, arguments: tuple[str, ...], said: str, remedy: str
+    running: Deployment, arguments: tuple[str, ...], code: ExitCode, said: str, remedy: str
 ) -> None:
     ran = _admin(running, *arguments)
-    assert ran.exit_code == 1
+    assert ran.exit_code == code
     assert said in ran.stderr
     assert remedy in ran.stderr
 
@@ -206,7 +260,7 @@ def test_callers_are_listed_below_their_pipeline(running: Deployment, long_reque
 
 def test_an_unreachable_server_is_reported_with_a_remedy() -> None:
     ran = invoke("admin", "stages", "--server", "127.0.0.1:1")
-    assert (ran.exit_code, "stagemesh up" in ran.stderr) == (1, True)
+    assert (ran.exit_code, "stagemesh up" in ran.stderr) == (ExitCode.UNAVAILABLE, True)
 
 
 def test_an_edge_is_probed_between_all_pairs(running: Deployment) -> None:
@@ -231,8 +285,91 @@ def test_a_drain_waits_for_running_requests_and_lasts_after_its_timeout(running:
     ran = _admin(running, "drain", there, "--wait", "--timeout", "3")
     (after,) = _json(running, "replicas", "--state", "draining")
     _admin(running, "resume", there)
-    assert (ran.exit_code, f"1 request still runs on replica {there}" in ran.stderr) == (1, True)
+    assert (ran.exit_code, f"1 request still runs on replica {there}" in ran.stderr) == (ExitCode.TIMEOUT, True)
     assert [replica["name"] for replica in after["replicas"]] == [there]
+
+
+def _wait(running: Deployment, *arguments: str, timeout_s: float = 20.0) -> Ran:
+    return _admin(running, "wait", *arguments, "--timeout", str(timeout_s))
+
+
+@pytest.mark.parametrize("target", [(), ("write",), ("write-1",)])
+def test_a_wait_for_readiness_ends_at_once(running: Deployment, target: tuple[str, ...]) -> None:
+    ran = _wait(running, *target)
+    assert (ran.exit_code, f"{(*target, 'the pipeline')[0]} is ready after 0." in ran.stdout) == (0, True), ran.stderr
+    ran = _wait(running, *target, "--json")
+    assert json.loads(ran.stdout)["condition"] == "ready"
+
+
+def test_a_wait_for_a_drain_ends_with_the_last_request(running: Deployment, long_request: str) -> None:
+    (document,) = _json(running, "request", long_request)
+    (there,) = {step["replica"] for step in document["steps"] if step["stage"] == "write"}
+    assert _admin(running, "drain", there).exit_code == 0
+    try:
+        assert _wait(running, there, "--for", "drained", timeout_s=0.5).exit_code == ExitCode.TIMEOUT
+        wait = [*COMMAND, "admin", "wait", there, "--for", "drained", "--server", running.admin_endpoint]
+        with subprocess.Popen(wait) as waiting:
+            _admin(running, "cancel", long_request)
+            assert waiting.wait(20) == 0
+    finally:
+        _admin(running, "resume", there)
+    assert _wait(running, there).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "condition", "code"),
+    [
+        ("nobody", "ready", ExitCode.TIMEOUT),
+        ("nobody", "drained", ExitCode.NOT_FOUND),
+        ("nobody", "gone", 0),
+        ("write", "gone", ExitCode.TIMEOUT),
+    ],
+)
+def test_a_wait_for_an_unmet_condition_fails(running: Deployment, target: str, condition: str, code: int) -> None:
+    ran = _wait(running, target, "--for", condition, timeout_s=0.5 if code == ExitCode.TIMEOUT else 20.0)
+    assert (ran.exit_code, "Traceback" in ran.stderr) == (code, False), ran.stderr
+
+
+def test_a_wait_begins_before_the_server_and_ends_after_it(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = PortPicker().pick()
+    monkeypatch.setenv("STAGEMESH_ADMIN_SERVER", f"127.0.0.1:{port}")
+    wait = [*COMMAND, "admin", "wait", "--timeout", "60"]
+    with subprocess.Popen(wait) as ready, deployed(tiny, "--admin-port", str(port)):
+        assert ready.wait(30) == 0
+        gone = subprocess.Popen([*wait, "--for", "gone"])
+    assert gone.wait(30) == 0
+
+
+def test_a_pipeline_whose_server_does_not_answer_is_gone() -> None:
+    assert invoke("admin", "wait", "--for", "gone", "--server", "127.0.0.1:1").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "condition", "cause"),
+    [
+        ("", Condition.READY, "a-0 is unreachable, a-1 is loading (weights), b-1 is draining, d-0 is draining"),
+        ("a", Condition.READY, "a-0 is unreachable, a-1 is loading (weights)"),
+        ("b-0", Condition.READY, ""),
+        ("c", Condition.READY, "the server knows no replica and no stage with replicas of this name"),
+        ("b", Condition.DRAINED, "b-0 is ready, b-1 runs 2 requests"),
+        ("d", Condition.DRAINED, ""),
+        ("a-0", Condition.GONE, ""),
+        ("a", Condition.GONE, "a-1 is loading (weights)"),
+        ("c", Condition.GONE, ""),
+        ("", Condition.GONE, "the server answers"),
+    ],
+)
+def test_a_condition_that_is_not_met_has_a_cause(target: str, condition: Condition, cause: str) -> None:
+    load = stage_pb2.WatchLoadResponse(running=1, queued=1)
+    replicas = [
+        admin_pb2.ReplicaStatus(name="a-0", stage="a", state=stage_pb2.REPLICA_STATE_UNREACHABLE),
+        admin_pb2.ReplicaStatus(name="a-1", stage="a", state=stage_pb2.REPLICA_STATE_LOADING, detail="weights"),
+        admin_pb2.ReplicaStatus(name="b-0", stage="b", state=stage_pb2.REPLICA_STATE_READY),
+        admin_pb2.ReplicaStatus(name="b-1", stage="b", state=stage_pb2.REPLICA_STATE_DRAINING, planned=1, load=load),
+        admin_pb2.ReplicaStatus(name="d-0", stage="d", state=stage_pb2.REPLICA_STATE_DRAINING),
+    ]
+    snapshot = admin_pb2.WatchPipelineResponse(replicas=replicas)
+    assert unmet_cause(snapshot, target, condition) == cause
 
 
 def test_a_drain_that_moves_requests_does_not_wait_for_their_end(running: Deployment, long_request: str) -> None:

@@ -3,7 +3,9 @@ import wave
 from pathlib import Path
 
 from stagemesh.common.errors import OverloadedError, UnavailableError
+from stagemesh.common.exit_codes import ExitCode
 from stagemesh.v1 import request_pb2
+from stagemesh.v1.orchestrator_pb2 import GenerateRequest
 from tests.cli.commands import stagemesh
 from tests.client.scripted import ScriptedOrchestrator, admitted, audio, finished, queued, text
 
@@ -44,7 +46,8 @@ async def test_several_servers_are_tried_in_turn(orchestrator: ScriptedOrchestra
     orchestrator.scripts.append([admitted(), text("Hi"), finished()])
     ran = await stagemesh("generate", "hello", "--server", f"127.0.0.1:1, {orchestrator.endpoint}")
     assert (ran.exit_code, ran.stdout) == (0, "Hi\n")
-    assert "it does not contain an address HOST:PORT" in (await stagemesh("generate", "hello", "--server", ",")).stderr
+    ran = await stagemesh("generate", "hello", "--server", ",", "--json")
+    assert "it does not contain an address HOST:PORT" in json.loads(ran.stderr)["error"]["message"]
 
 
 async def test_a_queued_request_prints_its_position(orchestrator: ScriptedOrchestrator) -> None:
@@ -130,7 +133,7 @@ async def test_attached_files_go_before_the_prompt(orchestrator: ScriptedOrchest
 
 async def test_an_attachment_of_an_unknown_type_is_an_error(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
     ran = await stagemesh("generate", "hi", "--server", orchestrator.endpoint, "--attach", str(tmp_path / "cat.txt"))
-    assert (ran.exit_code, orchestrator.requests) == (1, [])
+    assert (ran.exit_code, orchestrator.requests) == (ExitCode.USAGE, [])
     assert "has none of the suffixes of images, audio and video" in ran.stderr
 
 
@@ -144,22 +147,33 @@ async def test_the_result_can_be_printed_as_json(orchestrator: ScriptedOrchestra
 async def test_an_error_is_one_line_with_its_remedy(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([OverloadedError("64 requests are in flight", retry_after_s=60)])
     ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint)
-    assert ran.exit_code == 1
+    assert ran.exit_code == ExitCode.REFUSED
     assert ran.stderr.splitlines() == ["error: 64 requests are in flight", "  try again in 60.0 s"]
 
 
 async def test_a_failure_after_some_text_ends_the_line(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([admitted(), text("Hi"), UnavailableError("stage thinker is gone")])
     ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint)
-    assert (ran.exit_code, ran.stdout) == (1, "Hi\n")
+    assert (ran.exit_code, ran.stdout) == (ExitCode.UNAVAILABLE, "Hi\n")
     assert "thinker" in ran.stderr
 
 
 async def test_an_unreachable_server_is_named_with_a_remedy() -> None:
     ran = await stagemesh("generate", "hello", "--server", "127.0.0.1:1")
-    assert ran.exit_code == 1
+    assert ran.exit_code == ExitCode.UNAVAILABLE
     assert "127.0.0.1:1" in ran.stderr
     assert "stagemesh up" in ran.stderr
+
+
+async def test_a_running_request_can_be_cancelled(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.requests.append(GenerateRequest(request_id="r"))
+    ran = await stagemesh("cancel", "r", "--server", orchestrator.endpoint)
+    assert (ran.exit_code, ran.stdout) == (0, "cancelled r\n")
+    ran = await stagemesh("cancel", "r", "--server", orchestrator.endpoint, "--json")
+    assert json.loads(ran.stdout) == {"request_id": "r", "cancelled": True}
+    assert [each.request_id for each in orchestrator.cancels] == ["r", "r"]
+    ran = await stagemesh("cancel", "unknown", "--server", orchestrator.endpoint)
+    assert (ran.exit_code, "no request 'unknown' runs" in ran.stderr) == (ExitCode.NOT_FOUND, True)
 
 
 async def test_stages_shows_the_replicas(orchestrator: ScriptedOrchestrator) -> None:

@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+from stagemesh.common.exit_codes import ExitCode
 from tests.cli.commands import Ran, invoke
 
 
@@ -16,7 +17,7 @@ def test_a_valid_pipeline_is_reported_as_valid(tiny: Path) -> None:
 def test_a_mistake_is_shown_with_file_and_line(tiny: Path) -> None:
     tiny.write_text(tiny.read_text().replace("to: second", "to: third"))
     ran = _run("validate", str(tiny))
-    assert ran.exit_code == 1
+    assert ran.exit_code == ExitCode.USAGE
     assert f"{tiny}:6: unknown stage" in ran.stderr
     assert "Traceback" not in ran.stderr
 
@@ -24,7 +25,7 @@ def test_a_mistake_is_shown_with_file_and_line(tiny: Path) -> None:
 def test_an_error_can_be_printed_as_json() -> None:
     ran = _run("validate", "spech", "--json")
     error = json.loads(ran.stderr)["error"]
-    assert (ran.exit_code, error["code"], error["reason"]) == (1, "NOT_FOUND", "UNKNOWN_PIPELINE")
+    assert (ran.exit_code, error["code"], error["reason"]) == (ExitCode.NOT_FOUND, "NOT_FOUND", "UNKNOWN_PIPELINE")
 
 
 def test_explain_shows_the_origin_of_values(tiny: Path) -> None:
@@ -49,6 +50,16 @@ def test_a_text_that_is_not_a_pair_is_a_usage_error(tiny: Path) -> None:
 def test_the_tree_shows_stages_edges_and_outputs(tiny: Path) -> None:
     ran = _run("graph", str(tiny))
     assert all(part in ran.stdout for part in ("first", "<- prompt", "-> second", "auto", "=> text"))
+
+
+def test_the_graph_can_be_printed_as_json(tiny: Path) -> None:
+    document = json.loads(_run("graph", str(tiny), "--json").stdout)
+    assert document == {
+        "pipeline": "tiny",
+        "stages": ["first", "second"],
+        "edges": [{"from": "first", "to": "second"}],
+        "outputs": {"text": "second"},
+    }
 
 
 def test_the_mermaid_chart_has_every_arrow(tiny: Path) -> None:

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from stagemesh.common.errors import NotReadyError
+from stagemesh.common.exit_codes import ExitCode
 from stagemesh.connectors.arena import memory_file
 from stagemesh.connectors.transport_probe import SIZES, ProbePeer, measure_peer, measurement, second_process
 from stagemesh.connectors.transport_probe.peer import make_plane
@@ -83,14 +84,14 @@ async def test_a_second_process_ends_with_its_body() -> None:
 
 async def test_an_unreachable_peer_is_named_with_a_remedy() -> None:
     ran = await stagemesh("probe-transport", "127.0.0.1:1")
-    assert ran.exit_code == 1
+    assert ran.exit_code == ExitCode.UNAVAILABLE
     assert "nothing answers at 127.0.0.1:1" in ran.stderr
     assert "run `stagemesh probe-transport --serve 127.0.0.1:1` there" in ran.stderr
 
 
 async def test_a_malformed_address_is_rejected() -> None:
     ran = await stagemesh("probe-transport", "nowhere", "--json")
-    assert (ran.exit_code, json.loads(ran.stderr)["error"]["reason"]) == (1, "NO_ADDRESS")
+    assert (ran.exit_code, json.loads(ran.stderr)["error"]["reason"]) == (ExitCode.USAGE, "NO_ADDRESS")
 
 
 async def test_a_replica_is_not_measured() -> None:

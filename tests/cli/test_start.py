@@ -1,9 +1,13 @@
+import json
 import subprocess
 import sys
 
 import pytest
 
-from tests.cli.commands import invoke
+from stagemesh.common.exit_codes import ExitCode
+from stagemesh.common.versions import WIRE_VERSION
+from tests.cli.commands import invoke, stagemesh
+from tests.client.scripted import ScriptedOrchestrator
 
 HEAVY = ("torch", "vllm", "numpy", "grpc", "pydantic")
 LIST_HEAVY = f"""
@@ -14,7 +18,8 @@ print("loaded:", [name for name in {HEAVY!r} if name in sys.modules])
 """
 IMPORT_ALL = """
 import sys
-from stagemesh.orchestrator.cli import output_sinks, pipeline_graph, process_display
+from stagemesh.orchestrator.cli import output_sinks, pipeline_graph
+from stagemesh.orchestrator.cli.local import process_display
 print("loaded:", [name for name in ("torch", "vllm", "onnxruntime", "scipy") if name in sys.modules])
 """
 
@@ -30,13 +35,40 @@ def test_help_lists_the_commands() -> None:
     assert ran.exit_code == 0
     assert all(
         name in ran.stdout
-        for name in ("up", "generate", "pipeline", "stages", "models", "probe-transport", "demo", "version")
+        for name in (
+            "up",
+            "serve",
+            "generate",
+            "cancel",
+            "context",
+            "pipeline",
+            "stages",
+            "models",
+            "probe-transport",
+            "demo",
+            "version",
+        )
     )
 
 
-def test_version_prints_the_version() -> None:
+def test_a_server_that_does_not_answer_is_not_needed_for_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGEMESH_SERVER", "127.0.0.1:1")
     assert invoke("version").stdout.startswith("stagemesh 0.")
+    document = json.loads(invoke("version", "--json").stdout)
+    assert (document["client"]["wire_version"], document["server"]) == (WIRE_VERSION, None)
+
+
+def test_a_server_whose_version_is_wanted_must_answer() -> None:
+    assert invoke("version", "--server", "127.0.0.1:1").exit_code == ExitCode.UNAVAILABLE
+
+
+async def test_the_version_shows_the_server(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.description.pipeline, orchestrator.description.generation = "speech", "3f1c"
+    ran = await stagemesh("version", "--server", orchestrator.endpoint)
+    assert ran.stdout.splitlines()[1] == f"server {orchestrator.endpoint}: pipeline speech, generation 3f1c"
+    ran = await stagemesh("version", "--server", orchestrator.endpoint, "--json")
+    assert json.loads(ran.stdout)["server"] == {"pipeline": "speech", "generation": "3f1c"}
 
 
 def test_an_unknown_command_is_a_usage_error() -> None:
-    assert invoke("fly").exit_code == 2
+    assert invoke("fly").exit_code == ExitCode.USAGE

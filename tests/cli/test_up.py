@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from stagemesh.common.exit_codes import ExitCode
 from tests.cli.added_connector import NUMBER, add_connector
 from tests.cli.commands import COMMAND, stagemesh
 from tests.launcher.processes import ended
@@ -90,7 +91,7 @@ async def test_a_second_up_on_the_same_port_reports_the_port(tiny: Path) -> None
     async with _up(tiny) as up:
         port = up.endpoint.rpartition(":")[2]
         ran = await stagemesh("up", str(tiny), "--port", port)
-    assert ran.exit_code == 1
+    assert ran.exit_code == ExitCode.REFUSED
     assert port in ran.stderr
     assert "--port" in ran.stderr
 
@@ -110,7 +111,7 @@ async def test_a_fixed_connector_that_cannot_be_used_ends_up_with_the_reason(
     add_connector(tiny.parent, monkeypatch)
     async with asyncio.timeout(30):
         ran = await stagemesh("up", str(tiny), "--port", "0", "--set", "edges.*.connector=pigeon")
-    assert (ran.exit_code, "ready at" in ran.stderr) == (1, False)
+    assert (ran.exit_code, "ready at" in ran.stderr) == (ExitCode.REFUSED, False)
     assert (
         "error: edge first->second from first-0 to second-0: connector pigeon cannot be used with replica" in ran.stderr
     )

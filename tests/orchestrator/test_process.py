@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.exit_codes import ExitCode
 from stagemesh.common.process_config import dump_config, load_config
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
 from stagemesh.rpc.channels import open_channel
@@ -53,19 +54,19 @@ async def test_the_process_is_alive_without_stages_and_ends_at_sigterm(tmp_path:
     assert process.returncode == 0
 
 
-async def test_a_port_in_use_ends_the_process_with_its_own_status(tmp_path: Path) -> None:
+async def test_a_port_in_use_is_a_refusal(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         process = await _start(_config(tmp_path, port=port))
         said = await _output(process)
-    assert process.returncode == 3
+    assert process.returncode == ExitCode.REFUSED
     assert f"port {port} of 127.0.0.1" in said
 
 
 async def test_a_config_without_all_stages_ends_the_process_with_the_cause(tmp_path: Path, port: int) -> None:
     process = await _start(_config(tmp_path, port=port, stages="az"))
     said = await _output(process)
-    assert process.returncode == 1
+    assert process.returncode == ExitCode.USAGE
     assert "stages without a replica: b, c; unknown stages: z" in said
 
 

@@ -14,6 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from stagemesh.common.exit_codes import ExitCode
 from stagemesh.common.process_config import dump_config
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
@@ -59,23 +60,25 @@ def test_a_port_in_use_is_reported_in_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         status, log = _run(replace(stage_config(), listen=f"127.0.0.1:{port}"), tmp_path)
-    assert status == 3
+    assert status == ExitCode.REFUSED
     assert len([line for line in log.splitlines() if "ERROR" in line]) == 1
     assert f"port {port} of 127.0.0.1: it is in use" in log
     assert "Traceback" not in log
 
 
 @pytest.mark.parametrize(
-    ("config", "line"),
+    ("config", "code", "line"),
     [
-        (stage_config(colour=1), "stage thinker: unknown option 'colour'"),
-        (stage_config(function="poet"), "unknown function 'poet' of the fake engine"),
-        (replace(stage_config(), engine="steam"), "unknown engine 'steam'"),
+        (stage_config(colour=1), ExitCode.USAGE, "stage thinker: unknown option 'colour'"),
+        (stage_config(function="poet"), ExitCode.NOT_FOUND, "unknown function 'poet' of the fake engine"),
+        (replace(stage_config(), engine="steam"), ExitCode.NOT_FOUND, "unknown engine 'steam'"),
     ],
 )
-def test_a_stage_that_cannot_start_reports_the_cause(config: StageConfig, line: str, tmp_path: Path) -> None:
+def test_a_stage_that_cannot_start_reports_the_cause(
+    config: StageConfig, code: ExitCode, line: str, tmp_path: Path
+) -> None:
     status, log = _run(config, tmp_path)
-    assert status == 1
+    assert status == code
     assert line in log
     assert "Traceback" not in log
 

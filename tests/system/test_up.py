@@ -18,6 +18,7 @@ from stagemesh.common.errors import (
     InvalidRequestError,
     OverloadedError,
 )
+from stagemesh.common.exit_codes import ExitCode
 from tests.deployment import Deployment, deployed, eventually
 from tests.system.pipelines import relays
 
@@ -177,6 +178,6 @@ def test_up_names_a_port_that_is_in_use(tmp_path: Path, shared: Deployment) -> N
     stagemesh = str(Path(sys.executable).with_name("stagemesh"))
     command = [stagemesh, "up", str(relays(tmp_path)), "--port", port]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert refused.returncode == 1
+    assert refused.returncode == ExitCode.REFUSED
     assert port in refused.stderr
     assert "--port" in refused.stderr

@@ -5,6 +5,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from stagemesh.common.errors import NotReadyError
+from stagemesh.common.exit_codes import exit_code
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def needs_extra(*extras: str, of: str) -> Generator[None]:
 
 @contextmanager
 def exit_without_extra(*extras: str, of: str) -> Generator[None]:
-    """Prints the error of `needs_extra` to stderr and exits with status 1 if the `with` block raises it.
+    """Prints the error of `needs_extra` to stderr and exits with its code if the `with` block raises it.
 
     Use it for the imports of a program that is started as a process.
     """
@@ -34,4 +35,5 @@ def exit_without_extra(*extras: str, of: str) -> Generator[None]:
         with needs_extra(*extras, of=of):
             yield
     except NotReadyError as exc:
-        sys.exit(f"error: {exc.message}")
+        sys.stderr.write(f"error: {exc.message}\n")
+        sys.exit(exit_code(exc))

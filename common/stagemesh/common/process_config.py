@@ -11,9 +11,11 @@ from typing import Protocol, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.exit_codes import exit_code
 from stagemesh.common.process_lifecycle import run_service
 
-_EXIT_USAGE = 2
+STDIN = "-"
+"""The name by which a process reads its config from standard input."""
 
 
 class ProcessConfig(Protocol):
@@ -32,17 +34,19 @@ ConfigT = TypeVar("ConfigT", bound=ProcessConfig)
 
 
 def load_config(kind: type[ConfigT], path: Path) -> ConfigT:
-    """Returns the config of type `kind` that the JSON file at `path` contains.
+    """Returns the config of type `kind` that the JSON file at `path` contains. The path "-" means standard input.
 
     Raises InvalidRequestError (INVALID_CONFIG) if the file cannot be read or is invalid. The message names the invalid
     field.
     """
+    from_stdin = str(path) == STDIN
+    name = "standard input" if from_stdin else str(path)
     try:
-        return TypeAdapter(kind).validate_json(path.read_bytes())
+        return TypeAdapter(kind).validate_json(sys.stdin.buffer.read() if from_stdin else path.read_bytes())
     except ValidationError as exc:
-        raise InvalidRequestError(f"{path}: {exc}", reason="INVALID_CONFIG") from exc
+        raise InvalidRequestError(f"{name}: {exc}", reason="INVALID_CONFIG") from exc
     except OSError as exc:
-        raise InvalidRequestError(f"{path} cannot be read: {exc.strerror}", reason="INVALID_CONFIG") from exc
+        raise InvalidRequestError(f"{name} cannot be read: {exc.strerror}", reason="INVALID_CONFIG") from exc
 
 
 def dump_config(config: ProcessConfig) -> bytes:
@@ -61,11 +65,14 @@ def run_configured(
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=f"Run {module} until SIGTERM or SIGINT.")
     parser.add_argument(
-        "--config", type=Path, required=True, help=f"Read the {kind.__name__} from this JSON file. Required."
+        "--config",
+        type=Path,
+        required=True,
+        help=f"Read the {kind.__name__} from this JSON file, or from standard input for {STDIN}. Required.",
     )
     try:
         config = load_config(kind, parser.parse_args().config)
     except InvalidRequestError as exc:
         sys.stderr.write(f"{exc.message}\n")
-        return _EXIT_USAGE
+        return exit_code(exc)
     return run_service(partial(serve, config), parent_pid=config.parent_pid)

@@ -13,13 +13,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 import uvloop
 
 from stagemesh.common.errors import StagemeshError
+from stagemesh.common.exit_codes import ExitCode, exit_code
 from stagemesh.common.logs import configure_logging
 
 _log = logging.getLogger(__name__)
 
-EXIT_FAILED = 1
-EXIT_CANNOT_LISTEN = 3
-_CANNOT_LISTEN = frozenset({"PORT_IN_USE", "CANNOT_LISTEN"})
 _PR_SET_PDEATHSIG = 1
 _REARMS = 4
 
@@ -41,10 +39,10 @@ def run_service(main: Main, *, parent_pid: int | None = None) -> int:
     except StagemeshError as exc:
         # The message is sufficient, and a traceback would hide it.
         _log.error("%s", exc.message)
-        return EXIT_CANNOT_LISTEN if exc.reason in _CANNOT_LISTEN else EXIT_FAILED
+        return exit_code(exc)
     except Exception:  # noqa: BLE001
         _log.exception("the service terminates because of an unexpected error")
-        return EXIT_FAILED
+        return ExitCode.FAILED
     return 0
 
 
@@ -99,7 +97,7 @@ def die_with_parent(expected_parent_pid: int) -> None:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     if os.getppid() != expected_parent_pid:
-        os._exit(EXIT_FAILED)
+        os._exit(ExitCode.FAILED)
 
 
 def bind_forks_to_this_process() -> None:

@@ -7,21 +7,26 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from stagemesh.common.errors import DeadlineError, StagemeshError, UnavailableError
+from stagemesh.common.errors import DeadlineError, InvalidRequestError, StagemeshError, UnavailableError
+from stagemesh.common.exit_codes import ExitCode, exit_code
 from stagemesh.common.extras import needs_extra
 
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
 _JSON_KEY = "stagemesh.json"
+# typer does not export the base class of its errors about the command line.
+_UsageError: Any = typer.BadParameter.__base__
 
 # Remedies by the error's reason. They name options of this command line. The code that raises the errors does not know
 # these options.
 _REMEDIES: dict[str, str] = {
     "ADMIN_UNREACHABLE": "start a pipeline with `stagemesh up`, and set --server to the address for operators that it "
-    "prints",
+    "prints, or --context to a context with this address",
+    "CONTEXT_EXISTS": "choose another name, or remove the context with `stagemesh context remove NAME`",
+    "INVALID_CONTEXTS": "correct or delete this file, or set --server HOST:PORT",
     "LAST_REPLICA": "wait until another replica of the stage is ready, or add --force",
+    "NO_ADMIN_ADDRESS": "set --server HOST:PORT, or remove the context and add it again with --admin HOST:PORT",
     "REQUEST_ENDED": "run `stagemesh admin request ID` to see how the request ended",
     "STILL_RUNNING": "run `stagemesh admin requests --on REPLICA`, then allow more time or cancel the requests",
+    "UNKNOWN_CONTEXT": "run `stagemesh context list` to list the contexts, and `stagemesh context add` to add one",
     "UNKNOWN_EDGE": "run `stagemesh admin edges` to list the edges",
     "UNKNOWN_REQUEST": "run `stagemesh admin requests` to list the requests",
     "UNKNOWN_TARGET": "run `stagemesh admin replicas` to list the replicas",
@@ -57,17 +62,24 @@ AsJson = Annotated[
 
 
 class ErrorGroup(TyperGroup):
-    """The root command group. Prints a StagemeshError without its traceback, and sets the exit status."""
+    """The root command group. Prints a StagemeshError without its traceback, and sets the exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command. Exits with status 1 if a StagemeshError is raised, and with status 130 after Ctrl-C."""
+        """Runs the command. Exits with the code of the StagemeshError that is raised, and with 130 after Ctrl-C."""
+        # The options after an invalid one are not read.
+        wants_json = "--json" in ctx.args
         try:
             return self._invoke(ctx)
         except StagemeshError as exc:
             show_error(exc, as_json=bool(ctx.meta.get(_JSON_KEY)))
-            raise typer.Exit(EXIT_FAILED) from None
+            raise typer.Exit(exit_code(exc)) from None
+        except _UsageError as exc:
+            if not wants_json:
+                raise
+            show_error(InvalidRequestError(exc.format_message()), as_json=True)
+            raise typer.Exit(ExitCode.USAGE) from None
         except KeyboardInterrupt:
-            raise typer.Exit(EXIT_INTERRUPTED) from None
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
 
     def _invoke(self, ctx: Any) -> Any:
         try:
@@ -112,7 +124,8 @@ def _remedy(error: StagemeshError) -> str:
         return _REMEDIES[error.reason]
     if isinstance(error, UnavailableError) and "peer" in error.metadata:
         return (
-            "start the pipeline with `stagemesh up speech`, or set the orchestrator's address with --server HOST:PORT"
+            "start the pipeline with `stagemesh up speech`, or set the orchestrator's address with --server HOST:PORT "
+            "or --context NAME"
         )
     if isinstance(error, DeadlineError):
         return "increase --timeout SECONDS"

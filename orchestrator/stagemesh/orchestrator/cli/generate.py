@@ -10,17 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
+from stagemesh.orchestrator.cli.contexts.addresses import SERVER, split_addresses
 from stagemesh.orchestrator.cli.error_output import AsJson
-from stagemesh.orchestrator.cli.options import (
-    DEFAULT_SERVER,
-    Parameter,
-    Server,
-    argument,
-    flag,
-    option,
-    read_endpoints,
-    read_pairs,
-)
+from stagemesh.orchestrator.cli.options import Parameter, argument, flag, option, read_pairs
 from stagemesh.orchestrator.cli.output import Column, fields, make_table, number, numbers, print_json
 
 if TYPE_CHECKING:
@@ -122,7 +114,7 @@ _SAMPLING: Mapping[str, Parameter] = {
 
 PARAMETERS: Mapping[str, Parameter] = {
     "prompt": argument(str, "Send this prompt. A single - reads the prompt from standard input.", metavar="PROMPT"),
-    "server": Parameter(Server, DEFAULT_SERVER),
+    **SERVER,
     "output": option(
         Path,
         "Write all audio, images and tensors to files in this folder, named after their outputs. If omitted, "
@@ -196,7 +188,7 @@ def generate(**values: Any) -> None:
     content = [*map(read_media, attach), text] if attach else text
     arguments = client_arguments(values)
     with Sinks(folder=values["output"], audio=values["audio"], image=values["image"], quiet=as_json) as sinks:
-        endpoints, timeout_s = read_endpoints(values["server"]), values["timeout"]
+        endpoints, timeout_s = split_addresses(values["server"]), values["timeout"]
         result = asyncio.run(run_request(endpoints, content, arguments=arguments, timeout_s=timeout_s, sinks=sinks))
     show_result(result, sinks, as_json=as_json)
 

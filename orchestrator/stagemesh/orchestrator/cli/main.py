@@ -2,37 +2,36 @@
 
 import typer
 
-from stagemesh.orchestrator.cli import admin, generate, models, pipeline, probe_transport, stages_and_top, up_and_demo
+from stagemesh.orchestrator.cli import admin, cancel, generate, models, pipeline, probe_transport, stages, top, version
+from stagemesh.orchestrator.cli.contexts import commands as contexts
 from stagemesh.orchestrator.cli.error_output import ErrorGroup
+from stagemesh.orchestrator.cli.local import demo, serve, up
 from stagemesh.orchestrator.cli.options import with_parameters
 
 app = typer.Typer(
     name="stagemesh",
     cls=ErrorGroup,
     help="Serve generative models that are pipelines of stages. Each stage is its own gRPC service.",
+    epilog="Exit codes: 0 success, 1 other failure, 2 invalid command line, file or request, 3 not found, 4 server or "
+    "stage unavailable, 5 timeout, 6 refused (permission, limit or state), 130 interrupted.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-
-def version() -> None:
-    """Print the installed version of Stagemesh."""
-    from importlib.metadata import version as installed_version
-
-    typer.echo(f"stagemesh {installed_version('stagemesh')}")
-
-
-app.command("up")(up_and_demo.up)
+app.command("up")(up.up)
 app.command("generate")(with_parameters(generate.generate, generate.PARAMETERS))
+app.command("cancel")(with_parameters(cancel.cancel, cancel.PARAMETERS))
 app.add_typer(pipeline.app, name="pipeline")
-app.command("stages")(stages_and_top.stages)
+app.command("stages")(with_parameters(stages.stages, stages.PARAMETERS))
 app.add_typer(admin.app, name="admin")
-app.command("top")(stages_and_top.top)
+app.command("top")(with_parameters(top.top, top.PARAMETERS))
+app.add_typer(contexts.app, name="context")
 app.add_typer(models.app, name="models")
-app.command("demo")(with_parameters(up_and_demo.demo, up_and_demo.DEMO_PARAMETERS))
+app.command("demo")(with_parameters(demo.demo, demo.PARAMETERS))
+app.add_typer(serve.app, name="serve")
 app.command("probe-transport")(probe_transport.probe_transport)
-app.command("version")(version)
+app.command("version")(with_parameters(version.version, version.PARAMETERS))
 
 if __name__ == "__main__":
     app()

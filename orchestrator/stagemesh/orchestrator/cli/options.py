@@ -9,31 +9,12 @@ from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 import typer
 
-DEFAULT_PORT = 7780
-DEFAULT_ADMIN_PORT = DEFAULT_PORT + 1
-
-DEFAULT_SERVER = f"127.0.0.1:{DEFAULT_PORT}"
-DEFAULT_ADMIN_SERVER = f"127.0.0.1:{DEFAULT_ADMIN_PORT}"
-
-
-def _server_option(text: str) -> Any:
-    return typer.Option("--server", "-s", metavar="HOST:PORT", help=text)
-
-
 PipelineName = Annotated[
     str,
     typer.Argument(
         metavar="PIPELINE",
         help="Use the built-in pipeline with this name, for example speech, or the YAML file at this path.",
     ),
-]
-Server = Annotated[
-    str,
-    _server_option("Set the address of the orchestrator. Several addresses, separated by commas, are tried in turn."),
-]
-AdminServer = Annotated[
-    str,
-    _server_option("Set the address of the orchestrator's admin API. `stagemesh up` prints this address."),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -77,14 +58,6 @@ def read_pairs(texts: Sequence[str] | None, *, option: str, convert: Callable[[s
     return pairs
 
 
-def read_endpoints(server: str) -> list[str]:
-    """Returns the addresses in the value of --server. Raises BadParameter if the value contains no address."""
-    endpoints = [endpoint.strip() for endpoint in server.split(",") if endpoint.strip()]
-    if not endpoints:
-        raise typer.BadParameter("it does not contain an address HOST:PORT", param_hint="--server")
-    return endpoints
-
-
 def read_overrides(settings: Sequence[str] | None, replicas: Sequence[str] | None = None) -> dict[str, str]:
     """Returns the overrides of the pipeline file that the options --set and --replicas contain.
 
@@ -108,13 +81,16 @@ class Parameter(NamedTuple):
     default: Any = REQUIRED
 
 
-def argument(kind: Any, text: str, *, metavar: str, complete: Callable[..., list[str]] | None = None) -> Parameter:
-    """Returns a required argument of a command.
+def argument(
+    kind: Any, text: str, *, metavar: str, complete: Callable[..., list[str]] | None = None, default: Any = REQUIRED
+) -> Parameter:
+    """Returns an argument of a command. `kind` is its type. `text` is its help text.
 
-    `kind` is the argument's type. `text` is its help text. `complete` is a shell completion callback, or None for no
-    completion.
+    - `complete` is a shell completion callback, or None for no completion.
+    - `default` is the argument's value if the argument is omitted. The argument is required by default.
     """
-    return Parameter(Annotated[kind, typer.Argument(metavar=metavar, help=text, autocompletion=complete)])
+    info = typer.Argument(metavar=metavar, help=text, autocompletion=complete, show_default=False)
+    return Parameter(Annotated[kind, info], default)
 
 
 def option(kind: Any, text: str, *names: str, default: Any = None, **settings: Any) -> Parameter:

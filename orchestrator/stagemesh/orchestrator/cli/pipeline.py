@@ -74,6 +74,7 @@ def graph(
             help="Set the format: a tree for the terminal, a mermaid flowchart for Markdown, or dot for Graphviz.",
         ),
     ] = GraphFormat.TREE,
+    as_json: AsJson = False,
 ) -> None:
     """Draw the stages, edges and outputs of a pipeline."""
     from rich.console import Console
@@ -82,7 +83,16 @@ def graph(
     from stagemesh.orchestrator.spec import load_pipeline
 
     pipeline = load_pipeline(name, overrides=read_overrides(settings), check_models=False)
-    if form is GraphFormat.TREE:
+    if as_json:
+        print_json(
+            {
+                "pipeline": pipeline.name,
+                "stages": list(pipeline.stages),
+                "edges": [{"from": edge.producer, "to": edge.consumer} for edge in pipeline.edges],
+                "outputs": {name: output.stage for name, output in pipeline.outputs.items()},
+            }
+        )
+    elif form is GraphFormat.TREE:
         Console(highlight=False).print(draw_tree(pipeline))
     else:
         typer.echo(draw_mermaid(pipeline) if form is GraphFormat.MERMAID else draw_dot(pipeline))

@@ -72,7 +72,7 @@ async def _measure(peer: str, *, progress: "Callable[[str], None]") -> "Transpor
 
 async def _serve(listen: str, *, as_json: bool) -> None:
     from stagemesh.connectors.transport_probe import ProbePeer
-    from stagemesh.orchestrator.cli.signals import stop_on_signals
+    from stagemesh.orchestrator.cli.local.signals import stop_on_signals
     from stagemesh.rpc.server import Server
 
     stopping = stop_on_signals()

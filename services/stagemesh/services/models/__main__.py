@@ -1,6 +1,6 @@
 """Fetches the models of a pipeline: `python -m stagemesh.services.models fetch PIPELINE [--force]`.
 
-The exit status is 0 if all models are present when the command ends.
+The exit code is 0 if all models are present when the command ends.
 """
 
 import argparse
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from stagemesh.common.errors import StagemeshError
+from stagemesh.common.exit_codes import ExitCode, exit_code
 from stagemesh.common.extras import exit_without_extra
 from stagemesh.common.settings import models_dir
 
@@ -19,8 +20,6 @@ with exit_without_extra("cli,speech", of="fetching models"):
     from stagemesh.services.models.catalog import PIPELINES, recipes_of
     from stagemesh.services.models.fetching import FetchProgress, fetch
     from stagemesh.services.models.store import ModelStore
-
-_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,10 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (StagemeshError, OSError) as exc:
         cause = exc.message if isinstance(exc, StagemeshError) else f"{models_dir()}: {exc}"
         console.print(f"error: {cause}", soft_wrap=True, highlight=False, markup=False)
-        return 1
+        return exit_code(exc) if isinstance(exc, StagemeshError) else ExitCode.FAILED
     except KeyboardInterrupt:
         console.print("interrupted; incomplete models were deleted", highlight=False)
-        return _INTERRUPTED
+        return ExitCode.INTERRUPTED
     return 0
 
 

@@ -3,9 +3,9 @@
 AdminService also forwards calls of StageControlService to replicas.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
@@ -75,6 +75,24 @@ class AdminConnection(AbstractContextManager["AdminConnection"]):
         except grpc.RpcError as exc:
             raise self._error(exc) from exc
 
+    def call_all_pages(self, rpc: str, request: "Message", *, replica: str = "", timeout_s: float = TIMEOUT_S) -> Any:
+        """Calls an RPC that lists items until the last page, and returns one message with the items of all pages.
+
+        `timeout_s` limits the call of each page. Changes `request`.
+        """
+        merged: Any = None
+        while True:
+            page = self.call(rpc, request, replica=replica, timeout_s=timeout_s)
+            token = page.next_page_token
+            page.ClearField("next_page_token")
+            if merged is None:
+                merged = page
+            else:
+                merged.MergeFrom(page)
+            if not token:
+                return merged
+            cast("Any", request).page_token = token
+
     def stream(self, rpc: str, request: "Message", *, timeout_s: float | None = None) -> Generator[Any]:
         """Yields the answers of a streaming RPC of AdminService. Closing the generator cancels the call.
 
@@ -94,7 +112,8 @@ class AdminConnection(AbstractContextManager["AdminConnection"]):
         The name of a replica selects this replica. The name of a stage selects all replicas of the stage. Raises
         NotFoundError (UNKNOWN_TARGET) if no replica and no stage has the name `target`.
         """
-        known = {replica.name: replica.stage for replica in self._replicas()}
+        replicas = self.call_all_pages("ListReplicas", admin_pb2.ListReplicasRequest(page_size=_PAGE)).replicas
+        known: dict[str, str] = {replica.name: replica.stage for replica in replicas}
         found = [target] if target in known else [name for name, stage in known.items() if stage == target]
         if not found:
             raise NotFoundError(f"unknown replica or stage {target!r}", reason="UNKNOWN_TARGET")
@@ -102,15 +121,6 @@ class AdminConnection(AbstractContextManager["AdminConnection"]):
 
     def __exit__(self, *_: object) -> None:
         self._channel.close()
-
-    def _replicas(self) -> Iterator[admin_pb2.ReplicaStatus]:
-        request = admin_pb2.ListReplicasRequest(page_size=_PAGE)
-        while True:
-            answer = self.call("ListReplicas", request)
-            yield from answer.replicas
-            if not answer.next_page_token:
-                return
-            request.page_token = answer.next_page_token
 
     def _error(self, exc: grpc.RpcError) -> StagemeshError:
         error = from_rpc_error(exc, peer=f"AdminService at {self._endpoint}")

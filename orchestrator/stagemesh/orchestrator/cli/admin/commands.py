@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import typer
 
 from stagemesh.orchestrator.cli.admin import views
-from stagemesh.orchestrator.cli.options import DEFAULT_ADMIN_SERVER, Parameter, argument, flag, option
+from stagemesh.orchestrator.cli.contexts.addresses import DEFAULT_ADMIN_SERVER
+from stagemesh.orchestrator.cli.options import Parameter, argument, flag, option
 from stagemesh.orchestrator.cli.output import Column, enum_word, links_table, make_table, size
+from stagemesh.orchestrator.cli.watching import WATCH
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -66,7 +68,7 @@ class Command:
         - `rpc` is the name of the RPC, or a function that selects the RPC by the values of the parameters.
         - `display` returns the text or table to print for an answer.
         - `fields` computes further request fields from the values of the parameters.
-        - `fails` returns whether an answer makes the command exit with status 1.
+        - `fails` returns whether an answer makes the command exit with code 1.
         - `parameters` are the parameters by name. A parameter that has the name of a request field sets that field.
         """
         self.name, self.description, self.rpc, self.display = name, description, rpc, display
@@ -131,7 +133,7 @@ def _complete(*rpcs: str) -> Callable[[typer.Context, str], list[str]]:
         from stagemesh.orchestrator.cli.admin.client import AdminConnection
 
         try:
-            with AdminConnection(ctx.params.get("server") or DEFAULT_ADMIN_SERVER) as admin:
+            with AdminConnection(ctx.params.get("admin_server") or DEFAULT_ADMIN_SERVER) as admin:
                 return [name for rpc in rpcs for name in _names(admin, rpc) if name.startswith(incomplete)]
         except StagemeshError:
             return []
@@ -159,7 +161,7 @@ def _timeout(default_s: float) -> Parameter:
 _ReplicaState = StrEnum("_ReplicaState", ["LOADING", "READY", "DRAINING", "FAILED", "ASLEEP", "UNREACHABLE"])
 _RequestState = StrEnum("_RequestState", ["QUEUED", "RUNNING", "FINISHED", "FAILED", "CANCELLED"])
 
-_complete_target = _complete("ListStages", "ListReplicas")
+complete_target = _complete("ListStages", "ListReplicas")
 _complete_replica = _complete("ListReplicas")
 
 _TARGET = {
@@ -167,7 +169,7 @@ _TARGET = {
         str,
         "Select the replica with this name, or all replicas of the stage with this name.",
         metavar="TARGET",
-        complete=_complete_target,
+        complete=complete_target,
     )
 }
 _ID = {
@@ -181,6 +183,8 @@ _PAGE = {
         "omitted.",
         metavar="TOKEN",
     ),
+    "all_pages": flag("List all items. --page-size then sets the number of items that each call returns.", "--all"),
+    **WATCH,
 }
 _ADAPTER = {**_TARGET, "name": argument(str, "Select the loaded adapter with this name.", metavar="NAME")}
 
@@ -239,7 +243,7 @@ COMMANDS = (
             "List only requests with a step on this replica or stage. Lists all requests if omitted.",
             "--on",
             metavar="TARGET",
-            autocompletion=_complete_target,
+            autocompletion=complete_target,
         ),
         states=option(
             list[_RequestState],
@@ -311,7 +315,7 @@ COMMANDS = (
     Command(
         "probe",
         "Negotiate the connector of an edge again, between each producing and each consuming replica. Exits with "
-        "status 1 if a negotiation fails.",
+        "code 1 if a negotiation fails.",
         "ProbeEdge",
         lambda answer, _: links_table([answer.edge]),
         _no_fields,

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from stagemesh.orchestrator.cli.options import DEFAULT_ADMIN_SERVER
+from stagemesh.orchestrator.cli.contexts.addresses import DEFAULT_ADMIN_SERVER
 from stagemesh.orchestrator.cli.output import (
     Cell,
     Column,

@@ -1,18 +1,16 @@
-"""`stagemesh stages` and `stagemesh top`: show the current state of a running pipeline."""
+"""`stagemesh top`: shows the current state of a running pipeline."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from stagemesh.orchestrator.cli.admin import views
+from stagemesh.orchestrator.cli.contexts.addresses import ADMIN_SERVER
 from stagemesh.orchestrator.cli.error_output import AsJson
-from stagemesh.orchestrator.cli.options import DEFAULT_ADMIN_SERVER, DEFAULT_SERVER, AdminServer, Server, read_endpoints
+from stagemesh.orchestrator.cli.options import Parameter, flag, option
 from stagemesh.orchestrator.cli.output import (
     Column,
     connector_name,
     duration,
-    links_table,
     make_table,
     number,
     print_all,
@@ -20,99 +18,50 @@ from stagemesh.orchestrator.cli.output import (
     size,
     to_json,
 )
+from stagemesh.orchestrator.cli.watching import INTERVAL, show_views
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table
     from rich.text import Text
 
-    from stagemesh.v1 import admin_pb2, orchestrator_pb2
+    from stagemesh.v1 import admin_pb2
 
 
-def stages(server: Server = DEFAULT_SERVER, as_json: AsJson = False) -> None:
-    """List the stages and replicas of a running pipeline, and the connectors that its edges use."""
-    from stagemesh.client import Client
-
-    with Client(*read_endpoints(server)) as client:
-        pipeline = client.describe()
-    if as_json:
-        print_json(to_json(pipeline))
-        return
-    print_all(_stages_table(pipeline))
-    if pipeline.edges:
-        typer.echo()
-        print_all(links_table(pipeline.edges))
+PARAMETERS: Mapping[str, Parameter] = {
+    "interval": INTERVAL,
+    "slowest": option(int, "Show at most this number of requests, the slowest first.", default=10, min=1),
+    "once": flag("Print one update after one interval, and exit.", "--once"),
+    **ADMIN_SERVER,
+    "as_json": Parameter(AsJson, False),
+}
 
 
-def _stages_table(pipeline: "orchestrator_pb2.DescribePipelineResponse") -> "Table":
-    from stagemesh.v1 import orchestrator_pb2
-
-    title = (
-        f"{pipeline.pipeline} {pipeline.generation}: {pipeline.in_flight} of {pipeline.max_in_flight} requests in "
-        f"flight, {pipeline.queued} of {pipeline.max_queued} queued"
-    )
-    none = orchestrator_pb2.ReplicaDescription(name="none")
-    columns = (
-        Column("stage", lambda row: row[0].name),
-        Column("engine", lambda row: row[0].engine),
-        Column("replica", lambda row: row[1].name),
-        Column("endpoint", lambda row: row[1].endpoint),
-        Column("state", lambda row: views.replica_state(row[1])),
-        number("running", lambda row: row[1].running),
-    )
-    rows = [(stage, replica) for stage in pipeline.stages for replica in stage.replicas or (none,)]
-    return make_table(columns, rows, title=title)
-
-
-def top(
-    interval: Annotated[
-        float,
-        typer.Option(
-            "--interval", "-n", min=0.2, metavar="SECONDS", help="Set the number of seconds between two updates."
-        ),
-    ] = 1.0,
-    slowest: Annotated[int, typer.Option(min=1, help="Show at most this number of requests, the slowest first.")] = 10,
-    once: Annotated[bool, typer.Option("--once", help="Print one update after one interval, and exit.")] = False,
-    server: AdminServer = DEFAULT_ADMIN_SERVER,
-    as_json: AsJson = False,
-) -> None:
+def top(**values: Any) -> None:
     """Show the stages, replicas, edges, rates and slowest requests of a running pipeline. Refresh the display until
     Ctrl-C.
     """
     from contextlib import closing
+    from itertools import islice, pairwise
 
     from stagemesh.orchestrator.cli.admin.client import AdminConnection
     from stagemesh.v1 import admin_pb2
 
-    request = admin_pb2.WatchPipelineRequest(interval_s=interval, slowest=slowest)
-    with AdminConnection(server) as admin, closing(admin.stream("WatchPipeline", request)) as snapshots:
-        if as_json:
-            for snapshot in snapshots:
+    last = 1 if values["once"] else None
+    request = admin_pb2.WatchPipelineRequest(interval_s=values["interval"], slowest=values["slowest"])
+    with (
+        AdminConnection(values["admin_server"]) as admin,
+        closing(admin.stream("WatchPipeline", request)) as snapshots,
+    ):
+        if values["as_json"]:
+            for snapshot in islice(snapshots, last):
                 print_json(to_json(snapshot))
-                if once:
-                    return
+            return
+        # Each view shows the rates between two snapshots.
+        shown = (top_view(now, before) for before, now in pairwise(snapshots))
+        if values["once"]:
+            print_all(next(shown))
         else:
-            _show(snapshots, once=once)
-
-
-def _show(snapshots: "Iterator[admin_pb2.WatchPipelineResponse]", *, once: bool) -> None:
-    from itertools import pairwise
-
-    from rich.console import Console
-    from rich.live import Live
-
-    # Each view shows the rates between two snapshots.
-    views_ = (top_view(now, before) for before, now in pairwise(snapshots))
-    console = Console(highlight=False)
-    if once or not console.is_terminal:
-        for view in views_:
-            print_all(view)
-            if once:
-                return
-    else:
-        with Live(console=console, screen=True, auto_refresh=False) as live:
-            for view in views_:
-                live.update(view, refresh=True)
+            show_views(shown)
 
 
 def top_view(now: "admin_pb2.WatchPipelineResponse", before: "admin_pb2.WatchPipelineResponse") -> "RenderableType":

@@ -1,0 +1,1 @@
+"""Named contexts: the addresses of deployments, stored in a file of the user."""

@@ -1,0 +1,151 @@
+"""The options by which a command selects its server: --server, --context and their environment variables."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from stagemesh.orchestrator.cli.options import Parameter
+
+DEFAULT_PORT = 7780
+DEFAULT_SERVER = f"127.0.0.1:{DEFAULT_PORT}"
+DEFAULT_ADMIN_SERVER = f"127.0.0.1:{DEFAULT_PORT + 1}"
+
+_LAST_PORT = 65535
+_PANEL = "Connection"
+
+
+def split_addresses(text: str) -> list[str]:
+    """Returns the addresses in a text in which commas separate them.
+
+    Raises ValueError if the text contains no address, or an address that is not of the form HOST:PORT.
+    """
+    addresses = [address.strip() for address in text.split(",") if address.strip()]
+    if not addresses:
+        raise ValueError("it does not contain an address HOST:PORT")
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 1 <= int(port) <= _LAST_PORT:
+            raise ValueError(f"{address!r} is not of the form HOST:PORT, for example {DEFAULT_SERVER}")
+    return addresses
+
+
+def check_admin_address(text: str) -> None:
+    """Checks the address of AdminService. Raises ValueError if `text` is not one address of the form HOST:PORT."""
+    if len(split_addresses(text)) > 1:
+        raise ValueError(f"{text!r} contains several addresses; commands for operators connect to one")
+
+
+def complete_context(incomplete: str) -> list[str]:
+    """Returns the names of contexts that start with `incomplete`, for shell completion."""
+    from stagemesh.common.errors import StagemeshError
+    from stagemesh.orchestrator.cli.contexts.file import load_contexts
+
+    try:
+        return [name for name in load_contexts().contexts if name.startswith(incomplete)]
+    except StagemeshError:
+        return []
+
+
+def is_given(ctx: typer.Context, name: str) -> bool:
+    """Returns whether the parameter `name` is set on the command line."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _find_address(ctx: typer.Context, param: typer.CallbackParam, value: str) -> str:
+    """Returns the address to connect to: that of --server, of --context, of the environment, or of the current context.
+
+    Returns `value`, the default, if none of them is set.
+    """
+    name, context = param.name or "", ctx.params.get("context")
+    admin = name in ADMIN_SERVER
+    if context is not None and is_given(ctx, name):
+        raise typer.BadParameter("give either --server or --context, not both")
+    source = ctx.get_parameter_source(name)
+    if context is not None or (source is not None and source.name == "DEFAULT"):
+        value = _address_of_context(context, admin=admin) or value
+    try:
+        check_admin_address(value) if admin else split_addresses(value)
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc)) from exc
+    return value
+
+
+def _address_of_context(name: str | None, *, admin: bool) -> str | None:
+    """Returns an address of the context `name`, or of the current context if `name` is None.
+
+    Returns None if no context is current. The address is that for operators if `admin` is True. Raises NotFoundError
+    if the context lacks this address.
+    """
+    from stagemesh.common.errors import NotFoundError
+    from stagemesh.orchestrator.cli.contexts.file import contexts_path, load_contexts
+
+    contexts = load_contexts()
+    if name is None and not contexts.current:
+        return None
+    name = contexts.current if name is None else name
+    context = contexts.get(name)
+    if admin and not context.admin:
+        raise NotFoundError(
+            f"context {name!r} of {contexts_path()} has no address for operators", reason="NO_ADMIN_ADDRESS"
+        )
+    return context.admin if admin else context.server
+
+
+def _server_option(text: str, *, variable: str) -> Any:
+    return typer.Option(
+        "--server",
+        "-s",
+        metavar="HOST:PORT",
+        help=text,
+        envvar=variable,
+        callback=_find_address,
+        rich_help_panel=_PANEL,
+    )
+
+
+_CONTEXT = Parameter(
+    Annotated[
+        str | None,
+        typer.Option(
+            "--context",
+            metavar="NAME",
+            help="Connect to the addresses of the context with this name. Uses the current context if omitted, unless "
+            "--server or its environment variable is set.",
+            # The callback of --server needs the value.
+            is_eager=True,
+            autocompletion=complete_context,
+            rich_help_panel=_PANEL,
+        ),
+    ],
+    None,
+)
+SERVER: Mapping[str, Parameter] = {
+    "context": _CONTEXT,
+    "server": Parameter(
+        Annotated[
+            str,
+            _server_option(
+                "Set the address of the orchestrator. Several addresses, separated by commas, are tried in turn.",
+                variable="STAGEMESH_SERVER",
+            ),
+        ],
+        DEFAULT_SERVER,
+    ),
+}
+"""The parameters of a command that calls the API for clients. `server` contains addresses for `split_addresses`."""
+ADMIN_SERVER: Mapping[str, Parameter] = {
+    "context": _CONTEXT,
+    "admin_server": Parameter(
+        Annotated[
+            str,
+            _server_option(
+                "Set the address of the orchestrator's admin API. `stagemesh up` prints this address.",
+                variable="STAGEMESH_ADMIN_SERVER",
+            ),
+        ],
+        DEFAULT_ADMIN_SERVER,
+    ),
+}
+"""The parameters of a command for operators. `admin_server` contains the address of AdminService."""

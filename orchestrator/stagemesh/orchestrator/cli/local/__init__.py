@@ -1,0 +1,1 @@
+"""Commands that run pipelines or single processes on this machine, and their displays."""

@@ -1,0 +1,94 @@
+"""`stagemesh up`: runs a pipeline on this machine until Ctrl-C."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from stagemesh.orchestrator.cli.contexts.addresses import DEFAULT_PORT, DEFAULT_SERVER
+from stagemesh.orchestrator.cli.error_output import AsJson
+from stagemesh.orchestrator.cli.options import PipelineName, Replicas, Settings, read_overrides
+
+if TYPE_CHECKING:
+    from stagemesh.orchestrator.cli.local.process_display import Display
+    from stagemesh.orchestrator.launcher import Launcher
+
+_HOST = "127.0.0.1"
+_Result = TypeVar("_Result")
+
+
+def up(
+    pipeline: PipelineName,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Serve clients on this port. 0 chooses a free port.")
+    ] = DEFAULT_PORT,
+    admin_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Serve the admin API, which `stagemesh admin` and `stagemesh top` use, on this port. 0 chooses a free "
+            "port.",
+            show_default="the port after --port",
+        ),
+    ] = None,
+    settings: Settings = None,
+    replicas: Replicas = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a pipeline on this machine until Ctrl-C. Start the orchestrator and every stage, and restart processes that
+    exit.
+    """
+    from stagemesh.orchestrator.cli.local.process_display import make_display
+    from stagemesh.orchestrator.launcher import Launcher
+    from stagemesh.orchestrator.spec import load_pipeline
+
+    overrides = read_overrides(settings, replicas)
+    loaded = load_pipeline(pipeline, overrides=overrides)
+    admin_listen = None if admin_port is None else f"{_HOST}:{admin_port}"
+    display = make_display(as_json=as_json)
+    began_s = time.monotonic()
+    try:
+        launcher = Launcher(
+            loaded, listen=f"{_HOST}:{port}", admin_listen=admin_listen, overrides=overrides, listener=display.show
+        )
+        server = "" if launcher.endpoint == DEFAULT_SERVER else f" --server {launcher.endpoint}"
+        hint = f'try: stagemesh generate "Tell me a story."{server}'
+        forever = asyncio.Event().wait
+        asyncio.run(
+            run_until_signal(launcher, forever, display=display, hint=hint, admin_endpoint=launcher.admin_endpoint)
+        )
+        restarts = f", {display.restarts} restarts" if display.restarts else ""
+        display.close(f"stopped {loaded.name} after {time.monotonic() - began_s:.0f} s{restarts}")
+    finally:
+        display.close()
+
+
+async def run_until_signal(
+    launcher: "Launcher",
+    work: Callable[[], Coroutine[Any, Any, _Result]],
+    *,
+    display: "Display",
+    hint: str,
+    admin_endpoint: str = "",
+) -> _Result | None:
+    """Runs a pipeline, and calls `work` when the pipeline is ready.
+
+    Stops the pipeline when `work` ends or when the process receives SIGINT or SIGTERM. Returns the result of `work`, or
+    None if a signal arrived before `work` ended.
+
+    - `hint` is the text that `display` shows when the pipeline is ready.
+    - `admin_endpoint` is the address for operators that `display` shows. If it is empty, no address is shown.
+    """
+    from stagemesh.orchestrator.cli.local.signals import result_before, stop_on_signals
+
+    stopping = stop_on_signals()
+    async with launcher.running():
+        edges = await result_before(stopping, launcher.wait_ready)
+        if edges is None:
+            return None
+        display.ready(launcher.endpoint, edges=edges, hint=hint, admin_endpoint=admin_endpoint)
+        return await result_before(stopping, work)
+    raise AssertionError("the launcher ends the block only by an error")
