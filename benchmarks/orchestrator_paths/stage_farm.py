@@ -71,7 +71,7 @@ def _config(pipeline: Pipeline, stage: Stage, *, number: int, orchestrator: str)
 def main() -> int:
     """Serves replicas `first` to `first + count`, assigned to the pipeline's stages in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--orchestrator", required=True, help="Register at this address, host:port.")
+    parser.add_argument("--orchestrator", required=True, help="Register at this admin address, host:port.")
     parser.add_argument("--pipeline", required=True, help="Read this pipeline file.")
     parser.add_argument("--first", type=int, required=True, help="Start with the replica of this number.")
     parser.add_argument("--count", type=int, required=True, help="Serve this number of replicas.")

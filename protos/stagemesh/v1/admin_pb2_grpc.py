@@ -26,9 +26,10 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it on a port of its
-    own, never on the port for clients. It knows the requests of its own orchestrator, and all replicas. The same port
-    forwards StageControlService to the replica that the metadata "stagemesh-replica" names. Such a call fails with
+    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it, together with
+    MembershipService, on its port for operators and stages, never on the port for clients. It knows the requests of its
+    own orchestrator, and all replicas. The same port forwards StageControlService, except Drain, Resume and Shutdown, to
+    the replica that the metadata "stagemesh-replica" names. Such a call fails with
     NOT_FOUND (UNKNOWN_TARGET) if there is no such replica, and with INVALID_ARGUMENT (NO_TARGET) if the metadata is
     missing.
 
@@ -106,9 +107,10 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it on a port of its
-    own, never on the port for clients. It knows the requests of its own orchestrator, and all replicas. The same port
-    forwards StageControlService to the replica that the metadata "stagemesh-replica" names. Such a call fails with
+    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it, together with
+    MembershipService, on its port for operators and stages, never on the port for clients. It knows the requests of its
+    own orchestrator, and all replicas. The same port forwards StageControlService, except Drain, Resume and Shutdown, to
+    the replica that the metadata "stagemesh-replica" names. Such a call fails with
     NOT_FOUND (UNKNOWN_TARGET) if there is no such replica, and with INVALID_ARGUMENT (NO_TARGET) if the metadata is
     missing.
 
@@ -282,9 +284,10 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it on a port of its
-    own, never on the port for clients. It knows the requests of its own orchestrator, and all replicas. The same port
-    forwards StageControlService to the replica that the metadata "stagemesh-replica" names. Such a call fails with
+    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it, together with
+    MembershipService, on its port for operators and stages, never on the port for clients. It knows the requests of its
+    own orchestrator, and all replicas. The same port forwards StageControlService, except Drain, Resume and Shutdown, to
+    the replica that the metadata "stagemesh-replica" names. Such a call fails with
     NOT_FOUND (UNKNOWN_TARGET) if there is no such replica, and with INVALID_ARGUMENT (NO_TARGET) if the metadata is
     missing.
 

@@ -27,9 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it on a port of its
-    own, never on the port for clients. It knows the requests of its own orchestrator, and all replicas. The same port
-    forwards StageControlService to the replica that the metadata "stagemesh-replica" names. Such a call fails with
+    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it, together with
+    MembershipService, on its port for operators and stages, never on the port for clients. It knows the requests of its
+    own orchestrator, and all replicas. The same port forwards StageControlService, except Drain, Resume and Shutdown, to
+    the replica that the metadata "stagemesh-replica" names. Such a call fails with
     NOT_FOUND (UNKNOWN_TARGET) if there is no such replica, and with INVALID_ARGUMENT (NO_TARGET) if the metadata is
     missing.
 
@@ -83,9 +84,10 @@ class AdminServiceStub:
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it on a port of its
-    own, never on the port for clients. It knows the requests of its own orchestrator, and all replicas. The same port
-    forwards StageControlService to the replica that the metadata "stagemesh-replica" names. Such a call fails with
+    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it, together with
+    MembershipService, on its port for operators and stages, never on the port for clients. It knows the requests of its
+    own orchestrator, and all replicas. The same port forwards StageControlService, except Drain, Resume and Shutdown, to
+    the replica that the metadata "stagemesh-replica" names. Such a call fails with
     NOT_FOUND (UNKNOWN_TARGET) if there is no such replica, and with INVALID_ARGUMENT (NO_TARGET) if the metadata is
     missing.
 
@@ -135,9 +137,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """ProbeEdge asks producers again which connector they would use to their consumers (StageService.ProbeEdge)."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it on a port of its
-    own, never on the port for clients. It knows the requests of its own orchestrator, and all replicas. The same port
-    forwards StageControlService to the replica that the metadata "stagemesh-replica" names. Such a call fails with
+    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it, together with
+    MembershipService, on its port for operators and stages, never on the port for clients. It knows the requests of its
+    own orchestrator, and all replicas. The same port forwards StageControlService, except Drain, Resume and Shutdown, to
+    the replica that the metadata "stagemesh-replica" names. Such a call fails with
     NOT_FOUND (UNKNOWN_TARGET) if there is no such replica, and with INVALID_ARGUMENT (NO_TARGET) if the metadata is
     missing.
 

@@ -15,6 +15,7 @@ from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.common.process_config import dump_config
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration, ReplicaAddress
+from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.orchestrator.service import serving
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.rpc.channels import open_channel
@@ -39,7 +40,7 @@ def pipeline(path: Path) -> Pipeline:
 
 @dataclass
 class _Orchestrator:
-    """Serves an orchestrator whose config lists no replica."""
+    """Serves an orchestrator whose config lists no replica. Replicas register at `endpoint`."""
 
     endpoint: str
     channel: grpc.aio.Channel
@@ -63,13 +64,18 @@ class _Orchestrator:
 
 
 @asynccontextmanager
-async def _orchestrator(path: Path, *, port: int = 0, open_to_all: bool = True) -> AsyncGenerator[_Orchestrator]:
+async def _orchestrator(
+    path: Path, *, port: int | None = None, open_to_all: bool = True
+) -> AsyncGenerator[_Orchestrator]:
     pipeline = load_pipeline(str(path))
     replicas = {} if open_to_all else {stage: (ReplicaAddress(f"{stage}-0", "h:1"),) for stage in pipeline.stages}
     registration = Registration(lease_s=3600) if open_to_all else None
-    config = OrchestratorConfig(str(path), replicas, f"127.0.0.1:{port}", registration=registration, drain_s=0.1)
+    endpoint = f"127.0.0.1:{port or PortPicker().pick()}"
+    config = OrchestratorConfig(
+        str(path), replicas, "127.0.0.1:0", admin_listen=endpoint, registration=registration, drain_s=0.1
+    )
     async with serving(config, pipeline) as bound, open_channel(f"127.0.0.1:{bound}") as channel:
-        yield _Orchestrator(f"127.0.0.1:{bound}", channel)
+        yield _Orchestrator(endpoint, channel)
 
 
 @asynccontextmanager

@@ -20,11 +20,14 @@ from stagemesh.orchestrator.admin.lifecycle import Lifecycle
 from stagemesh.orchestrator.describe import describe_edge
 from stagemesh.orchestrator.fleet.replica import ReplicaState
 from stagemesh.orchestrator.fleet.replica_client import CONTROL_NAME
+from stagemesh.orchestrator.membership.registration import SERVICE_NAME as MEMBERSHIP_NAME
+from stagemesh.orchestrator.membership.registration import MembershipServicer, RegistrationSource
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.timeline import RequestState
 from stagemesh.rpc.handlers import answering, streaming, time_left_s
+from stagemesh.rpc.roles import OPERATOR, STAGE
 from stagemesh.rpc.server import Server
-from stagemesh.v1 import admin_pb2, admin_pb2_grpc, stage_pb2
+from stagemesh.v1 import admin_pb2, admin_pb2_grpc, membership_pb2_grpc, stage_pb2
 
 SERVICE_NAME = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 LIVENESS = "liveness"
@@ -44,6 +47,8 @@ _DEFAULT_SLOWEST = 10
 _DEFAULT_PAGE, _MAX_PAGE = 100, 1000
 _MAX_TOKEN_DIGITS = 19
 _MAX_WAIT_S = 3600.0
+# Lets registered replicas receive the reason before the server stops.
+_GRACE_S = 0.5
 # The fields of requests that are added to log records and to the metadata of errors.
 _LOGGED_FIELDS = ("request_id", "edge")
 # The error that explains a failed wait must arrive before the caller's deadline.
@@ -162,24 +167,28 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
 
 @asynccontextmanager
-async def serving_admin(orchestrator: Orchestrator, listen: str) -> AsyncGenerator[int]:
-    """Serves AdminService at the address `listen` ("host:port") while the block runs. Yields the port number.
+async def serving_admin(
+    orchestrator: Orchestrator, registration: RegistrationSource | None, listen: str
+) -> AsyncGenerator[int]:
+    """Serves operators and stages at the address `listen` ("host:port") while the block runs. Yields the port number.
 
-    All health checks report SERVING.
+    Operators call AdminService. Stages call MembershipService, which rejects them if `registration` is None. All health
+    checks report SERVING.
     """
-    server = Server(listen)
+    server = Server(listen, roles={OPERATOR, STAGE})
     directory = Directory(orchestrator.pipeline, orchestrator.fleet)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(orchestrator, directory), server.grpc)
     server.grpc.add_generic_rpc_handlers((_ControlForwarder(directory),))
-    for service in (SERVICE_NAME, CONTROL_NAME):
+    membership_pb2_grpc.add_MembershipServiceServicer_to_server(MembershipServicer(registration), server.grpc)
+    for service in (SERVICE_NAME, CONTROL_NAME, MEMBERSHIP_NAME):
         server.reflect(service)
-    for facet in ("", SERVICE_NAME, CONTROL_NAME, LIVENESS):
+    for facet in ("", SERVICE_NAME, CONTROL_NAME, MEMBERSHIP_NAME, LIVENESS):
         server.set_health(facet, serving=True)
     port = await server.start()
     try:
         yield port
     finally:
-        await server.stop(grace_s=0)
+        await server.stop(grace_s=_GRACE_S)
 
 
 class _ControlForwarder(grpc.GenericRpcHandler):

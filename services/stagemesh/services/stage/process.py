@@ -13,6 +13,7 @@ from stagemesh.common.process_lifecycle import bind_forks_to_this_process, end_w
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.rpc.handlers import add_stage_service
+from stagemesh.rpc.roles import OPERATOR, ORCHESTRATOR, STAGE
 from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import Engine
 from stagemesh.services.stage.replica.runtime import ReplicaState, StageRuntime
@@ -43,7 +44,7 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
     """
     bind_log_context(stage=config.stage)
     bind_forks_to_this_process()
-    server = Server(config.listen)
+    server = Server(config.listen, roles={ORCHESTRATOR, STAGE, OPERATOR})
     runtime = _make_runtime(config)
     add_stage_service(StageServicer(runtime), server.grpc)
     control_pb2_grpc.add_StageControlServiceServicer_to_server(StageControlServicer(runtime), server.grpc)
