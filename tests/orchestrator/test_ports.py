@@ -1,4 +1,4 @@
-"""What the ports of an orchestrator serve: each serves the RPCs of its callers' roles."""
+"""The ports of an orchestrator. Each port serves the RPCs of its callers' roles."""
 
 import asyncio
 from pathlib import Path
