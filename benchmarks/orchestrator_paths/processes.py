@@ -115,7 +115,7 @@ async def _until_ready(endpoint: str, replicas: int) -> None:
             console.print(f"{ready} of {replicas} replicas are ready")
 
 
-async def replicas_of(deployment: Deployment) -> list[admin_pb2.ReplicaStatus]:
+async def replicas_of(deployment: Deployment) -> list[orchestrator_pb2.ReplicaStatus]:
     """Returns the replicas of a deployment."""
     async with open_channel(deployment.admin_endpoint) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)

@@ -134,7 +134,7 @@ async def mesh(
             stages[name].description.generation = pipeline.generation
             servers[name], endpoint = await serve(stages[name])
             stack.push_async_callback(servers[name].stop, grace_s=0)
-            addresses[name] = (ReplicaAddress(f"{name}-0", endpoint),)
+            addresses[name] = (ReplicaAddress(f"{name}-0", endpoint, f"{name}.example"),)
             stages[name].peers = peers
             peers[f"{name}-0"] = stages[name]
         admin_listen = f"127.0.0.1:{PortPicker().pick()}"

@@ -79,7 +79,14 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
     def __init__(self, name: str, *, script: Script = say_hello) -> None:
         self.name = name
         self.script = script
-        self.description = stage_pb2.DescribeResponse(stage=name, state=stage_pb2.REPLICA_STATE_READY, wire_version=1)
+        self.description = stage_pb2.DescribeResponse(
+            stage=name,
+            state=stage_pb2.REPLICA_STATE_READY,
+            wire_version=1,
+            incarnation=f"{name}-first",
+            host="host",
+            zone="zone",
+        )
         self.requests: list[stage_pb2.ExecuteStepRequest] = []
         self.cancels: list[stage_pb2.CancelStepRequest] = []
         self.rebinds: list[stage_pb2.RebindStepRequest] = []

@@ -19,7 +19,7 @@ from stagemesh.common.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from stagemesh.services.stage.replica.runtime import ReplicaState
+from stagemesh.common.replica_state import ReplicaState
 from stagemesh.services.stage.step import run
 from stagemesh.v1 import stage_pb2
 from tests.stage.gated_engine import GatedEngine

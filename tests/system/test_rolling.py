@@ -15,7 +15,7 @@ import pytest
 from stagemesh.client import AsyncClient
 from stagemesh.common.errors import UnavailableError
 from stagemesh.common.process_config import dump_config
-from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.stage_config import OrchestratorAddress, StageConfig
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration
 from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.orchestrator.spec import load_pipeline
@@ -84,7 +84,7 @@ class _Cluster:
             function=stage.function,
             options=stage.options,
             listen="127.0.0.1:0",
-            orchestrators=(self._admin_endpoint,),
+            orchestrators=(OrchestratorAddress(self._admin_endpoint),),
             parent_pid=os.getpid(),
         )
         return self._run("stagemesh.services.stage", dump_config(config), name=config.replica)

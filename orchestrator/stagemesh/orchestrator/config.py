@@ -20,13 +20,15 @@ class ReplicaAddress:
 
     name: str
     endpoint: str
+    server_name: str = ""
+    """The name in the replica's TLS certificate, or empty if it is the host in `endpoint`."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class DnsName:
     """A DNS name that resolves to the addresses of a stage's replicas.
 
-    All of these replicas must listen on the same port, `port`.
+    All of these replicas must listen on the same port, `port`. Their TLS certificates contain the DNS name.
     """
 
     host: Annotated[str, Field(min_length=1)]

@@ -442,13 +442,13 @@ class ListReplicasResponse(_message.Message):
     next_page_token: _builtins.str
     """The token of the next page. Empty on the last page."""
     @_builtins.property
-    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]:
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[_orchestrator_pb2.ReplicaStatus]:
         """The replicas."""
 
     def __init__(
         self,
         *,
-        replicas: _abc.Iterable[Global___ReplicaStatus] | None = ...,
+        replicas: _abc.Iterable[_orchestrator_pb2.ReplicaStatus] | None = ...,
         next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -458,54 +458,6 @@ class ListReplicasResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListReplicasResponse: _TypeAlias = ListReplicasResponse  # noqa: Y015
-
-@_typing.final
-class ReplicaStatus(_message.Message):
-    """ReplicaStatus is the current state of a replica."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    STAGE_FIELD_NUMBER: _builtins.int
-    ENDPOINT_FIELD_NUMBER: _builtins.int
-    STATE_FIELD_NUMBER: _builtins.int
-    DETAIL_FIELD_NUMBER: _builtins.int
-    PLANNED_FIELD_NUMBER: _builtins.int
-    LOAD_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """The replica's name."""
-    stage: _builtins.str
-    """The name of its stage."""
-    endpoint: _builtins.str
-    """The address at which it serves, "host:port"."""
-    state: _stage_pb2.ReplicaState.ValueType
-    """Its state."""
-    detail: _builtins.str
-    """A text for people: what it is loading, why it failed, or how old an overdue load report is."""
-    planned: _builtins.int
-    """The number of requests of this orchestrator that are placed on it."""
-    @_builtins.property
-    def load(self) -> _stage_pb2.WatchLoadResponse:
-        """The load that it last reported, for all orchestrators. Unset if it has reported none, or does not answer."""
-
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        stage: _builtins.str = ...,
-        endpoint: _builtins.str = ...,
-        state: _stage_pb2.ReplicaState.ValueType = ...,
-        detail: _builtins.str = ...,
-        planned: _builtins.int = ...,
-        load: _stage_pb2.WatchLoadResponse | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "endpoint", b"endpoint", "load", b"load", "name", b"name", "planned", b"planned", "stage", b"stage", "state", b"state"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReplicaStatus: _TypeAlias = ReplicaStatus  # noqa: Y015
 
 @_typing.final
 class ListEdgesRequest(_message.Message):
@@ -1043,7 +995,7 @@ class WatchPipelineResponse(_message.Message):
         """Its stages."""
 
     @_builtins.property
-    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]:
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[_orchestrator_pb2.ReplicaStatus]:
         """Its replicas."""
 
     @_builtins.property
@@ -1060,7 +1012,7 @@ class WatchPipelineResponse(_message.Message):
         clock_s: _builtins.float = ...,
         pipeline: Global___PipelineStatus | None = ...,
         stages: _abc.Iterable[Global___StageStatus] | None = ...,
-        replicas: _abc.Iterable[Global___ReplicaStatus] | None = ...,
+        replicas: _abc.Iterable[_orchestrator_pb2.ReplicaStatus] | None = ...,
         edges: _abc.Iterable[Global___EdgeStatus] | None = ...,
         slowest: _abc.Iterable[Global___RequestStatus] | None = ...,
     ) -> None: ...
@@ -1120,13 +1072,13 @@ class DrainReplicasResponse(_message.Message):
 
     REPLICAS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]:
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[_orchestrator_pb2.ReplicaStatus]:
         """The replicas."""
 
     def __init__(
         self,
         *,
-        replicas: _abc.Iterable[Global___ReplicaStatus] | None = ...,
+        replicas: _abc.Iterable[_orchestrator_pb2.ReplicaStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1166,13 +1118,13 @@ class ResumeReplicasResponse(_message.Message):
 
     REPLICAS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]:
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[_orchestrator_pb2.ReplicaStatus]:
         """The replicas."""
 
     def __init__(
         self,
         *,
-        replicas: _abc.Iterable[Global___ReplicaStatus] | None = ...,
+        replicas: _abc.Iterable[_orchestrator_pb2.ReplicaStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -35,7 +35,9 @@ class AdminServiceStub(object):
 
     A target is the name of a replica, or else the name of a stage, which means all of its replicas. An unknown target
     fails (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order. A page_size of 0 means 100, and more than 1000 means
-    1000. A page_token that did not come from a list fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
+    1000. A page starts after the last item of the previous page, even if that item is gone. Items that exist throughout
+    are listed exactly once. A page_token that did not come from the same list fails (INVALID_ARGUMENT,
+    INVALID_PAGE_TOKEN).
     """
 
     def __init__(self, channel):
@@ -116,7 +118,9 @@ class AdminServiceServicer(object):
 
     A target is the name of a replica, or else the name of a stage, which means all of its replicas. An unknown target
     fails (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order. A page_size of 0 means 100, and more than 1000 means
-    1000. A page_token that did not come from a list fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
+    1000. A page starts after the last item of the previous page, even if that item is gone. Items that exist throughout
+    are listed exactly once. A page_token that did not come from the same list fails (INVALID_ARGUMENT,
+    INVALID_PAGE_TOKEN).
     """
 
     def ListPipelines(self, request, context):
@@ -293,7 +297,9 @@ class AdminService(object):
 
     A target is the name of a replica, or else the name of a stage, which means all of its replicas. An unknown target
     fails (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order. A page_size of 0 means 100, and more than 1000 means
-    1000. A page_token that did not come from a list fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
+    1000. A page starts after the last item of the previous page, even if that item is gone. Items that exist throughout
+    are listed exactly once. A page_token that did not come from the same list fails (INVALID_ARGUMENT,
+    INVALID_PAGE_TOKEN).
     """
 
     @staticmethod

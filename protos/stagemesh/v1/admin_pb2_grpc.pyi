@@ -36,7 +36,9 @@ class AdminServiceStub:
 
     A target is the name of a replica, or else the name of a stage, which means all of its replicas. An unknown target
     fails (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order. A page_size of 0 means 100, and more than 1000 means
-    1000. A page_token that did not come from a list fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
+    1000. A page starts after the last item of the previous page, even if that item is gone. Items that exist throughout
+    are listed exactly once. A page_token that did not come from the same list fails (INVALID_ARGUMENT,
+    INVALID_PAGE_TOKEN).
     """
 
     @_typing.overload
@@ -93,7 +95,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
 
     A target is the name of a replica, or else the name of a stage, which means all of its replicas. An unknown target
     fails (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order. A page_size of 0 means 100, and more than 1000 means
-    1000. A page_token that did not come from a list fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
+    1000. A page starts after the last item of the previous page, even if that item is gone. Items that exist throughout
+    are listed exactly once. A page_token that did not come from the same list fails (INVALID_ARGUMENT,
+    INVALID_PAGE_TOKEN).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -146,7 +150,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
 
     A target is the name of a replica, or else the name of a stage, which means all of its replicas. An unknown target
     fails (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order. A page_size of 0 means 100, and more than 1000 means
-    1000. A page_token that did not come from a list fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
+    1000. A page starts after the last item of the previous page, even if that item is gone. Items that exist throughout
+    are listed exactly once. A page_token that did not come from the same list fails (INVALID_ARGUMENT,
+    INVALID_PAGE_TOKEN).
     """
 
     @_abc_1.abstractmethod

@@ -240,6 +240,7 @@ class OutputBinding(_message.Message):
     EDGE_FIELD_NUMBER: _builtins.int
     CONSUMER_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
+    SERVER_NAME_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
@@ -251,6 +252,8 @@ class OutputBinding(_message.Message):
     """The consuming replica's name."""
     endpoint: _builtins.str
     """The address at which the consuming replica serves StageService, "host:port"."""
+    server_name: _builtins.str
+    """The name in the consuming replica's TLS certificate. Empty if it is the host in endpoint."""
     connector: _chunk_pb2.Connector.ValueType
     """The connector to use."""
     tokens: Global___TokenSelection.ValueType
@@ -273,6 +276,7 @@ class OutputBinding(_message.Message):
         edge: _builtins.str = ...,
         consumer: _builtins.str = ...,
         endpoint: _builtins.str = ...,
+        server_name: _builtins.str = ...,
         connector: _chunk_pb2.Connector.ValueType = ...,
         policy: Global___ChunkPolicy | None = ...,
         tensors: _abc.Iterable[_builtins.str] | None = ...,
@@ -281,7 +285,7 @@ class OutputBinding(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "connector", b"connector", "consumer", b"consumer", "edge", b"edge", "endpoint", b"endpoint", "policy", b"policy", "tensors", b"tensors", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "connector", b"connector", "consumer", b"consumer", "edge", b"edge", "endpoint", b"endpoint", "policy", b"policy", "server_name", b"server_name", "tensors", b"tensors", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1834,6 +1838,7 @@ class ProbeEdgeRequest(_message.Message):
     EDGE_FIELD_NUMBER: _builtins.int
     CONSUMER_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
+    SERVER_NAME_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int
     edge: _builtins.str
     """The edge's name, for messages to people."""
@@ -1841,6 +1846,8 @@ class ProbeEdgeRequest(_message.Message):
     """The consuming replica's name."""
     endpoint: _builtins.str
     """The address at which that replica serves StageService, "host:port"."""
+    server_name: _builtins.str
+    """The name in that replica's TLS certificate. Empty if it is the host in endpoint."""
     connector: _chunk_pb2.Connector.ValueType
     """The connector to probe."""
     def __init__(
@@ -1849,11 +1856,12 @@ class ProbeEdgeRequest(_message.Message):
         edge: _builtins.str = ...,
         consumer: _builtins.str = ...,
         endpoint: _builtins.str = ...,
+        server_name: _builtins.str = ...,
         connector: _chunk_pb2.Connector.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "consumer", b"consumer", "edge", b"edge", "endpoint", b"endpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "consumer", b"consumer", "edge", b"edge", "endpoint", b"endpoint", "server_name", b"server_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,7 +13,7 @@ import pytest
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.common.process_config import dump_config
-from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.stage_config import OrchestratorAddress, StageConfig
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration, ReplicaAddress
 from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.orchestrator.service import serving
@@ -84,7 +84,8 @@ async def _registered(pipeline: Pipeline, stage: str, *orchestrators: str) -> As
     scripted = ScriptedStage(stage)
     scripted.description.pipeline, scripted.description.generation = pipeline.name, pipeline.generation
     server, endpoint = await serve(scripted)
-    config = replace(_config(pipeline, stage), orchestrators=orchestrators, listen=endpoint)
+    addresses = tuple(OrchestratorAddress(orchestrator, "orchestrator.example") for orchestrator in orchestrators)
+    config = replace(_config(pipeline, stage), orchestrators=addresses, listen=endpoint, server_name=f"{stage}.example")
     try:
         async with registered(config, incarnation="one", port=0):
             yield
@@ -118,6 +119,15 @@ async def test_stages_that_register_serve(path: Path, pipeline: Pipeline) -> Non
         assert await orchestrator.answer() == "c done"
         await stages.aclose()
         await orchestrator.until("b", [])
+
+
+async def test_a_replica_registers_the_name_in_its_certificate(path: Path, pipeline: Pipeline) -> None:
+    async with _orchestrator(path) as orchestrator, _registered(pipeline, "b", orchestrator.endpoint):
+        await orchestrator.until("b", ["b-0"])
+        stub = orchestrator_pb2_grpc.OrchestratorServiceStub(orchestrator.channel)
+        described = await stub.DescribePipeline(orchestrator_pb2.DescribePipelineRequest(), timeout=10)
+        names = [replica.server_name for stage in described.stages for replica in stage.replicas]
+    assert names == ["b.example"]
 
 
 async def test_a_replica_registers_with_each_orchestrator(path: Path, pipeline: Pipeline) -> None:
@@ -185,7 +195,7 @@ class _Silent(membership_pb2_grpc.MembershipServiceServicer):
 async def test_a_silent_orchestrator_does_not_delay_a_leaving_replica(pipeline: Pipeline, ended: int) -> None:
     server, silent = Server("127.0.0.1:0"), _Silent(ended=ended)
     membership_pb2_grpc.add_MembershipServiceServicer_to_server(silent, server.grpc)
-    config = replace(_config(pipeline, "b"), orchestrators=(f"127.0.0.1:{await server.start()}",))
+    config = replace(_config(pipeline, "b"), orchestrators=(OrchestratorAddress(f"127.0.0.1:{await server.start()}"),))
     try:
         async with asyncio.timeout(8), registered(config, incarnation="one", port=7):
             await silent.asked.wait()
@@ -201,7 +211,7 @@ async def test_a_stage_of_another_pipeline_logs_why_it_is_rejected(
     path: Path, pipeline: Pipeline, caplog: pytest.LogCaptureFixture, field: str, complaint: str
 ) -> None:
     async with _orchestrator(path) as orchestrator:
-        config = replace(_config(pipeline, "b"), orchestrators=(orchestrator.endpoint,))
+        config = replace(_config(pipeline, "b"), orchestrators=(OrchestratorAddress(orchestrator.endpoint),))
         config = replace(config, generation="other") if field == "generation" else replace(config, pipeline="other")
         async with registered(config, incarnation="one", port=7):
             await _until_logged(caplog, f"not registered with orchestrator {orchestrator.endpoint}: replica b-0")
@@ -214,14 +224,14 @@ async def test_an_orchestrator_without_registration_rejects_replicas(
     path: Path, pipeline: Pipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with _orchestrator(path, open_to_all=False) as orchestrator:
-        config = replace(_config(pipeline, "b"), orchestrators=(orchestrator.endpoint,))
+        config = replace(_config(pipeline, "b"), orchestrators=(OrchestratorAddress(orchestrator.endpoint),))
         async with registered(config, incarnation="one", port=7):
             await _until_logged(caplog, "replicas cannot register with this")
             assert await orchestrator.replicas("b") == ["b-0"], "it is the listed one alone"
 
 
 async def test_an_unreachable_address_is_not_advertised(pipeline: Pipeline) -> None:
-    config = replace(_config(pipeline, "b"), orchestrators=("h:1",), listen="0.0.0.0:0")
+    config = replace(_config(pipeline, "b"), orchestrators=(OrchestratorAddress("h:1"),), listen="0.0.0.0:0")
     with pytest.raises(InvalidRequestError, match="set `advertise`"):
         async with registered(config, incarnation="one", port=7):
             pass
@@ -229,7 +239,7 @@ async def test_an_unreachable_address_is_not_advertised(pipeline: Pipeline) -> N
 
 async def test_a_stage_process_registers_and_leaves_at_sigterm(path: Path, pipeline: Pipeline, tmp_path: Path) -> None:
     async with _orchestrator(path) as orchestrator:
-        config = replace(_config(pipeline, "b"), orchestrators=(orchestrator.endpoint,))
+        config = replace(_config(pipeline, "b"), orchestrators=(OrchestratorAddress(orchestrator.endpoint),))
         (tmp_path / "stage.json").write_bytes(dump_config(config))
         command = (sys.executable, "-m", "stagemesh.services.stage", "--config", str(tmp_path / "stage.json"))
         process = await asyncio.create_subprocess_exec(*command)

@@ -4,7 +4,8 @@ from typing import cast
 import pytest
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
-from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
+from stagemesh.common.replica_state import ReplicaState
+from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
 from stagemesh.orchestrator.membership.base import Member

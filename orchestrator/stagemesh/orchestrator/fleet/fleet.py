@@ -7,8 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 
+from stagemesh.common.replica_state import ReplicaState
 from stagemesh.orchestrator.fleet.edge_connectors import EdgeConnectors
-from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState, StepCost
+from stagemesh.orchestrator.fleet.replica import Replica, StepCost
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
 from stagemesh.orchestrator.fleet.replica_watcher import ReplicaWatcher
@@ -23,7 +24,8 @@ _log = logging.getLogger(__name__)
 def connect(member: Member) -> ReplicaClient:
     """Returns a client for the replica at the address of a member."""
     name = member.name or member.endpoint
-    return ReplicaClient(open_channel(member.endpoint), stage=member.stage, replica=name, endpoint=member.endpoint)
+    channel = open_channel(member.endpoint, server_name=member.server_name)
+    return ReplicaClient(channel, stage=member.stage, replica=name, endpoint=member.endpoint)
 
 
 class Fleet:

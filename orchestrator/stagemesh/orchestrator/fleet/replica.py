@@ -7,6 +7,7 @@ from enum import Enum
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.common.notification import Notifier
+from stagemesh.common.replica_state import ReplicaState
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient
 from stagemesh.orchestrator.membership.base import Member, find_refusal
 from stagemesh.orchestrator.spec import Pipeline
@@ -14,23 +15,6 @@ from stagemesh.v1 import stage_pb2
 
 _SMOOTHING = 0.2
 _FIRST_GUESS_S = 1.0
-
-
-class ReplicaState(Enum):
-    """The state of a replica. Each value is the number of the state in the protobuf enum."""
-
-    LOADING = stage_pb2.REPLICA_STATE_LOADING
-    READY = stage_pb2.REPLICA_STATE_READY
-    DRAINING = stage_pb2.REPLICA_STATE_DRAINING
-    FAILED = stage_pb2.REPLICA_STATE_FAILED
-    ASLEEP = stage_pb2.REPLICA_STATE_ASLEEP
-    UNREACHABLE = stage_pb2.REPLICA_STATE_UNREACHABLE
-
-    @classmethod
-    def _missing_(cls, value: object) -> "ReplicaState":
-        """Returns FAILED for a state number that this version does not know."""
-        del value
-        return cls.FAILED
 
 
 class Hold(Enum):
@@ -163,7 +147,7 @@ class Replica:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Creates a replica. `on_change` is called after each change of the replica's state or holds."""
-        self.stage, self.endpoint = member.stage, member.endpoint
+        self.stage, self.endpoint, self.server_name = member.stage, member.endpoint, member.server_name
         self.name = member.name or member.endpoint
         self.client = client
         self.load = LoadEstimate(cost or StepCost(), clock=clock)

@@ -4,7 +4,8 @@ import random
 from collections.abc import Collection, Iterator, Mapping
 from typing import Generic, TypeVar
 
-from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
+from stagemesh.common.replica_state import ReplicaState
+from stagemesh.orchestrator.fleet.replica import Replica
 
 T = TypeVar("T")
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from stagemesh.common.errors import UnavailableError
-from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
+from stagemesh.common.replica_state import ReplicaState
+from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_registry import RandomPool, ReadyReplicas, ReplicaRegistry
 from stagemesh.orchestrator.spec import Pipeline, Route, Stage
 

@@ -13,7 +13,7 @@ from google.protobuf.message_factory import GetMessageClass
 from stagemesh.common.errors import NotFoundError, StagemeshError, UnavailableError
 from stagemesh.rpc.channels import CHANNEL_OPTIONS
 from stagemesh.rpc.error_mapping import from_rpc_error
-from stagemesh.v1 import admin_pb2, control_pb2
+from stagemesh.v1 import admin_pb2, control_pb2, orchestrator_pb2
 from stagemesh.v1.admin_pb2_grpc import AdminServiceStub
 from stagemesh.v1.control_pb2_grpc import StageControlServiceStub
 
@@ -103,7 +103,7 @@ class AdminConnection(AbstractContextManager["AdminConnection"]):
     def __exit__(self, *_: object) -> None:
         self._channel.close()
 
-    def _replicas(self) -> Iterator[admin_pb2.ReplicaStatus]:
+    def _replicas(self) -> Iterator[orchestrator_pb2.ReplicaStatus]:
         request = admin_pb2.ListReplicasRequest(page_size=_PAGE)
         while True:
             answer = self.call("ListReplicas", request)

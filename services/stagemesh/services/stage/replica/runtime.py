@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from enum import Enum
 from typing import TypeVar
 
 from stagemesh.common.descriptors import Signature
@@ -20,6 +19,7 @@ from stagemesh.common.errors import (
     UnsupportedError,
 )
 from stagemesh.common.host import available_bytes
+from stagemesh.common.replica_state import ReplicaState
 from stagemesh.common.request_checks import check_request_id
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.arena.memory_file import pin_if_cuda
@@ -43,16 +43,6 @@ _RELEASE_S = 5.0
 _PAUSE_S = 2.0
 """Time limit for running steps to pause before they are stopped, in seconds. Other replicas resume the paused steps."""
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 10.0
-
-
-class ReplicaState(Enum):
-    """The state of a replica, as reported to orchestrators and operators."""
-
-    LOADING = "loading"
-    READY = "ready"
-    DRAINING = "draining"
-    FAILED = "failed"
-    ASLEEP = "asleep"
 
 
 class StageRuntime:
@@ -407,7 +397,7 @@ class StageRuntime:
         """Raises NotReadyError unless the replica accepts steps. The error contains the replica's state."""
         if self.state is not ReplicaState.READY:
             raise NotReadyError(
-                f"replica {self.config.replica} of stage {self.config.stage} is {self.state.value}"
+                f"replica {self.config.replica} of stage {self.config.stage} is {self.state.name.lower()}"
                 f"{': ' if self.detail else ''}{self.detail}; try again when it is ready"
             )
 

@@ -97,7 +97,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
             incarnation=runtime.data_plane.incarnation,
             engine=config.engine,
             model=config.model or "",
-            state=stage_pb2.ReplicaState.Value(f"REPLICA_STATE_{runtime.state.name}"),
+            state=runtime.state.value,
             detail=runtime.detail,
             accepts=[spec_to_wire(name, spec) for name, spec in signature.accepts.items()],
             emits=[spec_to_wire(name, emitted.spec) for name, emitted in signature.emits.items()],
@@ -131,7 +131,10 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
 
     async def ProbeEdge(self, request: stage_pb2.ProbeEdgeRequest, context: _Context) -> stage_pb2.ProbeEdgeResponse:
         found = await self._runtime.data_plane.probe(
-            consumer=request.consumer, endpoint=request.endpoint, connector=name_of(request.connector)
+            consumer=request.consumer,
+            endpoint=request.endpoint,
+            connector=name_of(request.connector),
+            server_name=request.server_name,
         )
         return probe_to_wire(found)
 
