@@ -54,7 +54,7 @@ class Orchestrator:
         """Totals over the requests that have ended. Running requests are not included."""
         self.history = History()
         self._clock = clock
-        self._planner = Planner(pipeline, fleet.registry, choice=choice)
+        self._planner = Planner(pipeline, fleet.registry, adapters=fleet.adapters, choice=choice)
         self._failover = Failover(self._planner, max_kept_state_bytes=max_kept_state_bytes)
         self._numbers = itertools.count(1)
         self._max_request_s, self._drain_s = max_request_s, drain_s
@@ -155,7 +155,9 @@ class Orchestrator:
     def _plan(self, request: ValidRequest) -> Plan:
         route = self.pipeline.route(request.outputs, request.facts)
         self.fleet.edge_connectors.check(route.edges)
-        return self._planner.plan(route)
+        adapter = request.parameters.adapter if request.parameters.HasField("adapter") else None
+        stages = [stage.name for stage in route.stages if stage.signature.adapters and adapter is not None]
+        return self._planner.plan(route, adapters=dict.fromkeys(stages, adapter or ""))
 
     async def _run(self, request: ValidRequest, known: RequestLifecycle) -> None:
         error: StagemeshError | None

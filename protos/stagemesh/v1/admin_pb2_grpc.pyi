@@ -29,8 +29,8 @@ GRPC_VERSION: str
 class AdminServiceStub:
     """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it, together with
     MembershipService, on its port for operators and stages, never on the port for clients. It knows the requests of its
-    own orchestrator, and all replicas. The same port forwards StageControlService, except Drain, Resume and Shutdown, to
-    the replica that the metadata "stagemesh-replica" names. Such a call fails with
+    own orchestrator, and all replicas. The same port forwards StageControlService, except Drain, Resume, Shutdown,
+    LoadAdapter and UnloadAdapter, to the replica that the metadata "stagemesh-replica" names. Such a call fails with
     NOT_FOUND (UNKNOWN_TARGET) if there is no such replica, and with INVALID_ARGUMENT (NO_TARGET) if the metadata is
     missing.
 
@@ -76,6 +76,21 @@ class AdminServiceStub:
     Streams each phase. If the caller disconnects, a drained replica stays drained. If no ready replica would remain,
     the call fails (FAILED_PRECONDITION, LAST_REPLICA) unless it is forced.
     """
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceLoadAdapterRequest, _admin_pb2.AdminServiceLoadAdapterResponse]
+    """LoadAdapter loads an adapter on all replicas of a stage (StageControlService.LoadAdapter), and remembers it: until
+    this orchestrator ends, each replica of the stage that becomes ready loads it again. The response has the outcome
+    for each replica. If no replica loads the adapter, the call fails with the error of the first one, and nothing is
+    remembered. Another folder under the same name fails (ALREADY_EXISTS, ADAPTER_EXISTS).
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceUnloadAdapterRequest, _admin_pb2.AdminServiceUnloadAdapterResponse]
+    """UnloadAdapter unloads an adapter from all replicas of a stage (StageControlService.UnloadAdapter), and forgets it.
+    If no replica unloads it, the call fails with the error of the first one, and the adapter stays remembered. If no
+    replica has it, the call fails (NOT_FOUND, UNKNOWN_ADAPTER).
+    """
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceListAdaptersRequest, _admin_pb2.AdminServiceListAdaptersResponse]
+    """ListAdapters lists the adapters of a stage in the order of their names. If no replica answers, the call fails with
+    the error of the first one.
+    """
     CancelRequest: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceCancelRequestRequest, _admin_pb2.AdminServiceCancelRequestResponse]
     """CancelRequest cancels a request on every stage, and returns after all have released it. An unknown request fails
     (NOT_FOUND, UNKNOWN_REQUEST). A request that has ended fails (FAILED_PRECONDITION, REQUEST_ENDED), and the error
@@ -88,8 +103,8 @@ class AdminServiceStub:
 class AdminServiceAsyncStub(AdminServiceStub):
     """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it, together with
     MembershipService, on its port for operators and stages, never on the port for clients. It knows the requests of its
-    own orchestrator, and all replicas. The same port forwards StageControlService, except Drain, Resume and Shutdown, to
-    the replica that the metadata "stagemesh-replica" names. Such a call fails with
+    own orchestrator, and all replicas. The same port forwards StageControlService, except Drain, Resume, Shutdown,
+    LoadAdapter and UnloadAdapter, to the replica that the metadata "stagemesh-replica" names. Such a call fails with
     NOT_FOUND (UNKNOWN_TARGET) if there is no such replica, and with INVALID_ARGUMENT (NO_TARGET) if the metadata is
     missing.
 
@@ -132,6 +147,21 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Streams each phase. If the caller disconnects, a drained replica stays drained. If no ready replica would remain,
     the call fails (FAILED_PRECONDITION, LAST_REPLICA) unless it is forced.
     """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceLoadAdapterRequest, _admin_pb2.AdminServiceLoadAdapterResponse]  # type: ignore[assignment]
+    """LoadAdapter loads an adapter on all replicas of a stage (StageControlService.LoadAdapter), and remembers it: until
+    this orchestrator ends, each replica of the stage that becomes ready loads it again. The response has the outcome
+    for each replica. If no replica loads the adapter, the call fails with the error of the first one, and nothing is
+    remembered. Another folder under the same name fails (ALREADY_EXISTS, ADAPTER_EXISTS).
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceUnloadAdapterRequest, _admin_pb2.AdminServiceUnloadAdapterResponse]  # type: ignore[assignment]
+    """UnloadAdapter unloads an adapter from all replicas of a stage (StageControlService.UnloadAdapter), and forgets it.
+    If no replica unloads it, the call fails with the error of the first one, and the adapter stays remembered. If no
+    replica has it, the call fails (NOT_FOUND, UNKNOWN_ADAPTER).
+    """
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceListAdaptersRequest, _admin_pb2.AdminServiceListAdaptersResponse]  # type: ignore[assignment]
+    """ListAdapters lists the adapters of a stage in the order of their names. If no replica answers, the call fails with
+    the error of the first one.
+    """
     CancelRequest: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceCancelRequestRequest, _admin_pb2.AdminServiceCancelRequestResponse]  # type: ignore[assignment]
     """CancelRequest cancels a request on every stage, and returns after all have released it. An unknown request fails
     (NOT_FOUND, UNKNOWN_REQUEST). A request that has ended fails (FAILED_PRECONDITION, REQUEST_ENDED), and the error
@@ -143,8 +173,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it, together with
     MembershipService, on its port for operators and stages, never on the port for clients. It knows the requests of its
-    own orchestrator, and all replicas. The same port forwards StageControlService, except Drain, Resume and Shutdown, to
-    the replica that the metadata "stagemesh-replica" names. Such a call fails with
+    own orchestrator, and all replicas. The same port forwards StageControlService, except Drain, Resume, Shutdown,
+    LoadAdapter and UnloadAdapter, to the replica that the metadata "stagemesh-replica" names. Such a call fails with
     NOT_FOUND (UNKNOWN_TARGET) if there is no such replica, and with INVALID_ARGUMENT (NO_TARGET) if the metadata is
     missing.
 
@@ -244,6 +274,39 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         runs on it (StageControlService.Shutdown), and awaited until its supervisor has started it again and it is ready.
         Streams each phase. If the caller disconnects, a drained replica stays drained. If no ready replica would remain,
         the call fails (FAILED_PRECONDITION, LAST_REPLICA) unless it is forced.
+        """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _admin_pb2.AdminServiceLoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.AdminServiceLoadAdapterResponse, _abc.Awaitable[_admin_pb2.AdminServiceLoadAdapterResponse]]:
+        """LoadAdapter loads an adapter on all replicas of a stage (StageControlService.LoadAdapter), and remembers it: until
+        this orchestrator ends, each replica of the stage that becomes ready loads it again. The response has the outcome
+        for each replica. If no replica loads the adapter, the call fails with the error of the first one, and nothing is
+        remembered. Another folder under the same name fails (ALREADY_EXISTS, ADAPTER_EXISTS).
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _admin_pb2.AdminServiceUnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.AdminServiceUnloadAdapterResponse, _abc.Awaitable[_admin_pb2.AdminServiceUnloadAdapterResponse]]:
+        """UnloadAdapter unloads an adapter from all replicas of a stage (StageControlService.UnloadAdapter), and forgets it.
+        If no replica unloads it, the call fails with the error of the first one, and the adapter stays remembered. If no
+        replica has it, the call fails (NOT_FOUND, UNKNOWN_ADAPTER).
+        """
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _admin_pb2.AdminServiceListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.AdminServiceListAdaptersResponse, _abc.Awaitable[_admin_pb2.AdminServiceListAdaptersResponse]]:
+        """ListAdapters lists the adapters of a stage in the order of their names. If no replica answers, the call fails with
+        the error of the first one.
         """
 
     @_abc_1.abstractmethod

@@ -32,7 +32,7 @@ class StageControlServiceStub(object):
     loads, sleeps or drains, calls fail (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile
     and GetCacheStatistics only require that the replica has loaded, and ListSteps, Resume and Shutdown always work. The
     port of AdminService forwards these calls to the replica that the metadata "stagemesh-replica" names, except Drain,
-    Resume and Shutdown, for which AdminService has calls of its own.
+    Resume, Shutdown, LoadAdapter and UnloadAdapter, for which AdminService has calls of its own.
     """
 
     def __init__(self, channel):
@@ -120,7 +120,7 @@ class StageControlServiceServicer(object):
     loads, sleeps or drains, calls fail (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile
     and GetCacheStatistics only require that the replica has loaded, and ListSteps, Resume and Shutdown always work. The
     port of AdminService forwards these calls to the replica that the metadata "stagemesh-replica" names, except Drain,
-    Resume and Shutdown, for which AdminService has calls of its own.
+    Resume, Shutdown, LoadAdapter and UnloadAdapter, for which AdminService has calls of its own.
     """
 
     def LoadAdapter(self, request, context):
@@ -317,7 +317,7 @@ class StageControlService(object):
     loads, sleeps or drains, calls fail (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile
     and GetCacheStatistics only require that the replica has loaded, and ListSteps, Resume and Shutdown always work. The
     port of AdminService forwards these calls to the replica that the metadata "stagemesh-replica" names, except Drain,
-    Resume and Shutdown, for which AdminService has calls of its own.
+    Resume, Shutdown, LoadAdapter and UnloadAdapter, for which AdminService has calls of its own.
     """
 
     @staticmethod

@@ -33,7 +33,7 @@ class StageControlServiceStub:
     loads, sleeps or drains, calls fail (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile
     and GetCacheStatistics only require that the replica has loaded, and ListSteps, Resume and Shutdown always work. The
     port of AdminService forwards these calls to the replica that the metadata "stagemesh-replica" names, except Drain,
-    Resume and Shutdown, for which AdminService has calls of its own.
+    Resume, Shutdown, LoadAdapter and UnloadAdapter, for which AdminService has calls of its own.
     """
 
     @_typing.overload
@@ -90,7 +90,7 @@ class StageControlServiceAsyncStub(StageControlServiceStub):
     loads, sleeps or drains, calls fail (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile
     and GetCacheStatistics only require that the replica has loaded, and ListSteps, Resume and Shutdown always work. The
     port of AdminService forwards these calls to the replica that the metadata "stagemesh-replica" names, except Drain,
-    Resume and Shutdown, for which AdminService has calls of its own.
+    Resume, Shutdown, LoadAdapter and UnloadAdapter, for which AdminService has calls of its own.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -143,7 +143,7 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
     loads, sleeps or drains, calls fail (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile
     and GetCacheStatistics only require that the replica has loaded, and ListSteps, Resume and Shutdown always work. The
     port of AdminService forwards these calls to the replica that the metadata "stagemesh-replica" names, except Drain,
-    Resume and Shutdown, for which AdminService has calls of its own.
+    Resume, Shutdown, LoadAdapter and UnloadAdapter, for which AdminService has calls of its own.
     """
 
     @_abc_1.abstractmethod

@@ -259,8 +259,8 @@ class Parameters(_message.Message):
     it in RequestAdmitted.
     """
     adapter: _builtins.str
-    """The LoRA adapter that stages with adapters use, by the name given to StageControlService.LoadAdapter. A request
-    fails if such a stage has not loaded it (NOT_FOUND, UNKNOWN_ADAPTER). If absent, the model is used without an
+    """The LoRA adapter that stages with adapters use, by the name given to AdminService.LoadAdapter. The request runs on
+    replicas that have loaded it, and fails if no replica of such a stage has (NOT_FOUND, UNKNOWN_ADAPTER). If absent, the model is used without an
     adapter.
     """
     @_builtins.property

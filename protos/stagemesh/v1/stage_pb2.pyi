@@ -1730,6 +1730,7 @@ class WatchLoadResponse(_message.Message):
     ARENA_WAITING_FIELD_NUMBER: _builtins.int
     LANDING_USED_BYTES_FIELD_NUMBER: _builtins.int
     LANDING_SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Steps that the engine is processing."""
     queued: _builtins.int
@@ -1754,6 +1755,12 @@ class WatchLoadResponse(_message.Message):
     """Bytes in use of the memory into which connectors that copy read chunks."""
     landing_size_bytes: _builtins.int
     """The size of that memory in bytes. 0 if no such connector is in use."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of the loaded adapters, in order. Orchestrators place a request that selects an adapter only on replicas
+        that report it. A change is reported within interval_s.
+        """
+
     def __init__(
         self,
         *,
@@ -1768,10 +1775,11 @@ class WatchLoadResponse(_message.Message):
         arena_waiting: _builtins.int = ...,
         landing_used_bytes: _builtins.int = ...,
         landing_size_bytes: _builtins.int = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_largest_free_bytes", b"arena_largest_free_bytes", "arena_size_bytes", b"arena_size_bytes", "arena_used_bytes", b"arena_used_bytes", "arena_waiting", b"arena_waiting", "credit_bytes", b"credit_bytes", "free_memory_bytes", b"free_memory_bytes", "landing_size_bytes", b"landing_size_bytes", "landing_used_bytes", b"landing_used_bytes", "queued", b"queued", "running", b"running", "work_s", b"work_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "arena_largest_free_bytes", b"arena_largest_free_bytes", "arena_size_bytes", b"arena_size_bytes", "arena_used_bytes", b"arena_used_bytes", "arena_waiting", b"arena_waiting", "credit_bytes", b"credit_bytes", "free_memory_bytes", b"free_memory_bytes", "landing_size_bytes", b"landing_size_bytes", "landing_used_bytes", b"landing_used_bytes", "queued", b"queued", "running", b"running", "work_s", b"work_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

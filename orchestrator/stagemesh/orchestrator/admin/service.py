@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.replica_state import ReplicaState
+from stagemesh.orchestrator.admin.adapters import Adapters
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.inspection import Inspector
 from stagemesh.orchestrator.admin.lifecycle import Lifecycle
@@ -36,7 +37,13 @@ REPLICA_KEY = "stagemesh-replica"
 
 _MAX_CALL_S = 3600.0
 # The methods that are not forwarded. Their replacements in AdminService also consider the stage's other replicas.
-_REPLACED_BY = {"Drain": "DrainReplicas", "Resume": "ResumeReplicas", "Shutdown": "RestartReplicas"}
+_REPLACED_BY = {
+    "Drain": "DrainReplicas",
+    "Resume": "ResumeReplicas",
+    "Shutdown": "RestartReplicas",
+    "LoadAdapter": "LoadAdapter",
+    "UnloadAdapter": "UnloadAdapter",
+}
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _T = TypeVar("_T")
@@ -73,6 +80,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._directory = directory
         self._inspector = Inspector(orchestrator, directory)
         self._lifecycle = Lifecycle(directory)
+        self._adapters = Adapters(directory, orchestrator.fleet.adapters)
 
     @_answered
     async def ListPipelines(self, request: admin_pb2.ListPipelinesRequest) -> admin_pb2.ListPipelinesResponse:
@@ -147,6 +155,31 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             async with aclosing(events):
                 async for event in events:
                     yield event
+
+    async def LoadAdapter(
+        self, request: admin_pb2.AdminServiceLoadAdapterRequest, context: _Context
+    ) -> admin_pb2.AdminServiceLoadAdapterResponse:
+        async with answering(context):
+            outcomes = await self._adapters.load(
+                request.stage, request.name, request.path, timeout_s=_time_to_wait_s(context)
+            )
+            return admin_pb2.AdminServiceLoadAdapterResponse(replicas=outcomes)
+
+    async def UnloadAdapter(
+        self, request: admin_pb2.AdminServiceUnloadAdapterRequest, context: _Context
+    ) -> admin_pb2.AdminServiceUnloadAdapterResponse:
+        async with answering(context):
+            outcomes = await self._adapters.unload(
+                request.stage, request.name, request.when_busy, timeout_s=_time_to_wait_s(context)
+            )
+            return admin_pb2.AdminServiceUnloadAdapterResponse(replicas=outcomes)
+
+    @_answered
+    async def ListAdapters(
+        self, request: admin_pb2.AdminServiceListAdaptersRequest
+    ) -> admin_pb2.AdminServiceListAdaptersResponse:
+        found = [((adapter.name,), adapter) for adapter in await self._adapters.list(request.stage)]
+        return page_of(admin_pb2.AdminServiceListAdaptersResponse, request, field="adapters", items=found)
 
     @_answered
     async def CancelRequest(

@@ -13,6 +13,7 @@ from stagemesh.orchestrator.fleet.replica import Replica, StepCost
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
 from stagemesh.orchestrator.fleet.replica_watcher import ReplicaWatcher
+from stagemesh.orchestrator.fleet.stage_adapters import StageAdapters
 from stagemesh.orchestrator.membership.base import Member, MemberSource
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.rpc.channels import open_channel
@@ -46,6 +47,7 @@ class Fleet:
         """
         self.registry = ReplicaRegistry()
         self.edge_connectors = EdgeConnectors(pipeline.edges)
+        self.adapters = StageAdapters()
         self._pipeline, self._sources, self._generations = pipeline, sources, frozenset(generations)
         self._connect, self._clock = connect, clock
         self._watchers: dict[tuple[str, str], ReplicaWatcher] = {}
@@ -156,6 +158,8 @@ class Fleet:
         can_connect = replica.can_connect and replica in self.registry
         if can_connect and replica not in self.edge_connectors:
             self.edge_connectors.join(replica)
+            if self._group is not None and self.adapters.names(replica.stage):
+                self._start(self.adapters.restore(replica), name=f"adapters of {replica.name}")
         elif not can_connect and replica in self.edge_connectors:
             self.edge_connectors.leave(replica)
         self.registry.update(replica)

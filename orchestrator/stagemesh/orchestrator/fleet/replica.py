@@ -157,6 +157,8 @@ class Replica:
         """Whether at least one description of the replica has arrived."""
         self.last_report: stage_pb2.WatchLoadResponse | None = None
         """The replica's newest load report, or None if none has arrived."""
+        self.adapters: frozenset[str] | None = None
+        """The names of the adapters that the replica has reported as loaded, or None if no report has arrived."""
         self._reported_at_s = 0.0
         self._clock = clock
         self._on_change = on_change
@@ -209,6 +211,10 @@ class Replica:
         """Stores a load report for operators, and updates the load estimate for the planner."""
         self.last_report, self._reported_at_s = report, self._clock()
         self.load.report(report.work_s, steps=report.running + report.queued)
+        adapters = frozenset(report.adapters)
+        if adapters != self.adapters:
+            self.adapters = adapters
+            self._on_change()
 
     def on_end(self, callback: Callable[[StagemeshError], None]) -> Callable[[], object]:
         """Registers a callback for the replica's end, and returns a function that removes the callback.

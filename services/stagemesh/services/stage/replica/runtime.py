@@ -244,7 +244,9 @@ class StageRuntime:
 
     def load(self) -> stage_pb2.WatchLoadResponse:
         """Returns the current load of the engine and of the data plane."""
-        engine = EngineLoad(0, 0) if self.state is ReplicaState.LOADING else self.engine.load()
+        is_loaded = self.state is not ReplicaState.LOADING
+        engine = self.engine.load() if is_loaded else EngineLoad(0, 0)
+        adapters = self.engine.abilities.adapters if is_loaded else None
         plane = self.data_plane
         arena, landing = plane.arena, plane.landing.present
         return stage_pb2.WatchLoadResponse(
@@ -259,6 +261,7 @@ class StageRuntime:
             arena_waiting=arena.waiting,
             landing_used_bytes=landing.used_bytes if landing else 0,
             landing_size_bytes=landing.size_bytes if landing else 0,
+            adapters=[adapter.name for adapter in adapters.list_adapters()] if adapters is not None else (),
         )
 
     def reports(self, request_id: str = "") -> list[control_pb2.StepReport]:
