@@ -63,6 +63,7 @@ class Mesh:
     servers: dict[str, Server] = field(default_factory=dict[str, Server])
     admin: grpc.aio.Channel = field(kw_only=True)
     """A channel to the admin port."""
+    admin_endpoint: str = field(kw_only=True)
 
     async def generate(
         self, **fields: "str | list[str] | request_pb2.Parameters"
@@ -161,7 +162,7 @@ async def mesh(
             await until_health(channel, serving=True)
         stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
         admin = await stack.enter_async_context(open_channel(admin_listen))
-        yield Mesh(pipeline, stub, channel, service.aclose, stages, servers, admin=admin)
+        yield Mesh(pipeline, stub, channel, service.aclose, stages, servers, admin=admin, admin_endpoint=admin_listen)
 
 
 async def until_health(channel: grpc.aio.Channel, *, serving: bool) -> None:

@@ -9,6 +9,7 @@ import pytest
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, NotReadyError, StagemeshError
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, control_pb2, orchestrator_pb2, request_pb2
 from stagemesh.v1.control_pb2_grpc import StageControlServiceStub
+from tests.cli.commands import stagemesh
 from tests.orchestrator.admin.calls import error_of
 from tests.orchestrator.mesh import Mesh, mesh
 
@@ -152,6 +153,20 @@ async def test_a_call_that_contradicts_the_loaded_adapters_fails(
     if reason == "ADAPTER_EXISTS":
         await _load(adapted)
     assert (await error_of(calling(adapted))).reason == reason
+
+
+async def test_the_command_line_prints_the_outcome_for_each_replica(adapted: Mesh) -> None:
+    adapted.stages["a-1"].controls.adapter_error = InvalidRequestError("no such folder", reason="INVALID_ADAPTER")
+    server = ("--server", adapted.admin_endpoint)
+    loaded = await stagemesh("admin", "lora", "load", "a", "x", "/x", *server)
+    assert (loaded.exit_code, loaded.stdout) == (
+        1,
+        "loaded x\n  a-0: rank 8, 0 running  /x\n  a-1: failed: no such folder\n",
+    )
+    listed = await stagemesh("admin", "lora", "list", "a", *server)
+    assert (listed.exit_code, listed.stdout) == (0, "1 adapters\n  x\n  a-0: rank 8, 0 running  /x\n")
+    unloaded = await stagemesh("admin", "lora", "unload", "a", "x", *server)
+    assert (unloaded.exit_code, unloaded.stdout) == (0, "unloaded x\n  a-0: unloaded\n")
 
 
 async def test_adapters_are_not_loaded_on_a_single_replica(adapted: Mesh) -> None:

@@ -202,7 +202,7 @@ class Planner:
                 metadata={"stage": stage, "adapter": adapter},
                 retry_after_s=_RETRY_AFTER_S,
             )
-        known = sorted(frozenset().union(*(replica.adapters or () for replica in ready)))
+        known = sorted({name for replica in ready for name in replica.adapters or ()})
         return NotFoundError(
             f"no ready replica of stage {stage!r} has adapter {adapter!r}; loaded: {', '.join(known) or 'none'}",
             reason="UNKNOWN_ADAPTER",
