@@ -11,7 +11,6 @@ from stagemesh.orchestrator.request.step_calls import policy_to_wire
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import (
-    admin_pb2,
     orchestrator_pb2,
     orchestrator_pb2_grpc,
     stage_pb2,
@@ -73,7 +72,7 @@ class Direct:
     """
 
     def __init__(
-        self, pipeline: Pipeline, replicas: Sequence[admin_pb2.ReplicaStatus], *, relay: str | None = None
+        self, pipeline: Pipeline, replicas: Sequence[orchestrator_pb2.ReplicaStatus], *, relay: str | None = None
     ) -> None:
         self._pipeline = pipeline
         self._replicas = {name: [each for each in replicas if each.stage == name] for name in pipeline.stages}
@@ -111,7 +110,7 @@ class Direct:
                     yield event.output.text
 
     async def _execute(
-        self, stage: str, chosen: Mapping[str, admin_pb2.ReplicaStatus], *, request_id: str, outputs: int
+        self, stage: str, chosen: Mapping[str, orchestrator_pb2.ReplicaStatus], *, request_id: str, outputs: int
     ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
         request = self._request(stage, chosen, request_id=request_id, outputs=outputs)
         replica = chosen[stage]
@@ -127,7 +126,7 @@ class Direct:
             call.cancel()
 
     def _request(
-        self, stage: str, chosen: Mapping[str, admin_pb2.ReplicaStatus], *, request_id: str, outputs: int
+        self, stage: str, chosen: Mapping[str, orchestrator_pb2.ReplicaStatus], *, request_id: str, outputs: int
     ) -> stage_pb2.ExecuteStepRequest:
         incoming, outgoing = self._pipeline.incoming(stage), self._pipeline.outgoing(stage)
         request = stage_pb2.ExecuteStepRequest(
@@ -158,7 +157,7 @@ class Direct:
             request.input.text = "count"
         return request
 
-    async def _cancel(self, replica: admin_pb2.ReplicaStatus, request_id: str) -> None:
+    async def _cancel(self, replica: orchestrator_pb2.ReplicaStatus, request_id: str) -> None:
         request = stage_pb2.CancelStepRequest(request_id=request_id, attempt=1, reason="the measurement has ended")
         await self._stubs[replica.name].CancelStep(request, timeout=_CANCEL_S)
 

@@ -81,7 +81,13 @@ async def deployed(
         for farm in range(farms):
             # Integer division puts every replica into exactly one farm.
             first, behind = replicas * farm // farms, replicas * (farm + 1) // farms
-            command = ("benchmarks.orchestrator_paths.stage_farm", "--orchestrator", endpoint, "--pipeline", str(file))
+            command = (
+                "benchmarks.orchestrator_paths.stage_farm",
+                "--orchestrator",
+                admin_endpoint,
+                "--pipeline",
+                str(file),
+            )
             options = ["--first", str(first), "--count", str(behind - first)]
             options += ["--stamped"] if stamped else []
             options += ["--beat-s", str(beat_s)] if beat_s is not None else []
@@ -109,7 +115,7 @@ async def _until_ready(endpoint: str, replicas: int) -> None:
             console.print(f"{ready} of {replicas} replicas are ready")
 
 
-async def replicas_of(deployment: Deployment) -> list[admin_pb2.ReplicaStatus]:
+async def replicas_of(deployment: Deployment) -> list[orchestrator_pb2.ReplicaStatus]:
     """Returns the replicas of a deployment."""
     async with open_channel(deployment.admin_endpoint) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from benchmarks.orchestrator_paths.stamped_engine import StampedEngine
 from stagemesh.common.descriptors import import_factory, load_engine_descriptor
 from stagemesh.common.process_lifecycle import run_service
-from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.stage_config import OrchestratorAddress, StageConfig
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.orchestrator.spec import Pipeline, Stage, load_pipeline
 from stagemesh.rpc.handlers import add_stage_service
@@ -64,14 +64,14 @@ def _config(pipeline: Pipeline, stage: Stage, *, number: int, orchestrator: str)
         function=stage.function,
         options=stage.options,
         listen="127.0.0.1:0",
-        orchestrators=(orchestrator,),
+        orchestrators=(OrchestratorAddress(orchestrator),),
     )
 
 
 def main() -> int:
     """Serves replicas `first` to `first + count`, assigned to the pipeline's stages in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--orchestrator", required=True, help="Register at this address, host:port.")
+    parser.add_argument("--orchestrator", required=True, help="Register at this admin address, host:port.")
     parser.add_argument("--pipeline", required=True, help="Read this pipeline file.")
     parser.add_argument("--first", type=int, required=True, help="Start with the replica of this number.")
     parser.add_argument("--count", type=int, required=True, help="Serve this number of replicas.")

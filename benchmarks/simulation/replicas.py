@@ -253,6 +253,7 @@ class SimulatedReplica:
         *,
         consumer: str,  # noqa: ARG002
         endpoint: str,  # noqa: ARG002
+        server_name: str,  # noqa: ARG002
         connector: ConnectorName,  # noqa: ARG002
         timeout_s: float,  # noqa: ARG002
     ) -> EdgeProbe:

@@ -178,7 +178,7 @@ async def test_a_running_request_can_be_cancelled(orchestrator: ScriptedOrchestr
 
 async def test_stages_shows_the_replicas(orchestrator: ScriptedOrchestrator) -> None:
     stage = orchestrator.description.stages.add(name="thinker", engine="vllm")
-    stage.replicas.add(name="thinker-0", endpoint="127.0.0.1:20001", state="REPLICA_STATE_READY", running=2)
+    stage.replicas.add(name="thinker-0", endpoint="127.0.0.1:20001", state="REPLICA_STATE_READY", planned=2)
     ran = await stagemesh("stages", "--server", orchestrator.endpoint, "--json")
     replica = json.loads(ran.stdout)["stages"][0]["replicas"][0]
-    assert (replica["name"], replica["state"], replica["running"]) == ("thinker-0", "REPLICA_STATE_READY", 2)
+    assert (replica["name"], replica["state"], replica["planned"]) == ("thinker-0", "REPLICA_STATE_READY", 2)

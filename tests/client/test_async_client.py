@@ -343,10 +343,10 @@ async def test_cancel_of_an_unknown_request_is_an_error(orchestrator: ScriptedOr
 
 async def test_describe_shows_replicas(orchestrator: ScriptedOrchestrator) -> None:
     stage = orchestrator.description.stages.add(name="thinker", engine="vllm")
-    stage.replicas.add(name="thinker-0", endpoint="h:1", state="REPLICA_STATE_LOADING", detail="weights", running=2)
+    stage.replicas.add(name="thinker-0", endpoint="h:1", state="REPLICA_STATE_LOADING", detail="weights", planned=2)
     async with AsyncClient(orchestrator.endpoint) as client:
         replica = (await client.describe()).stages[0].replicas[0]
-    assert (replica.name, replica.state, replica.running) == ("thinker-0", stage_pb2.REPLICA_STATE_LOADING, 2)
+    assert (replica.name, replica.state, replica.planned) == ("thinker-0", stage_pb2.REPLICA_STATE_LOADING, 2)
 
 
 async def test_many_requests_share_a_client(orchestrator: ScriptedOrchestrator) -> None:

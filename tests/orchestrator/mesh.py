@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 import grpc
@@ -51,7 +52,7 @@ outputs: {start: top, side: left, end: join}
 
 @dataclass
 class Mesh:
-    """A running orchestrator, its client stub, and the first replica of each stage."""
+    """A running orchestrator, its client stub, and the replicas of its stages."""
 
     pipeline: Pipeline
     stub: "orchestrator_pb2_grpc.OrchestratorServiceAsyncStub"
@@ -62,6 +63,7 @@ class Mesh:
     servers: dict[str, Server] = field(default_factory=dict[str, Server])
     admin: grpc.aio.Channel = field(kw_only=True)
     """A channel to the admin port."""
+    admin_endpoint: str = field(kw_only=True)
 
     async def generate(
         self, **fields: "str | list[str] | request_pb2.Parameters"
@@ -117,8 +119,13 @@ async def mesh(
     ready: bool = True,
     max_request_s: float = 60.0,
     drain_s: float = 0.1,
+    replicas: int = 1,
 ) -> AsyncGenerator[Mesh]:
-    """Serves the pipeline file `text` over scripted stages."""
+    """Serves the pipeline file `text` over scripted stages.
+
+    Each stage has `replicas` replicas. `Mesh.stages` contains the first one by the stage's name, and the others by
+    their own names.
+    """
     path = folder / "pipeline.yaml"
     path.write_text(text)
     pipeline = load_pipeline(str(path))
@@ -127,16 +134,18 @@ async def mesh(
         servers: dict[str, Server] = {}
         peers: dict[str, ScriptedStage] = {}
         addresses: dict[str, tuple[ReplicaAddress, ...]] = {}
-        for name in pipeline.stages:
-            stages[name] = ScriptedStage(name, script=(scripts or {}).get(name, say_hello))
-            stages[name].probed = (probed or {}).get(name, stages[name].probed)
-            stages[name].description.pipeline = pipeline.name
-            stages[name].description.generation = pipeline.generation
-            servers[name], endpoint = await serve(stages[name])
-            stack.push_async_callback(servers[name].stop, grace_s=0)
-            addresses[name] = (ReplicaAddress(f"{name}-0", endpoint),)
-            stages[name].peers = peers
-            peers[f"{name}-0"] = stages[name]
+        for name, number in product(pipeline.stages, range(replicas)):
+            replica = f"{name}-{number}"
+            key = replica if number else name
+            stage = stages[key] = ScriptedStage(name, script=(scripts or {}).get(name, say_hello))
+            stage.probed = (probed or {}).get(name, stage.probed)
+            stage.description.pipeline = pipeline.name
+            stage.description.generation = pipeline.generation
+            servers[key], endpoint = await serve(stage)
+            stack.push_async_callback(servers[key].stop, grace_s=0)
+            addresses[name] = (*addresses.get(name, ()), ReplicaAddress(replica, endpoint, f"{name}.example"))
+            stage.peers = peers
+            peers[replica] = stage
         admin_listen = f"127.0.0.1:{PortPicker().pick()}"
         config = OrchestratorConfig(
             str(path),
@@ -153,7 +162,7 @@ async def mesh(
             await until_health(channel, serving=True)
         stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
         admin = await stack.enter_async_context(open_channel(admin_listen))
-        yield Mesh(pipeline, stub, channel, service.aclose, stages, servers, admin=admin)
+        yield Mesh(pipeline, stub, channel, service.aclose, stages, servers, admin=admin, admin_endpoint=admin_listen)
 
 
 async def until_health(channel: grpc.aio.Channel, *, serving: bool) -> None:

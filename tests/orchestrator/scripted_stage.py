@@ -7,7 +7,7 @@ from contextlib import aclosing
 from copy import copy
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from stagemesh.common.errors import StagemeshError
+from stagemesh.common.errors import NotFoundError, StagemeshError
 from stagemesh.common.output_position import length_of
 from stagemesh.rpc.handlers import answering, streaming
 from stagemesh.services.stage.service.servicer import StepSession
@@ -57,6 +57,36 @@ class ScriptedControls(control_pb2_grpc.StageControlServiceServicer):
         self.slept: list[control_pb2.SleepRequest] = []
         self.reports: list[control_pb2.StepReport] = []
         """The answer of ListSteps."""
+        self.adapters: dict[str, control_pb2.Adapter] = {}
+        self.adapter_error: StagemeshError | None = None
+        """The error with which LoadAdapter and UnloadAdapter fail."""
+
+    async def LoadAdapter(
+        self, request: control_pb2.LoadAdapterRequest, context: Any
+    ) -> control_pb2.LoadAdapterResponse:
+        async with answering(context):
+            if self.adapter_error is not None:
+                raise self.adapter_error
+            adapter = control_pb2.Adapter(name=request.name, path=request.path, rank=8)
+            self.adapters[request.name] = adapter
+            return control_pb2.LoadAdapterResponse(adapter=adapter)
+        raise AssertionError("answering ends every call that fails")
+
+    async def UnloadAdapter(
+        self, request: control_pb2.UnloadAdapterRequest, context: Any
+    ) -> control_pb2.UnloadAdapterResponse:
+        async with answering(context):
+            if request.name not in self.adapters:
+                raise NotFoundError("no such adapter", reason="UNKNOWN_ADAPTER")
+            if self.adapter_error is not None:
+                raise self.adapter_error
+            del self.adapters[request.name]
+        return control_pb2.UnloadAdapterResponse()
+
+    async def ListAdapters(
+        self, request: control_pb2.ListAdaptersRequest, context: object
+    ) -> control_pb2.ListAdaptersResponse:
+        return control_pb2.ListAdaptersResponse(adapters=self.adapters.values())
 
     async def Drain(self, request: control_pb2.DrainRequest, context: object) -> control_pb2.DrainResponse:
         self._stage.description.state = stage_pb2.REPLICA_STATE_DRAINING
@@ -80,7 +110,14 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
     def __init__(self, name: str, *, script: Script = say_hello) -> None:
         self.name = name
         self.script = script
-        self.description = stage_pb2.DescribeResponse(stage=name, state=stage_pb2.REPLICA_STATE_READY, wire_version=1)
+        self.description = stage_pb2.DescribeResponse(
+            stage=name,
+            state=stage_pb2.REPLICA_STATE_READY,
+            wire_version=1,
+            incarnation=f"{name}-first",
+            host="host",
+            zone="zone",
+        )
         self.requests: list[stage_pb2.ExecuteStepRequest] = []
         self.cancels: list[stage_pb2.CancelStepRequest] = []
         self.rebinds: list[stage_pb2.RebindStepRequest] = []
@@ -183,7 +220,7 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
     ) -> AsyncIterator[stage_pb2.WatchLoadResponse]:
         del request, context
         if self.tells_load:
-            yield stage_pb2.WatchLoadResponse()
+            yield stage_pb2.WatchLoadResponse(adapters=sorted(self.controls.adapters))
 
     async def PutChunk(  # type: ignore[override]
         self, request_iterator: AsyncIterator[bytes], context: object

@@ -228,7 +228,7 @@ class SimulatedReplica:
         self.world.changed.fire()
 
     async def probe_edge(
-        self, edge: str, *, consumer: str, endpoint: str, connector: ConnectorName, timeout_s: float
+        self, edge: str, *, consumer: str, endpoint: str, server_name: str, connector: ConnectorName, timeout_s: float
     ) -> EdgeProbe:
         return EdgeProbe("shm", {})
 

@@ -7,9 +7,10 @@ from google.protobuf.descriptor import ServiceDescriptor
 from stagemesh.orchestrator.admin.service import AdminServicer
 from stagemesh.orchestrator.membership.registration import MembershipServicer
 from stagemesh.orchestrator.servicer import OrchestratorServicer
+from stagemesh.rpc.roles import roles_of
 from stagemesh.services.stage.service.control_servicer import StageControlServicer
 from stagemesh.services.stage.service.servicer import StageServicer
-from stagemesh.v1 import admin_pb2, control_pb2, membership_pb2, orchestrator_pb2, stage_pb2
+from stagemesh.v1 import admin_pb2, control_pb2, membership_pb2, orchestrator_pb2, roles_pb2, stage_pb2
 from tests.repository.commands import ROOT, run
 
 STUBS = ROOT / "protos" / "stagemesh" / "v1"
@@ -50,3 +51,10 @@ def test_generated_clients_in_python_match_the_committed_stubs() -> None:
 def test_every_rpc_is_served(service: ServiceDescriptor, servicer: type) -> None:
     missing = [method.name for method in service.methods if method.name not in vars(servicer)]
     assert not missing
+
+
+@pytest.mark.parametrize("service", SERVICERS, ids=lambda service: service.name)
+def test_every_rpc_names_the_roles_of_its_callers(service: ServiceDescriptor) -> None:
+    roles = {method.name: roles_of(f"/{service.full_name}/{method.name}") for method in service.methods}
+    assert all(roles.values()), roles
+    assert roles_pb2.CALLER_ROLE_UNSPECIFIED not in frozenset().union(*roles.values())

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from stagemesh.common.exit_codes import ExitCode
 from stagemesh.common.process_config import dump_config
 from tests.engines.support import stage_config
 from tests.repository.installed import STAGEMESH, make_environment
@@ -45,7 +46,7 @@ def environments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_a_program_without_its_extra_prints_the_remedy(
     environments: dict[str, Path], program: tuple[str, ...], remedy: str
 ) -> None:
-    printed = run(environments[""], *program, status=1)
+    printed = run(environments[""], *program, status=ExitCode.REFUSED)
     assert printed.startswith("error: ")
     assert printed.endswith(f"; run: {remedy}\n")
     assert len(printed.splitlines()) == 1
@@ -55,13 +56,13 @@ def test_a_program_without_its_extra_prints_the_remedy(
 def test_a_command_without_its_extra_prints_the_remedy(
     environments: dict[str, Path], command: tuple[str, ...], extra: str
 ) -> None:
-    printed = run(environments["cli"], *STAGEMESH, *command, status=1)
+    printed = run(environments["cli"], *STAGEMESH, *command, status=ExitCode.REFUSED)
     assert printed.startswith(f"error: `stagemesh {command[0]}` needs the module ")
     assert printed.endswith(f"; run: pip install 'stagemesh[{extra}]'\n")
 
 
 def test_a_missing_extra_is_an_error_in_json(environments: dict[str, Path]) -> None:
-    printed = run(environments["cli"], *STAGEMESH, "pipeline", "validate", "speech", "--json", status=1)
+    printed = run(environments["cli"], *STAGEMESH, "pipeline", "validate", "speech", "--json", status=ExitCode.REFUSED)
     assert json.loads(printed)["error"]["reason"] == "MISSING_MODULE"
 
 
@@ -69,7 +70,9 @@ def test_a_missing_extra_is_an_error_in_json(environments: dict[str, Path]) -> N
 def test_a_command_that_calls_a_pipeline_needs_the_extra_cli_alone(
     environments: dict[str, Path], command: tuple[str, ...]
 ) -> None:
-    assert "127.0.0.1:1" in run(environments["cli"], *STAGEMESH, *command, "--server", "127.0.0.1:1", status=1)
+    assert "127.0.0.1:1" in run(
+        environments["cli"], *STAGEMESH, *command, "--server", "127.0.0.1:1", status=ExitCode.UNAVAILABLE
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -78,4 +81,4 @@ def test_a_stage_without_the_extra_of_its_engine_logs_the_remedy(
 ) -> None:
     (tmp_path / "stage.json").write_bytes(dump_config(stage_config(engine, model=str(tmp_path))))
     program = ("-m", "stagemesh.services.stage", "--config", str(tmp_path / "stage.json"))
-    assert ENGINES[engine] in run(environments["stage"], *program, status=1)
+    assert ENGINES[engine] in run(environments["stage"], *program, status=ExitCode.REFUSED)

@@ -1,6 +1,7 @@
 """The gRPC server of every service."""
 
 import socket
+from collections.abc import Sequence
 
 import grpc
 import pytest
@@ -40,6 +41,18 @@ async def test_watchers_receive_changes_and_the_end() -> None:
         assert (await anext(statuses)).status == SERVING
         await server.stop(grace_s=5)
         assert [response.status async for response in statuses] == [NOT_SERVING]
+
+
+async def test_a_channel_has_the_name_in_the_servers_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[dict[str, int | str]] = []
+
+    def open_insecure(endpoint: str, *, options: Sequence[tuple[str, int | str]]) -> None:
+        opened.append({"endpoint": endpoint, **dict(options)})
+
+    monkeypatch.setattr(grpc.aio, "insecure_channel", open_insecure)
+    open_channel("10.0.0.9:7", server_name="vocoder.example")
+    open_channel("10.0.0.9:7")
+    assert [each.get("grpc.ssl_target_name_override") for each in opened] == ["vocoder.example", None]
 
 
 async def test_reflection_lists_services() -> None:

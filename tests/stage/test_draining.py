@@ -7,7 +7,7 @@ from contextlib import aclosing
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
-from stagemesh.services.stage.replica.runtime import ReplicaState
+from stagemesh.common.replica_state import ReplicaState
 from stagemesh.services.stage.service.control_servicer import page_of
 from stagemesh.v1 import control_pb2
 from tests.stage.gated_engine import GatedEngine

@@ -10,6 +10,8 @@ import pytest
 
 from stagemesh.common.errors import StagemeshError
 from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.stream import connection
+from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.services.engines.base import Emission, Task, Usage
 from stagemesh.v1 import chunk_pb2, stage_pb2
@@ -37,6 +39,21 @@ async def test_text_crosses_an_edge_unchanged(connector: str) -> None:
         edge = thought.edges[0]
         assert (edge.edge, edge.connector, edge.chunks, edge.size_bytes) == (EDGE, connector, 5, 100_000)
         assert (talked.usage.steps, len(talked.edges)) == (5, 0)
+
+
+async def test_producers_connect_by_the_name_in_the_consumers_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = list[str]()
+
+    def open_named(endpoint: str, *, server_name: str) -> grpc.aio.Channel:
+        opened.append(server_name)
+        return open_channel(endpoint, server_name=server_name)
+
+    monkeypatch.setattr(connection, "open_channel", open_named)
+    async with _pair(stage_config(steps=3)) as (thinker, talker):
+        probe = stage_pb2.ProbeEdgeRequest(consumer="talker-0", endpoint=talker.endpoint, server_name="probed.example")
+        await thinker.stub.ProbeEdge(probe, timeout=10)
+        (sent, _), (received, _) = await _run(thinker, talker, server_name="talker.example")
+    assert (opened, sent) == (["probed.example", "talker.example"], received)
 
 
 async def test_the_whole_policy_sends_one_chunk() -> None:
@@ -150,10 +167,20 @@ async def _pair(
 
 
 def _requests(
-    talker: Replica, *, connector: str = "shm", policy: stage_pb2.ChunkPolicy | None = None, transform: str = ""
+    talker: Replica,
+    *,
+    connector: str = "shm",
+    policy: stage_pb2.ChunkPolicy | None = None,
+    transform: str = "",
+    server_name: str = "",
 ) -> tuple[stage_pb2.ExecuteStepRequest, stage_pb2.ExecuteStepRequest]:
     binding = stage_pb2.OutputBinding(
-        edge=EDGE, consumer="talker-0", endpoint=talker.endpoint, connector=CONNECTORS[connector], policy=policy
+        edge=EDGE,
+        consumer="talker-0",
+        endpoint=talker.endpoint,
+        server_name=server_name,
+        connector=CONNECTORS[connector],
+        policy=policy,
     )
     thinking = step_request()
     thinking.outputs.append(binding)

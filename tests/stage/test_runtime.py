@@ -20,7 +20,7 @@ from stagemesh.common.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from stagemesh.services.stage.replica.runtime import ReplicaState
+from stagemesh.common.replica_state import ReplicaState
 from stagemesh.services.stage.step import run
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 import grpc
 import pytest
@@ -17,6 +18,7 @@ from stagemesh.common.errors import (
 )
 from stagemesh.common.host import host_token
 from stagemesh.rpc.error_mapping import from_rpc_error
+from stagemesh.services.engines.abilities import Adapter, AdapterControl, EngineAbilities
 from stagemesh.services.stage.step import run
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine
@@ -183,6 +185,29 @@ async def test_idle_replicas_report_less_often() -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(reports), 0.3)
     assert (running[0], running[1], running[-1]) == (0, 1, 0)
+
+
+class _Adapters:
+    """Lists adapters that a test sets."""
+
+    def __init__(self) -> None:
+        self.loaded: list[Adapter] = []
+
+    def list_adapters(self) -> list[Adapter]:
+        return self.loaded
+
+
+async def test_an_idle_replica_reports_its_adapters_as_soon_as_they_change() -> None:
+    engine, adapters = GatedEngine(), _Adapters()
+    engine.abilities = EngineAbilities(adapters=cast("AdapterControl", adapters))
+    async with served_stage(engine=engine) as replica, asyncio.timeout(10):
+        request = stage_pb2.WatchLoadRequest(interval_s=0.05, idle_interval_s=3600)
+        reports = aiter(replica.stub.WatchLoad(request))
+        names = [list((await anext(reports)).adapters)]
+        for loaded in ([Adapter("x", "/x", 8), Adapter("y", "/y", 8)], [Adapter("y", "/y", 8)], []):
+            adapters.loaded = loaded
+            names.append(list((await anext(reports)).adapters))
+    assert names == [[], ["x", "y"], ["y"], []]
 
 
 @pytest.mark.parametrize("interval_s", [0.01, -1.0, float("nan")])

@@ -15,7 +15,7 @@ import pytest
 from stagemesh.client import AsyncClient
 from stagemesh.common.errors import UnavailableError
 from stagemesh.common.process_config import dump_config
-from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.stage_config import OrchestratorAddress, StageConfig
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration
 from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.orchestrator.spec import load_pipeline
@@ -42,11 +42,14 @@ class _Cluster:
     """An orchestrator and replicas that register with it, as processes without a supervisor."""
 
     def __init__(self, folder: Path) -> None:
-        self.endpoint = f"127.0.0.1:{PortPicker().pick()}"
+        ports = PortPicker()
+        self.endpoint, self._admin_endpoint = f"127.0.0.1:{ports.pick()}", f"127.0.0.1:{ports.pick()}"
         self._folder = folder
         path = write_pipeline(folder, replicas=1, step_s=_STEP_S)
         self._pipeline = load_pipeline(str(path))
-        config = OrchestratorConfig(str(path), {}, self.endpoint, registration=Registration())
+        config = OrchestratorConfig(
+            str(path), {}, self.endpoint, admin_listen=self._admin_endpoint, registration=Registration()
+        )
         self._orchestrator = self._run("stagemesh.orchestrator", dump_config(config), name="orchestrator")
         self._replicas: dict[str, Popen[bytes]] = {}
 
@@ -81,7 +84,7 @@ class _Cluster:
             function=stage.function,
             options=stage.options,
             listen="127.0.0.1:0",
-            orchestrators=(self.endpoint,),
+            orchestrators=(OrchestratorAddress(self._admin_endpoint),),
             parent_pid=os.getpid(),
         )
         return self._run("stagemesh.services.stage", dump_config(config), name=config.replica)

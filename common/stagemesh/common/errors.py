@@ -4,6 +4,8 @@ StagemeshError
 ├── InvalidRequestError      INVALID_ARGUMENT     change the request
 │   ├── InvalidChunkError                         fix the peer: it sent inconsistent data
 │   └── InvalidPipelineError                      fix the pipeline file at the reported line
+├── UnauthenticatedError     UNAUTHENTICATED      present valid credentials
+├── PermissionDeniedError    PERMISSION_DENIED    use credentials whose role allows the call
 ├── NotFoundError            NOT_FOUND            name an object that exists
 ├── ExistsError              ALREADY_EXISTS       use another id
 ├── NotReadyError            FAILED_PRECONDITION  wait, or fix the deployment
@@ -32,12 +34,14 @@ class Code(IntEnum):
     DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
     ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
     RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9
     ABORTED = 10
     UNIMPLEMENTED = 12
     INTERNAL = 13
     UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
 
 
 class StagemeshError(Exception):
@@ -89,6 +93,20 @@ class InvalidPipelineError(InvalidRequestError):
     """Raised if a pipeline file is invalid. The message begins with `file:line:`."""
 
     default_reason = "INVALID_PIPELINE"
+
+
+class UnauthenticatedError(StagemeshError):
+    """Raised if the caller's credentials are missing, invalid or expired. A retry with the same credentials fails."""
+
+    code = Code.UNAUTHENTICATED
+    default_reason = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(StagemeshError):
+    """Raised if the caller's credentials do not permit the call. A retry with the same credentials fails again."""
+
+    code = Code.PERMISSION_DENIED
+    default_reason = "PERMISSION_DENIED"
 
 
 class NotFoundError(StagemeshError):

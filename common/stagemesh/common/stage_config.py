@@ -40,6 +40,16 @@ class DataPlaneConfig:
 
 
 @dataclass(frozen=True)
+class OrchestratorAddress:
+    """The address at which a replica registers with an orchestrator, on its port for operators and stages."""
+
+    endpoint: str
+    """The address, as "host:port"."""
+    server_name: str = ""
+    """The name in the orchestrator's TLS certificate, or empty if it is the host in `endpoint`."""
+
+
+@dataclass(frozen=True)
 class StageConfig:
     """The configuration of one replica of one stage."""
 
@@ -64,8 +74,8 @@ class StageConfig:
     A replica makes no progress if its event loop is blocked. It also makes no progress if at least one step could
     advance but no step advances.
     """
-    orchestrators: tuple[str, ...] = ()
-    """The addresses of the orchestrators with which the replica registers, each as "host:port".
+    orchestrators: tuple[OrchestratorAddress, ...] = ()
+    """The addresses of the orchestrators with which the replica registers.
 
     Empty if orchestrators discover the replica in another way.
     """
@@ -73,6 +83,11 @@ class StageConfig:
     """The address at which orchestrators and other replicas reach this replica, as "host:port".
 
     Port 0 stands for the port on which the replica listens. None stands for the address in `listen`.
+    """
+    server_name: str = ""
+    """The name in the replica's TLS certificate, which orchestrators and other replicas verify.
+
+    Empty if it is the host of the address at which they reach the replica.
     """
     zone: str | None = None
     """The name of the location of the replica's host. Plans prefer replicas in the same location.

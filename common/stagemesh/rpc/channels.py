@@ -48,13 +48,18 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def open_channel(endpoint: str, *, keepalive_s: float | None = None) -> grpc.aio.Channel:
+def open_channel(endpoint: str, *, server_name: str = "", keepalive_s: float | None = None) -> grpc.aio.Channel:
     """Opens and returns a channel to `endpoint` ("host:port"). The caller must close the channel.
+
+    `server_name` is the name in the server's TLS certificate, or empty if it is the host in `endpoint`. A channel
+    without TLS does not verify it.
 
     `keepalive_s` is the number of seconds between keepalive pings. None stands for the default of two seconds, with
     which a silent connection is detected within three seconds.
     """
-    options = dict(CHANNEL_OPTIONS)
+    options: dict[str, int | str] = dict(CHANNEL_OPTIONS)
+    if server_name:
+        options["grpc.ssl_target_name_override"] = server_name
     if keepalive_s is not None:
         options["grpc.keepalive_time_ms"] = round(1000 * keepalive_s)
     return grpc.aio.insecure_channel(endpoint, options=list(options.items()))

@@ -4,7 +4,7 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import TypeAlias
 
 import grpc
@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from stagemesh.common.errors import NotReadyError
 from stagemesh.rpc.channels import SERVER_OPTIONS
 from stagemesh.rpc.handlers import streaming
+from stagemesh.rpc.roles import CLIENT, OPERATOR, ORCHESTRATOR, STAGE, Role, RoleFilter
 
 _log = logging.getLogger(__name__)
 
@@ -26,12 +27,13 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[_Request, _Response]"
 class Server:
     """A grpc.aio server on one port, with the health service (grpc.health.v1) and reflection.
 
-    Create the server within a running event loop. Register servicers on `Server.grpc` before calling `start`.
+    Create the server within a running event loop. Register servicers on `Server.grpc` before calling `start`. The
+    server serves only the RPCs that at least one of `roles` may call.
     """
 
-    def __init__(self, listen: str) -> None:
+    def __init__(self, listen: str, *, roles: Collection[Role] = (CLIENT, ORCHESTRATOR, STAGE, OPERATOR)) -> None:
         self._listen = listen
-        self.grpc = grpc.aio.server(options=SERVER_OPTIONS)
+        self.grpc = grpc.aio.server(interceptors=(RoleFilter(roles),), options=SERVER_OPTIONS)
         """The grpc.aio server on which servicers are registered."""
         self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)

@@ -59,7 +59,7 @@ class DataPlane:
         self._connectors = ReplicaConnectors(
             self.arena, landing=self.landing.get, replica=replica, incarnation=self.incarnation
         )
-        self._links: dict[tuple[str, str], ConsumerLink] = {}
+        self._links: dict[tuple[str, str, str], ConsumerLink] = {}
         self._background: set[asyncio.Task[object]] = set()
         self._sessions: set[ConsumerSession] = set()
         self._listener = LocalListener(self._accept_local)
@@ -89,6 +89,7 @@ class DataPlane:
         consumer: str,
         connector: ConnectorName,
         policy: ChunkPolicy,
+        server_name: str = "",
         rebind_s: float = 0.0,
     ) -> Outlet:
         """Opens a flow to `consumer` and returns immediately. Sending waits until the consumer has accepted the flow.
@@ -101,22 +102,30 @@ class DataPlane:
             consumer: The consumer's replica name.
             connector: The connector that transfers the flow's bytes, or AUTO to negotiate one.
             policy: The policy by which packets are cut into chunks.
+            server_name: The name in the consumer's TLS certificate, or empty if it is the host in `endpoint`.
             rebind_s: Time limit, in seconds, for a call of `rebind_outlet` after the consumer has become unreachable.
                 If it is 0, the flow fails immediately.
         """
-        link = self._link(consumer, endpoint, connector)
+        link = self._link(consumer, endpoint, server_name, connector)
         outlet = Outlet(key, connector, policy=policy, retention=self._retention, rebind_s=rebind_s)
         link.add(outlet.attempt)
         return outlet
 
     def rebind_outlet(
-        self, outlet: Outlet, key: EdgeKey, *, endpoint: str, consumer: str, connector: ConnectorName
+        self,
+        outlet: Outlet,
+        key: EdgeKey,
+        *,
+        endpoint: str,
+        consumer: str,
+        connector: ConnectorName,
+        server_name: str = "",
     ) -> None:
         """Moves a flow to another consumer and sends all chunks again. Call `Outlet.check_rebindable` first.
 
-        `key` identifies the new attempt. `endpoint` is the gRPC address of the new consumer.
+        `key` identifies the new attempt. The other arguments are those of `open_outlet`, for the new consumer.
         """
-        link = self._link(consumer, endpoint, connector)
+        link = self._link(consumer, endpoint, server_name, connector)
         outlet.rebind(key, connector)
         link.add(outlet.attempt)
 
@@ -124,15 +133,17 @@ class DataPlane:
         """Returns an empty group of outlets. A packet that is sent to the group is written into the arena only once."""
         return FanOut(arena=self.arena, inline_limit_bytes=self._inline_limit_bytes)
 
-    async def probe(self, *, consumer: str, endpoint: str, connector: ConnectorName) -> EdgeProbe:
+    async def probe(
+        self, *, consumer: str, endpoint: str, connector: ConnectorName, server_name: str = ""
+    ) -> EdgeProbe:
         """Negotiates the connector of a flow to `consumer` without sending a chunk.
 
-        Returns the result of the negotiation.
+        Returns the result of the negotiation. The arguments are those of `open_outlet`.
 
         Raises NotReadyError (CONNECTOR_UNAVAILABLE) if the requested connector cannot be used. Raises UnavailableError
         if the consumer is unreachable or does not answer within PROBE_S seconds.
         """
-        link = self._link(consumer, endpoint, connector)
+        link = self._link(consumer, endpoint, server_name, connector)
         try:
             async with asyncio.timeout(PROBE_S):
                 return await link.probe(connector)
@@ -199,13 +210,13 @@ class DataPlane:
 
     # -- inner workings
 
-    def _link(self, consumer: str, endpoint: str, connector: ConnectorName) -> ConsumerLink:
+    def _link(self, consumer: str, endpoint: str, server_name: str, connector: ConnectorName) -> ConsumerLink:
         if connector != AUTO:
             descriptor_of(connector)
-        link = self._links.get((consumer, endpoint))
+        link = self._links.get((consumer, endpoint, server_name))
         if link is None:
-            link = self._links[consumer, endpoint] = ConsumerLink(
-                Peer(consumer, endpoint, self._identity, self.arena.fd),
+            link = self._links[consumer, endpoint, server_name] = ConsumerLink(
+                Peer(consumer, endpoint, self._identity, self.arena.fd, server_name),
                 connectors=self._connectors,
                 inline_limit_bytes=self._inline_limit_bytes,
                 on_idle=self._drop_link,

@@ -20,13 +20,15 @@ class ReplicaAddress:
 
     name: str
     endpoint: str
+    server_name: str = ""
+    """The name in the replica's TLS certificate, or empty if it is the host in `endpoint`."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class DnsName:
     """A DNS name that resolves to the addresses of a stage's replicas.
 
-    All of these replicas must listen on the same port, `port`.
+    All of these replicas must listen on the same port, `port`. Their TLS certificates contain the DNS name.
     """
 
     host: Annotated[str, Field(min_length=1)]
@@ -69,7 +71,10 @@ class OrchestratorConfig:
     Replicas of the pipeline file's own generation are always accepted.
     """
     admin_listen: str | None = None
-    """The address of AdminService, "host:port", or None to disable AdminService. Must differ from `listen`."""
+    """The address at which operators and stages reach the orchestrator, "host:port", or None if they cannot.
+
+    AdminService and MembershipService listen there. Must differ from `listen`. Required with `registration`.
+    """
     overrides: Mapping[str, str] = field(default_factory=dict[str, str])
     """Overrides of the pipeline file's settings: maps each setting's path to its new value, for example
     {"edges.*.connector": "grpc"}.
@@ -98,6 +103,8 @@ class OrchestratorConfig:
             raise ValueError(
                 f"admin_listen is {self.admin_listen}, which is the address for clients; it must be another address"
             )
+        if self.registration is not None and self.admin_listen is None:
+            raise ValueError("registration needs admin_listen, the address at which replicas register")
         names = [address.name for addresses in self.replicas.values() for address in addresses]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

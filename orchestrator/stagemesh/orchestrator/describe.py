@@ -6,14 +6,18 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from stagemesh.common.connector_descriptors import number_of
+from stagemesh.common.replica_state import ReplicaState
 from stagemesh.connectors.stream.wire import error_to_wire, probe_to_wire
 from stagemesh.orchestrator.fleet.edge_connectors import EdgeLink
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.spec import Edge, Stage
-from stagemesh.v1 import orchestrator_pb2
+from stagemesh.v1 import orchestrator_pb2, stage_pb2
 
 _Message = TypeVar("_Message", bound=Message)
+_REPORTING_LOAD = frozenset({ReplicaState.READY, ReplicaState.DRAINING, ReplicaState.ASLEEP, ReplicaState.LOADING})
+# An idle replica reports its load every 30 seconds.
+_OVERDUE_S = 60.0
 
 
 def to_message(message: type[_Message], source: object, **fields: Any) -> _Message:
@@ -44,12 +48,30 @@ def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePi
 
 def _stage(stage: Stage, replicas: tuple[Replica, ...]) -> orchestrator_pb2.StageDescription:
     return orchestrator_pb2.StageDescription(
-        name=stage.name, engine=stage.engine, model=stage.model_name, replicas=[_replica(each) for each in replicas]
+        name=stage.name, engine=stage.engine, model=stage.model_name, replicas=map(replica_status, replicas)
     )
 
 
-def _replica(replica: Replica) -> orchestrator_pb2.ReplicaDescription:
-    return to_message(orchestrator_pb2.ReplicaDescription, replica, state=replica.state.value)
+def replica_status(replica: Replica) -> orchestrator_pb2.ReplicaStatus:
+    """Returns the status of a replica.
+
+    Includes the newest load report if the replica is loading, ready, draining or asleep.
+    """
+    load = reported_load(replica)
+    overdue = load is not None and replica.report_age_s > _OVERDUE_S
+    return to_message(
+        orchestrator_pb2.ReplicaStatus,
+        replica,
+        state=replica.state.value,
+        detail=replica.detail or (f"last load report {replica.report_age_s:.0f} s ago" if overdue else ""),
+        planned=replica.running,
+        load=load,
+    )
+
+
+def reported_load(replica: Replica) -> stage_pb2.WatchLoadResponse | None:
+    """Returns the newest load report of a replica, or None if the replica does not report its load in its state."""
+    return replica.last_report if replica.state in _REPORTING_LOAD else None
 
 
 def describe_edge(edge: Edge, links: Sequence[EdgeLink]) -> orchestrator_pb2.EdgeDescription:

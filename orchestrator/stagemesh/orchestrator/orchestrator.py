@@ -21,6 +21,7 @@ from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import Choice, Plan, Planner
 from stagemesh.orchestrator.request.lifecycle import RequestLifecycle, RequestRegistry, fingerprint
 from stagemesh.orchestrator.request.output_record import RequestRecord
+from stagemesh.orchestrator.request.parameters import parameters_of
 from stagemesh.orchestrator.request.timeline import History, Timeline, Totals
 from stagemesh.orchestrator.request.validation import ValidRequest, validate
 from stagemesh.orchestrator.spec import Pipeline
@@ -54,7 +55,7 @@ class Orchestrator:
         """Totals over the requests that have ended. Running requests are not included."""
         self.history = History()
         self._clock = clock
-        self._planner = Planner(pipeline, fleet.registry, choice=choice)
+        self._planner = Planner(pipeline, fleet.registry, adapters=fleet.adapters, choice=choice)
         self._failover = Failover(self._planner, max_kept_state_bytes=max_kept_state_bytes)
         self._numbers = itertools.count(1)
         self._max_request_s, self._drain_s = max_request_s, drain_s
@@ -155,7 +156,8 @@ class Orchestrator:
     def _plan(self, request: ValidRequest) -> Plan:
         route = self.pipeline.route(request.outputs, request.facts)
         self.fleet.edge_connectors.check(route.edges)
-        return self._planner.plan(route)
+        adapters = {stage.name: parameters_of(stage, request.parameters).adapter for stage in route.stages}
+        return self._planner.plan(route, adapters={stage: adapter for stage, adapter in adapters.items() if adapter})
 
     async def _run(self, request: ValidRequest, known: RequestLifecycle) -> None:
         error: StagemeshError | None

@@ -10,13 +10,12 @@ from stagemesh.orchestrator.config import OrchestratorConfig
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.membership.addresses import DnsSource, StaticSource
 from stagemesh.orchestrator.membership.base import MemberSource
-from stagemesh.orchestrator.membership.registration import SERVICE_NAME as MEMBERSHIP_NAME
-from stagemesh.orchestrator.membership.registration import MembershipServicer, RegistrationSource
+from stagemesh.orchestrator.membership.registration import RegistrationSource
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.servicer import SERVICE_NAME, OrchestratorServicer, add_orchestrator_service
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.rpc.roles import CLIENT
 from stagemesh.rpc.server import Server
-from stagemesh.v1 import membership_pb2_grpc
 
 LIVENESS = "liveness"
 _GRACE_S = 2.0
@@ -31,13 +30,13 @@ async def serve(config: OrchestratorConfig, stopping: asyncio.Event) -> None:
 
 @asynccontextmanager
 async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenerator[int]:
-    """Serves `pipeline` within the block. Yields the port of the gRPC server.
+    """Serves `pipeline` within the block. Yields the port for clients.
 
     The gRPC health status of "" and of OrchestratorService is SERVING if every stage has a ready replica, every edge is
     usable, and the orchestrator is not draining. The health status of "liveness" is always SERVING.
     """
     _check_stages(config, pipeline)
-    server = Server(config.listen)
+    server = Server(config.listen, roles={CLIENT})
     registration = _registration(config, pipeline)
     fleet = Fleet(pipeline, _sources(config, registration), generations=config.generations)
     orchestrator = Orchestrator(
@@ -48,9 +47,7 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
         max_kept_state_bytes=config.max_kept_state_bytes,
     )
     add_orchestrator_service(OrchestratorServicer(orchestrator), server.grpc)
-    membership_pb2_grpc.add_MembershipServiceServicer_to_server(MembershipServicer(registration), server.grpc)
     server.reflect(SERVICE_NAME)
-    server.reflect(MEMBERSHIP_NAME)
 
     draining = asyncio.Event()
 
@@ -70,7 +67,7 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
         # The server stops last, so that clients receive the ends of their requests.
         stack.push_async_callback(server.stop, grace_s=_GRACE_S)
         if config.admin_listen is not None:
-            await stack.enter_async_context(serving_admin(orchestrator, config.admin_listen))
+            await stack.enter_async_context(serving_admin(orchestrator, registration, config.admin_listen))
         await stack.enter_async_context(fleet.watched(on_change=show_readiness))
         await stack.enter_async_context(orchestrator.running())
         stack.callback(begin_to_drain)

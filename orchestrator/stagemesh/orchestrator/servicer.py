@@ -9,6 +9,7 @@ import grpc
 from stagemesh.orchestrator.describe import describe_pipeline
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.validation import check_pipeline
+from stagemesh.rpc.callers import caller_of
 from stagemesh.rpc.handlers import add_with_raw_methods, answering, time_left_s
 from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
@@ -29,6 +30,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         # Responses are written in serialized form (`add_orchestrator_service`), because there are many of them.
         location = {"request_id": request.request_id} if request.request_id else {}
         async with answering(context, **location):
+            request.caller = caller_of(context, claimed=request.caller)
             events = await self._orchestrator.generate(request, time_left_s=time_left_s(context))
             async with aclosing(events):
                 async for event in events:

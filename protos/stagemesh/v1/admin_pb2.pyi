@@ -442,13 +442,13 @@ class ListReplicasResponse(_message.Message):
     next_page_token: _builtins.str
     """The token of the next page. Empty on the last page."""
     @_builtins.property
-    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]:
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[_orchestrator_pb2.ReplicaStatus]:
         """The replicas."""
 
     def __init__(
         self,
         *,
-        replicas: _abc.Iterable[Global___ReplicaStatus] | None = ...,
+        replicas: _abc.Iterable[_orchestrator_pb2.ReplicaStatus] | None = ...,
         next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -458,54 +458,6 @@ class ListReplicasResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListReplicasResponse: _TypeAlias = ListReplicasResponse  # noqa: Y015
-
-@_typing.final
-class ReplicaStatus(_message.Message):
-    """ReplicaStatus is the current state of a replica."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    STAGE_FIELD_NUMBER: _builtins.int
-    ENDPOINT_FIELD_NUMBER: _builtins.int
-    STATE_FIELD_NUMBER: _builtins.int
-    DETAIL_FIELD_NUMBER: _builtins.int
-    PLANNED_FIELD_NUMBER: _builtins.int
-    LOAD_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """The replica's name."""
-    stage: _builtins.str
-    """The name of its stage."""
-    endpoint: _builtins.str
-    """The address at which it serves, "host:port"."""
-    state: _stage_pb2.ReplicaState.ValueType
-    """Its state."""
-    detail: _builtins.str
-    """A text for people: what it is loading, why it failed, or how old an overdue load report is."""
-    planned: _builtins.int
-    """The number of requests of this orchestrator that are placed on it."""
-    @_builtins.property
-    def load(self) -> _stage_pb2.WatchLoadResponse:
-        """The load that it last reported, for all orchestrators. Unset if it has reported none, or does not answer."""
-
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        stage: _builtins.str = ...,
-        endpoint: _builtins.str = ...,
-        state: _stage_pb2.ReplicaState.ValueType = ...,
-        detail: _builtins.str = ...,
-        planned: _builtins.int = ...,
-        load: _stage_pb2.WatchLoadResponse | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "endpoint", b"endpoint", "load", b"load", "name", b"name", "planned", b"planned", "stage", b"stage", "state", b"state"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReplicaStatus: _TypeAlias = ReplicaStatus  # noqa: Y015
 
 @_typing.final
 class ListEdgesRequest(_message.Message):
@@ -1043,7 +995,7 @@ class WatchPipelineResponse(_message.Message):
         """Its stages."""
 
     @_builtins.property
-    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]:
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[_orchestrator_pb2.ReplicaStatus]:
         """Its replicas."""
 
     @_builtins.property
@@ -1060,7 +1012,7 @@ class WatchPipelineResponse(_message.Message):
         clock_s: _builtins.float = ...,
         pipeline: Global___PipelineStatus | None = ...,
         stages: _abc.Iterable[Global___StageStatus] | None = ...,
-        replicas: _abc.Iterable[Global___ReplicaStatus] | None = ...,
+        replicas: _abc.Iterable[_orchestrator_pb2.ReplicaStatus] | None = ...,
         edges: _abc.Iterable[Global___EdgeStatus] | None = ...,
         slowest: _abc.Iterable[Global___RequestStatus] | None = ...,
     ) -> None: ...
@@ -1120,13 +1072,13 @@ class DrainReplicasResponse(_message.Message):
 
     REPLICAS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]:
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[_orchestrator_pb2.ReplicaStatus]:
         """The replicas."""
 
     def __init__(
         self,
         *,
-        replicas: _abc.Iterable[Global___ReplicaStatus] | None = ...,
+        replicas: _abc.Iterable[_orchestrator_pb2.ReplicaStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1166,13 +1118,13 @@ class ResumeReplicasResponse(_message.Message):
 
     REPLICAS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]:
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[_orchestrator_pb2.ReplicaStatus]:
         """The replicas."""
 
     def __init__(
         self,
         *,
-        replicas: _abc.Iterable[Global___ReplicaStatus] | None = ...,
+        replicas: _abc.Iterable[_orchestrator_pb2.ReplicaStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1243,6 +1195,242 @@ class RestartReplicasResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RestartReplicasResponse: _TypeAlias = RestartReplicasResponse  # noqa: Y015
+
+@_typing.final
+class AdminServiceLoadAdapterRequest(_message.Message):
+    """AdminServiceLoadAdapterRequest names a stage, an adapter and its folder."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    stage: _builtins.str
+    """The stage. An unknown one fails (NOT_FOUND, UNKNOWN_TARGET), and one without a replica, too (UNAVAILABLE,
+    STAGE_NOT_READY).
+    """
+    name: _builtins.str
+    """The name by which requests will select the adapter, as in LoadAdapterRequest."""
+    path: _builtins.str
+    """The absolute path of its folder, which is the same on the machines of all replicas, as in LoadAdapterRequest."""
+    def __init__(
+        self,
+        *,
+        stage: _builtins.str = ...,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "path", b"path", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdminServiceLoadAdapterRequest: _TypeAlias = AdminServiceLoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class AdminServiceLoadAdapterResponse(_message.Message):
+    """AdminServiceLoadAdapterResponse contains the outcome for each replica."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterOutcome]:
+        """The outcomes, in the order of ListReplicas. A replica whose outcome is an error gets no requests that select the
+        adapter until it has loaded it: by a repeated call, or when it becomes ready again.
+        """
+
+    def __init__(
+        self,
+        *,
+        replicas: _abc.Iterable[Global___AdapterOutcome] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdminServiceLoadAdapterResponse: _TypeAlias = AdminServiceLoadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class AdapterOutcome(_message.Message):
+    """AdapterOutcome is what became of an adapter on one replica."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    replica: _builtins.str
+    """The replica's name."""
+    @_builtins.property
+    def adapter(self) -> _control_pb2.Adapter:
+        """The adapter. Unset if it is not loaded there."""
+
+    @_builtins.property
+    def error(self) -> _chunk_pb2.Error:
+        """The cause of the failure. Unset if the operation succeeded."""
+
+    def __init__(
+        self,
+        *,
+        replica: _builtins.str = ...,
+        adapter: _control_pb2.Adapter | None = ...,
+        error: _chunk_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "error", b"error", "replica", b"replica"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterOutcome: _TypeAlias = AdapterOutcome  # noqa: Y015
+
+@_typing.final
+class AdminServiceUnloadAdapterRequest(_message.Message):
+    """AdminServiceUnloadAdapterRequest names a stage and an adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    WHEN_BUSY_FIELD_NUMBER: _builtins.int
+    stage: _builtins.str
+    """The stage. An unknown one fails (NOT_FOUND, UNKNOWN_TARGET)."""
+    name: _builtins.str
+    """The adapter's name."""
+    when_busy: _control_pb2.BusyPolicy.ValueType
+    """What to do while requests use the adapter. REFUSE fails with ADAPTER_IN_USE on a replica that uses it."""
+    def __init__(
+        self,
+        *,
+        stage: _builtins.str = ...,
+        name: _builtins.str = ...,
+        when_busy: _control_pb2.BusyPolicy.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "stage", b"stage", "when_busy", b"when_busy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdminServiceUnloadAdapterRequest: _TypeAlias = AdminServiceUnloadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class AdminServiceUnloadAdapterResponse(_message.Message):
+    """AdminServiceUnloadAdapterResponse contains the outcome for each replica that had the adapter or did not answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterOutcome]:
+        """The outcomes, in the order of ListReplicas. A replica whose outcome is an error may still have the adapter."""
+
+    def __init__(
+        self,
+        *,
+        replicas: _abc.Iterable[Global___AdapterOutcome] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdminServiceUnloadAdapterResponse: _TypeAlias = AdminServiceUnloadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class AdminServiceListAdaptersRequest(_message.Message):
+    """AdminServiceListAdaptersRequest asks for a page of the adapters of a stage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """The maximum number of items."""
+    page_token: _builtins.str
+    """The next_page_token of the previous page. Empty for the first page."""
+    stage: _builtins.str
+    """The stage. An unknown one fails (NOT_FOUND, UNKNOWN_TARGET)."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        stage: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdminServiceListAdaptersRequest: _TypeAlias = AdminServiceListAdaptersRequest  # noqa: Y015
+
+@_typing.final
+class AdminServiceListAdaptersResponse(_message.Message):
+    """AdminServiceListAdaptersResponse is a page of the adapters of a stage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """The token of the next page. Empty on the last page."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageAdapter]:
+        """The adapters."""
+
+    def __init__(
+        self,
+        *,
+        adapters: _abc.Iterable[Global___StageAdapter] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdminServiceListAdaptersResponse: _TypeAlias = AdminServiceListAdaptersResponse  # noqa: Y015
+
+@_typing.final
+class StageAdapter(_message.Message):
+    """StageAdapter is an adapter of a stage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    REMEMBERED_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The name by which requests select it."""
+    remembered: _builtins.bool
+    """Whether this orchestrator loads it on each replica of the stage that becomes ready."""
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterOutcome]:
+        """The replicas that have loaded it. Replicas that did not answer are omitted."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        remembered: _builtins.bool = ...,
+        replicas: _abc.Iterable[Global___AdapterOutcome] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "remembered", b"remembered", "replicas", b"replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageAdapter: _TypeAlias = StageAdapter  # noqa: Y015
 
 @_typing.final
 class AdminServiceCancelRequestRequest(_message.Message):

@@ -26,15 +26,18 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it on a port of its
-    own, never on the port for clients. It knows the requests of its own orchestrator, and all replicas. The same port
-    forwards StageControlService to the replica that the metadata "stagemesh-replica" names. Such a call fails with
+    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it, together with
+    MembershipService, on its port for operators and stages, never on the port for clients. It knows the requests of its
+    own orchestrator, and all replicas. The same port forwards StageControlService, except Drain, Resume, Shutdown,
+    LoadAdapter and UnloadAdapter, to the replica that the metadata "stagemesh-replica" names. Such a call fails with
     NOT_FOUND (UNKNOWN_TARGET) if there is no such replica, and with INVALID_ARGUMENT (NO_TARGET) if the metadata is
     missing.
 
     A target is the name of a replica, or else the name of a stage, which means all of its replicas. An unknown target
     fails (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order. A page_size of 0 means 100, and more than 1000 means
-    1000. A page_token that did not come from a list fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
+    1000. A page starts after the last item of the previous page, even if that item is gone. Items that exist throughout
+    are listed exactly once. A page_token that did not come from the same list fails (INVALID_ARGUMENT,
+    INVALID_PAGE_TOKEN).
     """
 
     def __init__(self, channel):
@@ -93,6 +96,21 @@ class AdminServiceStub(object):
                 request_serializer=stagemesh_dot_v1_dot_admin__pb2.RestartReplicasRequest.SerializeToString,
                 response_deserializer=stagemesh_dot_v1_dot_admin__pb2.RestartReplicasResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/stagemesh.v1.AdminService/LoadAdapter',
+                request_serializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceLoadAdapterRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceLoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/stagemesh.v1.AdminService/UnloadAdapter',
+                request_serializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceUnloadAdapterRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceUnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/stagemesh.v1.AdminService/ListAdapters',
+                request_serializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceListAdaptersRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceListAdaptersResponse.FromString,
+                _registered_method=True)
         self.CancelRequest = channel.unary_unary(
                 '/stagemesh.v1.AdminService/CancelRequest',
                 request_serializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceCancelRequestRequest.SerializeToString,
@@ -106,15 +124,18 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it on a port of its
-    own, never on the port for clients. It knows the requests of its own orchestrator, and all replicas. The same port
-    forwards StageControlService to the replica that the metadata "stagemesh-replica" names. Such a call fails with
+    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it, together with
+    MembershipService, on its port for operators and stages, never on the port for clients. It knows the requests of its
+    own orchestrator, and all replicas. The same port forwards StageControlService, except Drain, Resume, Shutdown,
+    LoadAdapter and UnloadAdapter, to the replica that the metadata "stagemesh-replica" names. Such a call fails with
     NOT_FOUND (UNKNOWN_TARGET) if there is no such replica, and with INVALID_ARGUMENT (NO_TARGET) if the metadata is
     missing.
 
     A target is the name of a replica, or else the name of a stage, which means all of its replicas. An unknown target
     fails (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order. A page_size of 0 means 100, and more than 1000 means
-    1000. A page_token that did not come from a list fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
+    1000. A page starts after the last item of the previous page, even if that item is gone. Items that exist throughout
+    are listed exactly once. A page_token that did not come from the same list fails (INVALID_ARGUMENT,
+    INVALID_PAGE_TOKEN).
     """
 
     def ListPipelines(self, request, context):
@@ -194,6 +215,33 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """LoadAdapter loads an adapter on all replicas of a stage (StageControlService.LoadAdapter), and remembers it: until
+        this orchestrator ends, each replica of the stage that becomes ready loads it again. The response has the outcome
+        for each replica. If no replica loads the adapter, the call fails with the error of the first one, and nothing is
+        remembered. Another folder under the same name fails (ALREADY_EXISTS, ADAPTER_EXISTS).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """UnloadAdapter unloads an adapter from all replicas of a stage (StageControlService.UnloadAdapter), and forgets it.
+        If no replica unloads it, the call fails with the error of the first one, and the adapter stays remembered. If no
+        replica has it, the call fails (NOT_FOUND, UNKNOWN_ADAPTER).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """ListAdapters lists the adapters of a stage in the order of their names. If no replica answers, the call fails with
+        the error of the first one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CancelRequest(self, request, context):
         """CancelRequest cancels a request on every stage, and returns after all have released it. An unknown request fails
         (NOT_FOUND, UNKNOWN_REQUEST). A request that has ended fails (FAILED_PRECONDITION, REQUEST_ENDED), and the error
@@ -263,6 +311,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=stagemesh_dot_v1_dot_admin__pb2.RestartReplicasRequest.FromString,
                     response_serializer=stagemesh_dot_v1_dot_admin__pb2.RestartReplicasResponse.SerializeToString,
             ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceLoadAdapterRequest.FromString,
+                    response_serializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceLoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceUnloadAdapterRequest.FromString,
+                    response_serializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceUnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceListAdaptersRequest.FromString,
+                    response_serializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceListAdaptersResponse.SerializeToString,
+            ),
             'CancelRequest': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelRequest,
                     request_deserializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceCancelRequestRequest.FromString,
@@ -282,15 +345,18 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it on a port of its
-    own, never on the port for clients. It knows the requests of its own orchestrator, and all replicas. The same port
-    forwards StageControlService to the replica that the metadata "stagemesh-replica" names. Such a call fails with
+    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it, together with
+    MembershipService, on its port for operators and stages, never on the port for clients. It knows the requests of its
+    own orchestrator, and all replicas. The same port forwards StageControlService, except Drain, Resume, Shutdown,
+    LoadAdapter and UnloadAdapter, to the replica that the metadata "stagemesh-replica" names. Such a call fails with
     NOT_FOUND (UNKNOWN_TARGET) if there is no such replica, and with INVALID_ARGUMENT (NO_TARGET) if the metadata is
     missing.
 
     A target is the name of a replica, or else the name of a stage, which means all of its replicas. An unknown target
     fails (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order. A page_size of 0 means 100, and more than 1000 means
-    1000. A page_token that did not come from a list fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
+    1000. A page starts after the last item of the previous page, even if that item is gone. Items that exist throughout
+    are listed exactly once. A page_token that did not come from the same list fails (INVALID_ARGUMENT,
+    INVALID_PAGE_TOKEN).
     """
 
     @staticmethod
@@ -553,6 +619,87 @@ class AdminService(object):
             '/stagemesh.v1.AdminService/RestartReplicas',
             stagemesh_dot_v1_dot_admin__pb2.RestartReplicasRequest.SerializeToString,
             stagemesh_dot_v1_dot_admin__pb2.RestartReplicasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagemesh.v1.AdminService/LoadAdapter',
+            stagemesh_dot_v1_dot_admin__pb2.AdminServiceLoadAdapterRequest.SerializeToString,
+            stagemesh_dot_v1_dot_admin__pb2.AdminServiceLoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagemesh.v1.AdminService/UnloadAdapter',
+            stagemesh_dot_v1_dot_admin__pb2.AdminServiceUnloadAdapterRequest.SerializeToString,
+            stagemesh_dot_v1_dot_admin__pb2.AdminServiceUnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagemesh.v1.AdminService/ListAdapters',
+            stagemesh_dot_v1_dot_admin__pb2.AdminServiceListAdaptersRequest.SerializeToString,
+            stagemesh_dot_v1_dot_admin__pb2.AdminServiceListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

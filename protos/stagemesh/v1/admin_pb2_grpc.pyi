@@ -27,15 +27,18 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it on a port of its
-    own, never on the port for clients. It knows the requests of its own orchestrator, and all replicas. The same port
-    forwards StageControlService to the replica that the metadata "stagemesh-replica" names. Such a call fails with
+    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it, together with
+    MembershipService, on its port for operators and stages, never on the port for clients. It knows the requests of its
+    own orchestrator, and all replicas. The same port forwards StageControlService, except Drain, Resume, Shutdown,
+    LoadAdapter and UnloadAdapter, to the replica that the metadata "stagemesh-replica" names. Such a call fails with
     NOT_FOUND (UNKNOWN_TARGET) if there is no such replica, and with INVALID_ARGUMENT (NO_TARGET) if the metadata is
     missing.
 
     A target is the name of a replica, or else the name of a stage, which means all of its replicas. An unknown target
     fails (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order. A page_size of 0 means 100, and more than 1000 means
-    1000. A page_token that did not come from a list fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
+    1000. A page starts after the last item of the previous page, even if that item is gone. Items that exist throughout
+    are listed exactly once. A page_token that did not come from the same list fails (INVALID_ARGUMENT,
+    INVALID_PAGE_TOKEN).
     """
 
     @_typing.overload
@@ -73,6 +76,21 @@ class AdminServiceStub:
     Streams each phase. If the caller disconnects, a drained replica stays drained. If no ready replica would remain,
     the call fails (FAILED_PRECONDITION, LAST_REPLICA) unless it is forced.
     """
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceLoadAdapterRequest, _admin_pb2.AdminServiceLoadAdapterResponse]
+    """LoadAdapter loads an adapter on all replicas of a stage (StageControlService.LoadAdapter), and remembers it: until
+    this orchestrator ends, each replica of the stage that becomes ready loads it again. The response has the outcome
+    for each replica. If no replica loads the adapter, the call fails with the error of the first one, and nothing is
+    remembered. Another folder under the same name fails (ALREADY_EXISTS, ADAPTER_EXISTS).
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceUnloadAdapterRequest, _admin_pb2.AdminServiceUnloadAdapterResponse]
+    """UnloadAdapter unloads an adapter from all replicas of a stage (StageControlService.UnloadAdapter), and forgets it.
+    If no replica unloads it, the call fails with the error of the first one, and the adapter stays remembered. If no
+    replica has it, the call fails (NOT_FOUND, UNKNOWN_ADAPTER).
+    """
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceListAdaptersRequest, _admin_pb2.AdminServiceListAdaptersResponse]
+    """ListAdapters lists the adapters of a stage in the order of their names. If no replica answers, the call fails with
+    the error of the first one.
+    """
     CancelRequest: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceCancelRequestRequest, _admin_pb2.AdminServiceCancelRequestResponse]
     """CancelRequest cancels a request on every stage, and returns after all have released it. An unknown request fails
     (NOT_FOUND, UNKNOWN_REQUEST). A request that has ended fails (FAILED_PRECONDITION, REQUEST_ENDED), and the error
@@ -83,15 +101,18 @@ class AdminServiceStub:
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it on a port of its
-    own, never on the port for clients. It knows the requests of its own orchestrator, and all replicas. The same port
-    forwards StageControlService to the replica that the metadata "stagemesh-replica" names. Such a call fails with
+    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it, together with
+    MembershipService, on its port for operators and stages, never on the port for clients. It knows the requests of its
+    own orchestrator, and all replicas. The same port forwards StageControlService, except Drain, Resume, Shutdown,
+    LoadAdapter and UnloadAdapter, to the replica that the metadata "stagemesh-replica" names. Such a call fails with
     NOT_FOUND (UNKNOWN_TARGET) if there is no such replica, and with INVALID_ARGUMENT (NO_TARGET) if the metadata is
     missing.
 
     A target is the name of a replica, or else the name of a stage, which means all of its replicas. An unknown target
     fails (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order. A page_size of 0 means 100, and more than 1000 means
-    1000. A page_token that did not come from a list fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
+    1000. A page starts after the last item of the previous page, even if that item is gone. Items that exist throughout
+    are listed exactly once. A page_token that did not come from the same list fails (INVALID_ARGUMENT,
+    INVALID_PAGE_TOKEN).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -126,6 +147,21 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Streams each phase. If the caller disconnects, a drained replica stays drained. If no ready replica would remain,
     the call fails (FAILED_PRECONDITION, LAST_REPLICA) unless it is forced.
     """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceLoadAdapterRequest, _admin_pb2.AdminServiceLoadAdapterResponse]  # type: ignore[assignment]
+    """LoadAdapter loads an adapter on all replicas of a stage (StageControlService.LoadAdapter), and remembers it: until
+    this orchestrator ends, each replica of the stage that becomes ready loads it again. The response has the outcome
+    for each replica. If no replica loads the adapter, the call fails with the error of the first one, and nothing is
+    remembered. Another folder under the same name fails (ALREADY_EXISTS, ADAPTER_EXISTS).
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceUnloadAdapterRequest, _admin_pb2.AdminServiceUnloadAdapterResponse]  # type: ignore[assignment]
+    """UnloadAdapter unloads an adapter from all replicas of a stage (StageControlService.UnloadAdapter), and forgets it.
+    If no replica unloads it, the call fails with the error of the first one, and the adapter stays remembered. If no
+    replica has it, the call fails (NOT_FOUND, UNKNOWN_ADAPTER).
+    """
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceListAdaptersRequest, _admin_pb2.AdminServiceListAdaptersResponse]  # type: ignore[assignment]
+    """ListAdapters lists the adapters of a stage in the order of their names. If no replica answers, the call fails with
+    the error of the first one.
+    """
     CancelRequest: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceCancelRequestRequest, _admin_pb2.AdminServiceCancelRequestResponse]  # type: ignore[assignment]
     """CancelRequest cancels a request on every stage, and returns after all have released it. An unknown request fails
     (NOT_FOUND, UNKNOWN_REQUEST). A request that has ended fails (FAILED_PRECONDITION, REQUEST_ENDED), and the error
@@ -135,15 +171,18 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """ProbeEdge asks producers again which connector they would use to their consumers (StageService.ProbeEdge)."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it on a port of its
-    own, never on the port for clients. It knows the requests of its own orchestrator, and all replicas. The same port
-    forwards StageControlService to the replica that the metadata "stagemesh-replica" names. Such a call fails with
+    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it, together with
+    MembershipService, on its port for operators and stages, never on the port for clients. It knows the requests of its
+    own orchestrator, and all replicas. The same port forwards StageControlService, except Drain, Resume, Shutdown,
+    LoadAdapter and UnloadAdapter, to the replica that the metadata "stagemesh-replica" names. Such a call fails with
     NOT_FOUND (UNKNOWN_TARGET) if there is no such replica, and with INVALID_ARGUMENT (NO_TARGET) if the metadata is
     missing.
 
     A target is the name of a replica, or else the name of a stage, which means all of its replicas. An unknown target
     fails (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order. A page_size of 0 means 100, and more than 1000 means
-    1000. A page_token that did not come from a list fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
+    1000. A page starts after the last item of the previous page, even if that item is gone. Items that exist throughout
+    are listed exactly once. A page_token that did not come from the same list fails (INVALID_ARGUMENT,
+    INVALID_PAGE_TOKEN).
     """
 
     @_abc_1.abstractmethod
@@ -235,6 +274,39 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         runs on it (StageControlService.Shutdown), and awaited until its supervisor has started it again and it is ready.
         Streams each phase. If the caller disconnects, a drained replica stays drained. If no ready replica would remain,
         the call fails (FAILED_PRECONDITION, LAST_REPLICA) unless it is forced.
+        """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _admin_pb2.AdminServiceLoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.AdminServiceLoadAdapterResponse, _abc.Awaitable[_admin_pb2.AdminServiceLoadAdapterResponse]]:
+        """LoadAdapter loads an adapter on all replicas of a stage (StageControlService.LoadAdapter), and remembers it: until
+        this orchestrator ends, each replica of the stage that becomes ready loads it again. The response has the outcome
+        for each replica. If no replica loads the adapter, the call fails with the error of the first one, and nothing is
+        remembered. Another folder under the same name fails (ALREADY_EXISTS, ADAPTER_EXISTS).
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _admin_pb2.AdminServiceUnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.AdminServiceUnloadAdapterResponse, _abc.Awaitable[_admin_pb2.AdminServiceUnloadAdapterResponse]]:
+        """UnloadAdapter unloads an adapter from all replicas of a stage (StageControlService.UnloadAdapter), and forgets it.
+        If no replica unloads it, the call fails with the error of the first one, and the adapter stays remembered. If no
+        replica has it, the call fails (NOT_FOUND, UNKNOWN_ADAPTER).
+        """
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _admin_pb2.AdminServiceListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.AdminServiceListAdaptersResponse, _abc.Awaitable[_admin_pb2.AdminServiceListAdaptersResponse]]:
+        """ListAdapters lists the adapters of a stage in the order of their names. If no replica answers, the call fails with
+        the error of the first one.
         """
 
     @_abc_1.abstractmethod

@@ -27,12 +27,12 @@ if _version_not_supported:
 
 class StageControlServiceStub(object):
     """StageControlService controls one replica while it serves. Every stage process serves it on the port of StageService.
-    Operators' tools and the orchestrator call it. A call that the engine does not support fails (UNIMPLEMENTED,
-    UNSUPPORTED) and names the engine and the ability. While the replica loads, sleeps or drains, calls fail
-    (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile and GetCacheStatistics only require
-    that the replica has loaded, and ListSteps, Resume and Shutdown always work. The port of AdminService forwards these
-    calls to the replica that the metadata "stagemesh-replica" names, except Drain, Resume and Shutdown, for which
-    AdminService has calls of its own.
+    Orchestrators call it, for themselves and for operators, and operators' tools may call it directly. A call that the
+    engine does not support fails (UNIMPLEMENTED, UNSUPPORTED) and names the engine and the ability. While the replica
+    loads, sleeps or drains, calls fail (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile
+    and GetCacheStatistics only require that the replica has loaded, and ListSteps, Resume and Shutdown always work. The
+    port of AdminService forwards these calls to the replica that the metadata "stagemesh-replica" names, except Drain,
+    Resume, Shutdown, LoadAdapter and UnloadAdapter, for which AdminService has calls of its own.
     """
 
     def __init__(self, channel):
@@ -115,32 +115,32 @@ class StageControlServiceStub(object):
 
 class StageControlServiceServicer(object):
     """StageControlService controls one replica while it serves. Every stage process serves it on the port of StageService.
-    Operators' tools and the orchestrator call it. A call that the engine does not support fails (UNIMPLEMENTED,
-    UNSUPPORTED) and names the engine and the ability. While the replica loads, sleeps or drains, calls fail
-    (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile and GetCacheStatistics only require
-    that the replica has loaded, and ListSteps, Resume and Shutdown always work. The port of AdminService forwards these
-    calls to the replica that the metadata "stagemesh-replica" names, except Drain, Resume and Shutdown, for which
-    AdminService has calls of its own.
+    Orchestrators call it, for themselves and for operators, and operators' tools may call it directly. A call that the
+    engine does not support fails (UNIMPLEMENTED, UNSUPPORTED) and names the engine and the ability. While the replica
+    loads, sleeps or drains, calls fail (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile
+    and GetCacheStatistics only require that the replica has loaded, and ListSteps, Resume and Shutdown always work. The
+    port of AdminService forwards these calls to the replica that the metadata "stagemesh-replica" names, except Drain,
+    Resume, Shutdown, LoadAdapter and UnloadAdapter, for which AdminService has calls of its own.
     """
 
     def LoadAdapter(self, request, context):
         """LoadAdapter reads a LoRA adapter from the replica's disk and checks that it fits the model. Requests select it by
-        its name. Operators call it. Loading the same folder again under the same name has no effect. Another folder under
-        the same name fails (ALREADY_EXISTS, ADAPTER_EXISTS).
+        its name. Loading the same folder again under the same name has no effect. Another folder under the same name fails
+        (ALREADY_EXISTS, ADAPTER_EXISTS).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """UnloadAdapter removes an adapter and frees its slot. Operators call it.
+        """UnloadAdapter removes an adapter and frees its slot.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """ListAdapters lists the loaded adapters in the order of their names. Operators and the orchestrator call it.
+        """ListAdapters lists the loaded adapters in the order of their names.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -148,52 +148,49 @@ class StageControlServiceServicer(object):
 
     def PinAdapter(self, request, context):
         """PinAdapter keeps an adapter in a slot of the engine until it is unloaded, so that no request waits for it.
-        Operators call it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Sleep frees the device's memory. Steps are rejected (NOT_READY) until Wake. Operators and the orchestrator call it.
-        Fails if the engine's device does not support it (UNIMPLEMENTED, UNSUPPORTED).
+        """Sleep frees the device's memory. Steps are rejected (NOT_READY) until Wake. Fails if the engine's device does not
+        support it (UNIMPLEMENTED, UNSUPPORTED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Wake(self, request, context):
-        """Wake allocates the memory again. Steps are accepted after all of it is allocated. The caller of Sleep calls it.
+        """Wake allocates the memory again. Steps are accepted after all of it is allocated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartProfile(self, request, context):
-        """StartProfile starts a recording of the engine's computation. Operators call it. Only one recording can run at a
-        time.
+        """StartProfile starts a recording of the engine's computation. Only one recording can run at a time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopProfile(self, request, context):
-        """StopProfile ends the recording and writes its files to the folder given to StartProfile. Operators call it.
+        """StopProfile ends the recording and writes its files to the folder given to StartProfile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ClearCaches(self, request, context):
-        """ClearCaches deletes the data that the engine caches from earlier requests. Operators call it.
+        """ClearCaches deletes the data that the engine caches from earlier requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetCacheStatistics(self, request, context):
-        """GetCacheStatistics returns the size and the hit counts of the engine's cache. Operators and the orchestrator call
-        it.
+        """GetCacheStatistics returns the size and the hit counts of the engine's cache.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -202,16 +199,16 @@ class StageControlServiceServicer(object):
     def Drain(self, request, context):
         """Drain stops new work: the replica reports REPLICA_STATE_DRAINING and health NOT_SERVING, so that no orchestrator
         places more steps on it. Running steps continue. Steps that still arrive are accepted, because they were planned
-        before their orchestrator received the report. The drain lasts until Resume, or until the process ends.
-        AdminService and operators call it. Draining twice is harmless.
+        before their orchestrator received the report. The drain lasts until Resume, or until the process ends. Draining
+        twice is harmless.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Resume ends a drain. Without a drain it has no effect. The caller of Drain calls it. Fails for a replica that shuts
-        down (FAILED_PRECONDITION, NOT_READY).
+        """Resume ends a drain. Without a drain it has no effect. Fails for a replica that shuts down (FAILED_PRECONDITION,
+        NOT_READY).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -219,16 +216,14 @@ class StageControlServiceServicer(object):
 
     def Shutdown(self, request, context):
         """Shutdown ends the process as SIGTERM does: new steps are rejected, running steps have ten seconds to finish, and
-        the supervisor of the process starts it again. Drain the replica and wait before. AdminService and operators call
-        it.
+        the supervisor of the process starts it again. Drain the replica and wait before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSteps(self, request, context):
-        """ListSteps lists the steps that run on the replica, and the state of their flows. AdminService and operators call
-        it.
+        """ListSteps lists the steps that run on the replica, and the state of their flows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -317,12 +312,12 @@ def add_StageControlServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class StageControlService(object):
     """StageControlService controls one replica while it serves. Every stage process serves it on the port of StageService.
-    Operators' tools and the orchestrator call it. A call that the engine does not support fails (UNIMPLEMENTED,
-    UNSUPPORTED) and names the engine and the ability. While the replica loads, sleeps or drains, calls fail
-    (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile and GetCacheStatistics only require
-    that the replica has loaded, and ListSteps, Resume and Shutdown always work. The port of AdminService forwards these
-    calls to the replica that the metadata "stagemesh-replica" names, except Drain, Resume and Shutdown, for which
-    AdminService has calls of its own.
+    Orchestrators call it, for themselves and for operators, and operators' tools may call it directly. A call that the
+    engine does not support fails (UNIMPLEMENTED, UNSUPPORTED) and names the engine and the ability. While the replica
+    loads, sleeps or drains, calls fail (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile
+    and GetCacheStatistics only require that the replica has loaded, and ListSteps, Resume and Shutdown always work. The
+    port of AdminService forwards these calls to the replica that the metadata "stagemesh-replica" names, except Drain,
+    Resume, Shutdown, LoadAdapter and UnloadAdapter, for which AdminService has calls of its own.
     """
 
     @staticmethod

@@ -28,12 +28,12 @@ GRPC_VERSION: str
 
 class StageControlServiceStub:
     """StageControlService controls one replica while it serves. Every stage process serves it on the port of StageService.
-    Operators' tools and the orchestrator call it. A call that the engine does not support fails (UNIMPLEMENTED,
-    UNSUPPORTED) and names the engine and the ability. While the replica loads, sleeps or drains, calls fail
-    (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile and GetCacheStatistics only require
-    that the replica has loaded, and ListSteps, Resume and Shutdown always work. The port of AdminService forwards these
-    calls to the replica that the metadata "stagemesh-replica" names, except Drain, Resume and Shutdown, for which
-    AdminService has calls of its own.
+    Orchestrators call it, for themselves and for operators, and operators' tools may call it directly. A call that the
+    engine does not support fails (UNIMPLEMENTED, UNSUPPORTED) and names the engine and the ability. While the replica
+    loads, sleeps or drains, calls fail (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile
+    and GetCacheStatistics only require that the replica has loaded, and ListSteps, Resume and Shutdown always work. The
+    port of AdminService forwards these calls to the replica that the metadata "stagemesh-replica" names, except Drain,
+    Resume, Shutdown, LoadAdapter and UnloadAdapter, for which AdminService has calls of its own.
     """
 
     @_typing.overload
@@ -42,126 +42,108 @@ class StageControlServiceStub:
     def __new__(cls, channel: _aio.Channel) -> StageControlServiceAsyncStub: ...
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_control_pb2.LoadAdapterRequest, _control_pb2.LoadAdapterResponse]
     """LoadAdapter reads a LoRA adapter from the replica's disk and checks that it fits the model. Requests select it by
-    its name. Operators call it. Loading the same folder again under the same name has no effect. Another folder under
-    the same name fails (ALREADY_EXISTS, ADAPTER_EXISTS).
+    its name. Loading the same folder again under the same name has no effect. Another folder under the same name fails
+    (ALREADY_EXISTS, ADAPTER_EXISTS).
     """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_control_pb2.UnloadAdapterRequest, _control_pb2.UnloadAdapterResponse]
-    """UnloadAdapter removes an adapter and frees its slot. Operators call it."""
+    """UnloadAdapter removes an adapter and frees its slot."""
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListAdaptersRequest, _control_pb2.ListAdaptersResponse]
-    """ListAdapters lists the loaded adapters in the order of their names. Operators and the orchestrator call it."""
+    """ListAdapters lists the loaded adapters in the order of their names."""
     PinAdapter: _grpc.UnaryUnaryMultiCallable[_control_pb2.PinAdapterRequest, _control_pb2.PinAdapterResponse]
-    """PinAdapter keeps an adapter in a slot of the engine until it is unloaded, so that no request waits for it.
-    Operators call it.
-    """
+    """PinAdapter keeps an adapter in a slot of the engine until it is unloaded, so that no request waits for it."""
     Sleep: _grpc.UnaryUnaryMultiCallable[_control_pb2.SleepRequest, _control_pb2.SleepResponse]
-    """Sleep frees the device's memory. Steps are rejected (NOT_READY) until Wake. Operators and the orchestrator call it.
-    Fails if the engine's device does not support it (UNIMPLEMENTED, UNSUPPORTED).
+    """Sleep frees the device's memory. Steps are rejected (NOT_READY) until Wake. Fails if the engine's device does not
+    support it (UNIMPLEMENTED, UNSUPPORTED).
     """
     Wake: _grpc.UnaryUnaryMultiCallable[_control_pb2.WakeRequest, _control_pb2.WakeResponse]
-    """Wake allocates the memory again. Steps are accepted after all of it is allocated. The caller of Sleep calls it."""
+    """Wake allocates the memory again. Steps are accepted after all of it is allocated."""
     StartProfile: _grpc.UnaryUnaryMultiCallable[_control_pb2.StartProfileRequest, _control_pb2.StartProfileResponse]
-    """StartProfile starts a recording of the engine's computation. Operators call it. Only one recording can run at a
-    time.
-    """
+    """StartProfile starts a recording of the engine's computation. Only one recording can run at a time."""
     StopProfile: _grpc.UnaryUnaryMultiCallable[_control_pb2.StopProfileRequest, _control_pb2.StopProfileResponse]
-    """StopProfile ends the recording and writes its files to the folder given to StartProfile. Operators call it."""
+    """StopProfile ends the recording and writes its files to the folder given to StartProfile."""
     ClearCaches: _grpc.UnaryUnaryMultiCallable[_control_pb2.ClearCachesRequest, _control_pb2.ClearCachesResponse]
-    """ClearCaches deletes the data that the engine caches from earlier requests. Operators call it."""
+    """ClearCaches deletes the data that the engine caches from earlier requests."""
     GetCacheStatistics: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetCacheStatisticsRequest, _control_pb2.GetCacheStatisticsResponse]
-    """GetCacheStatistics returns the size and the hit counts of the engine's cache. Operators and the orchestrator call
-    it.
-    """
+    """GetCacheStatistics returns the size and the hit counts of the engine's cache."""
     Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]
     """Drain stops new work: the replica reports REPLICA_STATE_DRAINING and health NOT_SERVING, so that no orchestrator
     places more steps on it. Running steps continue. Steps that still arrive are accepted, because they were planned
-    before their orchestrator received the report. The drain lasts until Resume, or until the process ends.
-    AdminService and operators call it. Draining twice is harmless.
+    before their orchestrator received the report. The drain lasts until Resume, or until the process ends. Draining
+    twice is harmless.
     """
     Resume: _grpc.UnaryUnaryMultiCallable[_control_pb2.ResumeRequest, _control_pb2.ResumeResponse]
-    """Resume ends a drain. Without a drain it has no effect. The caller of Drain calls it. Fails for a replica that shuts
-    down (FAILED_PRECONDITION, NOT_READY).
+    """Resume ends a drain. Without a drain it has no effect. Fails for a replica that shuts down (FAILED_PRECONDITION,
+    NOT_READY).
     """
     Shutdown: _grpc.UnaryUnaryMultiCallable[_control_pb2.ShutdownRequest, _control_pb2.ShutdownResponse]
     """Shutdown ends the process as SIGTERM does: new steps are rejected, running steps have ten seconds to finish, and
-    the supervisor of the process starts it again. Drain the replica and wait before. AdminService and operators call
-    it.
+    the supervisor of the process starts it again. Drain the replica and wait before.
     """
     ListSteps: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListStepsRequest, _control_pb2.ListStepsResponse]
-    """ListSteps lists the steps that run on the replica, and the state of their flows. AdminService and operators call
-    it.
-    """
+    """ListSteps lists the steps that run on the replica, and the state of their flows."""
 
 @_typing.type_check_only
 class StageControlServiceAsyncStub(StageControlServiceStub):
     """StageControlService controls one replica while it serves. Every stage process serves it on the port of StageService.
-    Operators' tools and the orchestrator call it. A call that the engine does not support fails (UNIMPLEMENTED,
-    UNSUPPORTED) and names the engine and the ability. While the replica loads, sleeps or drains, calls fail
-    (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile and GetCacheStatistics only require
-    that the replica has loaded, and ListSteps, Resume and Shutdown always work. The port of AdminService forwards these
-    calls to the replica that the metadata "stagemesh-replica" names, except Drain, Resume and Shutdown, for which
-    AdminService has calls of its own.
+    Orchestrators call it, for themselves and for operators, and operators' tools may call it directly. A call that the
+    engine does not support fails (UNIMPLEMENTED, UNSUPPORTED) and names the engine and the ability. While the replica
+    loads, sleeps or drains, calls fail (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile
+    and GetCacheStatistics only require that the replica has loaded, and ListSteps, Resume and Shutdown always work. The
+    port of AdminService forwards these calls to the replica that the metadata "stagemesh-replica" names, except Drain,
+    Resume, Shutdown, LoadAdapter and UnloadAdapter, for which AdminService has calls of its own.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_control_pb2.LoadAdapterRequest, _control_pb2.LoadAdapterResponse]  # type: ignore[assignment]
     """LoadAdapter reads a LoRA adapter from the replica's disk and checks that it fits the model. Requests select it by
-    its name. Operators call it. Loading the same folder again under the same name has no effect. Another folder under
-    the same name fails (ALREADY_EXISTS, ADAPTER_EXISTS).
+    its name. Loading the same folder again under the same name has no effect. Another folder under the same name fails
+    (ALREADY_EXISTS, ADAPTER_EXISTS).
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_control_pb2.UnloadAdapterRequest, _control_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
-    """UnloadAdapter removes an adapter and frees its slot. Operators call it."""
+    """UnloadAdapter removes an adapter and frees its slot."""
     ListAdapters: _aio.UnaryUnaryMultiCallable[_control_pb2.ListAdaptersRequest, _control_pb2.ListAdaptersResponse]  # type: ignore[assignment]
-    """ListAdapters lists the loaded adapters in the order of their names. Operators and the orchestrator call it."""
+    """ListAdapters lists the loaded adapters in the order of their names."""
     PinAdapter: _aio.UnaryUnaryMultiCallable[_control_pb2.PinAdapterRequest, _control_pb2.PinAdapterResponse]  # type: ignore[assignment]
-    """PinAdapter keeps an adapter in a slot of the engine until it is unloaded, so that no request waits for it.
-    Operators call it.
-    """
+    """PinAdapter keeps an adapter in a slot of the engine until it is unloaded, so that no request waits for it."""
     Sleep: _aio.UnaryUnaryMultiCallable[_control_pb2.SleepRequest, _control_pb2.SleepResponse]  # type: ignore[assignment]
-    """Sleep frees the device's memory. Steps are rejected (NOT_READY) until Wake. Operators and the orchestrator call it.
-    Fails if the engine's device does not support it (UNIMPLEMENTED, UNSUPPORTED).
+    """Sleep frees the device's memory. Steps are rejected (NOT_READY) until Wake. Fails if the engine's device does not
+    support it (UNIMPLEMENTED, UNSUPPORTED).
     """
     Wake: _aio.UnaryUnaryMultiCallable[_control_pb2.WakeRequest, _control_pb2.WakeResponse]  # type: ignore[assignment]
-    """Wake allocates the memory again. Steps are accepted after all of it is allocated. The caller of Sleep calls it."""
+    """Wake allocates the memory again. Steps are accepted after all of it is allocated."""
     StartProfile: _aio.UnaryUnaryMultiCallable[_control_pb2.StartProfileRequest, _control_pb2.StartProfileResponse]  # type: ignore[assignment]
-    """StartProfile starts a recording of the engine's computation. Operators call it. Only one recording can run at a
-    time.
-    """
+    """StartProfile starts a recording of the engine's computation. Only one recording can run at a time."""
     StopProfile: _aio.UnaryUnaryMultiCallable[_control_pb2.StopProfileRequest, _control_pb2.StopProfileResponse]  # type: ignore[assignment]
-    """StopProfile ends the recording and writes its files to the folder given to StartProfile. Operators call it."""
+    """StopProfile ends the recording and writes its files to the folder given to StartProfile."""
     ClearCaches: _aio.UnaryUnaryMultiCallable[_control_pb2.ClearCachesRequest, _control_pb2.ClearCachesResponse]  # type: ignore[assignment]
-    """ClearCaches deletes the data that the engine caches from earlier requests. Operators call it."""
+    """ClearCaches deletes the data that the engine caches from earlier requests."""
     GetCacheStatistics: _aio.UnaryUnaryMultiCallable[_control_pb2.GetCacheStatisticsRequest, _control_pb2.GetCacheStatisticsResponse]  # type: ignore[assignment]
-    """GetCacheStatistics returns the size and the hit counts of the engine's cache. Operators and the orchestrator call
-    it.
-    """
+    """GetCacheStatistics returns the size and the hit counts of the engine's cache."""
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]  # type: ignore[assignment]
     """Drain stops new work: the replica reports REPLICA_STATE_DRAINING and health NOT_SERVING, so that no orchestrator
     places more steps on it. Running steps continue. Steps that still arrive are accepted, because they were planned
-    before their orchestrator received the report. The drain lasts until Resume, or until the process ends.
-    AdminService and operators call it. Draining twice is harmless.
+    before their orchestrator received the report. The drain lasts until Resume, or until the process ends. Draining
+    twice is harmless.
     """
     Resume: _aio.UnaryUnaryMultiCallable[_control_pb2.ResumeRequest, _control_pb2.ResumeResponse]  # type: ignore[assignment]
-    """Resume ends a drain. Without a drain it has no effect. The caller of Drain calls it. Fails for a replica that shuts
-    down (FAILED_PRECONDITION, NOT_READY).
+    """Resume ends a drain. Without a drain it has no effect. Fails for a replica that shuts down (FAILED_PRECONDITION,
+    NOT_READY).
     """
     Shutdown: _aio.UnaryUnaryMultiCallable[_control_pb2.ShutdownRequest, _control_pb2.ShutdownResponse]  # type: ignore[assignment]
     """Shutdown ends the process as SIGTERM does: new steps are rejected, running steps have ten seconds to finish, and
-    the supervisor of the process starts it again. Drain the replica and wait before. AdminService and operators call
-    it.
+    the supervisor of the process starts it again. Drain the replica and wait before.
     """
     ListSteps: _aio.UnaryUnaryMultiCallable[_control_pb2.ListStepsRequest, _control_pb2.ListStepsResponse]  # type: ignore[assignment]
-    """ListSteps lists the steps that run on the replica, and the state of their flows. AdminService and operators call
-    it.
-    """
+    """ListSteps lists the steps that run on the replica, and the state of their flows."""
 
 class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
     """StageControlService controls one replica while it serves. Every stage process serves it on the port of StageService.
-    Operators' tools and the orchestrator call it. A call that the engine does not support fails (UNIMPLEMENTED,
-    UNSUPPORTED) and names the engine and the ability. While the replica loads, sleeps or drains, calls fail
-    (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile and GetCacheStatistics only require
-    that the replica has loaded, and ListSteps, Resume and Shutdown always work. The port of AdminService forwards these
-    calls to the replica that the metadata "stagemesh-replica" names, except Drain, Resume and Shutdown, for which
-    AdminService has calls of its own.
+    Orchestrators call it, for themselves and for operators, and operators' tools may call it directly. A call that the
+    engine does not support fails (UNIMPLEMENTED, UNSUPPORTED) and names the engine and the ability. While the replica
+    loads, sleeps or drains, calls fail (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile
+    and GetCacheStatistics only require that the replica has loaded, and ListSteps, Resume and Shutdown always work. The
+    port of AdminService forwards these calls to the replica that the metadata "stagemesh-replica" names, except Drain,
+    Resume, Shutdown, LoadAdapter and UnloadAdapter, for which AdminService has calls of its own.
     """
 
     @_abc_1.abstractmethod
@@ -171,8 +153,8 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.LoadAdapterResponse, _abc.Awaitable[_control_pb2.LoadAdapterResponse]]:
         """LoadAdapter reads a LoRA adapter from the replica's disk and checks that it fits the model. Requests select it by
-        its name. Operators call it. Loading the same folder again under the same name has no effect. Another folder under
-        the same name fails (ALREADY_EXISTS, ADAPTER_EXISTS).
+        its name. Loading the same folder again under the same name has no effect. Another folder under the same name fails
+        (ALREADY_EXISTS, ADAPTER_EXISTS).
         """
 
     @_abc_1.abstractmethod
@@ -181,7 +163,7 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.UnloadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.UnloadAdapterResponse, _abc.Awaitable[_control_pb2.UnloadAdapterResponse]]:
-        """UnloadAdapter removes an adapter and frees its slot. Operators call it."""
+        """UnloadAdapter removes an adapter and frees its slot."""
 
     @_abc_1.abstractmethod
     def ListAdapters(
@@ -189,7 +171,7 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ListAdaptersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ListAdaptersResponse, _abc.Awaitable[_control_pb2.ListAdaptersResponse]]:
-        """ListAdapters lists the loaded adapters in the order of their names. Operators and the orchestrator call it."""
+        """ListAdapters lists the loaded adapters in the order of their names."""
 
     @_abc_1.abstractmethod
     def PinAdapter(
@@ -197,9 +179,7 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.PinAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.PinAdapterResponse, _abc.Awaitable[_control_pb2.PinAdapterResponse]]:
-        """PinAdapter keeps an adapter in a slot of the engine until it is unloaded, so that no request waits for it.
-        Operators call it.
-        """
+        """PinAdapter keeps an adapter in a slot of the engine until it is unloaded, so that no request waits for it."""
 
     @_abc_1.abstractmethod
     def Sleep(
@@ -207,8 +187,8 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.SleepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.SleepResponse, _abc.Awaitable[_control_pb2.SleepResponse]]:
-        """Sleep frees the device's memory. Steps are rejected (NOT_READY) until Wake. Operators and the orchestrator call it.
-        Fails if the engine's device does not support it (UNIMPLEMENTED, UNSUPPORTED).
+        """Sleep frees the device's memory. Steps are rejected (NOT_READY) until Wake. Fails if the engine's device does not
+        support it (UNIMPLEMENTED, UNSUPPORTED).
         """
 
     @_abc_1.abstractmethod
@@ -217,7 +197,7 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.WakeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.WakeResponse, _abc.Awaitable[_control_pb2.WakeResponse]]:
-        """Wake allocates the memory again. Steps are accepted after all of it is allocated. The caller of Sleep calls it."""
+        """Wake allocates the memory again. Steps are accepted after all of it is allocated."""
 
     @_abc_1.abstractmethod
     def StartProfile(
@@ -225,9 +205,7 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.StartProfileRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.StartProfileResponse, _abc.Awaitable[_control_pb2.StartProfileResponse]]:
-        """StartProfile starts a recording of the engine's computation. Operators call it. Only one recording can run at a
-        time.
-        """
+        """StartProfile starts a recording of the engine's computation. Only one recording can run at a time."""
 
     @_abc_1.abstractmethod
     def StopProfile(
@@ -235,7 +213,7 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.StopProfileRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.StopProfileResponse, _abc.Awaitable[_control_pb2.StopProfileResponse]]:
-        """StopProfile ends the recording and writes its files to the folder given to StartProfile. Operators call it."""
+        """StopProfile ends the recording and writes its files to the folder given to StartProfile."""
 
     @_abc_1.abstractmethod
     def ClearCaches(
@@ -243,7 +221,7 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ClearCachesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ClearCachesResponse, _abc.Awaitable[_control_pb2.ClearCachesResponse]]:
-        """ClearCaches deletes the data that the engine caches from earlier requests. Operators call it."""
+        """ClearCaches deletes the data that the engine caches from earlier requests."""
 
     @_abc_1.abstractmethod
     def GetCacheStatistics(
@@ -251,9 +229,7 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.GetCacheStatisticsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.GetCacheStatisticsResponse, _abc.Awaitable[_control_pb2.GetCacheStatisticsResponse]]:
-        """GetCacheStatistics returns the size and the hit counts of the engine's cache. Operators and the orchestrator call
-        it.
-        """
+        """GetCacheStatistics returns the size and the hit counts of the engine's cache."""
 
     @_abc_1.abstractmethod
     def Drain(
@@ -263,8 +239,8 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_control_pb2.DrainResponse, _abc.Awaitable[_control_pb2.DrainResponse]]:
         """Drain stops new work: the replica reports REPLICA_STATE_DRAINING and health NOT_SERVING, so that no orchestrator
         places more steps on it. Running steps continue. Steps that still arrive are accepted, because they were planned
-        before their orchestrator received the report. The drain lasts until Resume, or until the process ends.
-        AdminService and operators call it. Draining twice is harmless.
+        before their orchestrator received the report. The drain lasts until Resume, or until the process ends. Draining
+        twice is harmless.
         """
 
     @_abc_1.abstractmethod
@@ -273,8 +249,8 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ResumeResponse, _abc.Awaitable[_control_pb2.ResumeResponse]]:
-        """Resume ends a drain. Without a drain it has no effect. The caller of Drain calls it. Fails for a replica that shuts
-        down (FAILED_PRECONDITION, NOT_READY).
+        """Resume ends a drain. Without a drain it has no effect. Fails for a replica that shuts down (FAILED_PRECONDITION,
+        NOT_READY).
         """
 
     @_abc_1.abstractmethod
@@ -284,8 +260,7 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ShutdownResponse, _abc.Awaitable[_control_pb2.ShutdownResponse]]:
         """Shutdown ends the process as SIGTERM does: new steps are rejected, running steps have ten seconds to finish, and
-        the supervisor of the process starts it again. Drain the replica and wait before. AdminService and operators call
-        it.
+        the supervisor of the process starts it again. Drain the replica and wait before.
         """
 
     @_abc_1.abstractmethod
@@ -294,8 +269,6 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ListStepsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ListStepsResponse, _abc.Awaitable[_control_pb2.ListStepsResponse]]:
-        """ListSteps lists the steps that run on the replica, and the state of their flows. AdminService and operators call
-        it.
-        """
+        """ListSteps lists the steps that run on the replica, and the state of their flows."""
 
 def add_StageControlServiceServicer_to_server(servicer: StageControlServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

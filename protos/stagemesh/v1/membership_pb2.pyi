@@ -55,6 +55,7 @@ class ReplicaIdentity(_message.Message):
     REPLICA_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
+    SERVER_NAME_FIELD_NUMBER: _builtins.int
     wire_version: _builtins.int
     """The version of this API: 1."""
     pipeline: _builtins.str
@@ -69,6 +70,8 @@ class ReplicaIdentity(_message.Message):
     """Generated at random each time the replica starts."""
     endpoint: _builtins.str
     """The address, "host:port", at which orchestrators and other replicas reach it."""
+    server_name: _builtins.str
+    """The name in the replica's TLS certificate, which its peers verify. Empty if it is the host in endpoint."""
     def __init__(
         self,
         *,
@@ -79,10 +82,11 @@ class ReplicaIdentity(_message.Message):
         replica: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         endpoint: _builtins.str = ...,
+        server_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "generation", b"generation", "incarnation", b"incarnation", "pipeline", b"pipeline", "replica", b"replica", "stage", b"stage", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "generation", b"generation", "incarnation", b"incarnation", "pipeline", b"pipeline", "replica", b"replica", "server_name", b"server_name", "stage", b"stage", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 class MembershipServiceStub(object):
     """MembershipService registers replicas with an orchestrator. It serves deployments whose configuration does not list
-    the replicas.
+    the replicas. An orchestrator serves it on its port for operators and stages.
     """
 
     def __init__(self, channel):
@@ -45,7 +45,7 @@ class MembershipServiceStub(object):
 
 class MembershipServiceServicer(object):
     """MembershipService registers replicas with an orchestrator. It serves deployments whose configuration does not list
-    the replicas.
+    the replicas. An orchestrator serves it on its port for operators and stages.
     """
 
     def Register(self, request_iterator, context):
@@ -83,7 +83,7 @@ def add_MembershipServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class MembershipService(object):
     """MembershipService registers replicas with an orchestrator. It serves deployments whose configuration does not list
-    the replicas.
+    the replicas. An orchestrator serves it on its port for operators and stages.
     """
 
     @staticmethod

@@ -28,7 +28,7 @@ GRPC_VERSION: str
 
 class MembershipServiceStub:
     """MembershipService registers replicas with an orchestrator. It serves deployments whose configuration does not list
-    the replicas.
+    the replicas. An orchestrator serves it on its port for operators and stages.
     """
 
     @_typing.overload
@@ -52,7 +52,7 @@ class MembershipServiceStub:
 @_typing.type_check_only
 class MembershipServiceAsyncStub(MembershipServiceStub):
     """MembershipService registers replicas with an orchestrator. It serves deployments whose configuration does not list
-    the replicas.
+    the replicas. An orchestrator serves it on its port for operators and stages.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -72,7 +72,7 @@ class MembershipServiceAsyncStub(MembershipServiceStub):
 
 class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
     """MembershipService registers replicas with an orchestrator. It serves deployments whose configuration does not list
-    the replicas.
+    the replicas. An orchestrator serves it on its port for operators and stages.
     """
 
     @_abc_1.abstractmethod

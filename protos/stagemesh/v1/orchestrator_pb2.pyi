@@ -70,7 +70,9 @@ class GenerateRequest(_message.Message):
     caller: _builtins.str
     """The caller's name: at most 128 characters of letters, digits and "._:@/-". Anything else is rejected
     (INVALID_ARGUMENT, INVALID_CALLER). Callers with the same priority get equal shares of the pipeline and of its
-    queue, and limits per caller apply to each. All requests with an empty caller count as one caller.
+    queue, and limits per caller apply to each. All requests with an empty caller count as one caller. If the connection
+    has credentials with names, such as a client certificate, the caller is the first of these names, or the one that is
+    set here. Any other name is rejected (PERMISSION_DENIED, CALLER_MISMATCH).
     """
     linger_s: _builtins.int
     """For how many seconds the request continues without a caller. More than 60 counts as 60. The value of the latest
@@ -482,7 +484,7 @@ class StageDescription(_message.Message):
     model: _builtins.str
     """The model's name or path."""
     @_builtins.property
-    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaDescription]:
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]:
         """The replicas."""
 
     def __init__(
@@ -491,7 +493,7 @@ class StageDescription(_message.Message):
         name: _builtins.str = ...,
         engine: _builtins.str = ...,
         model: _builtins.str = ...,
-        replicas: _abc.Iterable[Global___ReplicaDescription] | None = ...,
+        replicas: _abc.Iterable[Global___ReplicaStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -502,42 +504,72 @@ class StageDescription(_message.Message):
 Global___StageDescription: _TypeAlias = StageDescription  # noqa: Y015
 
 @_typing.final
-class ReplicaDescription(_message.Message):
-    """ReplicaDescription is the current state of a replica."""
+class ReplicaStatus(_message.Message):
+    """ReplicaStatus is the current state of a replica."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
+    SERVER_NAME_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
-    RUNNING_FIELD_NUMBER: _builtins.int
+    PLANNED_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    ZONE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The replica's name."""
+    stage: _builtins.str
+    """The name of its stage."""
     endpoint: _builtins.str
     """The address at which it serves, "host:port"."""
+    server_name: _builtins.str
+    """The name in its TLS certificate. Empty if it is the host in endpoint."""
     state: _stage_pb2.ReplicaState.ValueType
     """Its state."""
     detail: _builtins.str
-    """A text for people: what it is loading, or why it failed."""
-    running: _builtins.int
-    """The number of steps that it runs for this orchestrator."""
+    """A text for people: what it is loading, why it failed, or how old an overdue load report is."""
+    planned: _builtins.int
+    """The number of requests of this orchestrator that are placed on it."""
+    generation: _builtins.str
+    """The pipeline's generation that it serves. Empty until it has described itself, as are the following fields."""
+    incarnation: _builtins.str
+    """Generated at random each time the replica starts."""
+    host: _builtins.str
+    """DescribeResponse.host: an identifier shared by replicas that can share memory. Empty if not known."""
+    zone: _builtins.str
+    """The zone of its host, as its operator named it. Empty if not known."""
+    @_builtins.property
+    def load(self) -> _stage_pb2.WatchLoadResponse:
+        """The load that it last reported, for all orchestrators. Unset if it has reported none, or does not answer."""
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
+        stage: _builtins.str = ...,
         endpoint: _builtins.str = ...,
+        server_name: _builtins.str = ...,
         state: _stage_pb2.ReplicaState.ValueType = ...,
         detail: _builtins.str = ...,
-        running: _builtins.int = ...,
+        planned: _builtins.int = ...,
+        load: _stage_pb2.WatchLoadResponse | None = ...,
+        generation: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        host: _builtins.str = ...,
+        zone: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "endpoint", b"endpoint", "name", b"name", "running", b"running", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "endpoint", b"endpoint", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "load", b"load", "name", b"name", "planned", b"planned", "server_name", b"server_name", "stage", b"stage", "state", b"state", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReplicaDescription: _TypeAlias = ReplicaDescription  # noqa: Y015
+Global___ReplicaStatus: _TypeAlias = ReplicaStatus  # noqa: Y015
 
 @_typing.final
 class EdgeDescription(_message.Message):

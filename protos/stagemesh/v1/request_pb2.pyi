@@ -323,9 +323,9 @@ class Parameters(_message.Message):
     random and reports it in RequestAdmitted.
     """
     adapter: _builtins.str
-    """The LoRA adapter of the main stage, by the name given to StageControlService.LoadAdapter. If the pipeline file names
-    no main stage, every stage with adapters uses it. A request fails if such a stage has not loaded it (NOT_FOUND,
-    UNKNOWN_ADAPTER). If absent, the model is used without an adapter.
+    """The LoRA adapter of the main stage, by the name given to AdminService.LoadAdapter. If the pipeline file names no main
+    stage, every stage with adapters uses it. The request runs on replicas that have loaded it, and fails if no replica
+    of such a stage has (NOT_FOUND, UNKNOWN_ADAPTER). If absent, the model is used without an adapter.
     """
     @_builtins.property
     def sampling(self) -> Global___Sampling:

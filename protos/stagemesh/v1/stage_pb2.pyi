@@ -244,6 +244,7 @@ class OutputBinding(_message.Message):
     EDGE_FIELD_NUMBER: _builtins.int
     CONSUMER_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
+    SERVER_NAME_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
@@ -255,6 +256,8 @@ class OutputBinding(_message.Message):
     """The consuming replica's name."""
     endpoint: _builtins.str
     """The address at which the consuming replica serves StageService, "host:port"."""
+    server_name: _builtins.str
+    """The name in the consuming replica's TLS certificate. Empty if it is the host in endpoint."""
     connector: _chunk_pb2.Connector.ValueType
     """The connector to use."""
     tokens: Global___TokenSelection.ValueType
@@ -277,6 +280,7 @@ class OutputBinding(_message.Message):
         edge: _builtins.str = ...,
         consumer: _builtins.str = ...,
         endpoint: _builtins.str = ...,
+        server_name: _builtins.str = ...,
         connector: _chunk_pb2.Connector.ValueType = ...,
         policy: Global___ChunkPolicy | None = ...,
         tensors: _abc.Iterable[_builtins.str] | None = ...,
@@ -285,7 +289,7 @@ class OutputBinding(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "connector", b"connector", "consumer", b"consumer", "edge", b"edge", "endpoint", b"endpoint", "policy", b"policy", "tensors", b"tensors", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "connector", b"connector", "consumer", b"consumer", "edge", b"edge", "endpoint", b"endpoint", "policy", b"policy", "server_name", b"server_name", "tensors", b"tensors", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1736,6 +1740,7 @@ class WatchLoadResponse(_message.Message):
     ARENA_WAITING_FIELD_NUMBER: _builtins.int
     LANDING_USED_BYTES_FIELD_NUMBER: _builtins.int
     LANDING_SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Steps that the engine is processing."""
     queued: _builtins.int
@@ -1760,6 +1765,12 @@ class WatchLoadResponse(_message.Message):
     """Bytes in use of the memory into which connectors that copy read chunks."""
     landing_size_bytes: _builtins.int
     """The size of that memory in bytes. 0 if no such connector is in use."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of the loaded adapters, in order. Orchestrators place a request that selects an adapter only on replicas
+        that report it. A change is reported within interval_s.
+        """
+
     def __init__(
         self,
         *,
@@ -1774,10 +1785,11 @@ class WatchLoadResponse(_message.Message):
         arena_waiting: _builtins.int = ...,
         landing_used_bytes: _builtins.int = ...,
         landing_size_bytes: _builtins.int = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_largest_free_bytes", b"arena_largest_free_bytes", "arena_size_bytes", b"arena_size_bytes", "arena_used_bytes", b"arena_used_bytes", "arena_waiting", b"arena_waiting", "credit_bytes", b"credit_bytes", "free_memory_bytes", b"free_memory_bytes", "landing_size_bytes", b"landing_size_bytes", "landing_used_bytes", b"landing_used_bytes", "queued", b"queued", "running", b"running", "work_s", b"work_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "arena_largest_free_bytes", b"arena_largest_free_bytes", "arena_size_bytes", b"arena_size_bytes", "arena_used_bytes", b"arena_used_bytes", "arena_waiting", b"arena_waiting", "credit_bytes", b"credit_bytes", "free_memory_bytes", b"free_memory_bytes", "landing_size_bytes", b"landing_size_bytes", "landing_used_bytes", b"landing_used_bytes", "queued", b"queued", "running", b"running", "work_s", b"work_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1850,6 +1862,7 @@ class ProbeEdgeRequest(_message.Message):
     EDGE_FIELD_NUMBER: _builtins.int
     CONSUMER_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
+    SERVER_NAME_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int
     edge: _builtins.str
     """The edge's name, for messages to people."""
@@ -1857,6 +1870,8 @@ class ProbeEdgeRequest(_message.Message):
     """The consuming replica's name."""
     endpoint: _builtins.str
     """The address at which that replica serves StageService, "host:port"."""
+    server_name: _builtins.str
+    """The name in that replica's TLS certificate. Empty if it is the host in endpoint."""
     connector: _chunk_pb2.Connector.ValueType
     """The connector to probe."""
     def __init__(
@@ -1865,11 +1880,12 @@ class ProbeEdgeRequest(_message.Message):
         edge: _builtins.str = ...,
         consumer: _builtins.str = ...,
         endpoint: _builtins.str = ...,
+        server_name: _builtins.str = ...,
         connector: _chunk_pb2.Connector.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "consumer", b"consumer", "edge", b"edge", "endpoint", b"endpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "consumer", b"consumer", "edge", b"edge", "endpoint", b"endpoint", "server_name", b"server_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,11 +11,12 @@ import grpc
 import pytest
 
 from stagemesh.common.errors import DeadlineError, StagemeshError, UnavailableError
+from stagemesh.common.replica_state import ReplicaState
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.inspection import Inspector
 from stagemesh.orchestrator.admin.lifecycle import Lifecycle, count_running
 from stagemesh.orchestrator.fleet.fleet import Fleet
-from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
+from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.request.lifecycle import RequestRegistry
 from stagemesh.orchestrator.request.timeline import History, Timeline

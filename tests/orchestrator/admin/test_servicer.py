@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from stagemesh.orchestrator.admin import inspection
+from stagemesh.orchestrator import describe
 from stagemesh.orchestrator.admin.service import SERVICE_NAME
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, control_pb2, stage_pb2
 from stagemesh.v1.control_pb2_grpc import StageControlServiceStub
@@ -86,6 +86,28 @@ async def test_stages_and_replicas_are_listed_in_the_order_of_the_pipeline(chain
     assert [replica.name for replica in replicas.replicas] == ["a-0", "b-0", "c-0"]
 
 
+async def test_a_replicas_status_has_its_identity_and_its_location(chain: Mesh) -> None:
+    told = chain.stages["b"].description
+    answer = await _admin(chain).ListReplicas(admin_pb2.ListReplicasRequest(stage="b"), timeout=10)
+    (replica,) = answer.replicas
+    assert (replica.generation, replica.incarnation) == (chain.pipeline.generation, told.incarnation)
+    assert (replica.host, replica.zone, replica.server_name) == (told.host, told.zone, "b.example")
+    assert "" not in (told.incarnation, told.host, told.zone)
+
+
+async def test_clients_and_operators_see_the_same_status_of_a_replica(chain: Mesh) -> None:
+    await _until_all_loads_are_known(chain)
+    listed = await _admin(chain).ListReplicas(admin_pb2.ListReplicasRequest(stage="b"), timeout=10)
+    described = await chain.describe()
+    assert [list(stage.replicas) for stage in described.stages if stage.name == "b"] == [list(listed.replicas)]
+
+
+async def test_peers_receive_the_name_in_a_replicas_certificate(chain: Mesh) -> None:
+    await chain.generate()
+    assert {probe.server_name for probe in chain.stages["a"].probes} == {"b.example"}
+    assert [output.server_name for output in chain.stages["a"].requests[-1].outputs] == ["b.example"]
+
+
 async def test_pages_join_without_gaps(chain: Mesh) -> None:
     names, token = list[str](), ""
     while True:
@@ -132,7 +154,7 @@ async def test_a_load_report_that_is_overdue_is_listed_with_its_age(
     chain: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await _until_all_loads_are_known(chain)
-    monkeypatch.setattr(inspection, "_OVERDUE_S", 3.0)
+    monkeypatch.setattr(describe, "_OVERDUE_S", 3.0)
     chain.stages["b"].tells_load = False
     async with asyncio.timeout(20):
         while True:

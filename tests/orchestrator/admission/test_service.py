@@ -94,7 +94,7 @@ async def test_a_request_that_cannot_be_planned_holds_nothing(tmp_path: Path) ->
     assert isinstance(first, UnavailableError)
     assert isinstance(second, UnavailableError)
     assert described.in_flight == 0
-    assert [replica.running for stage in described.stages for replica in stage.replicas] == [0, 0, 0]
+    assert [replica.planned for stage in described.stages for replica in stage.replicas] == [0, 0, 0]
 
 
 async def test_a_waiting_request_receives_its_position_and_runs_in_its_turn(tmp_path: Path) -> None:

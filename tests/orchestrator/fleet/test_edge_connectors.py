@@ -11,9 +11,10 @@ import pytest
 
 from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.notification import Notifier
+from stagemesh.common.replica_state import ReplicaState
 from stagemesh.connectors.stream.wire import EdgeProbe, error_to_wire
 from stagemesh.orchestrator.fleet.edge_connectors import PARTNERS, EdgeConnectors
-from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
+from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.membership.base import Member
 from stagemesh.orchestrator.spec import Edge

@@ -10,9 +10,9 @@ import pytest
 from benchmarks.simulation import virtual_time
 from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.notification import Notifier
+from stagemesh.common.replica_state import ReplicaState
 from stagemesh.connectors.stream.wire import EdgeProbe
 from stagemesh.orchestrator.fleet.fleet import Fleet
-from stagemesh.orchestrator.fleet.replica import ReplicaState
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.membership.base import Member, MembershipListener
 from stagemesh.orchestrator.planning.planner import Planner

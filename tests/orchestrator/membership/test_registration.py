@@ -13,8 +13,9 @@ import pytest
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.common.process_config import dump_config
-from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.stage_config import OrchestratorAddress, StageConfig
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration, ReplicaAddress
+from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.orchestrator.service import serving
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.rpc.channels import open_channel
@@ -39,7 +40,7 @@ def pipeline(path: Path) -> Pipeline:
 
 @dataclass
 class _Orchestrator:
-    """Serves an orchestrator whose config lists no replica."""
+    """Serves an orchestrator whose config lists no replica. Replicas register at `endpoint`."""
 
     endpoint: str
     channel: grpc.aio.Channel
@@ -63,13 +64,18 @@ class _Orchestrator:
 
 
 @asynccontextmanager
-async def _orchestrator(path: Path, *, port: int = 0, open_to_all: bool = True) -> AsyncGenerator[_Orchestrator]:
+async def _orchestrator(
+    path: Path, *, port: int | None = None, open_to_all: bool = True
+) -> AsyncGenerator[_Orchestrator]:
     pipeline = load_pipeline(str(path))
     replicas = {} if open_to_all else {stage: (ReplicaAddress(f"{stage}-0", "h:1"),) for stage in pipeline.stages}
     registration = Registration(lease_s=3600) if open_to_all else None
-    config = OrchestratorConfig(str(path), replicas, f"127.0.0.1:{port}", registration=registration, drain_s=0.1)
+    endpoint = f"127.0.0.1:{port or PortPicker().pick()}"
+    config = OrchestratorConfig(
+        str(path), replicas, "127.0.0.1:0", admin_listen=endpoint, registration=registration, drain_s=0.1
+    )
     async with serving(config, pipeline) as bound, open_channel(f"127.0.0.1:{bound}") as channel:
-        yield _Orchestrator(f"127.0.0.1:{bound}", channel)
+        yield _Orchestrator(endpoint, channel)
 
 
 @asynccontextmanager
@@ -78,7 +84,8 @@ async def _registered(pipeline: Pipeline, stage: str, *orchestrators: str) -> As
     scripted = ScriptedStage(stage)
     scripted.description.pipeline, scripted.description.generation = pipeline.name, pipeline.generation
     server, endpoint = await serve(scripted)
-    config = replace(_config(pipeline, stage), orchestrators=orchestrators, listen=endpoint)
+    addresses = tuple(OrchestratorAddress(orchestrator, "orchestrator.example") for orchestrator in orchestrators)
+    config = replace(_config(pipeline, stage), orchestrators=addresses, listen=endpoint, server_name=f"{stage}.example")
     try:
         async with registered(config, incarnation="one", port=0):
             yield
@@ -112,6 +119,15 @@ async def test_stages_that_register_serve(path: Path, pipeline: Pipeline) -> Non
         assert await orchestrator.answer() == "c done"
         await stages.aclose()
         await orchestrator.until("b", [])
+
+
+async def test_a_replica_registers_the_name_in_its_certificate(path: Path, pipeline: Pipeline) -> None:
+    async with _orchestrator(path) as orchestrator, _registered(pipeline, "b", orchestrator.endpoint):
+        await orchestrator.until("b", ["b-0"])
+        stub = orchestrator_pb2_grpc.OrchestratorServiceStub(orchestrator.channel)
+        described = await stub.DescribePipeline(orchestrator_pb2.DescribePipelineRequest(), timeout=10)
+        names = [replica.server_name for stage in described.stages for replica in stage.replicas]
+    assert names == ["b.example"]
 
 
 async def test_a_replica_registers_with_each_orchestrator(path: Path, pipeline: Pipeline) -> None:
@@ -179,7 +195,7 @@ class _Silent(membership_pb2_grpc.MembershipServiceServicer):
 async def test_a_silent_orchestrator_does_not_delay_a_leaving_replica(pipeline: Pipeline, ended: int) -> None:
     server, silent = Server("127.0.0.1:0"), _Silent(ended=ended)
     membership_pb2_grpc.add_MembershipServiceServicer_to_server(silent, server.grpc)
-    config = replace(_config(pipeline, "b"), orchestrators=(f"127.0.0.1:{await server.start()}",))
+    config = replace(_config(pipeline, "b"), orchestrators=(OrchestratorAddress(f"127.0.0.1:{await server.start()}"),))
     try:
         async with asyncio.timeout(8), registered(config, incarnation="one", port=7):
             await silent.asked.wait()
@@ -195,7 +211,7 @@ async def test_a_stage_of_another_pipeline_logs_why_it_is_rejected(
     path: Path, pipeline: Pipeline, caplog: pytest.LogCaptureFixture, field: str, complaint: str
 ) -> None:
     async with _orchestrator(path) as orchestrator:
-        config = replace(_config(pipeline, "b"), orchestrators=(orchestrator.endpoint,))
+        config = replace(_config(pipeline, "b"), orchestrators=(OrchestratorAddress(orchestrator.endpoint),))
         config = replace(config, generation="other") if field == "generation" else replace(config, pipeline="other")
         async with registered(config, incarnation="one", port=7):
             await _until_logged(caplog, f"not registered with orchestrator {orchestrator.endpoint}: replica b-0")
@@ -208,14 +224,14 @@ async def test_an_orchestrator_without_registration_rejects_replicas(
     path: Path, pipeline: Pipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with _orchestrator(path, open_to_all=False) as orchestrator:
-        config = replace(_config(pipeline, "b"), orchestrators=(orchestrator.endpoint,))
+        config = replace(_config(pipeline, "b"), orchestrators=(OrchestratorAddress(orchestrator.endpoint),))
         async with registered(config, incarnation="one", port=7):
             await _until_logged(caplog, "replicas cannot register with this")
             assert await orchestrator.replicas("b") == ["b-0"], "it is the listed one alone"
 
 
 async def test_an_unreachable_address_is_not_advertised(pipeline: Pipeline) -> None:
-    config = replace(_config(pipeline, "b"), orchestrators=("h:1",), listen="0.0.0.0:0")
+    config = replace(_config(pipeline, "b"), orchestrators=(OrchestratorAddress("h:1"),), listen="0.0.0.0:0")
     with pytest.raises(InvalidRequestError, match="set `advertise`"):
         async with registered(config, incarnation="one", port=7):
             pass
@@ -223,7 +239,7 @@ async def test_an_unreachable_address_is_not_advertised(pipeline: Pipeline) -> N
 
 async def test_a_stage_process_registers_and_leaves_at_sigterm(path: Path, pipeline: Pipeline, tmp_path: Path) -> None:
     async with _orchestrator(path) as orchestrator:
-        config = replace(_config(pipeline, "b"), orchestrators=(orchestrator.endpoint,))
+        config = replace(_config(pipeline, "b"), orchestrators=(OrchestratorAddress(orchestrator.endpoint),))
         (tmp_path / "stage.json").write_bytes(dump_config(config))
         command = (sys.executable, "-m", "stagemesh.services.stage", "--config", str(tmp_path / "stage.json"))
         process = await asyncio.create_subprocess_exec(*command)

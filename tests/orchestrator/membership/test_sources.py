@@ -82,9 +82,9 @@ def _identity(chain: Pipeline, /, **fields: str | int) -> membership_pb2.Replica
 
 
 async def test_listed_members_are_reported() -> None:
-    source = StaticSource({"a": [ReplicaAddress("a-0", "h:1")], "b": [ReplicaAddress("b-0", "h:2")]})
+    source = StaticSource({"a": [ReplicaAddress("a-0", "h:1", "a.example")], "b": [ReplicaAddress("b-0", "h:2")]})
     async with _followed(source) as listener:
-        assert listener.members == [Member("a", "h:1", "a-0"), Member("b", "h:2", "b-0")]
+        assert listener.members == [Member("a", "h:1", "a-0", "a.example"), Member("b", "h:2", "b-0")]
 
 
 def test_members_follow_the_addresses_of_a_name() -> None:
@@ -98,6 +98,7 @@ def test_members_follow_the_addresses_of_a_name() -> None:
     async def play() -> None:
         async with _followed(DnsSource("b", DnsName("talkers", 7, poll_s=5), resolve=resolve)) as listener:
             assert listener.endpoints == ["10.0.0.1:7", "10.0.0.2:7"]
+            assert {member.server_name for member in listener.members} == {"talkers"}
             await asyncio.sleep(5.1)
             assert listener.endpoints == ["10.0.0.2:7", "[fd00::3]:7"]
             assert listener.left == ["talkers no longer has its address"]

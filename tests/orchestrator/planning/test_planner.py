@@ -3,12 +3,14 @@ from typing import cast
 
 import pytest
 
-from stagemesh.common.errors import StagemeshError, UnavailableError
-from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
+from stagemesh.common.errors import NotFoundError, StagemeshError, UnavailableError
+from stagemesh.common.replica_state import ReplicaState
+from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
+from stagemesh.orchestrator.fleet.stage_adapters import StageAdapters
 from stagemesh.orchestrator.membership.base import Member
-from stagemesh.orchestrator.planning.planner import Planner
+from stagemesh.orchestrator.planning.planner import NotReadyYetError, Planner
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.v1 import stage_pb2
 from tests.orchestrator.mesh import CHAIN, mesh, until_health
@@ -120,6 +122,51 @@ def test_another_replica_of_the_generation_is_chosen_again(pipeline: Pipeline) -
     assert again in set(registry.of("b")[:2]) - {lost}
     with pytest.raises(UnavailableError, match="no replica of stage 'b'"):
         planner.choose_again("b", plan, avoid=[lost, again])
+
+
+def _report(replica: Replica, *adapters: str) -> None:
+    replica.record_load(stage_pb2.WatchLoadResponse(adapters=adapters))
+
+
+def test_a_request_runs_on_replicas_that_have_its_adapter(pipeline: Pipeline) -> None:
+    registry = _registry(pipeline, 3)
+    planner, route = Planner(pipeline, registry), pipeline.route(["last"])
+    for replica, adapters in zip(registry.of("b"), ((), ("x",), ("x", "y")), strict=True):
+        _report(replica, *adapters)
+    plans = [planner.plan(route, adapters={"b": "x"}) for _ in range(20)]
+    assert {plan.replicas["b"] for plan in plans} == {"b-1", "b-2"}
+    assert {planner.plan(route).replicas["b"] for _ in range(20)} == {"b-0", "b-1", "b-2"}
+    lost = registry.of("b")[1]
+    assert {planner.choose_again("b", plan, avoid=[lost]).name for plan in plans} == {"b-2"}
+    _report(registry.of("b")[2], "y")
+    with pytest.raises(UnavailableError):
+        planner.choose_again("b", plans[0], avoid=[lost])
+
+
+def test_a_generation_without_the_adapter_is_not_chosen(pipeline: Pipeline) -> None:
+    registry = _registry(pipeline, 1)
+    for stage in "abc":
+        _report(ready_replica(f"{stage}-new", pipeline, registry=registry, generation="new"), "x")
+    planner, route = Planner(pipeline, registry), pipeline.route(["last"])
+    assert {planner.plan(route, adapters={"b": "x"}).generation for _ in range(20)} == {"new"}
+
+
+def test_an_unknown_adapter_is_not_found(pipeline: Pipeline) -> None:
+    registry = _registry(pipeline, 1)
+    _report(registry.of("b")[0], "y")
+    with pytest.raises(NotFoundError, match="has adapter 'x'; loaded: y") as caught:
+        Planner(pipeline, registry).plan(pipeline.route(["last"]), adapters={"b": "x"})
+    assert caught.value.reason == "UNKNOWN_ADAPTER"
+
+
+@pytest.mark.parametrize("reported", [True, False], ids=["remembered", "not reported"])
+def test_a_request_waits_for_an_adapter_that_is_about_to_be_loaded(pipeline: Pipeline, reported: bool) -> None:
+    registry, adapters = _registry(pipeline, 1), StageAdapters()
+    if reported:
+        _report(registry.of("b")[0])
+        adapters.remember("b", "x", "/x")
+    with pytest.raises(NotReadyYetError, match="has loaded adapter 'x' yet"):
+        Planner(pipeline, registry, adapters=adapters).plan(pipeline.route(["last"]), adapters={"b": "x"})
 
 
 def test_the_end_of_a_replica_is_reported_to_its_callbacks(pipeline: Pipeline) -> None:

@@ -59,6 +59,8 @@ class Peer:
     """The Hello message that the producer sends first on every stream."""
     arena_fd: int | None
     """The file descriptor of the producer's arena, or None if the arena is private."""
+    server_name: str = ""
+    """The name in the consumer's TLS certificate, or empty if it is the host in `endpoint`."""
     worked: set[ConnectorName] = field(default_factory=set[ConnectorName])
     """The connectors that have been negotiated successfully with the current incarnation of the consumer."""
     local_failures: int = 0
@@ -401,7 +403,9 @@ class Connection:
 
     async def _open_grpc(self, stream: ProducerSession) -> stage_pb2.Welcome:
         """Opens `stream` on a new network connection and returns the consumer's Welcome."""
-        channel: grpc.aio.Channel = await self._stack.enter_async_context(open_channel(self._peer.endpoint))
+        channel: grpc.aio.Channel = await self._stack.enter_async_context(
+            open_channel(self._peer.endpoint, server_name=self._peer.server_name)
+        )
         messages = ClientStream(channel, stream, peer=str(self._peer))
         running = asyncio.create_task(messages.run())
         self._stack.push_async_callback(_cancel, running)

@@ -5,9 +5,11 @@ from collections.abc import Collection
 from itertools import chain
 
 from stagemesh.common.errors import NotFoundError
+from stagemesh.common.replica_state import ReplicaState
+from stagemesh.orchestrator.admin.pages import Key
 from stagemesh.orchestrator.fleet.edge_connectors import EdgeLink
 from stagemesh.orchestrator.fleet.fleet import Fleet
-from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
+from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.spec import Edge, Pipeline
 
 _MAX_CONCURRENT_PROBES = 64
@@ -20,6 +22,7 @@ class Directory:
     def __init__(self, pipeline: Pipeline, fleet: Fleet) -> None:
         self.pipeline = pipeline
         self._fleet = fleet
+        self._order = {stage: number for number, stage in enumerate(pipeline.stages)}
 
     @property
     def replicas(self) -> list[Replica]:
@@ -34,7 +37,11 @@ class Directory:
         """
         if stage not in self.pipeline.stages:
             raise _unknown_target(f"stage {stage!r}; stages: {', '.join(self.pipeline.stages)}", stage)
-        return sorted(self._fleet.registry.of(stage), key=lambda replica: (len(replica.name), replica.name))
+        return sorted(self._fleet.registry.of(stage), key=self.key_of)
+
+    def key_of(self, replica: Replica) -> Key:
+        """Returns the key by which the replicas of the pipeline are sorted. It lasts over restarts of the replica."""
+        return (self._order[replica.stage], len(replica.name), replica.name, replica.endpoint)
 
     def find(self, name: str) -> Replica | None:
         """Returns the replica with this name, or None if no replica has this name.

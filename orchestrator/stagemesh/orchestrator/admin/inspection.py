@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator, Sequence
 from heapq import nlargest, nsmallest
 
 from stagemesh.common.errors import NotFoundError, NotReadyError, StagemeshError
+from stagemesh.common.replica_state import ReplicaState
 from stagemesh.connectors.stream.wire import error_to_wire
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admission.queue import Caller, Loads
-from stagemesh.orchestrator.describe import describe_edge, to_message
-from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
+from stagemesh.orchestrator.describe import describe_edge, replica_status, reported_load, to_message
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.timeline import EdgeTotals, RequestState, StageTotals, StepNotes, Timeline, Totals
 from stagemesh.orchestrator.spec import Edge, Stage
@@ -22,9 +22,6 @@ _ENDINGS = {RequestState.FINISHED: "finished", RequestState.FAILED: "failed", Re
 _NO_LOAD = stage_pb2.WatchLoadResponse()
 # The fields of load reports that are added up over the replicas of a stage.
 _SUMMED = ("running", "queued", "arena_used_bytes", "arena_size_bytes", "credit_bytes")
-_REPORTING_LOAD = frozenset({ReplicaState.READY, ReplicaState.DRAINING, ReplicaState.ASLEEP, ReplicaState.LOADING})
-# An idle replica reports its load every 30 seconds.
-_OVERDUE_S = 60.0
 _MAX_CALLERS = 100
 
 
@@ -147,7 +144,7 @@ class Inspector:
 
     def _stage(self, stage: Stage, totals: Totals) -> admin_pb2.StageStatus:
         replicas = self._directory.replicas_of(stage.name)
-        loads = [_load(replica) or _NO_LOAD for replica in replicas]
+        loads = [reported_load(replica) or _NO_LOAD for replica in replicas]
         return to_message(
             admin_pb2.StageStatus,
             totals.stages.get(stage.name, StageTotals()),
@@ -218,27 +215,6 @@ class Inspector:
         consumers = [edge.consumer for edge in self._directory.pipeline.outgoing(notes.stage)]
         latest = {step.stage: step for step in timeline.steps}
         return [name for name in dict.fromkeys(consumers) if name in latest and latest[name].accepted_s is None]
-
-
-def replica_status(replica: Replica) -> admin_pb2.ReplicaStatus:
-    """Returns the status of a replica.
-
-    Includes the newest load report if the replica is loading, ready, draining or asleep.
-    """
-    load = _load(replica)
-    overdue = load is not None and replica.report_age_s > _OVERDUE_S
-    return to_message(
-        admin_pb2.ReplicaStatus,
-        replica,
-        state=replica.state.value,
-        detail=replica.detail or (f"last load report {replica.report_age_s:.0f} s ago" if overdue else ""),
-        planned=replica.running,
-        load=load,
-    )
-
-
-def _load(replica: Replica) -> stage_pb2.WatchLoadResponse | None:
-    return replica.last_report if replica.state in _REPORTING_LOAD else None
 
 
 def _has_step_on(timeline: Timeline, names: Collection[str]) -> bool:

@@ -7,8 +7,9 @@ from functools import partial
 from google.protobuf.message import Message
 
 from stagemesh.common.errors import DeadlineError, InvalidRequestError, NotReadyError, StagemeshError
+from stagemesh.common.replica_state import ReplicaState
 from stagemesh.orchestrator.admin.directory import Directory
-from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
+from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.v1 import admin_pb2, control_pb2
 
 _CALL_S = 5.0

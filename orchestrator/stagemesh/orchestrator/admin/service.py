@@ -4,27 +4,31 @@ The servicer converts messages. `Inspector` and `Lifecycle` do the work.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial, wraps
-from itertools import islice
 from typing import Any, TypeAlias, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
+from stagemesh.common.replica_state import ReplicaState
+from stagemesh.orchestrator.admin.adapters import Adapters
 from stagemesh.orchestrator.admin.directory import Directory
-from stagemesh.orchestrator.admin.inspection import Inspector, replica_status
+from stagemesh.orchestrator.admin.inspection import Inspector
 from stagemesh.orchestrator.admin.lifecycle import Lifecycle
-from stagemesh.orchestrator.describe import describe_edge
-from stagemesh.orchestrator.fleet.replica import ReplicaState
+from stagemesh.orchestrator.admin.pages import Key, page_of
+from stagemesh.orchestrator.describe import describe_edge, replica_status
 from stagemesh.orchestrator.fleet.replica_client import CONTROL_NAME
+from stagemesh.orchestrator.membership.registration import SERVICE_NAME as MEMBERSHIP_NAME
+from stagemesh.orchestrator.membership.registration import MembershipServicer, RegistrationSource
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.timeline import RequestState
 from stagemesh.rpc.handlers import answering, streaming, time_left_s
+from stagemesh.rpc.roles import OPERATOR, STAGE
 from stagemesh.rpc.server import Server
-from stagemesh.v1 import admin_pb2, admin_pb2_grpc, stage_pb2
+from stagemesh.v1 import admin_pb2, admin_pb2_grpc, membership_pb2_grpc
 
 SERVICE_NAME = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 LIVENESS = "liveness"
@@ -33,22 +37,27 @@ REPLICA_KEY = "stagemesh-replica"
 
 _MAX_CALL_S = 3600.0
 # The methods that are not forwarded. Their replacements in AdminService also consider the stage's other replicas.
-_REPLACED_BY = {"Drain": "DrainReplicas", "Resume": "ResumeReplicas", "Shutdown": "RestartReplicas"}
+_REPLACED_BY = {
+    "Drain": "DrainReplicas",
+    "Resume": "ResumeReplicas",
+    "Shutdown": "RestartReplicas",
+    "LoadAdapter": "LoadAdapter",
+    "UnloadAdapter": "UnloadAdapter",
+}
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _T = TypeVar("_T")
-_Response = TypeVar("_Response", bound=Message)
 
 _DEFAULT_INTERVAL_S, _MIN_INTERVAL_S = 1.0, 0.2
 _DEFAULT_SLOWEST = 10
-_DEFAULT_PAGE, _MAX_PAGE = 100, 1000
-_MAX_TOKEN_DIGITS = 19
 _MAX_WAIT_S = 3600.0
+# Lets registered replicas receive the reason before the server stops.
+_GRACE_S = 0.5
 # The fields of requests that are added to log records and to the metadata of errors.
 _LOGGED_FIELDS = ("request_id", "edge")
 # The error that explains a failed wait must arrive before the caller's deadline.
 _MARGIN_S = 0.5
-_REPLICA_STATES = {int(stage_pb2.ReplicaState.Value(f"REPLICA_STATE_{state.name}")): state for state in ReplicaState}
+_REPLICA_STATES = {int(state.value): state for state in ReplicaState}
 _REQUEST_STATES = {int(admin_pb2.RequestState.Value(f"REQUEST_STATE_{state.value}")): state for state in RequestState}
 
 
@@ -71,16 +80,17 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._directory = directory
         self._inspector = Inspector(orchestrator, directory)
         self._lifecycle = Lifecycle(directory)
+        self._adapters = Adapters(directory, orchestrator.fleet.adapters)
 
     @_answered
     async def ListPipelines(self, request: admin_pb2.ListPipelinesRequest) -> admin_pb2.ListPipelinesResponse:
         statuses = [self._inspector.pipeline(self._inspector.totals())]
-        return _page(admin_pb2.ListPipelinesResponse, request, field="pipelines", items=enumerate(statuses))
+        return page_of(admin_pb2.ListPipelinesResponse, request, field="pipelines", items=_numbered(statuses))
 
     @_answered
     async def ListStages(self, request: admin_pb2.ListStagesRequest) -> admin_pb2.ListStagesResponse:
         statuses = self._inspector.stages(self._inspector.totals())
-        return _page(admin_pb2.ListStagesResponse, request, field="stages", items=enumerate(statuses))
+        return page_of(admin_pb2.ListStagesResponse, request, field="stages", items=_numbered(statuses))
 
     @_answered
     async def ListReplicas(self, request: admin_pb2.ListReplicasRequest) -> admin_pb2.ListReplicasResponse:
@@ -88,19 +98,20 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         if request.state:
             wanted = _from_wire(request.state, _REPLICA_STATES, "replica")
             replicas = [replica for replica in replicas if replica.state is wanted]
-        statuses = map(replica_status, replicas)
-        return _page(admin_pb2.ListReplicasResponse, request, field="replicas", items=enumerate(statuses))
+        statuses = ((self._directory.key_of(replica), replica_status(replica)) for replica in replicas)
+        return page_of(admin_pb2.ListReplicasResponse, request, field="replicas", items=statuses)
 
     @_answered
     async def ListEdges(self, request: admin_pb2.ListEdgesRequest) -> admin_pb2.ListEdgesResponse:
         statuses = self._inspector.edges(self._inspector.totals())
-        return _page(admin_pb2.ListEdgesResponse, request, field="edges", items=enumerate(statuses))
+        return page_of(admin_pb2.ListEdgesResponse, request, field="edges", items=_numbered(statuses))
 
     @_answered
     async def ListRequests(self, request: admin_pb2.ListRequestsRequest) -> admin_pb2.ListRequestsResponse:
         states = {_from_wire(value, _REQUEST_STATES, "request") for value in request.states}
-        statuses = self._inspector.requests(states=states, target=request.target)
-        return _page(admin_pb2.ListRequestsResponse, request, field="requests", items=statuses)
+        found = self._inspector.requests(states=states, target=request.target)
+        statuses = (((number,), status) for number, status in found)
+        return page_of(admin_pb2.ListRequestsResponse, request, field="requests", items=statuses)
 
     @_answered
     async def GetRequest(self, request: admin_pb2.GetRequestRequest) -> admin_pb2.GetRequestResponse:
@@ -145,6 +156,31 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 async for event in events:
                     yield event
 
+    async def LoadAdapter(
+        self, request: admin_pb2.AdminServiceLoadAdapterRequest, context: _Context
+    ) -> admin_pb2.AdminServiceLoadAdapterResponse:
+        async with answering(context):
+            outcomes = await self._adapters.load(
+                request.stage, request.name, request.path, timeout_s=_time_to_wait_s(context)
+            )
+            return admin_pb2.AdminServiceLoadAdapterResponse(replicas=outcomes)
+
+    async def UnloadAdapter(
+        self, request: admin_pb2.AdminServiceUnloadAdapterRequest, context: _Context
+    ) -> admin_pb2.AdminServiceUnloadAdapterResponse:
+        async with answering(context):
+            outcomes = await self._adapters.unload(
+                request.stage, request.name, request.when_busy, timeout_s=_time_to_wait_s(context)
+            )
+            return admin_pb2.AdminServiceUnloadAdapterResponse(replicas=outcomes)
+
+    @_answered
+    async def ListAdapters(
+        self, request: admin_pb2.AdminServiceListAdaptersRequest
+    ) -> admin_pb2.AdminServiceListAdaptersResponse:
+        found = [((adapter.name,), adapter) for adapter in await self._adapters.list(request.stage)]
+        return page_of(admin_pb2.AdminServiceListAdaptersResponse, request, field="adapters", items=found)
+
     @_answered
     async def CancelRequest(
         self, request: admin_pb2.AdminServiceCancelRequestRequest
@@ -162,24 +198,28 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
 
 @asynccontextmanager
-async def serving_admin(orchestrator: Orchestrator, listen: str) -> AsyncGenerator[int]:
-    """Serves AdminService at the address `listen` ("host:port") while the block runs. Yields the port number.
+async def serving_admin(
+    orchestrator: Orchestrator, registration: RegistrationSource | None, listen: str
+) -> AsyncGenerator[int]:
+    """Serves operators and stages at the address `listen` ("host:port") while the block runs. Yields the port number.
 
-    All health checks report SERVING.
+    Operators call AdminService. Stages call MembershipService, which rejects them if `registration` is None. All health
+    checks report SERVING.
     """
-    server = Server(listen)
+    server = Server(listen, roles={OPERATOR, STAGE})
     directory = Directory(orchestrator.pipeline, orchestrator.fleet)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(orchestrator, directory), server.grpc)
     server.grpc.add_generic_rpc_handlers((_ControlForwarder(directory),))
-    for service in (SERVICE_NAME, CONTROL_NAME):
+    membership_pb2_grpc.add_MembershipServiceServicer_to_server(MembershipServicer(registration), server.grpc)
+    for service in (SERVICE_NAME, CONTROL_NAME, MEMBERSHIP_NAME):
         server.reflect(service)
-    for facet in ("", SERVICE_NAME, CONTROL_NAME, LIVENESS):
+    for facet in ("", SERVICE_NAME, CONTROL_NAME, MEMBERSHIP_NAME, LIVENESS):
         server.set_health(facet, serving=True)
     port = await server.start()
     try:
         yield port
     finally:
-        await server.stop(grace_s=0)
+        await server.stop(grace_s=_GRACE_S)
 
 
 class _ControlForwarder(grpc.GenericRpcHandler):
@@ -216,26 +256,9 @@ class _ControlForwarder(grpc.GenericRpcHandler):
         raise AssertionError("answering ends every call that fails")
 
 
-def _page(response: type[_Response], request: Any, *, field: str, items: Iterable[tuple[int, Message]]) -> _Response:
-    """Returns a response of the type `response` with the page of a list that `request` selects.
-
-    - `field` is the name of the response field that contains the items.
-    - `items` are pairs of a number and an item, in ascending order of the numbers.
-
-    The request's page token is the number of the last item of the previous page, or empty for the first page. Raises
-    InvalidRequestError (INVALID_PAGE_TOKEN) if the token is not a number.
-    """
-    token = str(request.page_token)
-    if token and not (token.isascii() and token.isdecimal() and len(token) <= _MAX_TOKEN_DIGITS):
-        raise InvalidRequestError(
-            f"page_token {token[:40]!r} is not from a previous page; omit it to start with the first page",
-            reason="INVALID_PAGE_TOKEN",
-        )
-    after = int(token or -1)
-    size = min(request.page_size or _DEFAULT_PAGE, _MAX_PAGE)
-    found = list(islice((pair for pair in items if pair[0] > after), size + 1))
-    next_token = str(found[size - 1][0]) if len(found) > size else ""
-    return response(next_page_token=next_token, **{field: [item for _, item in found[:size]]})
+def _numbered(items: Iterable[Message]) -> Iterator[tuple[Key, Message]]:
+    """Returns the items of a list that never changes, each with its number as its key."""
+    return (((number,), item) for number, item in enumerate(items))
 
 
 def _from_wire(value: int, states: Mapping[int, _T], kind: str) -> _T:

@@ -73,10 +73,11 @@ async def _measure(peer: str, *, progress: "Callable[[str], None]") -> "Transpor
 async def _serve(listen: str, *, as_json: bool) -> None:
     from stagemesh.connectors.transport_probe import ProbePeer
     from stagemesh.orchestrator.cli.local.signals import stop_on_signals
+    from stagemesh.rpc.roles import OPERATOR, STAGE
     from stagemesh.rpc.server import Server
 
     stopping = stop_on_signals()
-    server = Server(listen)
+    server = Server(listen, roles={OPERATOR, STAGE})
     async with ProbePeer.added_to(server.grpc):
         port = await server.start()
         host = listen.rpartition(":")[0]

@@ -48,14 +48,14 @@ def _stages_table(pipeline: "orchestrator_pb2.DescribePipelineResponse") -> "Tab
         f"{pipeline.pipeline} {pipeline.generation}: {pipeline.in_flight} of {pipeline.max_in_flight} requests in "
         f"flight, {pipeline.queued} of {pipeline.max_queued} queued"
     )
-    none = orchestrator_pb2.ReplicaDescription(name="none")
+    none = orchestrator_pb2.ReplicaStatus(name="none")
     columns = (
         Column("stage", lambda row: row[0].name),
         Column("engine", lambda row: row[0].engine),
         Column("replica", lambda row: row[1].name),
         Column("endpoint", lambda row: row[1].endpoint),
         Column("state", lambda row: views.replica_state(row[1])),
-        number("running", lambda row: row[1].running),
+        number("planned", lambda row: row[1].planned),
     )
     rows = [(stage, replica) for stage in pipeline.stages for replica in stage.replicas or (none,)]
     return make_table(columns, rows, title=title)

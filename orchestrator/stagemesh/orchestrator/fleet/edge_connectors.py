@@ -77,6 +77,7 @@ class EdgeLink:
                 self.edge.name,
                 consumer=self.consumer.name,
                 endpoint=self.consumer.endpoint,
+                server_name=self.consumer.server_name,
                 connector=self.edge.connector,
                 timeout_s=_PROBE_TIMEOUT_S,
             )

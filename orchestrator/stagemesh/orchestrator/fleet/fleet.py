@@ -7,11 +7,13 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 
+from stagemesh.common.replica_state import ReplicaState
 from stagemesh.orchestrator.fleet.edge_connectors import EdgeConnectors
-from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState, StepCost
+from stagemesh.orchestrator.fleet.replica import Replica, StepCost
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
 from stagemesh.orchestrator.fleet.replica_watcher import ReplicaWatcher
+from stagemesh.orchestrator.fleet.stage_adapters import StageAdapters
 from stagemesh.orchestrator.membership.base import Member, MemberSource
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.rpc.channels import open_channel
@@ -23,7 +25,8 @@ _log = logging.getLogger(__name__)
 def connect(member: Member) -> ReplicaClient:
     """Returns a client for the replica at the address of a member."""
     name = member.name or member.endpoint
-    return ReplicaClient(open_channel(member.endpoint), stage=member.stage, replica=name, endpoint=member.endpoint)
+    channel = open_channel(member.endpoint, server_name=member.server_name)
+    return ReplicaClient(channel, stage=member.stage, replica=name, endpoint=member.endpoint)
 
 
 class Fleet:
@@ -44,6 +47,7 @@ class Fleet:
         """
         self.registry = ReplicaRegistry()
         self.edge_connectors = EdgeConnectors(pipeline.edges)
+        self.adapters = StageAdapters()
         self._pipeline, self._sources, self._generations = pipeline, sources, frozenset(generations)
         self._connect, self._clock = connect, clock
         self._watchers: dict[tuple[str, str], ReplicaWatcher] = {}
@@ -154,6 +158,8 @@ class Fleet:
         can_connect = replica.can_connect and replica in self.registry
         if can_connect and replica not in self.edge_connectors:
             self.edge_connectors.join(replica)
+            if self._group is not None and self.adapters.names(replica.stage):
+                self._start(self.adapters.restore(replica), name=f"adapters of {replica.name}")
         elif not can_connect and replica in self.edge_connectors:
             self.edge_connectors.leave(replica)
         self.registry.update(replica)

@@ -7,6 +7,7 @@ from enum import Enum
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.common.notification import Notifier
+from stagemesh.common.replica_state import ReplicaState
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient
 from stagemesh.orchestrator.membership.base import Member, find_refusal
 from stagemesh.orchestrator.spec import Pipeline
@@ -14,23 +15,6 @@ from stagemesh.v1 import stage_pb2
 
 _SMOOTHING = 0.2
 _FIRST_GUESS_S = 1.0
-
-
-class ReplicaState(Enum):
-    """The state of a replica. Each value is the number of the state in the protobuf enum."""
-
-    LOADING = stage_pb2.REPLICA_STATE_LOADING
-    READY = stage_pb2.REPLICA_STATE_READY
-    DRAINING = stage_pb2.REPLICA_STATE_DRAINING
-    FAILED = stage_pb2.REPLICA_STATE_FAILED
-    ASLEEP = stage_pb2.REPLICA_STATE_ASLEEP
-    UNREACHABLE = stage_pb2.REPLICA_STATE_UNREACHABLE
-
-    @classmethod
-    def _missing_(cls, value: object) -> "ReplicaState":
-        """Returns FAILED for a state number that this version does not know."""
-        del value
-        return cls.FAILED
 
 
 class Hold(Enum):
@@ -163,7 +147,7 @@ class Replica:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Creates a replica. `on_change` is called after each change of the replica's state or holds."""
-        self.stage, self.endpoint = member.stage, member.endpoint
+        self.stage, self.endpoint, self.server_name = member.stage, member.endpoint, member.server_name
         self.name = member.name or member.endpoint
         self.client = client
         self.load = LoadEstimate(cost or StepCost(), clock=clock)
@@ -173,6 +157,8 @@ class Replica:
         """Whether at least one description of the replica has arrived."""
         self.last_report: stage_pb2.WatchLoadResponse | None = None
         """The replica's newest load report, or None if none has arrived."""
+        self.adapters: frozenset[str] | None = None
+        """The names of the adapters that the replica has reported as loaded, or None if no report has arrived."""
         self._reported_at_s = 0.0
         self._clock = clock
         self._on_change = on_change
@@ -225,6 +211,10 @@ class Replica:
         """Stores a load report for operators, and updates the load estimate for the planner."""
         self.last_report, self._reported_at_s = report, self._clock()
         self.load.report(report.work_s, steps=report.running + report.queued)
+        adapters = frozenset(report.adapters)
+        if adapters != self.adapters:
+            self.adapters = adapters
+            self._on_change()
 
     def on_end(self, callback: Callable[[StagemeshError], None]) -> Callable[[], object]:
         """Registers a callback for the replica's end, and returns a function that removes the callback.

@@ -76,15 +76,27 @@ class ReplicaClient:
             await self._stub.RebindStep(request, timeout=timeout_s)
 
     async def probe_edge(
-        self, edge: str, *, consumer: str, endpoint: str, connector: ConnectorName, timeout_s: float
+        self,
+        edge: str,
+        *,
+        consumer: str,
+        endpoint: str,
+        server_name: str = "",
+        connector: ConnectorName,
+        timeout_s: float,
     ) -> EdgeProbe:
         """Returns the connector that the replica would use to send data to `consumer`, which listens at `endpoint`.
 
+        `server_name` is the name in the TLS certificate of `consumer`, or empty if it is the host in `endpoint`.
         `connector` is the connector that the pipeline file names for the edge. If no connector works, raises a
         StagemeshError that contains the reason.
         """
         request = stage_pb2.ProbeEdgeRequest(
-            edge=edge, consumer=consumer, endpoint=endpoint, connector=number_of(connector)
+            edge=edge,
+            consumer=consumer,
+            endpoint=endpoint,
+            server_name=server_name,
+            connector=number_of(connector),
         )
         with self._errors.mapped():
             return probe_from_wire(await self._stub.ProbeEdge(request, timeout=timeout_s))

@@ -4,7 +4,8 @@ import random
 from collections.abc import Collection, Iterator, Mapping
 from typing import Generic, TypeVar
 
-from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
+from stagemesh.common.replica_state import ReplicaState
+from stagemesh.orchestrator.fleet.replica import Replica
 
 T = TypeVar("T")
 
@@ -64,11 +65,18 @@ class RandomPools(dict[tuple[str, str], RandomPool[T]]):
 
 
 class ReadyReplicas:
-    """The ready replicas of one stage and generation, also indexed by host and by zone."""
+    """The ready replicas of one stage and generation, also indexed by host, by zone and by adapter."""
 
     def __init__(self) -> None:
         self.all: RandomPool[Replica] = RandomPool()
         self._by_location: RandomPools[Replica] = RandomPools()
+        self._by_adapter: dict[str, ReadyReplicas] = {}
+        self._adapters: dict[Replica, frozenset[str]] = {}
+        """The adapters by which each replica is indexed."""
+
+    def with_adapter(self, name: str | None) -> "ReadyReplicas":
+        """Returns the ready replicas that have loaded an adapter. Returns all ready replicas if `name` is None."""
+        return self if name is None else self._by_adapter.get(name) or ReadyReplicas()
 
     def on_host(self, host: str) -> RandomPool[Replica]:
         """Returns the ready replicas on a host. Returns an empty pool if `host` is an empty string."""
@@ -78,15 +86,30 @@ class ReadyReplicas:
         """Returns the ready replicas in a zone. Returns an empty pool if `zone` is an empty string."""
         return self._by_location["zone", zone]
 
-    def add(self, replica: Replica) -> None:
+    def add(self, replica: Replica, *, adapters: frozenset[str] = frozenset()) -> None:
+        """Adds a replica and indexes it by `adapters`, which replace those of an earlier call."""
         self.all.add(replica)
         for location in _locations(replica):
             self._by_location.add(location, replica)
+        self._index_adapters(replica, adapters)
 
     def discard(self, replica: Replica) -> None:
         self.all.discard(replica)
         for location in _locations(replica):
             self._by_location.discard(location, replica)
+        self._index_adapters(replica, frozenset())
+
+    def _index_adapters(self, replica: Replica, adapters: frozenset[str]) -> None:
+        former = self._adapters.pop(replica, frozenset())
+        if adapters:
+            self._adapters[replica] = adapters
+        for name in adapters - former:
+            self._by_adapter.setdefault(name, ReadyReplicas()).add(replica)
+        for name in former - adapters:
+            having = self._by_adapter[name]
+            having.discard(replica)
+            if not having.all:
+                del self._by_adapter[name]
 
 
 def _locations(replica: Replica) -> list[tuple[str, str]]:
@@ -123,7 +146,8 @@ class ReplicaRegistry:
         """
         if replica.state is ReplicaState.READY and replica in self:
             by_stage = self._ready.setdefault(replica.generation, {})
-            by_stage.setdefault(replica.stage, ReadyReplicas()).add(replica)
+            ready = by_stage.setdefault(replica.stage, ReadyReplicas())
+            ready.add(replica, adapters=replica.adapters or frozenset())
         else:
             self._withdraw(replica)
 

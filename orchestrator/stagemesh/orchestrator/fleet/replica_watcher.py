@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import StagemeshError
-from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
+from stagemesh.common.replica_state import ReplicaState
+from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.membership.base import Member
 from stagemesh.v1 import stage_pb2

@@ -34,7 +34,7 @@ class StaticSource:
 
     def __init__(self, replicas: Mapping[str, Sequence[ReplicaAddress]]) -> None:
         self._members = [
-            Member(stage, address.endpoint, address.name)
+            Member(stage, address.endpoint, address.name, address.server_name)
             for stage, addresses in replicas.items()
             for address in addresses
         ]
@@ -74,7 +74,7 @@ class DnsSource:
         for endpoint in self._members.keys() - found:
             listener.leave(self._members.pop(endpoint), f"{self._name.host} no longer has its address")
         for endpoint in sorted(found - self._members.keys()):
-            self._members[endpoint] = Member(self._stage, endpoint)
+            self._members[endpoint] = Member(self._stage, endpoint, server_name=self._name.host)
             listener.join(self._members[endpoint])
 
     def _note_failure(self, exc: Exception) -> None:

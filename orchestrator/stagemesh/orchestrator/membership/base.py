@@ -16,6 +16,8 @@ class Member:
     endpoint: str
     name: str = ""
     """The replica's name in the pipeline. Empty if the membership source provides only the address."""
+    server_name: str = ""
+    """The name in the replica's TLS certificate. Empty if it is the host in `endpoint`."""
 
 
 class MembershipListener(Protocol):

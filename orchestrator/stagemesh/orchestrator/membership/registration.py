@@ -78,7 +78,7 @@ class RegistrationSource:
             raise NotReadyError("the orchestrator is starting or stopping; try again", reason="NOT_RUNNING")
         _check_complete(identity)
         self._check_belongs(identity)
-        member = Member(identity.stage, identity.endpoint, identity.replica)
+        member = Member(identity.stage, identity.endpoint, identity.replica, identity.server_name)
         held = self._leases.get(identity.replica)
         if held is not None and (held.member, held.incarnation) == (member, identity.incarnation):
             held.streams += 1

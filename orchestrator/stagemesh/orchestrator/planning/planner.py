@@ -12,12 +12,15 @@ of random replicas on the host and in the zone of each upstream and downstream r
 
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
-from stagemesh.common.errors import UnavailableError
-from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
+from stagemesh.common.errors import NotFoundError, StagemeshError, UnavailableError
+from stagemesh.common.replica_state import ReplicaState
+from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_registry import RandomPool, ReadyReplicas, ReplicaRegistry
+from stagemesh.orchestrator.fleet.stage_adapters import StageAdapters
 from stagemesh.orchestrator.spec import Pipeline, Route, Stage
 
 _CANDIDATES = 3
@@ -26,6 +29,7 @@ _CANDIDATES = 3
 _OTHER_HOST_S = 0.005
 _OTHER_ZONE_S = 0.02
 _RETRY_AFTER_S = 1.0
+_NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
 _MAX_NAMED = 8
 """The maximum number of replicas that an error message names."""
 
@@ -87,6 +91,8 @@ class Plan:
     route: Route
     generation: str = ""
     """The generation to which all replicas of the plan belong."""
+    adapters: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The adapters that the request selects, by stage name."""
 
     @property
     def replicas(self) -> Mapping[str, str]:
@@ -118,45 +124,56 @@ class Planner:
         pipeline: Pipeline,
         registry: ReplicaRegistry,
         *,
+        adapters: StageAdapters | None = None,
         choice: Choice | None = None,
         rng: random.Random | None = None,
     ) -> None:
+        """Creates a planner. `adapters` are those that replicas load when they become ready."""
+        self._adapters = adapters or StageAdapters()
         self._pipeline = pipeline
         self._registry = registry
         self._rng = rng or random.Random()  # noqa: S311
         self._choice = choice or LeastWork(self._rng)
 
-    def plan(self, route: Route) -> Plan:
+    def plan(self, route: Route, *, adapters: Mapping[str, str] = _NO_ADAPTERS) -> Plan:
         """Chooses a ready replica for each stage of a route. All chosen replicas belong to one generation.
+
+        `adapters` maps stages of the route to the adapter that the chosen replica must have loaded. Raises
+        NotFoundError (UNKNOWN_ADAPTER) if no ready replica of a stage has its adapter, or a NotReadyYetError if one of
+        them is about to load it.
 
         Raises UnavailableError (STAGE_NOT_READY) if no generation has a ready replica of each stage. The error message
         contains the states of the replicas of a stage that has no ready replica. If one of these replicas may become
         ready soon, the error is a NotReadyYetError.
         """
-        generation, ready = self._choose_generation([stage.name for stage in route.stages])
+        generation, ready = self._choose_generation([stage.name for stage in route.stages], adapters)
         chosen: dict[str, Replica] = {}
         for stage in route.stages:
-            replica = self._choice.choose(ready[stage.name], near=self._adjacent(stage.name, chosen))
+            able = ready[stage.name].with_adapter(adapters.get(stage.name))
+            replica = self._choice.choose(able, near=self._adjacent(stage.name, chosen))
             assert replica is not None, "the generation has a ready replica of each stage"
             chosen[stage.name] = replica
         steps = {stage.name: _step(stage, chosen[stage.name]) for stage in route.stages}
-        return Plan(steps, route, generation)
+        return Plan(steps, route, generation, adapters)
 
     def choose_again(self, stage: str, plan: Plan, *, avoid: Collection[Replica]) -> Replica:
         """Returns a replacement replica for one stage of a plan.
 
-        The replica is ready, belongs to the plan's generation, and is not in `avoid`. Raises UnavailableError
-        (STAGE_NOT_READY) if there is no such replica.
+        The replica is ready, has loaded the plan's adapter, belongs to the plan's generation, and is not in `avoid`.
+        Raises UnavailableError (STAGE_NOT_READY) if there is no such replica.
         """
         ready = self._registry.ready([stage]).get(plan.generation, {}).get(stage)
         chosen = {name: step.replica for name, step in plan.steps.items() if name != stage}
-        replica = ready and self._choice.choose(ready, near=self._adjacent(stage, chosen), avoid=avoid)
+        able = ready and ready.with_adapter(plan.adapters.get(stage))
+        replica = able and self._choice.choose(able, near=self._adjacent(stage, chosen), avoid=avoid)
         if not replica:
             raise self._not_ready(stage)
         return replica
 
-    def _choose_generation(self, stages: Sequence[str]) -> tuple[str, Mapping[str, ReadyReplicas]]:
-        """Chooses a random generation in which every stage has a ready replica.
+    def _choose_generation(
+        self, stages: Sequence[str], adapters: Mapping[str, str]
+    ) -> tuple[str, Mapping[str, ReadyReplicas]]:
+        """Chooses a random generation in which every stage has a ready replica with its adapter.
 
         Returns the generation and its ready replicas by stage name. The weight of a generation in the random choice is
         the smallest number of ready replicas that any of the stages has.
@@ -165,10 +182,32 @@ class Planner:
         if not ready:
             missing = next((stage for stage in stages if not self._registry.has_ready(stage)), None)
             raise self._not_ready(missing) if missing else _no_common_generation()
+        for stage, adapter in adapters.items():
+            able = {name: each for name, each in ready.items() if each[stage].with_adapter(adapter).all}
+            if not able:
+                raise self._no_adapter(stage, adapter)
+            ready = able
         if len(ready) == 1:
             return next(iter(ready.items()))
         weights = [min(len(by_stage[stage].all) for stage in stages) for by_stage in ready.values()]
         return self._rng.choices(list(ready.items()), weights)[0]
+
+    def _no_adapter(self, stage: str, adapter: str) -> StagemeshError:
+        expected = self._adapters.path_of(stage, adapter) is not None
+        ready = [replica for replica in self._registry.of(stage) if replica.state is ReplicaState.READY]
+        if expected or any(replica.adapters is None for replica in ready):
+            return NotReadyYetError(
+                f"no ready replica of stage {stage!r} has loaded adapter {adapter!r} yet; try again later",
+                reason="STAGE_NOT_READY",
+                metadata={"stage": stage, "adapter": adapter},
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        known = sorted({name for replica in ready for name in replica.adapters or ()})
+        return NotFoundError(
+            f"no ready replica of stage {stage!r} has adapter {adapter!r}; loaded: {', '.join(known) or 'none'}",
+            reason="UNKNOWN_ADAPTER",
+            metadata={"stage": stage, "adapter": adapter},
+        )
 
     def _adjacent(self, stage: str, chosen: Mapping[str, Replica]) -> list[Replica]:
         """Returns the replicas in `chosen` that run the upstream and downstream stages of `stage`.

@@ -223,6 +223,7 @@ class StepCalls:
             edge=edge.name,
             consumer=consumer.name,
             endpoint=consumer.endpoint,
+            server_name=consumer.server_name,
             connector=number_of(edge.connector),
             attempt=attempt_of(edge, self._states),
             policy=policy_to_wire(edge.policy),

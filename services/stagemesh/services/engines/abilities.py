@@ -60,7 +60,7 @@ class AdapterControl(Protocol):
         ...
 
     def list_adapters(self) -> Sequence[Adapter]:
-        """Returns the loaded adapters, sorted by name."""
+        """Returns the loaded adapters, sorted by name. Omits adapters that are being unloaded."""
         ...
 
 

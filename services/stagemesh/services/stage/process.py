@@ -10,12 +10,14 @@ from dataclasses import asdict
 from stagemesh.common.descriptors import import_factory, load_engine_descriptor
 from stagemesh.common.logs import bind_log_context
 from stagemesh.common.process_lifecycle import bind_forks_to_this_process, end_within, ended_when_stuck
+from stagemesh.common.replica_state import ReplicaState
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.rpc.handlers import add_stage_service
+from stagemesh.rpc.roles import OPERATOR, ORCHESTRATOR, STAGE
 from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import Engine
-from stagemesh.services.stage.replica.runtime import ReplicaState, StageRuntime
+from stagemesh.services.stage.replica.runtime import StageRuntime
 from stagemesh.services.stage.service.control_servicer import SERVICE_NAME as CONTROL_NAME
 from stagemesh.services.stage.service.control_servicer import StageControlServicer
 from stagemesh.services.stage.service.registration import registered
@@ -43,7 +45,7 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
     """
     bind_log_context(stage=config.stage)
     bind_forks_to_this_process()
-    server = Server(config.listen)
+    server = Server(config.listen, roles={ORCHESTRATOR, STAGE, OPERATOR})
     runtime = _make_runtime(config)
     add_stage_service(StageServicer(runtime), server.grpc)
     control_pb2_grpc.add_StageControlServiceServicer_to_server(StageControlServicer(runtime), server.grpc)

@@ -112,10 +112,27 @@ def _cache(answer: Any, values: Values) -> str:
 
 def _adapters(answer: Any, _: Values) -> str:
     lines = [
-        f"\n  {each.name}  rank {each.rank}{', pinned' if each.pinned else ''}, {each.running} running  {each.path}"
+        f"\n  {each.name}{'' if each.remembered else ' (not loaded on replicas that start)'}" + _outcomes(each, _)
         for each in answer.adapters
     ]
     return f"{len(answer.adapters)} adapters{''.join(lines)}"
+
+
+def _outcomes(answer: Any, _: Values) -> str:
+    return "".join(f"\n  {each.replica}: {_outcome(each)}" for each in answer.replicas)
+
+
+def _outcome(outcome: Any) -> str:
+    adapter = outcome.adapter
+    if outcome.HasField("error"):
+        return f"failed: {outcome.error.message}"
+    if not outcome.HasField("adapter"):
+        return "unloaded"
+    return f"rank {adapter.rank}{', pinned' if adapter.pinned else ''}, {adapter.running} running  {adapter.path}"
+
+
+def _any_failed(answer: Any) -> bool:
+    return any(each.HasField("error") for each in answer.replicas)
 
 
 def _busy_policy(values: Values) -> Values:
@@ -186,7 +203,8 @@ _PAGE = {
     "all_pages": flag("List all items. --page-size then sets the number of items that each call returns.", "--all"),
     **WATCH,
 }
-_ADAPTER = {**_TARGET, "name": argument(str, "Select the loaded adapter with this name.", metavar="NAME")}
+_STAGE = {"stage": argument(str, "Select the stage with this name.", metavar="STAGE", complete=_complete("ListStages"))}
+_ADAPTER_NAME = argument(str, "Select the loaded adapter with this name.", metavar="NAME")
 
 GROUPS = {
     "lora": "Load, list, pin and unload the LoRA adapters of stages.",
@@ -388,25 +406,31 @@ COMMANDS = (
     ),
     Command(
         "lora load",
-        "Load a LoRA adapter from a folder, so that requests can select it by its name.",
+        "Load a LoRA adapter from a folder on all replicas of a stage, so that requests can select it by its name. "
+        "Replicas that start later load it, too. Exits with status 1 if a replica fails.",
         "LoadAdapter",
-        lambda answer, _: f"loaded {answer.adapter.name}, rank {answer.adapter.rank}",
-        **_TARGET,
+        lambda answer, values: f"loaded {values['name']}{_outcomes(answer, values)}",
+        _no_fields,
+        _any_failed,
+        **_STAGE,
         name=argument(str, "Set the name by which requests select the adapter.", metavar="NAME"),
         path=argument(
             str,
-            "Read the adapter from this folder on the replica's machine. The path must be absolute.",
+            "Read the adapter from this folder on each replica's machine. The path must be absolute.",
             metavar="FOLDER",
         ),
         timeout=_timeout(_LOAD_S),
     ),
     Command(
         "lora unload",
-        "Unload a LoRA adapter and free its memory.",
+        "Unload a LoRA adapter from all replicas of a stage and free its memory. Exits with status 1 if a replica "
+        "fails.",
         "UnloadAdapter",
-        lambda _, values: f"unloaded {values['name']}",
+        lambda answer, values: f"unloaded {values['name']}{_outcomes(answer, values)}",
         _busy_policy,
-        **_ADAPTER,
+        _any_failed,
+        **_STAGE,
+        name=_ADAPTER_NAME,
         drain=flag(
             "Wait until requests that use the adapter have ended. Without this option, the command fails if "
             "requests use the adapter.",
@@ -419,10 +443,16 @@ COMMANDS = (
         "Keep a LoRA adapter on the device until it is unloaded, so that no request waits for it.",
         "PinAdapter",
         lambda answer, _: f"pinned {answer.adapter.name}",
-        **_ADAPTER,
+        **_TARGET,
+        name=_ADAPTER_NAME,
     ),
     Command(
-        "lora list", "List the LoRA adapters that replicas have loaded.", "ListAdapters", _adapters, **_TARGET, **_PAGE
+        "lora list",
+        "List the LoRA adapters of a stage, and the replicas that have loaded each.",
+        "ListAdapters",
+        _adapters,
+        **_STAGE,
+        **_PAGE,
     ),
     Command(
         "profile start",

@@ -17,7 +17,7 @@ from stagemesh.orchestrator.cli.output import enum_word, print_json
 
 if TYPE_CHECKING:
     from stagemesh.orchestrator.cli.admin.client import AdminConnection
-    from stagemesh.v1 import admin_pb2
+    from stagemesh.v1 import admin_pb2, orchestrator_pb2
 
 _INTERVAL_S = 0.2
 _MOST_CAUSES = 5
@@ -125,7 +125,7 @@ def unmet_cause(snapshot: "admin_pb2.WatchPipelineResponse", target: str, condit
     return ", ".join(causes[:_MOST_CAUSES]) + more
 
 
-def _undrained(replica: "admin_pb2.ReplicaStatus") -> str:
+def _undrained(replica: "orchestrator_pb2.ReplicaStatus") -> str:
     """Returns what a replica must still do until it is drained, or "" if it is drained."""
     from stagemesh.v1 import stage_pb2
 
@@ -135,7 +135,7 @@ def _undrained(replica: "admin_pb2.ReplicaStatus") -> str:
     return f"{replica.name} runs {running} requests" if running else ""
 
 
-def _state(replica: "admin_pb2.ReplicaStatus") -> str:
+def _state(replica: "orchestrator_pb2.ReplicaStatus") -> str:
     from stagemesh.v1 import stage_pb2
 
     state = enum_word(stage_pb2.ReplicaState.DESCRIPTOR, replica.state)

@@ -95,7 +95,7 @@ class AdapterManager(ABC):
         self._changed = asyncio.Event()
 
     def list_adapters(self) -> Sequence[Adapter]:
-        return [entry.adapter for _, entry in sorted(self._entries.items())]
+        return [entry.adapter for _, entry in sorted(self._entries.items()) if not entry.unloading]
 
     @asynccontextmanager
     async def lease(self, name: str | None) -> AsyncGenerator[Entry | None]:

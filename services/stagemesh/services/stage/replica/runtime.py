@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from enum import Enum
 from typing import TypeVar
 
 from stagemesh.common.descriptors import Signature
@@ -20,6 +19,7 @@ from stagemesh.common.errors import (
     UnsupportedError,
 )
 from stagemesh.common.host import available_bytes
+from stagemesh.common.replica_state import ReplicaState
 from stagemesh.common.request_checks import check_request_id
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.arena.memory_file import pin_if_cuda
@@ -43,16 +43,6 @@ _RELEASE_S = 5.0
 _PAUSE_S = 2.0
 """Time limit for running steps to pause before they are stopped, in seconds. Other replicas resume the paused steps."""
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 10.0
-
-
-class ReplicaState(Enum):
-    """The state of a replica, as reported to orchestrators and operators."""
-
-    LOADING = "loading"
-    READY = "ready"
-    DRAINING = "draining"
-    FAILED = "failed"
-    ASLEEP = "asleep"
 
 
 class StageRuntime:
@@ -258,7 +248,9 @@ class StageRuntime:
 
     def load(self) -> stage_pb2.WatchLoadResponse:
         """Returns the current load of the engine and of the data plane."""
-        engine = EngineLoad(0, 0) if self.state is ReplicaState.LOADING else self.engine.load()
+        is_loaded = self.state is not ReplicaState.LOADING
+        engine = self.engine.load() if is_loaded else EngineLoad(0, 0)
+        adapters = self.engine.abilities.adapters if is_loaded else None
         plane = self.data_plane
         arena, landing = plane.arena, plane.landing.present
         return stage_pb2.WatchLoadResponse(
@@ -273,6 +265,7 @@ class StageRuntime:
             arena_waiting=arena.waiting,
             landing_used_bytes=landing.used_bytes if landing else 0,
             landing_size_bytes=landing.size_bytes if landing else 0,
+            adapters=[adapter.name for adapter in adapters.list_adapters()] if adapters is not None else (),
         )
 
     def reports(self, request_id: str = "") -> list[control_pb2.StepReport]:
@@ -411,7 +404,7 @@ class StageRuntime:
         """Raises NotReadyError unless the replica accepts steps. The error contains the replica's state."""
         if self.state is not ReplicaState.READY:
             raise NotReadyError(
-                f"replica {self.config.replica} of stage {self.config.stage} is {self.state.value}"
+                f"replica {self.config.replica} of stage {self.config.stage} is {self.state.name.lower()}"
                 f"{': ' if self.detail else ''}{self.detail}; try again when it is ready"
             )
 

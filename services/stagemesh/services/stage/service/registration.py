@@ -11,7 +11,7 @@ import grpc
 
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import DeadlineError, InvalidRequestError, StagemeshError, UnavailableError
-from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.stage_config import OrchestratorAddress, StageConfig
 from stagemesh.common.versions import WIRE_VERSION
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
@@ -49,12 +49,13 @@ async def registered(config: StageConfig, *, incarnation: str, port: int) -> Asy
         replica=config.replica,
         incarnation=incarnation,
         endpoint=_advertised(config, port),
+        server_name=config.server_name,
     )
     leaving = asyncio.Event()
     failure: Exception | None = None
     async with asyncio.TaskGroup() as group:
         registrations = {
-            group.create_task(Registration(orchestrator, identity, leaving).run()): orchestrator
+            group.create_task(Registration(orchestrator, identity, leaving).run()): orchestrator.endpoint
             for orchestrator in config.orchestrators
         }
         try:
@@ -75,8 +76,11 @@ async def registered(config: StageConfig, *, incarnation: str, port: int) -> Asy
 class Registration:
     """Keeps the replica registered with one orchestrator until the event `leaving` is set."""
 
-    def __init__(self, orchestrator: str, identity: membership_pb2.ReplicaIdentity, leaving: asyncio.Event) -> None:
-        self._orchestrator, self._identity, self._leaving = orchestrator, identity, leaving
+    def __init__(
+        self, orchestrator: OrchestratorAddress, identity: membership_pb2.ReplicaIdentity, leaving: asyncio.Event
+    ) -> None:
+        self._orchestrator, self._server_name = orchestrator.endpoint, orchestrator.server_name
+        self._identity, self._leaving = identity, leaving
         self._backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         self._pause_s = _FIRST_PAUSE_S
         self._registered, self._last_failure = False, ""
@@ -86,7 +90,7 @@ class Registration:
 
         After `leaving` is set, deregisters the replica and returns.
         """
-        async with open_channel(self._orchestrator, keepalive_s=20) as channel:
+        async with open_channel(self._orchestrator, server_name=self._server_name, keepalive_s=20) as channel:
             stub = membership_pb2_grpc.MembershipServiceStub(channel)
             while not self._leaving.is_set():
                 try:

@@ -97,7 +97,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
             incarnation=runtime.data_plane.incarnation,
             engine=config.engine,
             model=config.model or "",
-            state=stage_pb2.ReplicaState.Value(f"REPLICA_STATE_{runtime.state.name}"),
+            state=runtime.state.value,
             detail=runtime.detail,
             accepts=[spec_to_wire(name, spec) for name, spec in signature.accepts.items()],
             emits=[spec_to_wire(name, emitted.spec) for name, emitted in signature.emits.items()],
@@ -113,15 +113,15 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     ) -> AsyncIterator[stage_pb2.WatchLoadResponse]:
         interval_s = _checked_interval_s(request)
         intervals = idle_intervals = max(1, round(request.idle_interval_s / interval_s))
-        was_busy = False
+        was_busy, adapters = False, list[str]()
         while not self._runtime.closed.is_set():
             load = self._runtime.load()
             is_busy = bool(load.running or load.queued)
-            # A change from busy to idle is reported at once.
-            if is_busy or was_busy or intervals >= idle_intervals:
+            # A change from busy to idle, or of the adapters, is reported at once.
+            if is_busy or was_busy or intervals >= idle_intervals or adapters != load.adapters:
                 intervals = 0
                 yield load
-            intervals, was_busy = intervals + 1, is_busy
+            intervals, was_busy, adapters = intervals + 1, is_busy, list(load.adapters)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._runtime.closed.wait(), interval_s)
 
@@ -130,7 +130,10 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
 
     async def ProbeEdge(self, request: stage_pb2.ProbeEdgeRequest, context: _Context) -> stage_pb2.ProbeEdgeResponse:
         found = await self._runtime.data_plane.probe(
-            consumer=request.consumer, endpoint=request.endpoint, connector=name_of(request.connector)
+            consumer=request.consumer,
+            endpoint=request.endpoint,
+            connector=name_of(request.connector),
+            server_name=request.server_name,
         )
         return probe_to_wire(found)
 

@@ -67,6 +67,7 @@ class StepEdges:
                 consumer=target.consumer,
                 connector=target.connector,
                 policy=target.policy,
+                server_name=target.server_name,
                 rebind_s=_rebind_s(target.edge),
             )
             if target.edge == STATE_EDGE:
@@ -121,6 +122,7 @@ class StepEdges:
                 endpoint=target.endpoint,
                 consumer=target.consumer,
                 connector=target.connector,
+                server_name=target.server_name,
             )
 
     async def close(self, error: StagemeshError | None, *, left_state: bool) -> None:

@@ -82,11 +82,13 @@ class OutputBinding:
     tokens: TokenSelection = "all"
     attempt: int = 0
     """The attempt to which the edge's flow belongs. 0 means the step's attempt."""
+    server_name: str = ""
+    """The name in the consumer's TLS certificate, or empty if it is the host in `endpoint`."""
 
     @property
     def peer(self) -> tuple[str, ...]:
         """The identity of the consumer replica."""
-        return (self.consumer, self.endpoint)
+        return (self.consumer, self.endpoint, self.server_name)
 
     @property
     def is_selective(self) -> bool:
@@ -315,6 +317,7 @@ def _output_binding(message: stage_pb2.OutputBinding) -> OutputBinding:
         tensors=frozenset(message.tensors),
         tokens=_token_selection(message),
         attempt=message.attempt,
+        server_name=message.server_name,
     )
 
 

@@ -1,0 +1,142 @@
+"""Loads, unloads and lists the adapters of whole stages on behalf of AdminService."""
+
+import asyncio
+from collections.abc import Collection, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+from stagemesh.common.errors import ExistsError, NotFoundError, StagemeshError, UnavailableError
+from stagemesh.connectors.stream.wire import error_to_wire
+from stagemesh.orchestrator.admin.directory import Directory
+from stagemesh.orchestrator.fleet.replica import Replica
+from stagemesh.orchestrator.fleet.stage_adapters import StageAdapters, load_adapter, unload_adapter
+from stagemesh.v1 import admin_pb2, control_pb2
+
+_LIST_S = 5.0
+_PAGE = 1000
+
+_Answer = TypeVar("_Answer")
+
+
+class Adapters:
+    """Controls the adapters of the stages of one pipeline."""
+
+    def __init__(self, directory: Directory, remembered: StageAdapters) -> None:
+        self._directory, self._remembered = directory, remembered
+
+    async def load(self, stage: str, name: str, path: str, *, timeout_s: float) -> list[admin_pb2.AdapterOutcome]:
+        """Loads an adapter on all replicas of a stage, and remembers it for replicas that start later.
+
+        Returns the outcome for each replica. A replica whose outcome is an error gets no requests with the adapter
+        until it has loaded it. If no replica loads the adapter, raises the error of the first replica, and the adapter
+        is not remembered. Raises ExistsError (ADAPTER_EXISTS) if the stage has another folder's adapter of this name.
+        """
+        replicas = self._replicas(stage)
+        former = self._remembered.path_of(stage, name)
+        if former not in (None, path):
+            raise ExistsError(
+                f"adapter {name!r} of stage {stage!r} is already loaded from {former}; unload it, or use another name",
+                reason="ADAPTER_EXISTS",
+                metadata={"stage": stage, "adapter": name},
+            )
+        # A replica that becomes ready during the calls loads the adapter as well.
+        self._remembered.remember(stage, name, path)
+        answers = await _each(load_adapter(replica, name, path, timeout_s=timeout_s) for replica in replicas)
+        try:
+            _check_any(answers)
+        except StagemeshError:
+            if former is None:
+                self._remembered.forget(stage, name)
+            raise
+        return [_outcome(replica, answer) for replica, answer in zip(replicas, answers, strict=True)]
+
+    async def unload(
+        self, stage: str, name: str, when_busy: "control_pb2.BusyPolicy.ValueType", *, timeout_s: float
+    ) -> list[admin_pb2.AdapterOutcome]:
+        """Unloads an adapter from all replicas of a stage, and forgets it.
+
+        Returns the outcome for each replica that had the adapter or failed. If no replica unloads the adapter, raises
+        the error of the first replica, and the adapter stays remembered. Raises NotFoundError (UNKNOWN_ADAPTER) if no
+        replica has it.
+        """
+        replicas = self._replicas(stage)
+        former = self._remembered.path_of(stage, name)
+        self._remembered.forget(stage, name)
+        answers = await _each(unload_adapter(replica, name, when_busy, timeout_s=timeout_s) for replica in replicas)
+        had = {
+            replica: answer
+            for replica, answer in zip(replicas, answers, strict=True)
+            if not isinstance(answer, NotFoundError)
+        }
+        try:
+            _check_any(had.values())
+        except StagemeshError:
+            if former is not None:
+                self._remembered.remember(stage, name, former)
+            raise
+        if not had and former is None:
+            raise NotFoundError(
+                f"no replica of stage {stage!r} has adapter {name!r}",
+                reason="UNKNOWN_ADAPTER",
+                metadata={"stage": stage, "adapter": name},
+            )
+        return [_outcome(replica, answer) for replica, answer in had.items()]
+
+    async def list(self, stage: str) -> list[admin_pb2.StageAdapter]:
+        """Returns the adapters that the replicas of a stage have, in the order of their names.
+
+        Omits replicas that do not answer. If no replica answers, raises the error of the first one.
+        """
+        replicas = self._replicas(stage)
+        remembered = self._remembered.names(stage)
+        found = {name: admin_pb2.StageAdapter(name=name, remembered=True) for name in remembered}
+        answers = await _each(map(_adapters_of, replicas))
+        _check_any(answers)
+        for replica, answer in zip(replicas, answers, strict=True):
+            for adapter in () if isinstance(answer, StagemeshError) else answer:
+                known = found.setdefault(adapter.name, admin_pb2.StageAdapter(name=adapter.name))
+                known.replicas.append(_outcome(replica, adapter))
+        return [found[name] for name in sorted(found)]
+
+    def _replicas(self, stage: str) -> Sequence[Replica]:
+        replicas = self._directory.replicas_of(stage)
+        if not replicas:
+            raise UnavailableError(
+                f"stage {stage!r} has no replica; start one first", reason="STAGE_NOT_READY", metadata={"stage": stage}
+            )
+        return replicas
+
+
+async def _each(calls: Iterable[Coroutine[Any, Any, _Answer]]) -> "list[_Answer | StagemeshError]":
+    return await asyncio.gather(*map(_caught, calls))
+
+
+async def _caught(call: Coroutine[Any, Any, _Answer]) -> "_Answer | StagemeshError":
+    try:
+        return await call
+    except StagemeshError as exc:
+        return exc
+
+
+def _check_any(answers: Collection[object]) -> None:
+    """Raises the first error if all answers are errors."""
+    errors = [answer for answer in answers if isinstance(answer, StagemeshError)]
+    if errors and len(errors) == len(answers):
+        raise errors[0]
+
+
+async def _adapters_of(replica: Replica) -> Sequence[control_pb2.Adapter]:
+    adapters: list[control_pb2.Adapter] = []
+    request = control_pb2.ListAdaptersRequest(page_size=_PAGE)
+    while True:
+        answer = await replica.client.control("ListAdapters", request.SerializeToString(), timeout_s=_LIST_S)
+        page = control_pb2.ListAdaptersResponse.FromString(answer)
+        adapters += page.adapters
+        request.page_token = page.next_page_token
+        if not request.page_token:
+            return adapters
+
+
+def _outcome(replica: Replica, answer: "control_pb2.Adapter | StagemeshError | None") -> admin_pb2.AdapterOutcome:
+    if isinstance(answer, StagemeshError):
+        return admin_pb2.AdapterOutcome(replica=replica.name, error=error_to_wire(answer))
+    return admin_pb2.AdapterOutcome(replica=replica.name, adapter=answer)

@@ -1,0 +1,66 @@
+"""The adapters that operators have loaded for whole stages, and the restoration of them on replicas that start."""
+
+import logging
+from collections import defaultdict
+
+from stagemesh.common.errors import StagemeshError
+from stagemesh.orchestrator.fleet.replica import Replica
+from stagemesh.v1 import control_pb2
+
+_log = logging.getLogger(__name__)
+
+_LOAD_S = 300.0
+
+
+class StageAdapters:
+    """The folders of the adapters that each replica of a stage is to have, by stage and adapter name.
+
+    This orchestrator alone remembers them, until its process ends.
+    """
+
+    def __init__(self) -> None:
+        self._paths: defaultdict[str, dict[str, str]] = defaultdict(dict)
+
+    def path_of(self, stage: str, name: str) -> str | None:
+        """Returns the folder of an adapter, or None if the replicas of the stage need not have the adapter."""
+        return self._paths[stage].get(name)
+
+    def remember(self, stage: str, name: str, path: str) -> None:
+        self._paths[stage][name] = path
+
+    def forget(self, stage: str, name: str) -> None:
+        self._paths[stage].pop(name, None)
+
+    def names(self, stage: str) -> list[str]:
+        return list(self._paths[stage])
+
+    async def restore(self, replica: Replica) -> None:
+        """Loads the adapters of the replica's stage that the replica does not have. Logs failures.
+
+        Requests that need an adapter are placed on the replica after it has reported the adapter.
+        """
+        for name, path in list(self._paths[replica.stage].items()):
+            try:
+                await load_adapter(replica, name, path, timeout_s=_LOAD_S)
+                if self.path_of(replica.stage, name) is None:
+                    # An operator unloaded the adapter from the stage meanwhile.
+                    await unload_adapter(replica, name, control_pb2.BUSY_POLICY_DRAIN, timeout_s=_LOAD_S)
+            except StagemeshError as exc:
+                _log.warning("replica %s did not load adapter %s again: %s", replica.name, name, exc.message)
+            else:
+                _log.info("replica %s has loaded adapter %s again", replica.name, name)
+
+
+async def load_adapter(replica: Replica, name: str, path: str, *, timeout_s: float) -> control_pb2.Adapter:
+    """Loads an adapter on one replica, and returns its description. Does nothing if it is loaded already."""
+    request = control_pb2.LoadAdapterRequest(name=name, path=path).SerializeToString()
+    answer = await replica.client.control("LoadAdapter", request, timeout_s=timeout_s)
+    return control_pb2.LoadAdapterResponse.FromString(answer).adapter
+
+
+async def unload_adapter(
+    replica: Replica, name: str, when_busy: "control_pb2.BusyPolicy.ValueType", *, timeout_s: float
+) -> None:
+    """Unloads an adapter from one replica. Raises NotFoundError if the replica does not have it."""
+    request = control_pb2.UnloadAdapterRequest(name=name, when_busy=when_busy).SerializeToString()
+    await replica.client.control("UnloadAdapter", request, timeout_s=timeout_s)

@@ -1,0 +1,76 @@
+"""The ports of an orchestrator. Each port serves the RPCs of its callers' roles."""
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import pytest
+from google.protobuf.descriptor import MethodDescriptor
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from stagemesh.orchestrator.config import OrchestratorConfig, Registration
+from stagemesh.rpc.roles import CLIENT, OPERATOR, STAGE, Role, roles_of
+from tests.orchestrator.mesh import mesh
+from tests.repository.test_contract import SERVICERS
+
+_EVERYWHERE = {health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME}
+METHODS = {f"/{service.full_name}/{method.name}": method for service in SERVICERS for method in service.methods}
+
+
+async def _services(channel: grpc.aio.Channel) -> set[str]:
+    """Returns the services that the port lists by reflection."""
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    ask = channel.stream_stream(
+        f"/{reflection.SERVICE_NAME}/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    answer = await anext(aiter(ask(iter([request]))))
+    return {service.name for service in answer.list_services_response.service} - _EVERYWHERE
+
+
+async def _is_served(channel: grpc.aio.Channel, path: str, method: MethodDescriptor) -> bool:
+    """Calls the RPC with a message that cannot be parsed, and returns whether the port knows the RPC."""
+    call: Any = (
+        cast("Any", channel.stream_stream(path))(iter([b"\xff"]), timeout=10)
+        if method.client_streaming
+        else cast("Any", channel.unary_stream(path))(b"\xff", timeout=10)
+    )
+    try:
+        await call.read()
+    except grpc.aio.AioRpcError as exc:
+        return exc.code() is not grpc.StatusCode.UNIMPLEMENTED
+    finally:
+        call.cancel()
+    return True
+
+
+async def _served(channel: grpc.aio.Channel) -> set[str]:
+    served = await asyncio.gather(*(_is_served(channel, path, method) for path, method in METHODS.items()))
+    return {path for path, yes in zip(METHODS, served, strict=True) if yes}
+
+
+async def test_the_clients_port_serves_the_client_role_alone(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as up:
+        assert await _services(up.channel) == {"stagemesh.v1.OrchestratorService"}
+        assert await _served(up.channel) == {path for path in METHODS if CLIENT in roles_of(path)}
+
+
+async def test_the_admin_port_serves_operators_and_stages(tmp_path: Path) -> None:
+    roles: set[Role] = {OPERATOR, STAGE}
+    async with mesh(tmp_path) as up:
+        assert await _services(up.admin) == {
+            "stagemesh.v1.AdminService",
+            "stagemesh.v1.MembershipService",
+            "stagemesh.v1.StageControlService",
+        }
+        served = await _served(up.admin)
+        assert {path for path in served if not roles & roles_of(path)} == set()
+        assert {path.split("/")[1] for path in served} == await _services(up.admin)
+
+
+def test_registration_needs_an_address_at_which_replicas_register() -> None:
+    with pytest.raises(ValueError, match="registration needs admin_listen"):
+        OrchestratorConfig("speech", {}, "127.0.0.1:0", registration=Registration())
