@@ -3,6 +3,7 @@
 PYTHON ?= python3
 PROMPT ?= Tell me three things about the ocean, one sentence each.
 OUT ?= protos
+DOCS ?= docs
 
 BIN := $(CURDIR)/.venv/bin
 PROTOS := $(wildcard protos/stagemesh/v1/*.proto)
@@ -54,13 +55,14 @@ check: venv ## Check format, lint, prose, types, layers and contract
 	lint-imports
 	buf format --diff --exit-code && buf lint
 
-protos: venv ## Format the contract and regenerate its stubs
+protos: venv ## Format the contract and regenerate its stubs and docs/errors.md
 	buf format --write
 	$(MAKE) stubs
 
-stubs: # Write the stubs into $(OUT); tests/repository compares them with the committed ones
+stubs: # Write the stubs into $(OUT) and the error catalogue into $(DOCS); tests/repository compares both with the committed ones
 	python -m grpc_tools.protoc -I protos --python_out=$(OUT) --mypy_out=$(OUT) $(PROTOS)
 	python -m grpc_tools.protoc -I protos --grpc_python_out=$(OUT) --mypy_grpc_out=$(OUT) $(SERVICES)
+	python -m tools.error_catalogue $(DOCS)/errors.md
 
 bench: models ## Measure the speech pipeline, the edges, the stages and the orchestrator into out/bench-*.json
 	python -m benchmarks.speech --json out/bench-speech.json

@@ -91,7 +91,7 @@ async def test_an_unreachable_peer_is_named_with_a_remedy() -> None:
 
 async def test_a_malformed_address_is_rejected() -> None:
     ran = await stagemesh("probe-transport", "nowhere", "--json")
-    assert (ran.exit_code, json.loads(ran.stderr)["error"]["reason"]) == (ExitCode.USAGE, "NO_ADDRESS")
+    assert (ran.exit_code, json.loads(ran.stderr)["error"]["reason"]) == (ExitCode.USAGE, "INVALID_ADDRESS")
 
 
 async def test_a_replica_is_not_measured() -> None:

@@ -80,4 +80,4 @@ def test_a_chunk_with_a_missing_fragment_is_an_error() -> None:
     tensors = {"x": np.zeros(2 * wire.WHOLE_CHUNK_BYTES, np.uint8)}
     with pytest.raises(InvalidChunkError) as missing:
         _assemble(_messages(tensors)[:-1], tensors)
-    assert missing.value.reason == "PIECES_MISSING"
+    assert missing.value.reason == "FRAGMENT_GAP"

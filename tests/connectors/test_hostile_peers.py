@@ -49,7 +49,7 @@ def _tensor(**fields: object) -> chunk_pb2.ChunkData:
 async def test_malformed_chunk_is_rejected(data: chunk_pb2.ChunkData) -> None:
     async with open_peer() as one:
         await one.put_data(data)
-        assert await one.reason() in {"INVALID_CHUNK", "PIECES_MISSING"}
+        assert await one.reason() in {"INVALID_CHUNK", "FRAGMENT_GAP"}
 
 
 async def test_sequence_gap_is_rejected() -> None:
@@ -101,7 +101,7 @@ async def test_fragment_out_of_order_is_rejected(total_bytes: int, offset: int) 
                 transfer_id=number, total_bytes=total_bytes, offset=offset, payload=b"x", key=WIRE_KEY
             )
             await one.put(OPEN, stage_pb2.PutItem(piece=piece))
-        assert (await one.answer("rejected")).rejected.error.reason == "PIECE_GAP"
+        assert (await one.answer("rejected")).rejected.error.reason == "FRAGMENT_GAP"
 
 
 async def test_end_that_describes_other_chunks_is_rejected() -> None:

@@ -36,7 +36,7 @@ async def test_data_of_an_earlier_incarnation_is_never_accepted(connector: str) 
             with pytest.raises(ReplicaError) as caught:
                 await tasks[1]
             # `receive` checks that the chunks which arrived equal the sent ones. Then the reader gets the error.
-            assert caught.value.reason == "PRODUCER_LOST"
+            assert caught.value.reason == "PEER_LOST"
             assert await consumer.call("progress", request="old") > READ
 
 

@@ -126,7 +126,7 @@ async def test_a_request_that_never_fits_is_rejected_at_once() -> None:
         ) as why:
             async with admission.admitted(Footprint(3 << 20, 1 << 20), priority=0):
                 raise AssertionError("it was let in")
-    assert why.value.reason == "TOO_LARGE"
+    assert why.value.reason == "EXCEEDS_MEMORY"
 
 
 async def test_a_cancelled_waiting_request_unblocks_the_next() -> None:

@@ -309,7 +309,7 @@ async def test_requests_too_large_for_memory_are_rejected_and_others_wait(folder
     async with started(folder, memory_bytes=memory_bytes) as engine:
         with pytest.raises(InvalidRequestError, match="request fewer pixels or frames") as caught:
             await collect(engine.submit(task(replace(SMALL, height=512, width=512))))
-        assert caught.value.reason == "TOO_LARGE"
+        assert caught.value.reason == "EXCEEDS_MEMORY"
         running = [asyncio.ensure_future(frames(engine, task(request_id=name))) for name in "abc"]
         await stopped_at(engine, task(request_id="d"), 0)
         most = 0

@@ -27,9 +27,10 @@ def read_stubs(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.glob("*_pb2*.py*")}
 
 
-def test_the_committed_stubs_match_the_protos(tmp_path: Path) -> None:
-    run("make", "--no-print-directory", "stubs", f"OUT={tmp_path}")
+def test_the_committed_stubs_and_error_catalogue_match_the_protos(tmp_path: Path) -> None:
+    run("make", "--no-print-directory", "stubs", f"OUT={tmp_path}", f"DOCS={tmp_path}")
     assert read_stubs(tmp_path / "stagemesh" / "v1") == read_stubs(STUBS)
+    assert (tmp_path / "errors.md").read_text() == (ROOT / "docs" / "errors.md").read_text()
 
 
 def test_the_protos_are_formatted_and_linted() -> None:

@@ -38,9 +38,9 @@ def _tensor(**fields: object) -> tensor_pb2.Tensor:
 @pytest.mark.parametrize(
     ("change", "reason", "message"),
     [
-        (lambda r: setattr(r, "request_id", ""), "INVALID_REQUEST_ID", "request_id is ''"),
-        (lambda r: setattr(r, "request_id", "a b"), "INVALID_REQUEST_ID", "letters, digits"),
-        (lambda r: setattr(r, "request_id", "x" * 129), "INVALID_REQUEST_ID", "1 to 128"),
+        (lambda r: setattr(r, "request_id", ""), "INVALID_ID", "request_id is ''"),
+        (lambda r: setattr(r, "request_id", "a b"), "INVALID_ID", "letters, digits"),
+        (lambda r: setattr(r, "request_id", "x" * 129), "INVALID_ID", "1 to 128"),
         (lambda r: setattr(r, "step_id", "x\n"), "INVALID_ID", "step_id is"),
         (lambda r: setattr(r, "attempt", 0), "INVALID_REQUEST", "attempts count from 1"),
         (lambda r: setattr(r.input, "text", " \n"), "EMPTY_PROMPT", "the prompt is empty"),
@@ -70,7 +70,7 @@ def _tensor(**fields: object) -> tensor_pb2.Tensor:
         (lambda r: setattr(r.parameters.sampling, "regex", ""), "INVALID_SAMPLING", "regex is empty"),
         (lambda r: r.parameters.sampling.choice.SetInParent(), "INVALID_SAMPLING", "choice has no text"),
         (lambda r: r.parameters.sampling.MergeFrom(ENDLESS), "INVALID_SAMPLING", "ignore_eos contradicts grammar"),
-        (lambda r: r.inputs.add(edge="a->b", producer="a-0"), "UNKNOWN_EDGE", "unbind a->b"),
+        (lambda r: r.inputs.add(edge="a->b", producer="a-0"), "INVALID_EDGE", "unbind a->b"),
         (lambda r: r.outputs.extend([BOUND, BOUND]), "INVALID_EDGE", "'a->b' twice"),
         (lambda r: r.outputs.add(consumer="b-0", endpoint="h:1"), "INVALID_EDGE", "without a name"),
         (lambda r: r.outputs.add(edge="a->b"), "INVALID_EDGE", "needs a consumer and an endpoint"),

@@ -169,7 +169,7 @@ async def test_a_closing_replica_ends_all_calls_then_the_stream() -> None:
         await caller.until_received(1, "accepted", "output")
         await runtime.close()
         await caller.until_ended(1)
-        assert caller.reason(1) == "SHUTDOWN"
+        assert caller.reason(1) == "SHUTTING_DOWN"
         await caller.until_closing()
         # The caller ends the stream. Its writes until then do not fail.
         await caller.cancel(1)

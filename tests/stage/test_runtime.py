@@ -95,7 +95,7 @@ async def test_a_newer_attempt_stops_the_older() -> None:
         await anext(older)
         async with aclosing(runtime.execute(step_spec(attempt=2), time_left_s=None)) as newer:
             await anext(newer)
-            with pytest.raises(CancelledRequestError, match="attempt 2 has taken over"):
+            with pytest.raises(StaleAttemptError, match="attempt 2 has taken over"):
                 [event async for event in older]
 
 

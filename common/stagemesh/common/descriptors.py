@@ -127,6 +127,13 @@ class EngineDescriptor:
 _Descriptor = TypeVar("_Descriptor", EngineDescriptor, FunctionDescriptor, TransformDescriptor)
 
 
+_UNKNOWN_REASONS = {
+    "stagemesh.engines": "UNKNOWN_ENGINE",
+    "stagemesh.functions": "UNKNOWN_FUNCTION",
+    "stagemesh.transforms": "UNKNOWN_TRANSFORM",
+}
+
+
 @cache
 def _names(group: str) -> Mapping[str, Any]:
     return {entry.name: entry for entry in entry_points(group=group)}
@@ -138,7 +145,7 @@ def _load(group: str, name: str, kind: type[_Descriptor]) -> _Descriptor:
         noun = group.removeprefix("stagemesh.").removesuffix("s")
         raise NotFoundError(
             f"unknown {noun} {name!r}; known: {', '.join(sorted(known)) or 'none'}",
-            reason=f"UNKNOWN_{noun.upper()}",
+            reason=_UNKNOWN_REASONS[group],
         )
     descriptor = known[name].load()
     assert isinstance(descriptor, kind), f"entry point {name} of {group} is not a {kind.__name__}"

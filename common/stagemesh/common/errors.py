@@ -18,6 +18,7 @@ StagemeshError
 └── InternalError            INTERNAL             report it
 
 `stagemesh.rpc.error_mapping` maps each error to a gRPC status: code, message and one google.rpc.ErrorInfo.
+`protos/stagemesh/v1/errors.proto` is the catalogue of all reasons, from which docs/errors.md is generated.
 """
 
 from collections.abc import Mapping
@@ -47,14 +48,18 @@ class Code(IntEnum):
 class StagemeshError(Exception):
     """Base class of all Stagemesh errors. Programs can react to `reason` without parsing the message.
 
-    `reason` is a stable identifier in upper snake case. `metadata` contains details by name, for example `stage`,
-    `replica`, `edge`, `seq` or `request_id`. `retry_after_s` is the number of seconds after which a retry may succeed,
-    or None if that time is unknown.
+    `reason` is a name of the enum ErrorReason in `errors.proto`, without the prefix `ERROR_REASON_`. `metadata` has
+    details by name, for example `stage`, `replica`, `edge`, `seq` or `request_id`. `retry_after_s` is the number of
+    seconds after which a retry may succeed, or None if that time is unknown.
     """
 
     code: ClassVar[Code] = Code.UNKNOWN
     default_reason: ClassVar[str] = ""
-    """The default of `reason`. If it is empty, the default is the name of the error's code."""
+    """The default of `reason`. If it is empty, the default is the name of the error's code.
+
+    If it is empty, code that raises the error must name a reason. `rpc.error_mapping` may omit the reason, because the
+    statuses of gRPC and of proxies have none.
+    """
 
     def __init__(
         self,
@@ -155,12 +160,14 @@ class DeadlineError(StagemeshError):
     """Raised if the deadline of a request or call has passed."""
 
     code = Code.DEADLINE_EXCEEDED
+    default_reason = "DEADLINE_EXCEEDED"
 
 
 class CancelledRequestError(StagemeshError):
     """Raised if a caller cancelled the request."""
 
     code = Code.CANCELLED
+    default_reason = "CANCELLED"
 
 
 class UnavailableError(StagemeshError):
@@ -173,6 +180,7 @@ class InternalError(StagemeshError):
     """Raised if a defect in Stagemesh or in an engine caused the failure."""
 
     code = Code.INTERNAL
+    default_reason = "INTERNAL"
 
 
 _BY_CODE: Mapping[int, type[StagemeshError]] = {kind.code: kind for kind in StagemeshError.__subclasses__()}

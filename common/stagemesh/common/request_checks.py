@@ -28,11 +28,11 @@ _SAMPLING: Mapping[str, tuple[str, Callable[[float], bool]]] = {
 
 
 def check_request_id(request_id: str) -> None:
-    """Raises InvalidRequestError (INVALID_REQUEST_ID) if `request_id` is empty, too long or has invalid characters."""
+    """Raises InvalidRequestError (INVALID_ID) if `request_id` is empty, too long or has invalid characters."""
     if not _REQUEST_ID.fullmatch(request_id):
         raise InvalidRequestError(
             f"request_id is {request_id[:140]!r}; use 1 to 128 letters, digits, '.', '_', ':' and '-'",
-            reason="INVALID_REQUEST_ID",
+            reason="INVALID_ID",
         )
 
 

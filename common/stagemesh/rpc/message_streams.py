@@ -98,7 +98,9 @@ class LocalStream(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_writable = False
         if exc is not None:
-            self._error = self._error or UnavailableError(f"the local stream with {self._peer} broke: {exc}")
+            self._error = self._error or UnavailableError(
+                f"the local stream with {self._peer} broke: {exc}", reason="CONNECTION_LOST"
+            )
         self._handler.closed(self._error)
 
     def _next_message(self) -> bytes | None:
@@ -201,7 +203,7 @@ class ClientStream(_GrpcStream):
                 del data
             await self._call.done_writing()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as exc:
-            raise UnavailableError(f"the connection to {self._peer} broke") from exc
+            raise UnavailableError(f"the connection to {self._peer} broke", reason="CONNECTION_LOST") from exc
         # Waits, because the reader ends the stream.
         await asyncio.Event().wait()
 

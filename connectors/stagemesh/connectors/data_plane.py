@@ -149,7 +149,8 @@ class DataPlane:
                 return await link.probe(connector)
         except TimeoutError:
             raise UnavailableError(
-                f"replica {consumer} at {endpoint} did not negotiate connector {connector} within {PROBE_S:g} s"
+                f"replica {consumer} at {endpoint} did not negotiate connector {connector} within {PROBE_S:g} s",
+                reason="NO_ANSWER",
             ) from None
 
     def replay(self, key: EdgeKey, *, first_seq: int) -> AsyncGenerator[stage_pb2.GetChunkResponse]:
@@ -199,7 +200,7 @@ class DataPlane:
         for link in list(self._links.values()):
             await link.close()
         self._links.clear()
-        self.consumer.fail_all(UnavailableError(f"{self._identity.replica} shuts down"))
+        self.consumer.fail_all(UnavailableError(f"{self._identity.replica} shuts down", reason="SHUTTING_DOWN"))
         for session in list(self._sessions):
             await session.close()
         await self.consumer.close()

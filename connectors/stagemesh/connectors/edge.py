@@ -22,8 +22,6 @@ REBIND_S = 15.0
 
 NOT_READ = "NOT_READ"
 """The reason of a flow's error if the consumer deliberately stopped reading."""
-PEER_LOST = "PEER_LOST"
-"""The reason of a flow's error if the consumer became unavailable before the flow ended."""
 _REPLICA_REASONS = frozenset({"UNKNOWN_FLOW", "STALE_ATTEMPT", "STALE_INCARNATION"})
 
 

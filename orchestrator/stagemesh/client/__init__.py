@@ -1,4 +1,8 @@
-"""The Python client: `AsyncClient` and `Client`, with typed events and results."""
+"""The Python client: `AsyncClient` and `Client`, with typed events and results.
+
+Calls raise the errors of `stagemesh.common.errors`. docs/errors.md lists every reason that an error can have, its
+remedy, and whether a retry helps.
+"""
 
 from stagemesh.client.clients import AsyncClient as AsyncClient
 from stagemesh.client.clients import AsyncGeneration as AsyncGeneration

@@ -293,7 +293,7 @@ class RequestSession:
         """
         timeout_s = self._attempts.begin()
         if self._client.closed:
-            raise CancelledRequestError("the client was closed")
+            raise CancelledRequestError("the client was closed", reason="CLIENT_CLOSED")
         self._client.latest = self.endpoint = self._next_endpoint
         return timeout_s
 

@@ -58,7 +58,9 @@ def _create(path: Path) -> BinaryIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("wb")
     except OSError as exc:
-        raise InvalidRequestError(f"cannot write {path}: {exc.strerror}; choose another file") from exc
+        raise InvalidRequestError(
+            f"cannot write {path}: {exc.strerror}; choose another file", reason="CANNOT_WRITE"
+        ) from exc
 
 
 def _begin(raw: BinaryIO, *, channels: int, sample_rate_hz: int) -> wave.Wave_write:

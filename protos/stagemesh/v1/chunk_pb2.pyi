@@ -279,11 +279,13 @@ class Error(_message.Message):
     code: _builtins.int
     """A google.rpc.Code value."""
     reason: _builtins.str
-    """A stable reason in UPPER_SNAKE case, for programs."""
+    """The reason: the name of a value of ErrorReason without its prefix, for example UNKNOWN_FLOW."""
     message: _builtins.str
     """A message for people that says what is wrong and what to do."""
     retry_after_s: _builtins.float
-    """The seconds after which a retry may succeed. Absent if a retry cannot help."""
+    """The seconds after which a retry may succeed. Absent if that time is unknown. ErrorReason states whether a retry can
+    help.
+    """
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The context of the error, such as stage, edge and seq."""

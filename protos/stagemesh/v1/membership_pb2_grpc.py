@@ -57,9 +57,9 @@ class MembershipServiceServicer(object):
 
         Fails with FAILED_PRECONDITION: REPLICA_REFUSED if the replica's wire version, pipeline or generation differs, or
         its stage does not exist; REGISTRATION_CLOSED if the orchestrator's configuration does not enable registration;
-        NOT_RUNNING while the orchestrator starts or stops; LEASE_ENDED if a renewal arrived after the end of the lease, in
-        which case the replica registers again. Fails with ALREADY_EXISTS (REPLICA_EXISTS) while another replica with the
-        same name is registered from another address.
+        LEASE_ENDED if a renewal arrived after the end of the lease, in which case the replica registers again. Fails with
+        UNAVAILABLE (NOT_RUNNING) while the orchestrator starts or stops, and with ALREADY_EXISTS (REPLICA_EXISTS) while
+        another replica with the same name is registered from another address.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,9 +44,9 @@ class MembershipServiceStub:
 
     Fails with FAILED_PRECONDITION: REPLICA_REFUSED if the replica's wire version, pipeline or generation differs, or
     its stage does not exist; REGISTRATION_CLOSED if the orchestrator's configuration does not enable registration;
-    NOT_RUNNING while the orchestrator starts or stops; LEASE_ENDED if a renewal arrived after the end of the lease, in
-    which case the replica registers again. Fails with ALREADY_EXISTS (REPLICA_EXISTS) while another replica with the
-    same name is registered from another address.
+    LEASE_ENDED if a renewal arrived after the end of the lease, in which case the replica registers again. Fails with
+    UNAVAILABLE (NOT_RUNNING) while the orchestrator starts or stops, and with ALREADY_EXISTS (REPLICA_EXISTS) while
+    another replica with the same name is registered from another address.
     """
 
 @_typing.type_check_only
@@ -65,9 +65,9 @@ class MembershipServiceAsyncStub(MembershipServiceStub):
 
     Fails with FAILED_PRECONDITION: REPLICA_REFUSED if the replica's wire version, pipeline or generation differs, or
     its stage does not exist; REGISTRATION_CLOSED if the orchestrator's configuration does not enable registration;
-    NOT_RUNNING while the orchestrator starts or stops; LEASE_ENDED if a renewal arrived after the end of the lease, in
-    which case the replica registers again. Fails with ALREADY_EXISTS (REPLICA_EXISTS) while another replica with the
-    same name is registered from another address.
+    LEASE_ENDED if a renewal arrived after the end of the lease, in which case the replica registers again. Fails with
+    UNAVAILABLE (NOT_RUNNING) while the orchestrator starts or stops, and with ALREADY_EXISTS (REPLICA_EXISTS) while
+    another replica with the same name is registered from another address.
     """
 
 class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -89,9 +89,9 @@ class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Fails with FAILED_PRECONDITION: REPLICA_REFUSED if the replica's wire version, pipeline or generation differs, or
         its stage does not exist; REGISTRATION_CLOSED if the orchestrator's configuration does not enable registration;
-        NOT_RUNNING while the orchestrator starts or stops; LEASE_ENDED if a renewal arrived after the end of the lease, in
-        which case the replica registers again. Fails with ALREADY_EXISTS (REPLICA_EXISTS) while another replica with the
-        same name is registered from another address.
+        LEASE_ENDED if a renewal arrived after the end of the lease, in which case the replica registers again. Fails with
+        UNAVAILABLE (NOT_RUNNING) while the orchestrator starts or stops, and with ALREADY_EXISTS (REPLICA_EXISTS) while
+        another replica with the same name is registered from another address.
         """
 
 def add_MembershipServiceServicer_to_server(servicer: MembershipServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class OrchestratorServiceStub(object):
-    """OrchestratorService is the API for clients.
+    """OrchestratorService is the API for clients. errors.proto lists the reason of every error that a call can end with.
     """
 
     def __init__(self, channel):
@@ -53,7 +53,7 @@ class OrchestratorServiceStub(object):
 
 
 class OrchestratorServiceServicer(object):
-    """OrchestratorService is the API for clients.
+    """OrchestratorService is the API for clients. errors.proto lists the reason of every error that a call can end with.
     """
 
     def Generate(self, request, context):
@@ -131,7 +131,7 @@ def add_OrchestratorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class OrchestratorService(object):
-    """OrchestratorService is the API for clients.
+    """OrchestratorService is the API for clients. errors.proto lists the reason of every error that a call can end with.
     """
 
     @staticmethod

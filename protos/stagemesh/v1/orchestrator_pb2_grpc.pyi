@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class OrchestratorServiceStub:
-    """OrchestratorService is the API for clients."""
+    """OrchestratorService is the API for clients. errors.proto lists the reason of every error that a call can end with."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -70,7 +70,7 @@ class OrchestratorServiceStub:
 
 @_typing.type_check_only
 class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
-    """OrchestratorService is the API for clients."""
+    """OrchestratorService is the API for clients. errors.proto lists the reason of every error that a call can end with."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_orchestrator_pb2.GenerateRequest, _orchestrator_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -109,7 +109,7 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     """DescribePipeline returns the current state of the pipeline, its stages and its replicas."""
 
 class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
-    """OrchestratorService is the API for clients."""
+    """OrchestratorService is the API for clients. errors.proto lists the reason of every error that a call can end with."""
 
     @_abc_1.abstractmethod
     def Generate(

@@ -67,4 +67,4 @@ async def test_inner_layers_of_an_unsuited_model_are_rejected(tmp_path: Path) ->
 async def test_error_names_an_unreadable_model(tmp_path: Path) -> None:
     with pytest.raises(NotReadyError, match="vLLM cannot load") as caught:
         await start(tmp_path, {"layers": ["last", 1]})
-    assert caught.value.reason == "MODEL_NOT_LOADED"
+    assert caught.value.reason == "LOAD_FAILED"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.simulation import virtual_time
-from stagemesh.common.errors import CancelledRequestError, UnavailableError
+from stagemesh.common.errors import CancelledRequestError, InternalError, UnavailableError
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.lifecycle import STAGE_WAIT_S
@@ -314,7 +314,7 @@ def test_a_request_that_kills_its_replicas_fails_alone(chain: Pipeline) -> None:
     async def main() -> None:
         async with _mesh(world, replicas=3) as mesh, asyncio.TaskGroup() as group:
             good = group.create_task(mesh.ask("good"))
-            with pytest.raises(UnavailableError, match="the request is probably the cause") as error:
+            with pytest.raises(InternalError, match="the request is probably the cause") as error:
                 await _Mesh(mesh.orchestrator, world).ask("poison")
             assert error.value.reason == "POISON_REQUEST"
             assert await good == _SPOKEN

@@ -16,7 +16,7 @@ from stagemesh.orchestrator.request.failures import Failure, root_cause
 LOST = Failure("b", UnavailableError("gone", reason="REPLICA_LOST"))
 BROKE = Failure("b", InternalError("broke"))
 ECHO = Failure("c", InternalError("broke", metadata={"stage": "b"}))
-NO_PRODUCER = Failure("c", UnavailableError("replica b-0 went away", reason="PRODUCER_LOST"))
+NO_PRODUCER = Failure("c", UnavailableError("replica b-0 went away", reason="PEER_LOST"))
 NOT_EXPECTED = Failure("a", NotFoundError("expects nothing", reason="UNKNOWN_FLOW"))
 STOPPED = Failure("a", CancelledRequestError("the consumer stopped reading"))
 

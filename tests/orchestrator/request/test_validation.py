@@ -60,7 +60,7 @@ def test_an_unknown_option_is_rejected(pipeline: Pipeline) -> None:
 
 @pytest.mark.parametrize("request_id", ["a b", "x" * 129, "r/1", "é"])
 def test_a_request_id_with_other_characters_is_rejected(request_id: str, pipeline: Pipeline) -> None:
-    assert _rejection(ask(request_id=request_id), pipeline).reason == "INVALID_REQUEST_ID"
+    assert _rejection(ask(request_id=request_id), pipeline).reason == "INVALID_ID"
 
 
 def test_an_unknown_role_is_rejected(pipeline: Pipeline) -> None:

@@ -502,4 +502,4 @@ def _address_of(tensor: Array) -> int:
 
 
 def _closed() -> UnavailableError:
-    return UnavailableError("the arena is closed: this replica is stopping", reason="CLOSED")
+    return UnavailableError("the arena is closed: this replica is stopping", reason="SHUTTING_DOWN")

@@ -153,10 +153,11 @@ class ArenaWriter:
             if time.monotonic() >= deadline_s:
                 raise DeadlineError(
                     f"the worker's slab of {self._ticket.size_bytes} bytes had no space for {timeout_s} s, because the "
-                    "tensors in it were not read; allow more time or raise its size"
+                    "tensors in it were not read; allow more time or raise its size",
+                    reason="ARENA_FULL",
                 )
             if self._replica_has_ended():
-                raise UnavailableError("the replica that this worker belongs to has terminated")
+                raise UnavailableError("the replica that this worker belongs to has terminated", reason="PEER_LOST")
             time.sleep(backoff.next_s())
         return page
 
@@ -239,5 +240,6 @@ def _map(ticket: PartitionTicket) -> mmap.mmap:
 def _not_shared(cause: str) -> NotReadyError:
     return NotReadyError(
         f"the replica's arena cannot be opened ({cause}); "
-        "run its workers on its host, in its pid namespace, as its user"
+        "run its workers on its host, in its pid namespace, as its user",
+        reason="ARENA_NOT_SHARED",
     )

@@ -186,7 +186,7 @@ class FaultSuite(Suite):
         async with self.hosts() as (a, b):
             outlet, inlet = open_flow(a, b, connector=self.connector)
             await outlet.send(packet(0, 50_000))
-            outlet.abort(InvalidRequestError("the engine refused", reason="BAD"))
+            outlet.abort(InvalidRequestError("the engine refused"))
             assert await _first(inlet) == packet(0, 50_000).tensors["x"].tobytes()
             with pytest.raises(InvalidRequestError, match="the engine refused"):
                 await _first(inlet)

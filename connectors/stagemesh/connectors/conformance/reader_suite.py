@@ -303,7 +303,7 @@ class ReaderSuite(Suite):
 
         async def fails_later(reader: FetchingReader, *args: Any) -> list[Bytes]:
             if next(reads, None) is None:
-                raise UnavailableError("the wire was cut")
+                raise UnavailableError("the wire was cut", reason="CONNECTOR_FAILED")
             return await fetch(reader, *args)
 
         monkeypatch.setattr(kind, "fetch", fails_later)

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 from stagemesh.common.connector_descriptors import AUTO, GRPC, ConnectorName, number_of
 from stagemesh.common.errors import CancelledRequestError, InvalidChunkError, StagemeshError, UnavailableError
 from stagemesh.connectors.base import MemoryAccount
-from stagemesh.connectors.edge import NOT_READ, PEER_LOST, EdgeKey, FlowStatus, Packet, ReadyQueue, is_recoverable
+from stagemesh.connectors.edge import NOT_READ, EdgeKey, FlowStatus, Packet, ReadyQueue, is_recoverable
 from stagemesh.connectors.flow.packet_queue import Credit, PacketQueue
 from stagemesh.connectors.stream import wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
@@ -113,7 +113,7 @@ class Inlet:
             return
         edge = self.attempt.key.edge
         if lost:
-            error: StagemeshError = UnavailableError(f"the consumer of edge {edge} has ended", reason=PEER_LOST)
+            error: StagemeshError = UnavailableError(f"the consumer of edge {edge} has ended", reason="PEER_LOST")
         else:
             error = CancelledRequestError(f"the consumer of edge {edge} stopped reading", reason=NOT_READ)
         self.attempt.close(error)
@@ -348,7 +348,7 @@ class InletAttempt:
     def lost_error(self) -> UnavailableError:
         return UnavailableError(
             f"replica {self.producer} was lost before chunk {self.next_seq} of edge {self.key.edge}",
-            reason="PRODUCER_LOST",
+            reason="PEER_LOST",
             metadata={"edge": self.key.edge, "replica": self.producer, "seq": str(self.next_seq)},
         )
 

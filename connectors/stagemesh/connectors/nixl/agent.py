@@ -127,4 +127,4 @@ def _config(*, serves: bool) -> nixl.nixlAgentConfig:
 
 
 def _unreadable(peer: str, exc: Exception) -> UnavailableError:
-    return UnavailableError(f"agent {peer} cannot be read from: {exc!r}")
+    return UnavailableError(f"agent {peer} cannot be read from: {exc!r}", reason="CONNECTOR_FAILED")

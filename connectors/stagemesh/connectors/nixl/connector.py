@@ -121,7 +121,7 @@ class NixlReader(FetchingReader):
 
     async def fetch(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes]:
         if self._arena is None:
-            raise UnavailableError("this reader is closed")
+            raise UnavailableError("this reader is closed", reason="CONNECTOR_FAILED")
         return await self._arena.fetch(places, account)
 
     def fetch_at_once(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes] | None:

@@ -67,7 +67,7 @@ class ReadThread:
     async def run(self, peer: RemoteReads, read: Read) -> None:
         """Runs a read on the thread and waits until the read is complete. Raises UnavailableError if the read fails."""
         if self._is_closed:
-            raise UnavailableError(_CLOSED)
+            raise UnavailableError(_CLOSED, reason="CONNECTOR_FAILED")
         read.completion = completion = asyncio.get_running_loop().create_future()
         self._calls.put(lambda: self._add_read(peer, read))
         try:
@@ -76,7 +76,7 @@ class ReadThread:
             read.abandon()
             raise
         if read.failure:
-            raise UnavailableError(read.failure)
+            raise UnavailableError(read.failure, reason="CONNECTOR_FAILED")
 
     def read_at_once(self, peer: RemoteReads, read: Read) -> bool:
         """Runs a read on the event loop, without the read thread. Returns whether the read is complete.
@@ -103,7 +103,7 @@ class ReadThread:
 
     async def _call(self, function: Callable[[], _T]) -> _T:
         if self._is_closed:
-            raise UnavailableError(_CLOSED)
+            raise UnavailableError(_CLOSED, reason="CONNECTOR_FAILED")
         outcome: Future[_T] = Future()
 
         def call() -> None:
@@ -172,7 +172,7 @@ class ReadThread:
 
     def _add_peer(self, name: str, metadata: bytes) -> RemoteReads:
         if self._has_ended:
-            raise UnavailableError(_CLOSED)
+            raise UnavailableError(_CLOSED, reason="CONNECTOR_FAILED")
         if self._agent is None:
             self._agent = self._make_agent()
         self._agent.add_peer(name, metadata)

@@ -225,7 +225,7 @@ class RemoteArena:
         """
         peer = self._peer
         if peer is None or peer.failure:
-            raise UnavailableError(self.failure or f"{self.offer.agent} is not connected")
+            raise UnavailableError(self.failure or f"{self.offer.agent} is not connected", reason="CONNECTOR_FAILED")
         plan = self._plan(places)
         region = await self._landing.allocate(plan.size_bytes, account)
         read = self._read(plan, region, peer)

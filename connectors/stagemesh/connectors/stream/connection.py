@@ -100,7 +100,9 @@ class ProducerSession:
         if self.ended.done():
             raise self.ended.result()
         if not self._welcome.done():
-            raise UnavailableError(f"replica {self._consumer} did not answer within {_HANDSHAKE_S:g} s")
+            raise UnavailableError(
+                f"replica {self._consumer} did not answer within {_HANDSHAKE_S:g} s", reason="NO_ANSWER"
+            )
         return self._welcome.result()
 
     async def close(self) -> None:
@@ -144,7 +146,9 @@ class ProducerSession:
         self._stream = None
         self.ready.take_all()
         if not self.ended.done():
-            self.ended.set_result(error or UnavailableError(f"replica {self._consumer} ended the stream"))
+            self.ended.set_result(
+                error or UnavailableError(f"replica {self._consumer} ended the stream", reason="CONNECTION_LOST")
+            )
 
     # -- inner workings
 

@@ -311,8 +311,8 @@ class Consumer:
         """
         if self._error is not None:
             raise copy(self._error)
-        _check_same("pipeline", hello.pipeline, self._identity.pipeline)
-        _check_same("generation", hello.generation, self._identity.generation)
+        _check_same("pipeline", hello.pipeline, self._identity.pipeline, reason="WRONG_PIPELINE")
+        _check_same("generation", hello.generation, self._identity.generation, reason="WRONG_GENERATION")
         for producer in list(self._producers.values()):
             if producer.replica == hello.replica and producer.incarnation != hello.incarnation:
                 self.lose(producer)
@@ -369,10 +369,10 @@ def _log_failure(creating: asyncio.Task[Arena]) -> None:
         _log.warning("chunks that arrive as fragments use newly allocated memory: %s", creating.exception())
 
 
-def _check_same(what: str, theirs: str, ours: str) -> None:
+def _check_same(what: str, theirs: str, ours: str, *, reason: str) -> None:
     if theirs != ours:
         raise NotReadyError(
             f"the producer serves {what} {theirs!r}, but this replica serves {ours!r}; deploy both from one pipeline "
             "file",
-            reason=f"WRONG_{what.upper()}",
+            reason=reason,
         )

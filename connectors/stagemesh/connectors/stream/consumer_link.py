@@ -90,7 +90,7 @@ class ConsumerLink:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self._fail_flows(UnavailableError(f"{self._peer.hello.replica} shuts down"))
+        self._fail_flows(UnavailableError(f"{self._peer.hello.replica} shuts down", reason="SHUTTING_DOWN"))
         self._leases.end_all()
         self._stop_watching()
 
@@ -162,7 +162,7 @@ class ConsumerLink:
         if not welcome.incarnation:
             raise InvalidChunkError(f"replica {self._peer.consumer} did not report its incarnation")
         if self._incarnation and self._incarnation != welcome.incarnation:
-            restarted = UnavailableError(f"replica {self._peer.consumer} was restarted", reason="PEER_RESTARTED")
+            restarted = UnavailableError(f"replica {self._peer.consumer} was restarted", reason="PEER_LOST")
             self._fail_flows(restarted, opened_only=True)
             self._peer.worked.clear()
         # Ends the leases of chunks whose messages never arrived.
@@ -302,7 +302,7 @@ class ConsumerLink:
         Called when the consumer's process on this host has terminated.
         """
         self._watch = None
-        died = UnavailableError(f"replica {self._peer.consumer} died", reason="PEER_DIED")
+        died = UnavailableError(f"replica {self._peer.consumer} died", reason="PEER_LOST")
         self._fail_flows(died, opened_only=True)
         self._leases.end_all()
 

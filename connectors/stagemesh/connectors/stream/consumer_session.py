@@ -28,7 +28,7 @@ from stagemesh.v1 import chunk_pb2, stage_pb2
 _log = logging.getLogger(__name__)
 
 _CLOSING_S = 1.0
-_LOST_MESSAGE = frozenset({"NOT_OPENED", "SEQUENCE_GAP", "PIECE_GAP", "PIECES_MISSING"})
+_LOST_MESSAGE = frozenset({"NOT_OPENED", "SEQUENCE_GAP", "FRAGMENT_GAP"})
 """The error reasons that indicate that a message of a flow was lost."""
 
 
@@ -274,7 +274,9 @@ class ConsumerSession:
 
         The producer has not detected the failure yet.
         """
-        error = UnavailableError(f"connector {flow.connector} with {self._producer.replica} has failed")
+        error = UnavailableError(
+            f"connector {flow.connector} with {self._producer.replica} has failed", reason="CONNECTOR_FAILED"
+        )
         flow.resync(error, failed=flow.connector)
 
     def _demand(self, demand: stage_pb2.CreditDemand) -> None:
@@ -381,4 +383,6 @@ class ConsumerSession:
         except Exception as exc:
             # This is the outermost code of a task, and another package may have installed the connector.
             _log.exception("connector %s failed with an unexpected error", flow.connector)
-            raise UnavailableError(f"connector {flow.connector} failed: {type(exc).__name__}: {exc}") from exc
+            raise UnavailableError(
+                f"connector {flow.connector} failed: {type(exc).__name__}: {exc}", reason="CONNECTOR_FAILED"
+            ) from exc

@@ -49,8 +49,8 @@ class FragmentAssembler:
         Copies the fragment into the transfer's buffer. If the fragment contains the whole chunk, is aligned, and makes
         up at least half of the received message, uses the message's memory as the buffer instead.
 
-        Raises InvalidChunkError (PIECE_GAP) if an earlier fragment is missing, or if the fragment does not fit into the
-        buffer.
+        Raises InvalidChunkError (FRAGMENT_GAP) if an earlier fragment is missing, or if the fragment does not fit into
+        the buffer.
         """
         message, payload = fragment
         transfer = self._transfers.get(key)
@@ -60,7 +60,7 @@ class FragmentAssembler:
         if message.offset > transfer.received_bytes or end > transfer.total_bytes:
             raise InvalidChunkError(
                 f"a fragment of edge {key.edge} at {message.offset} does not follow the previous fragment",
-                reason="PIECE_GAP",
+                reason="FRAGMENT_GAP",
             )
         if message.offset < transfer.received_bytes:
             return
@@ -79,7 +79,7 @@ class FragmentAssembler:
         """Ends a flow's transfer. Returns the bytes of each tensor that was sent as fragments, in the tensors' order.
 
         Returns an empty list if no tensor was sent as fragments. Raises InvalidChunkError with the reason
-        PIECES_MISSING if fragments are missing. Raises InvalidChunkError if a tensor is outside the transfer's buffer.
+        FRAGMENT_GAP if fragments are missing. Raises InvalidChunkError if a tensor is outside the transfer's buffer.
         """
         streamed = [message for message in data.tensors if message.HasField("streamed")]
         if not streamed:
@@ -88,7 +88,7 @@ class FragmentAssembler:
         ids = {message.streamed.transfer_id for message in streamed}
         complete = transfer is not None and transfer.received_bytes == transfer.total_bytes and ids == {transfer.id}
         if transfer is None or transfer.buffer is None or not complete:
-            raise InvalidChunkError(f"fragments of a chunk of edge {key.edge} are missing", reason="PIECES_MISSING")
+            raise InvalidChunkError(f"fragments of a chunk of edge {key.edge} are missing", reason="FRAGMENT_GAP")
         self.drop(key)
         return [_part(transfer.buffer, message) for message in streamed]
 

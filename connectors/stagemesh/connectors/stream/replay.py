@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, Iterator
 
-from stagemesh.common.errors import NotFoundError
+from stagemesh.common.errors import NotReadyError
 from stagemesh.connectors.edge import EdgeKey, Packet
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt, Phase
 from stagemesh.connectors.flow.sent_chunks import SentChunk, SentChunks
@@ -13,7 +13,7 @@ from stagemesh.v1 import chunk_pb2, stage_pb2
 async def replay(flow: OutletAttempt, *, first_seq: int) -> AsyncGenerator[stage_pb2.GetChunkResponse]:
     """Yields the chunks of a flow from number `first_seq` to the end of the flow.
 
-    Waits for chunks that have not been produced yet. Raises NotFoundError (CHUNK_GONE) if a chunk is no longer
+    Waits for chunks that have not been produced yet. Raises NotReadyError (CHUNK_GONE) if a chunk is no longer
     retained.
     """
     chunks: SentChunks = flow.chunks
@@ -21,7 +21,7 @@ async def replay(flow: OutletAttempt, *, first_seq: int) -> AsyncGenerator[stage
     while True:
         kept = chunks.retained_from(seq)
         if kept is None:
-            raise NotFoundError(f"chunk {seq} of edge {flow.key.edge} is no longer kept", reason="CHUNK_GONE")
+            raise NotReadyError(f"chunk {seq} of edge {flow.key.edge} is no longer kept", reason="CHUNK_GONE")
         for sent in kept[:1]:
             for response in _chunk_messages(flow.key, sent):
                 yield response

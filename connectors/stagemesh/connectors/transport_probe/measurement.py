@@ -269,7 +269,7 @@ class _Prober:
         except grpc.aio.AioRpcError as exc:
             raise from_rpc_error(exc, peer=self._endpoint) from exc
         except TimeoutError:
-            raise UnavailableError(f"no further packet arrived within {_STEP_S:g} s") from None
+            raise UnavailableError(f"no further packet arrived within {_STEP_S:g} s", reason="NO_ANSWER") from None
         finally:
             call.cancel()
 
@@ -277,7 +277,9 @@ class _Prober:
 def _check_address(endpoint: str) -> None:
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise InvalidRequestError(f"{endpoint!r} is not an address; write one like 10.0.0.2:7790", reason="NO_ADDRESS")
+        raise InvalidRequestError(
+            f"{endpoint!r} is not an address; write one like 10.0.0.2:7790", reason="INVALID_ADDRESS"
+        )
 
 
 async def _describe(stub: "stage_pb2_grpc.StageServiceAsyncStub", endpoint: str) -> stage_pb2.DescribeResponse:

@@ -31,7 +31,6 @@ _REMEDIES: dict[str, str] = {
     "UNKNOWN_REQUEST": "run `stagemesh admin requests` to list the requests",
     "UNKNOWN_TARGET": "run `stagemesh admin replicas` to list the replicas",
     "REQUEST_EXISTS": "choose another --request-id, or omit it",
-    "UNKNOWN_MODEL": "run `stagemesh models list` to list the models",
     "UNKNOWN_OUTPUT": "run `stagemesh pipeline graph PIPELINE` to see the outputs of the pipeline",
 }
 

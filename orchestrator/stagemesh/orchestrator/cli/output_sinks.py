@@ -115,4 +115,6 @@ class Sinks(ExitStack):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         except OSError as exc:
-            raise InvalidRequestError(f"cannot write {path}: {exc.strerror}; choose another --output") from exc
+            raise InvalidRequestError(
+                f"cannot write {path}: {exc.strerror}; choose another --output", reason="CANNOT_WRITE"
+            ) from exc

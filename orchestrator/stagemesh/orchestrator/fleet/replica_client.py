@@ -204,7 +204,7 @@ class _ReplicaErrors:
         return InvalidRequestError(
             f"the request to {self.peer} is {size_bytes} bytes long; the limit is {MAX_MESSAGE_BYTES}; shorten the "
             "input",
-            reason="REQUEST_TOO_LARGE",
+            reason="MESSAGE_TOO_LARGE",
             metadata=self.location,
         )
 

@@ -23,7 +23,7 @@ class PortPicker:
     def pick_after(self, port: int) -> int:
         """Returns `port` + 1, or another free port if `port` + 1 is not free.
 
-        Raises NotReadyError (NO_FREE_PORT) if no free port was found.
+        Raises NotReadyError (PORT_IN_USE) if no free port was found.
         """
         following = port + 1
         if following in self._taken or following > _LAST_PORT or _bind_error(HOST, following) is not None:
@@ -32,7 +32,7 @@ class PortPicker:
         return following
 
     def pick(self) -> int:
-        """Returns a random free port. Raises NotReadyError (NO_FREE_PORT) if none of 200 random ports is free."""
+        """Returns a random free port. Raises NotReadyError (PORT_IN_USE) if none of 200 random ports is free."""
         for port in random.sample(CANDIDATES, _TRIES):
             if port not in self._taken and _bind_error(HOST, port) is None:
                 self._taken.add(port)
@@ -40,7 +40,7 @@ class PortPicker:
         raise NotReadyError(
             f"found no free port on {HOST}: tried {_TRIES} ports from {CANDIDATES.start} to {CANDIDATES.stop - 1}; "
             "end programs that listen on them",
-            reason="NO_FREE_PORT",
+            reason="PORT_IN_USE",
         )
 
 
@@ -54,7 +54,7 @@ def check_listen(listen: str, *, option: str = "--port") -> None:
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > _LAST_PORT:
         raise InvalidRequestError(
-            f"{listen!r} is not an address; write an address such as {HOST}:7780", reason="CANNOT_LISTEN"
+            f"{listen!r} is not an address; write an address such as {HOST}:7780", reason="INVALID_ADDRESS"
         )
     error = _bind_error(host.strip("[]"), int(port))
     if error is not None and error.errno == errno.EADDRINUSE:

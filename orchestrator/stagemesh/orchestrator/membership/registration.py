@@ -10,7 +10,13 @@ from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from stagemesh.common.errors import ExistsError, InvalidRequestError, NotReadyError, StaleAttemptError
+from stagemesh.common.errors import (
+    ExistsError,
+    InvalidRequestError,
+    NotReadyError,
+    StaleAttemptError,
+    UnavailableError,
+)
 from stagemesh.orchestrator.membership.base import Member, MembershipListener, find_refusal
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.rpc.handlers import answering, streaming
@@ -71,11 +77,11 @@ class RegistrationSource:
 
         Returns the replica's lease. Raises InvalidRequestError (INVALID_REPLICA) if the identity is incomplete. Raises
         NotReadyError (REPLICA_REFUSED) if the replica does not belong to the pipeline. Raises ExistsError
-        (REPLICA_EXISTS) if a connected replica at another address has the same name. Raises NotReadyError (NOT_RUNNING)
-        if the orchestrator is starting or stopping.
+        (REPLICA_EXISTS) if a connected replica at another address has the same name. Raises UnavailableError
+        (NOT_RUNNING) if the orchestrator is starting or stopping.
         """
         if self._listener is None:
-            raise NotReadyError("the orchestrator is starting or stopping; try again", reason="NOT_RUNNING")
+            raise UnavailableError("the orchestrator is starting or stopping; try again", reason="NOT_RUNNING")
         _check_complete(identity)
         self._check_belongs(identity)
         member = Member(identity.stage, identity.endpoint, identity.replica, identity.server_name)
@@ -219,14 +225,14 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
 async def _next(requests: AsyncIterator[membership_pb2.RegisterRequest], closed: asyncio.Event) -> bool:
     """Waits for the replica's next message. Returns True if a message arrives.
 
-    Returns False if the replica closes its stream instead. Raises NotReadyError (NOT_RUNNING) if `closed` is set first,
-    because the orchestrator stops.
+    Returns False if the replica closes its stream instead. Raises UnavailableError (NOT_RUNNING) if `closed` is set
+    first, because the orchestrator stops.
     """
     reading, closing = asyncio.ensure_future(anext(requests, None)), asyncio.ensure_future(closed.wait())
     try:
         await asyncio.wait([reading, closing], return_when=asyncio.FIRST_COMPLETED)
         if not reading.done():
-            raise NotReadyError("the orchestrator stops; register again", reason="NOT_RUNNING")
+            raise UnavailableError("the orchestrator stops; register again", reason="NOT_RUNNING")
         return reading.result() is not None
     finally:
         reading.cancel()

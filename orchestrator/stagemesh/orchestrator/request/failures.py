@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from stagemesh.common.errors import Code, StagemeshError, UnavailableError
+from stagemesh.common.errors import Code, InternalError, StagemeshError
 from stagemesh.common.notification import Notifier
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST
@@ -28,7 +28,7 @@ _NOT_EXPECTED = "UNKNOWN_FLOW"
 _NOT_READY = "NOT_READY"
 # A replica receives these reasons from the replica at the other end of an edge if that replica has been rebound.
 _REPLACED = frozenset({"STALE_ATTEMPT", "STALE_INCARNATION"})
-_BAD_CHECKPOINT = frozenset({"INVALID_CHECKPOINT", "UNSUPPORTED", "CHECKPOINT_GONE"})
+_BAD_CHECKPOINT = frozenset({"INVALID_CHECKPOINT", "UNSUPPORTED"})
 
 SETTLE_S = 1.0
 """The time to wait for a conclusive failure if all known failures are inconclusive, in seconds.
@@ -197,8 +197,8 @@ def _is_death(error: StagemeshError, replica: Replica) -> bool:
     return error.reason in {_ENGINE_DIED, _RESTARTED} or (replica.end_cause is not None and replica.died)
 
 
-def _poison(state: StepState, error: StagemeshError) -> UnavailableError:
-    return UnavailableError(
+def _poison(state: StepState, error: StagemeshError) -> InternalError:
+    return InternalError(
         f"{len(state.dead_replicas)} processes of stage {state.name!r} died while they ran the request, the last of "
         f"them while it ran no other request ({error.message}); the request is probably the cause",
         reason=POISON_REQUEST,

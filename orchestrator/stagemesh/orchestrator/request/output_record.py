@@ -163,7 +163,7 @@ class RequestRecord:
     def _abandon(self) -> None:
         if not self.journal.readers and not self.journal.closed:
             self.abandoned = True
-            self._stop(CancelledRequestError("the client disconnected"))
+            self._stop(CancelledRequestError("the client disconnected", reason="CALLER_DISCONNECTED"))
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:

@@ -193,7 +193,9 @@ class Profiles(ABC):
             target = self._checked(str(target))
             return await asyncio.to_thread(self._move, target)
         except OSError as exc:
-            raise NotReadyError(f"the profile cannot be moved to {target}: {exc}", reason="INVALID_FOLDER") from exc
+            raise InvalidRequestError(
+                f"the profile cannot be moved to {target}: {exc}", reason="INVALID_FOLDER"
+            ) from exc
         finally:
             self.discard()
             self._target = None

@@ -29,7 +29,9 @@ async def packets_of(task: Task, signature: Signature) -> AsyncGenerator[Packet,
         yield prompt_packet(task)
         return
     if signature.accepts and not task.inlets:
-        raise InvalidRequestError(f"the stage has no input; bind an edge that carries {', '.join(signature.accepts)}")
+        raise InvalidRequestError(
+            f"the stage has no input; bind an edge that carries {', '.join(signature.accepts)}", reason="MISSING_INPUT"
+        )
     async with aclosing(merge(sources_of(task))) as packets:
         async for packet in packets:
             yield check_packet(packet, signature)
@@ -38,7 +40,9 @@ async def packets_of(task: Task, signature: Signature) -> AsyncGenerator[Packet,
 def prompt_packet(task: Task) -> Packet:
     """Returns one packet with the client's text and tensors. Raises InvalidRequestError if the prompt is not text."""
     if not isinstance(task.prompt, str):
-        raise InvalidRequestError("this stage accepts its prompt only as text, not as a conversation or token ids")
+        raise InvalidRequestError(
+            "this stage accepts its prompt only as text, not as a conversation or token ids", reason="INVALID_PROMPT"
+        )
     text: Array = np.frombuffer(task.prompt.encode(), np.uint8)
     return Packet({**task.tensors, "text": text})
 

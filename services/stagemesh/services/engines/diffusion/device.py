@@ -26,7 +26,8 @@ def choose_device(options: DiffusionOptions, *, rank: int = 0) -> torch.device:
             f"the stage's options device ({options.device}) and parallel need {needed} GPUs, but this machine has "
             f"{found}; set device to cpu, or lower parallel"
             if needed > 1
-            else "the stage's option device is cuda, but this machine has no GPU; set device to cpu or auto"
+            else "the stage's option device is cuda, but this machine has no GPU; set device to cpu or auto",
+            reason="UNUSABLE_OPTION",
         )
     return torch.device("cuda", rank) if needed > 1 else torch.device("cuda")
 

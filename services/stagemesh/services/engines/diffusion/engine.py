@@ -52,7 +52,7 @@ class DiffusionEngine:
     def __init__(self, config: StageConfig) -> None:
         if config.model is None:
             raise InvalidRequestError(
-                f"stage {config.stage}: the diffusion engine needs a model", reason="MISSING_MODEL"
+                f"stage {config.stage}: the diffusion engine needs a model", reason="INVALID_CONFIG"
             )
         self._stage = config.stage
         self._options = options = stage_options(config.options, stage=config.stage)

@@ -69,7 +69,7 @@ class ThreadExecutor:
         # `close` may reset the attribute before the thread runs the call.
         worker = self._worker
         if worker is None:
-            raise UnavailableError("the engine is closed")
+            raise UnavailableError("the engine is closed", reason="SHUTTING_DOWN")
         return await self._run(lambda: attrgetter(method)(worker)(*args, **kwargs))
 
     async def wait_failed(self) -> str:
@@ -177,7 +177,7 @@ class ProcessExecutor:
 
     async def _send_all(self, messages: Sequence[RankSetup | RankCall]) -> Any:
         if self._failed.is_set():
-            raise UnavailableError(self._failure)
+            raise UnavailableError(self._failure, reason="ENGINE_FAILED")
         requests = [
             asyncio.ensure_future(rank.request(message)) for rank, message in zip(self._ranks, messages, strict=True)
         ]
@@ -185,7 +185,7 @@ class ProcessExecutor:
             first = await self._agreed_reply(requests)
         except UnavailableError as exc:
             self._fail(exc.message)
-            raise UnavailableError(self._failure) from exc
+            raise UnavailableError(self._failure, reason="ENGINE_FAILED") from exc
         finally:
             # Pending requests end at once, because their ranks have been killed.
             await asyncio.wait(requests)
@@ -206,13 +206,16 @@ class ProcessExecutor:
             done, waiting = await asyncio.wait(waiting, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 raise UnavailableError(
-                    f"the ranks disagree: one has failed ({_summary(requests)}) but others are still computing"
+                    f"the ranks disagree: one has failed ({_summary(requests)}) but others are still computing",
+                    reason="ENGINE_FAILED",
                 )
             if any(each.result().has_failure for each in done):
                 limit_s = _AGREE_S
         replies = [each.result() for each in requests]
         if len({reply.failures for reply in replies}) > 1:
-            raise UnavailableError(f"the ranks disagree: a call ended differently on each ({_summary(requests)})")
+            raise UnavailableError(
+                f"the ranks disagree: a call ended differently on each ({_summary(requests)})", reason="ENGINE_FAILED"
+            )
         return replies[0]
 
     async def _watch(self, rank: "RankProcess") -> None:
@@ -246,7 +249,7 @@ class RankProcess:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, message)
         except (EOFError, OSError) as exc:
-            raise UnavailableError(await self.wait_ended()) from exc
+            raise UnavailableError(await self.wait_ended(), reason="ENGINE_FAILED") from exc
 
     async def wait_ended(self) -> str:
         """Waits until the rank process has terminated. Returns the exit status in a sentence for operators."""

@@ -21,4 +21,4 @@ def to_stagemesh_error(exc: Exception) -> StagemeshError:
         )
     if isinstance(exc, ValueError):
         return InvalidRequestError(f"the model rejects the request: {exc}")
-    return InternalError(f"the model failed: {type(exc).__name__}: {exc}")
+    return InternalError(f"the model failed: {type(exc).__name__}: {exc}", reason="ENGINE_ERROR")

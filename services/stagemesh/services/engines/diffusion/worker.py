@@ -289,6 +289,7 @@ def _pipeline_class(options: LoadOptions) -> type[ModularStepPipeline]:
         ) from exc
     if not (isinstance(factory, type) and issubclass(factory, ModularStepPipeline)):
         raise NotReadyError(
-            f"load.custom_pipeline {options.custom_pipeline!r} is not a subclass of ModularStepPipeline"
+            f"load.custom_pipeline {options.custom_pipeline!r} is not a subclass of ModularStepPipeline",
+            reason="UNUSABLE_OPTION",
         )
     return factory

@@ -263,9 +263,11 @@ class FakeRun:
         await self._faults.strike(step, stage=self._stage)
         await asyncio.sleep(self._clock.pause_s(self._duration_s(step) + self._faults.slowness_s(step)))
         if self._closed.is_set():
-            raise CancelledRequestError(f"stage {self._stage} is closing")
+            raise CancelledRequestError(f"stage {self._stage} is closing", reason="ABORTED")
         if step == self._options.fail_at_step:
-            raise InternalError(f"stage {self._stage} fails at step {step}, as its option fail_at_step asks")
+            raise InternalError(
+                f"stage {self._stage} fails at step {step}, as its option fail_at_step asks", reason="FAKE_FAULT"
+            )
 
     def _duration_s(self, step: int) -> float:
         first_s = self._options.first_step_s if step == 0 else None
@@ -345,5 +347,6 @@ def hold_memory(size_bytes: int) -> Array:
         return np.ones(size_bytes, np.uint8)
     except MemoryError as exc:
         raise OverloadedError(
-            f"the fake engine cannot allocate {size_bytes} bytes; lower memory_bytes or request_memory_bytes"
+            f"the fake engine cannot allocate {size_bytes} bytes; lower memory_bytes or request_memory_bytes",
+            reason="OUT_OF_MEMORY",
         ) from exc

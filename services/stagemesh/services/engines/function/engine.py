@@ -58,7 +58,9 @@ class FunctionEngine:
 
     def __init__(self, config: StageConfig, *, descriptor: FunctionDescriptor | None = None) -> None:
         if config.function is None:
-            raise InvalidRequestError(f"stage {config.stage}: the function engine needs `function`")
+            raise InvalidRequestError(
+                f"stage {config.stage}: the function engine needs `function`", reason="INVALID_CONFIG"
+            )
         self._stage = config.stage
         self._name = config.function
         self._descriptor = descriptor or load_function_descriptor(config.function)
@@ -148,7 +150,7 @@ class FunctionEngine:
         return await waiting.done
 
     def _closed_error(self) -> UnavailableError:
-        return UnavailableError(f"function {self._name} is closed")
+        return UnavailableError(f"function {self._name} is closed", reason="SHUTTING_DOWN")
 
     async def _serve(self, function: Function[object]) -> None:
         """Runs the waiting calls until cancelled.
@@ -175,7 +177,7 @@ class FunctionEngine:
             return
         calls = [waiting.call for waiting in batch]
         outcomes: Sequence[Sequence[Packet] | StagemeshError] = [
-            UnavailableError(f"function {self._name} was closed while it ran")
+            UnavailableError(f"function {self._name} was closed while it ran", reason="SHUTTING_DOWN")
         ] * len(calls)
         began_s = time.monotonic()
         try:
@@ -196,7 +198,9 @@ class FunctionEngine:
                 return [self._to_error(exc)]
             return [self._compute(function, [call])[0] for call in calls]
         if len(made) != len(calls):
-            error = InternalError(f"function {self._name} returned {len(made)} results for {len(calls)} calls")
+            error = InternalError(
+                f"function {self._name} returned {len(made)} results for {len(calls)} calls", reason="ENGINE_ERROR"
+            )
             return [error] * len(calls)
         return made
 
@@ -206,7 +210,7 @@ class FunctionEngine:
         _logger.error("function %s raised", self._name, exc_info=exc)
         return InternalError(
             f"function {self._name} raised {type(exc).__name__}; the log of this stage has the traceback",
-            reason="FUNCTION_RAISED",
+            reason="ENGINE_ERROR",
             metadata={"function": self._name},
         )
 

@@ -119,7 +119,9 @@ def _conversation_tokens(messages: Sequence[ChatMessage], renderer: BaseRenderer
     try:
         _, rendered = renderer.render_messages(cast("list[ChatCompletionMessageParam]", conversation), params)
     except (ValueError, VLLMValidationError) as exc:
-        raise InvalidRequestError(f"the model's chat template rejects the conversation: {exc}") from exc
+        raise InvalidRequestError(
+            f"the model's chat template rejects the conversation: {exc}", reason="INVALID_PROMPT"
+        ) from exc
     prompt: Mapping[str, Any] = dict(rendered)
     if "prompt_token_ids" in prompt:
         return list(prompt["prompt_token_ids"])
@@ -258,7 +260,7 @@ async def generate(
                 _check_end(output.outputs[0], request.task, stage=stage)
                 yield output
     except (EngineDeadError, EngineGenerateError) as exc:
-        raise UnavailableError(f"stage {stage}: vLLM failed: {exc}") from exc
+        raise UnavailableError(f"stage {stage}: vLLM failed: {exc}", reason="ENGINE_FAILED") from exc
     except (ValueError, VLLMValidationError) as exc:
         raise InvalidRequestError(f"stage {stage}: vLLM rejects the request: {exc}") from exc
 
@@ -292,7 +294,9 @@ def _check_end(output: CompletionOutput, task: Task, *, stage: str) -> None:
             f"{task.sampling.structure.kind} is too large; simplify it, or omit bad_words",
             reason="INVALID_SAMPLING",
         )
-    raise UnavailableError(f"stage {stage}: vLLM ended the request with an error; its own log has the cause")
+    raise UnavailableError(
+        f"stage {stage}: vLLM ended the request with an error; its own log has the cause", reason="ENGINE_FAILED"
+    )
 
 
 def _logprobs(output: CompletionOutput, tokens: list[int], *, alternatives: int | None) -> tuple[TokenLogprobs, ...]:

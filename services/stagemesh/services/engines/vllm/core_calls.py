@@ -20,7 +20,7 @@ class CoreRefusalError(InternalError):
     The error's message includes vLLM's message.
     """
 
-    default_reason = "VLLM_FAILED"
+    default_reason = "ENGINE_ERROR"
 
 
 async def core_call(llm: "AsyncLLM", call: Coroutine[Any, Any, T]) -> T:
@@ -37,12 +37,12 @@ async def core_call(llm: "AsyncLLM", call: Coroutine[Any, Any, T]) -> T:
     finally:
         task.cancel()
     if not task.done():
-        raise UnavailableError("vLLM's engine core died during the call")
+        raise UnavailableError("vLLM's engine core died during the call", reason="ENGINE_FAILED")
     try:
         return task.result()
     except Exception as exc:  # vLLM converts every failure of its core to a bare Exception
         if llm.errored:
-            raise UnavailableError(f"vLLM's engine core has died: {exc}") from exc
+            raise UnavailableError(f"vLLM's engine core has died: {exc}", reason="ENGINE_FAILED") from exc
         raise CoreRefusalError(f"vLLM rejects the call: {exc}") from exc
 
 

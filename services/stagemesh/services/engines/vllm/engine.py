@@ -84,7 +84,7 @@ class VllmEngine:
 
     def __init__(self, config: StageConfig) -> None:
         if config.model is None:
-            raise InvalidRequestError(f"stage {config.stage}: the vllm engine needs a model", reason="MISSING_MODEL")
+            raise InvalidRequestError(f"stage {config.stage}: the vllm engine needs a model", reason="INVALID_CONFIG")
         self._config, self._model = config, config.model
         self._options = own_options(config.options, stage=config.stage)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm-owner")
@@ -99,7 +99,7 @@ class VllmEngine:
     def control(self) -> Control:
         """The operator controls of the running engine. Raises UnavailableError if the engine is not running."""
         if self._control is None:
-            raise UnavailableError(f"the engine of stage {self._config.stage} is closed")
+            raise UnavailableError(f"the engine of stage {self._config.stage} is closed", reason="SHUTTING_DOWN")
         return self._control
 
     @property
@@ -213,7 +213,7 @@ class VllmEngine:
             raise NotReadyError(
                 f"stage {self._config.stage}: vLLM cannot load {self._model}: {exc}; its own lines in the log of this "
                 "stage have the cause",
-                reason="MODEL_NOT_LOADED",
+                reason="LOAD_FAILED",
             ) from exc
 
     def _make_features(self) -> list[RequestFeature]:
@@ -293,7 +293,7 @@ class VllmEngine:
         llm = self.control.llm
         if prompt is None:
             if task.inlets:
-                raise InvalidRequestError(f"stage {self._config.stage} accepts no embeddings", reason="UNKNOWN_EDGE")
+                raise InvalidRequestError(f"stage {self._config.stage} accepts no embeddings", reason="INVALID_EDGE")
             prompt = RequestPrompt(prompt_tokens(task.prompt, llm))
         params = sampling_params(
             task,

@@ -128,7 +128,9 @@ class StageRuntime:
             if pause_s:
                 await self._pause_runs(pause_s)
         left = self._runs.running()
-        await self._stop(left, UnavailableError(f"replica {self.config.replica} is shutting down", reason="SHUTDOWN"))
+        await self._stop(
+            left, UnavailableError(f"replica {self.config.replica} is shutting down", reason="SHUTTING_DOWN")
+        )
 
     def start_drain(self, *, move_after_s: float | None = None) -> int:
         """Drains the replica for an operator until `end_drain` is called. Returns the number of running steps.

@@ -26,8 +26,6 @@ _RENEWALS = 3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 2.0
 _REJECTED_PAUSE_S = 10.0
 _DEREGISTER_S = 1.0
-_PASSING = frozenset({"NOT_RUNNING", "LEASE_ENDED"})
-"""Reasons of temporary registration errors. After such an error, the replica registers again after a short pause."""
 _ANYWHERE = frozenset({"", "0.0.0.0", "[::]", "*"})  # noqa: S104
 
 
@@ -121,7 +119,9 @@ class Registration:
                     return
                 if not call.done():
                     await call.write(membership_pb2.RegisterRequest())
-            raise UnavailableError(f"orchestrator {self._orchestrator} ended the registration")
+            raise UnavailableError(
+                f"orchestrator {self._orchestrator} ended the registration", reason="CONNECTION_LOST"
+            )
         except grpc.aio.AioRpcError as exc:
             raise from_rpc_error(exc, peer=f"orchestrator {self._orchestrator}") from exc
         finally:
@@ -141,7 +141,7 @@ class Registration:
         The pause is longer if the orchestrator has rejected the registration.
         """
         self._registered = False
-        rejected = not isinstance(error, UnavailableError | DeadlineError) and error.reason not in _PASSING
+        rejected = not isinstance(error, UnavailableError | DeadlineError) and error.reason != "LEASE_ENDED"
         self._pause_s = _REJECTED_PAUSE_S if rejected else self._backoff.next_s()
         if error.message != self._last_failure:
             level = logging.ERROR if rejected else logging.WARNING

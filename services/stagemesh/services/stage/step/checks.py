@@ -102,7 +102,7 @@ def _check_edges(spec: StepSpec, signature: Signature) -> None:
         raise InvalidRequestError(f"edge {STATE_EDGE} carries a state to resume from; set resume_from to its steps")
     if any(binding.edge != STATE_EDGE for binding in spec.inputs) and not signature.accepts:
         bound = ", ".join(binding.edge for binding in spec.inputs)
-        raise InvalidRequestError(f"this stage accepts the prompt but no edge; unbind {bound}", reason="UNKNOWN_EDGE")
+        raise InvalidRequestError(f"this stage accepts the prompt but no edge; unbind {bound}", reason="INVALID_EDGE")
     if signature.accepts and not spec.inputs and spec.task.resume_from is None:
         raise InvalidRequestError(
             f"no edge feeds this stage; bind an edge that carries {', '.join(signature.accepts)}",

@@ -95,7 +95,7 @@ class RunRegistry:
         """
         for known in self.running(run.request_id):
             if known.attempt < run.attempt:
-                known.stop(CancelledRequestError(f"attempt {run.attempt} has taken over", reason="STALE_ATTEMPT"))
+                known.stop(StaleAttemptError(f"attempt {run.attempt} has taken over"))
         self.release_edges(run.request_id, up_to_attempt=run.attempt)
         self._attempts[run.request_id] = run.attempt
         self._attempts.move_to_end(run.request_id)

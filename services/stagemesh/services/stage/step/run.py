@@ -214,7 +214,7 @@ class StepRun:
 
     def _stop_abandoned(self) -> None:
         if not self.journal.readers:
-            self.stop(CancelledRequestError("every caller of the step has disconnected"))
+            self.stop(CancelledRequestError("every caller of the step has disconnected", reason="CALLER_DISCONNECTED"))
 
     def _set_deadline(self, deadline_s: float | None) -> None:
         if self._timer is not None:
@@ -238,10 +238,10 @@ class StepRun:
         except StagemeshError as exc:
             return exc
         except asyncio.CancelledError:
-            return self._cause or CancelledRequestError("the stage is shutting down")
+            return self._cause or CancelledRequestError("the stage is shutting down", reason="ABORTED")
         except Exception as exc:  # noqa: BLE001
             _log.exception("the engine failed with an unexpected exception")
-            return InternalError(f"the engine failed: {type(exc).__name__}: {exc}")
+            return InternalError(f"the engine failed: {type(exc).__name__}: {exc}", reason="ENGINE_ERROR")
         finally:
             self._interruptible = False
         return None

@@ -178,7 +178,7 @@ def _unsupported(model: Any, options: StepCacheOptions, problem: object) -> NotR
     return NotReadyError(
         f"{type(model).__name__} does not support the step cache {options.kind}: {problem}; omit the option "
         "step_cache, or choose another kind",
-        reason="UNSUPPORTED_CACHE",
+        reason="UNUSABLE_OPTION",
     )
 
 

@@ -47,9 +47,11 @@ class Loader:
         self._dtype = getattr(torch, options.dtype)
         on_gpu = device.type == "cuda"
         if options.load.offload == "model" and not on_gpu:
-            raise NotReadyError("load.offload model needs a GPU; omit it, or set disk")
+            raise NotReadyError("load.offload model needs a GPU; omit it, or set disk", reason="UNUSABLE_OPTION")
         if options.load.compile and not on_gpu and shutil.which("g++") is None:
-            raise NotReadyError("load.compile needs the compiler g++ on a machine without a GPU; install g++")
+            raise NotReadyError(
+                "load.compile needs the compiler g++ on a machine without a GPU; install g++", reason="UNUSABLE_OPTION"
+            )
 
     def load(self, components: Any) -> None:
         """Loads the weights of all components, and moves the components to the device or offloads them.
@@ -87,7 +89,7 @@ class Loader:
                 raise NotReadyError(
                     f"the {name} of {self._folder} cannot be loaded: {exc}; check that its files exist and are "
                     "complete",
-                    reason="MODEL_NOT_LOADED",
+                    reason="LOAD_FAILED",
                 ) from exc
 
     def _place(self, components: Any) -> None:
@@ -132,7 +134,7 @@ class Loader:
         except (ImportError, RuntimeError, TypeError, ValueError) as exc:
             raise NotReadyError(
                 f"the transformer of {self._folder} cannot be loaded with load.quantization {options.backend}: {exc}",
-                reason="MODEL_NOT_LOADED",
+                reason="LOAD_FAILED",
             ) from exc
         components.register_components(**{_TRANSFORMER: model})
 
@@ -154,7 +156,9 @@ class Loader:
         try:
             return Path(tempfile.mkdtemp(prefix="stagemesh-offload-", dir=self._options.offload_dir))
         except OSError as exc:
-            raise NotReadyError(f"load.offload_dir {self._options.offload_dir} cannot be used: {exc}") from exc
+            raise NotReadyError(
+                f"load.offload_dir {self._options.offload_dir} cannot be used: {exc}", reason="UNUSABLE_OPTION"
+            ) from exc
 
 
 def _models(components: Any) -> dict[str, torch.nn.Module]:
@@ -201,7 +205,9 @@ def _quantization_config(options: QuantizationOptions) -> Any:
             f"load.quantization {options.backend} needs the module {module}; install it", reason="MISSING_MODULE"
         ) from exc
     if module == "bitsandbytes" and not torch.cuda.is_available():
-        raise NotReadyError(f"load.quantization {options.backend} needs a GPU; set torchao, or omit it")
+        raise NotReadyError(
+            f"load.quantization {options.backend} needs a GPU; set torchao, or omit it", reason="UNUSABLE_OPTION"
+        )
     parameters: dict[str, Any] = dict(options.parameters)
     try:
         if options.backend == "torchao":
@@ -210,7 +216,9 @@ def _quantization_config(options: QuantizationOptions) -> Any:
             parameters[f"load_in_{options.backend.removeprefix('bitsandbytes_')}"] = True
         return getattr(diffusers, kind)(**parameters)
     except (TypeError, ValueError, KeyError, AttributeError) as exc:
-        raise NotReadyError(f"load.quantization.parameters do not fit {kind}: {exc!r}") from exc
+        raise NotReadyError(
+            f"load.quantization.parameters do not fit {kind}: {exc!r}", reason="UNUSABLE_OPTION"
+        ) from exc
 
 
 class _ImageProcessor(Qwen2VLProcessor):

@@ -328,7 +328,7 @@ def family_of(folder: Path) -> Family:
     except (OSError, KeyError, ValueError) as exc:
         raise NotReadyError(
             f"{folder} does not contain a diffusers pipeline: {exc}; set a folder with a model_index.json",
-            reason="MODEL_NOT_LOADED",
+            reason="LOAD_FAILED",
         ) from exc
     if name not in FAMILIES:
         raise NotReadyError(

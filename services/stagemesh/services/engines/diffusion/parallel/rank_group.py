@@ -186,5 +186,6 @@ def _check_shapes(predictions: dict[Call, Prediction]) -> None:
         if actual != expected:
             raise InternalError(
                 f"the model predicts {actual} from latents of {expected}; this model cannot run with the option "
-                "parallel.cfg"
+                "parallel.cfg",
+                reason="ENGINE_ERROR",
             )

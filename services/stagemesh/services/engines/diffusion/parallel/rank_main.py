@@ -79,7 +79,7 @@ def _run_call(worker: "DiffusionWorker", call: RankCall, *, is_first: bool) -> R
 
 def _failure_reply(exc: Exception) -> RankReply:
     if not isinstance(exc, StagemeshError):
-        exc = InternalError(f"the model failed: {type(exc).__name__}: {exc}")
+        exc = InternalError(f"the model failed: {type(exc).__name__}: {exc}", reason="ENGINE_ERROR")
     return RankReply(error=exc, failures=(exc.reason,))
 
 

@@ -81,7 +81,7 @@ class Admission:
             raise InvalidRequestError(
                 f"the request needs about {needed_bytes >> 20} MiB in addition to the weights, and the stage has "
                 f"{self._memory_bytes >> 20} MiB; request fewer pixels or frames, or raise the option memory_bytes",
-                reason="TOO_LARGE",
+                reason="EXCEEDS_MEMORY",
             )
 
     def _admit(self) -> None:

@@ -211,7 +211,7 @@ class StepLoop:
         `RequestProgress.stop_early` makes the request stop earlier. Raises the step's error if a step fails.
         """
         if self._ended:
-            raise UnavailableError("the engine has ended")
+            raise UnavailableError("the engine has ended", reason="SHUTTING_DOWN")
         request.stop_at = stop_at
         self._scheduler.add(request)
         self._changed.set()
@@ -235,7 +235,7 @@ class StepLoop:
         finally:
             self._ended = True
             for request in self._scheduler.requests:
-                request.record(UnavailableError("the engine has ended"))
+                request.record(UnavailableError("the engine has ended", reason="SHUTTING_DOWN"))
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()

@@ -94,7 +94,8 @@ class EmbeddingMemory:
         except OSError as exc:
             raise NotReadyError(
                 f"the replica's embeddings cannot be opened ({exc.strerror or exc}); run its workers on its host, in "
-                "its pid namespace, as its user"
+                "its pid namespace, as its user",
+                reason="ARENA_NOT_SHARED",
             ) from exc
 
     def rows(self, slot: int, position: int, count: int) -> Array:

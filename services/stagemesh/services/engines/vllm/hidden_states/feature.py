@@ -73,7 +73,10 @@ class RequestStates(RequestHook):
             return
         if skipped < 0:
             self.fail(
-                UnavailableError(f"the hidden states of positions {self.next_position} to {position} are missing")
+                UnavailableError(
+                    f"the hidden states of positions {self.next_position} to {position} are missing",
+                    reason="HIDDEN_STATES_LOST",
+                )
             )
             return
         self._ready.append((self.next_position, {name: tensor[skipped:] for name, tensor in tensors.items()}))
@@ -129,7 +132,8 @@ class RequestStates(RequestHook):
             except TimeoutError:
                 raise UnavailableError(
                     f"the hidden states from position {self.next_position} on did not arrive; the worker's log has the "
-                    "cause"
+                    "cause",
+                    reason="HIDDEN_STATES_LOST",
                 ) from None
 
 
@@ -201,7 +205,8 @@ class HiddenStates(RequestFeature):
                     self._connection = await _accept(listener, token)
             except TimeoutError:
                 raise UnavailableError(
-                    "no vLLM worker connected to write hidden states; the worker's log has the cause"
+                    "no vLLM worker connected to write hidden states; the worker's log has the cause",
+                    reason="HIDDEN_STATES_LOST",
                 ) from None
         asyncio.get_running_loop().add_reader(self._connection, self._read_messages, self._arena)
 
@@ -264,7 +269,10 @@ class HiddenStates(RequestFeature):
         asyncio.get_running_loop().remove_reader(self._connection)
         for states in self._requests.values():
             states.fail(
-                UnavailableError("vLLM's worker has stopped writing hidden states; the worker's log has the cause")
+                UnavailableError(
+                    "vLLM's worker has stopped writing hidden states; the worker's log has the cause",
+                    reason="HIDDEN_STATES_LOST",
+                )
             )
 
     def _push(self, step: StepRows, arena: PartitionsArena) -> None:

