@@ -55,329 +55,343 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A restarted producer produced other data than its previous attempt, so that the consumer cannot continue. Make the
     stage deterministic for a given seed.
     """
-    ERROR_REASON_CANNOT_WRITE: _ErrorReason.ValueType  # 10
+    ERROR_REASON_INVALID_CONTEXTS: _ErrorReason.ValueType  # 10
+    """The file of named contexts cannot be read. Correct or delete it; the message names it."""
+    ERROR_REASON_CANNOT_WRITE: _ErrorReason.ValueType  # 11
     """A file cannot be written. Choose another file or folder."""
-    ERROR_REASON_CHUNK_TOO_LARGE: _ErrorReason.ValueType  # 11
+    ERROR_REASON_CHUNK_TOO_LARGE: _ErrorReason.ValueType  # 12
     """A chunk exceeds the receiver's limit, or half of the sender's arena. Limit the chunk with `chunk: {frames: N}` at
     the edge, or raise data_plane.arena_bytes.
     """
-    ERROR_REASON_CREDIT_EXCEEDED: _ErrorReason.ValueType  # 12
+    ERROR_REASON_CREDIT_EXCEEDED: _ErrorReason.ValueType  # 13
     """A producer sent more bytes than the consumer had granted. The producer must be corrected."""
-    ERROR_REASON_DIGEST_MISMATCH: _ErrorReason.ValueType  # 13
+    ERROR_REASON_DIGEST_MISMATCH: _ErrorReason.ValueType  # 14
     """The count or the digest at the end of a flow does not match the chunks that arrived."""
-    ERROR_REASON_EMPTY_PROMPT: _ErrorReason.ValueType  # 14
+    ERROR_REASON_EMPTY_PROMPT: _ErrorReason.ValueType  # 15
     """The prompt is empty. Send text, messages, token ids or embeddings."""
-    ERROR_REASON_EXCEEDS_MEMORY: _ErrorReason.ValueType  # 15
+    ERROR_REASON_EXCEEDS_MEMORY: _ErrorReason.ValueType  # 16
     """The request alone needs more memory than the stage may use. Request fewer pixels or frames, or raise the stage's
     option memory_bytes.
     """
-    ERROR_REASON_FRAGMENT_GAP: _ErrorReason.ValueType  # 16
+    ERROR_REASON_FRAGMENT_GAP: _ErrorReason.ValueType  # 17
     """A fragment of a large chunk is missing or does not follow its predecessor. The consumer asks the producer to reopen
     the flow, and the flow fails if that happens repeatedly.
     """
-    ERROR_REASON_INVALID_ADAPTER: _ErrorReason.ValueType  # 17
+    ERROR_REASON_INVALID_ADAPTER: _ErrorReason.ValueType  # 18
     """An adapter's name, files or rank are not valid for this stage. The message names the problem."""
-    ERROR_REASON_INVALID_ADDRESS: _ErrorReason.ValueType  # 18
+    ERROR_REASON_INVALID_ADDRESS: _ErrorReason.ValueType  # 19
     """An address is malformed. Write host:port."""
-    ERROR_REASON_INVALID_CALLER: _ErrorReason.ValueType  # 19
+    ERROR_REASON_INVALID_CALLER: _ErrorReason.ValueType  # 20
     """`caller` contains characters that are not allowed, or has more than 128 characters."""
-    ERROR_REASON_INVALID_CHECKPOINT: _ErrorReason.ValueType  # 20
+    ERROR_REASON_INVALID_CHECKPOINT: _ErrorReason.ValueType  # 21
     """The checkpoint to resume from does not belong to this stage, model or request. Start the step without resume_from."""
-    ERROR_REASON_INVALID_CONFIG: _ErrorReason.ValueType  # 21
+    ERROR_REASON_INVALID_CONFIG: _ErrorReason.ValueType  # 22
     """The configuration of a process or of a stage is invalid or cannot be read. The message names the entry and what is
     allowed.
     """
-    ERROR_REASON_INVALID_EARLIER_CALLS: _ErrorReason.ValueType  # 22
+    ERROR_REASON_INVALID_EARLIER_CALLS: _ErrorReason.ValueType  # 23
     """`earlier_calls` exceeds its limit. Use a new request_id."""
-    ERROR_REASON_INVALID_EDGE: _ErrorReason.ValueType  # 23
+    ERROR_REASON_INVALID_EDGE: _ErrorReason.ValueType  # 24
     """An edge of a step is named twice, lacks a producer, consumer or endpoint, or does not fit the stage."""
-    ERROR_REASON_INVALID_FOLDER: _ErrorReason.ValueType  # 24
+    ERROR_REASON_INVALID_FOLDER: _ErrorReason.ValueType  # 25
     """A profile cannot be written to this folder. Choose a writable folder within the stage's option profile_dir."""
-    ERROR_REASON_INVALID_ID: _ErrorReason.ValueType  # 25
+    ERROR_REASON_INVALID_ID: _ErrorReason.ValueType  # 26
     """A request_id or step_id is empty, too long or contains characters that are not allowed."""
-    ERROR_REASON_INVALID_MEDIA: _ErrorReason.ValueType  # 26
+    ERROR_REASON_INVALID_MEDIA: _ErrorReason.ValueType  # 27
     """An image, audio or video is empty, damaged, of another type than stated, or not accepted by the model."""
-    ERROR_REASON_INVALID_OPTION: _ErrorReason.ValueType  # 27
+    ERROR_REASON_INVALID_OPTION: _ErrorReason.ValueType  # 28
     """An option has a value of the wrong type or outside its bounds. The message names the allowed values."""
-    ERROR_REASON_INVALID_PAGE_TOKEN: _ErrorReason.ValueType  # 28
+    ERROR_REASON_INVALID_PAGE_TOKEN: _ErrorReason.ValueType  # 29
     """The page_token did not come from a previous page. Omit it to read the first page."""
-    ERROR_REASON_INVALID_PROMPT: _ErrorReason.ValueType  # 29
+    ERROR_REASON_INVALID_PROMPT: _ErrorReason.ValueType  # 30
     """The prompt has a form that the stage does not accept, or the model's chat template rejects the conversation."""
-    ERROR_REASON_INVALID_REPLICA: _ErrorReason.ValueType  # 30
+    ERROR_REASON_INVALID_REPLICA: _ErrorReason.ValueType  # 31
     """A replica registers with an incomplete identity or with an invalid endpoint."""
-    ERROR_REASON_INVALID_SAMPLING: _ErrorReason.ValueType  # 31
+    ERROR_REASON_INVALID_SAMPLING: _ErrorReason.ValueType  # 32
     """The sampling parameters contradict each other, are out of range, or contain a structure that cannot be fulfilled."""
-    ERROR_REASON_INVALID_SETTING: _ErrorReason.ValueType  # 32
+    ERROR_REASON_INVALID_SETTING: _ErrorReason.ValueType  # 33
     """An environment variable has a value that is not allowed. The message names the allowed values."""
-    ERROR_REASON_MEDIA_TOO_LARGE: _ErrorReason.ValueType  # 33
+    ERROR_REASON_MEDIA_TOO_LARGE: _ErrorReason.ValueType  # 34
     """The media exceed the stage's size limit when decoded. Send smaller or fewer media, or raise the stage's option
     media_bytes.
     """
-    ERROR_REASON_MESSAGE_TOO_LARGE: _ErrorReason.ValueType  # 34
+    ERROR_REASON_MESSAGE_TOO_LARGE: _ErrorReason.ValueType  # 35
     """The serialized request exceeds the size limit of a message. Shorten the input."""
-    ERROR_REASON_MISSING_INPUT: _ErrorReason.ValueType  # 35
+    ERROR_REASON_MISSING_INPUT: _ErrorReason.ValueType  # 36
     """No edge delivers a tensor that the stage needs. Bind an edge that carries it."""
-    ERROR_REASON_NOT_OPENED: _ErrorReason.ValueType  # 36
+    ERROR_REASON_NOT_OPENED: _ErrorReason.ValueType  # 37
     """A chunk arrived on a flow whose OpenEdge message did not arrive. The consumer asks the producer to reopen the flow."""
-    ERROR_REASON_NOT_PAUSED: _ErrorReason.ValueType  # 37
+    ERROR_REASON_NOT_PAUSED: _ErrorReason.ValueType  # 38
     """The request ended before its stage paused, so that there is no state to resume from."""
-    ERROR_REASON_NO_CHAT_TEMPLATE: _ErrorReason.ValueType  # 38
+    ERROR_REASON_NO_CHAT_TEMPLATE: _ErrorReason.ValueType  # 39
     """The model has no chat template and cannot accept messages. Send the prompt as text or token ids."""
-    ERROR_REASON_NO_HELLO: _ErrorReason.ValueType  # 39
+    ERROR_REASON_NO_HELLO: _ErrorReason.ValueType  # 40
     """The first message of a PutChunk stream has no Hello, or the Hello does not name the producer and its incarnation."""
-    ERROR_REASON_NO_TARGET: _ErrorReason.ValueType  # 40
+    ERROR_REASON_NO_TARGET: _ErrorReason.ValueType  # 41
     """A forwarded control call does not name its replica in the call's metadata."""
-    ERROR_REASON_OUT_OF_ORDER: _ErrorReason.ValueType  # 41
+    ERROR_REASON_OUT_OF_ORDER: _ErrorReason.ValueType  # 42
     """A fake stage received the outputs of its producer in the wrong order. This is a defect in what the test examines."""
-    ERROR_REASON_PROMPT_TOO_LONG: _ErrorReason.ValueType  # 42
+    ERROR_REASON_PROMPT_TOO_LONG: _ErrorReason.ValueType  # 43
     """The prompt, or the prompt together with the requested output, exceeds the limit of the model or of the stage.
     Shorten it.
     """
-    ERROR_REASON_SEQUENCE_GAP: _ErrorReason.ValueType  # 43
+    ERROR_REASON_SEQUENCE_GAP: _ErrorReason.ValueType  # 44
     """A chunk arrived before its predecessor. The consumer asks the producer to reopen the flow, and the flow fails if
     that happens repeatedly.
     """
-    ERROR_REASON_STALE_REGION: _ErrorReason.ValueType  # 44
+    ERROR_REASON_STALE_REGION: _ErrorReason.ValueType  # 45
     """A range of memory was freed or used again before it was read. The consumer asks for the chunk again."""
-    ERROR_REASON_TOO_MANY_MEDIA: _ErrorReason.ValueType  # 45
+    ERROR_REASON_TOO_MANY_MEDIA: _ErrorReason.ValueType  # 46
     """The request contains more media of a kind than the model accepts. Send fewer."""
-    ERROR_REASON_UNKNOWN_CONNECTOR: _ErrorReason.ValueType  # 46
+    ERROR_REASON_UNKNOWN_CONNECTOR: _ErrorReason.ValueType  # 47
     """The connector is not installed here. Install the package that adds it on both replicas, or choose another
     connector.
     """
-    ERROR_REASON_UNKNOWN_OPTION: _ErrorReason.ValueType  # 47
+    ERROR_REASON_UNKNOWN_OPTION: _ErrorReason.ValueType  # 48
     """The stage or pipeline has no option of this name. The message lists the known options."""
-    ERROR_REASON_UNKNOWN_OUTPUT: _ErrorReason.ValueType  # 48
+    ERROR_REASON_UNKNOWN_STAGE: _ErrorReason.ValueType  # 49
+    """The request has parameters for a stage that the pipeline does not have. The message lists its stages."""
+    ERROR_REASON_UNKNOWN_OUTPUT: _ErrorReason.ValueType  # 50
     """The pipeline has no output of this name. The message lists its outputs."""
-    ERROR_REASON_UNKNOWN_TAG: _ErrorReason.ValueType  # 49
+    ERROR_REASON_UNKNOWN_TAG: _ErrorReason.ValueType  # 51
     """A memory tag is not asleep. The message lists the tags that are asleep."""
-    ERROR_REASON_UNKNOWN_TENSOR: _ErrorReason.ValueType  # 50
+    ERROR_REASON_UNKNOWN_TENSOR: _ErrorReason.ValueType  # 52
     """The stage does not emit a tensor of this name. The message lists its tensors."""
-    ERROR_REASON_UNKNOWN_TOKEN: _ErrorReason.ValueType  # 51
+    ERROR_REASON_UNKNOWN_TOKEN: _ErrorReason.ValueType  # 53
     """A token id is outside the model's vocabulary."""
-    ERROR_REASON_DEADLINE_EXCEEDED: _ErrorReason.ValueType  # 52
+    ERROR_REASON_DEADLINE_EXCEEDED: _ErrorReason.ValueType  # 54
     """The deadline of the call or of the request passed. Allow more time, or request less."""
-    ERROR_REASON_ARENA_FULL: _ErrorReason.ValueType  # 53
+    ERROR_REASON_ARENA_FULL: _ErrorReason.ValueType  # 55
     """A worker's part of the arena had no space in time, because the tensors in it were not read. Allow more time, or
     enlarge it.
     """
-    ERROR_REASON_DEADLINE_UNREACHABLE: _ErrorReason.ValueType  # 54
+    ERROR_REASON_DEADLINE_UNREACHABLE: _ErrorReason.ValueType  # 56
     """The request was rejected because it would miss its deadline at the present load. Allow more time, or send it when
     the load is lower.
     """
-    ERROR_REASON_STILL_RUNNING: _ErrorReason.ValueType  # 55
+    ERROR_REASON_STILL_RUNNING: _ErrorReason.ValueType  # 57
     """Requests still ran on the replica when the time for draining ended. The replica remains drained: allow more time,
     or cancel the requests.
     """
-    ERROR_REASON_NOT_FOUND: _ErrorReason.ValueType  # 56
+    ERROR_REASON_NOT_FOUND: _ErrorReason.ValueType  # 58
     """A peer or a proxy reported that an object does not exist, without a reason."""
-    ERROR_REASON_NO_AUDIO: _ErrorReason.ValueType  # 57
+    ERROR_REASON_NO_ADMIN_ADDRESS: _ErrorReason.ValueType  # 59
+    """The current context has no address for operators. Add one with `stagemesh context add --admin`, or set
+    --server.
+    """
+    ERROR_REASON_NO_AUDIO: _ErrorReason.ValueType  # 60
     """The request produced no audio that could be saved. Request an audio output."""
-    ERROR_REASON_UNKNOWN_ADAPTER: _ErrorReason.ValueType  # 58
+    ERROR_REASON_UNKNOWN_ADAPTER: _ErrorReason.ValueType  # 61
     """The stage has not loaded this adapter. Load it first, or choose a loaded one."""
-    ERROR_REASON_UNKNOWN_EDGE: _ErrorReason.ValueType  # 59
+    ERROR_REASON_UNKNOWN_CONTEXT: _ErrorReason.ValueType  # 62
+    """There is no context of this name. `stagemesh context list` lists them."""
+    ERROR_REASON_UNKNOWN_EDGE: _ErrorReason.ValueType  # 63
     """The pipeline or the step has no edge of this name. The message lists the edges."""
-    ERROR_REASON_UNKNOWN_ENGINE: _ErrorReason.ValueType  # 60
+    ERROR_REASON_UNKNOWN_ENGINE: _ErrorReason.ValueType  # 64
     """No installed package provides this engine. The message lists the known engines."""
-    ERROR_REASON_UNKNOWN_FLOW: _ErrorReason.ValueType  # 61
+    ERROR_REASON_UNKNOWN_FLOW: _ErrorReason.ValueType  # 65
     """The replica does not expect this flow: its step has ended, has not started, or runs elsewhere."""
-    ERROR_REASON_UNKNOWN_FUNCTION: _ErrorReason.ValueType  # 62
+    ERROR_REASON_UNKNOWN_FUNCTION: _ErrorReason.ValueType  # 66
     """No installed package provides this function. The message lists the known functions."""
-    ERROR_REASON_UNKNOWN_PIPELINE: _ErrorReason.ValueType  # 63
+    ERROR_REASON_UNKNOWN_PIPELINE: _ErrorReason.ValueType  # 67
     """The pipeline is not served here, or no file of this name exists. The message names the known pipelines."""
-    ERROR_REASON_UNKNOWN_REQUEST: _ErrorReason.ValueType  # 64
+    ERROR_REASON_UNKNOWN_REQUEST: _ErrorReason.ValueType  # 68
     """The orchestrator does not know the request: it never existed, ended too long ago, or runs at another orchestrator."""
-    ERROR_REASON_UNKNOWN_STEP: _ErrorReason.ValueType  # 65
+    ERROR_REASON_UNKNOWN_STEP: _ErrorReason.ValueType  # 69
     """The step does not run on this replica and has left no open edges."""
-    ERROR_REASON_UNKNOWN_TARGET: _ErrorReason.ValueType  # 66
+    ERROR_REASON_UNKNOWN_TARGET: _ErrorReason.ValueType  # 70
     """No replica or stage has this name. List the replicas."""
-    ERROR_REASON_UNKNOWN_TRANSFORM: _ErrorReason.ValueType  # 67
+    ERROR_REASON_UNKNOWN_TRANSFORM: _ErrorReason.ValueType  # 71
     """No installed package provides this transform. The message lists the known transforms."""
-    ERROR_REASON_ALREADY_EXISTS: _ErrorReason.ValueType  # 68
+    ERROR_REASON_ALREADY_EXISTS: _ErrorReason.ValueType  # 72
     """A peer or a proxy reported that an object exists already, without a reason."""
-    ERROR_REASON_ADAPTER_EXISTS: _ErrorReason.ValueType  # 69
+    ERROR_REASON_ADAPTER_EXISTS: _ErrorReason.ValueType  # 73
     """Another adapter has this name. Unload it first, or use another name."""
-    ERROR_REASON_FLOW_EXISTS: _ErrorReason.ValueType  # 70
+    ERROR_REASON_CONTEXT_EXISTS: _ErrorReason.ValueType  # 74
+    """A context has this name already. Remove it first, or use another name."""
+    ERROR_REASON_FLOW_EXISTS: _ErrorReason.ValueType  # 75
     """The flow is already open. The producer opened it twice."""
-    ERROR_REASON_REPLICA_EXISTS: _ErrorReason.ValueType  # 71
+    ERROR_REASON_REPLICA_EXISTS: _ErrorReason.ValueType  # 76
     """A connected replica at another address has the same name. Rename one of them. If the other replica has terminated,
     its lease soon ends.
     """
-    ERROR_REASON_REQUEST_EXISTS: _ErrorReason.ValueType  # 72
+    ERROR_REASON_REQUEST_EXISTS: _ErrorReason.ValueType  # 77
     """The request_id was used with other content. Use another request_id."""
-    ERROR_REASON_STEP_EXISTS: _ErrorReason.ValueType  # 73
+    ERROR_REASON_STEP_EXISTS: _ErrorReason.ValueType  # 78
     """The step_id was used with other content. Use another step_id, or repeat the original call."""
-    ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 74
+    ERROR_REASON_CALLER_MISMATCH: _ErrorReason.ValueType  # 79
+    """The request names a caller that is not in the connection's credentials. Omit the caller, or use its credentials."""
+    ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 80
     """The caller's credentials do not permit the call. Use credentials whose role permits it. If the metadata names a
     replica, the replica rejected the orchestrator's credentials, which the operator must correct.
     """
-    ERROR_REASON_OVERLOADED: _ErrorReason.ValueType  # 75
+    ERROR_REASON_OVERLOADED: _ErrorReason.ValueType  # 81
     """A limit of load or size was reached. Retry after the delay in RetryInfo if there is one. Otherwise send less."""
-    ERROR_REASON_ADAPTERS_FULL: _ErrorReason.ValueType  # 76
+    ERROR_REASON_ADAPTERS_FULL: _ErrorReason.ValueType  # 82
     """All adapter slots of the stage are in use. Unload an adapter first, or start the stage with more slots."""
-    ERROR_REASON_ADMISSION_LIMIT: _ErrorReason.ValueType  # 77
+    ERROR_REASON_ADMISSION_LIMIT: _ErrorReason.ValueType  # 83
     """The pipeline's limits of running and waiting requests are reached. Retry with the same request_id after the delay
     in RetryInfo.
     """
-    ERROR_REASON_CALLER_LIMIT: _ErrorReason.ValueType  # 78
+    ERROR_REASON_CALLER_LIMIT: _ErrorReason.ValueType  # 84
     """The limits of this caller are reached. Retry with the same request_id after the delay in RetryInfo."""
-    ERROR_REASON_CLIENT_TOO_SLOW: _ErrorReason.ValueType  # 79
+    ERROR_REASON_CLIENT_TOO_SLOW: _ErrorReason.ValueType  # 85
     """All callers of the request read its outputs too slowly, so that it was stopped. Read faster, or request less."""
-    ERROR_REASON_OUT_OF_MEMORY: _ErrorReason.ValueType  # 80
+    ERROR_REASON_OUT_OF_MEMORY: _ErrorReason.ValueType  # 86
     """The device had too little memory for the request in addition to the running requests. Retry later, request less, or
     lower the stage's max_running.
     """
-    ERROR_REASON_NOT_READY: _ErrorReason.ValueType  # 81
+    ERROR_REASON_NOT_READY: _ErrorReason.ValueType  # 87
     """The replica loads, drains, sleeps or shuts down, or the object that the call needs is not ready. Retry when it is
     ready.
     """
-    ERROR_REASON_STALE_ATTEMPT: _ErrorReason.ValueType  # 82
+    ERROR_REASON_STALE_ATTEMPT: _ErrorReason.ValueType  # 88
     """A newer attempt of the same request has replaced this one. Stop this attempt."""
-    ERROR_REASON_ADAPTERS_DISABLED: _ErrorReason.ValueType  # 83
+    ERROR_REASON_ADAPTERS_DISABLED: _ErrorReason.ValueType  # 89
     """The stage accepts no adapters. Start it with the option enable_lora."""
-    ERROR_REASON_ADAPTER_IN_USE: _ErrorReason.ValueType  # 84
+    ERROR_REASON_ADAPTER_IN_USE: _ErrorReason.ValueType  # 90
     """Requests use the adapter. Wait for them, or set drain."""
-    ERROR_REASON_ARENA_NOT_SHARED: _ErrorReason.ValueType  # 85
+    ERROR_REASON_ARENA_NOT_SHARED: _ErrorReason.ValueType  # 91
     """An engine's worker cannot open the replica's arena. Run it on the same host, in the same pid namespace and as the
     same user, with data_plane.shared_arena.
     """
-    ERROR_REASON_CACHE_IN_USE: _ErrorReason.ValueType  # 86
+    ERROR_REASON_CACHE_IN_USE: _ErrorReason.ValueType  # 92
     """Running requests use the cache. Wait for them, or set preempt."""
-    ERROR_REASON_CANNOT_LISTEN: _ErrorReason.ValueType  # 87
+    ERROR_REASON_CANNOT_LISTEN: _ErrorReason.ValueType  # 93
     """The process cannot listen at its address. Correct the address, or choose another."""
-    ERROR_REASON_CANNOT_PIN: _ErrorReason.ValueType  # 88
+    ERROR_REASON_CANNOT_PIN: _ErrorReason.ValueType  # 94
     """CUDA cannot pin the arena. Raise the limit on locked memory, or lower data_plane.arena_bytes."""
-    ERROR_REASON_CHUNK_GONE: _ErrorReason.ValueType  # 89
+    ERROR_REASON_CHUNK_GONE: _ErrorReason.ValueType  # 95
     """The first chunks that the consumer needs are no longer retained. Run their producer again."""
-    ERROR_REASON_CONNECTOR_CLASH: _ErrorReason.ValueType  # 90
+    ERROR_REASON_CONNECTOR_CLASH: _ErrorReason.ValueType  # 96
     """An added connector has the name or number of another connector. Change its descriptor, or uninstall its package."""
-    ERROR_REASON_CONNECTOR_UNAVAILABLE: _ErrorReason.ValueType  # 91
+    ERROR_REASON_CONNECTOR_UNAVAILABLE: _ErrorReason.ValueType  # 97
     """A connector cannot be used between two replicas. The message has the cause. Correct it, or use `connector: auto`."""
-    ERROR_REASON_DISK_FULL: _ErrorReason.ValueType  # 92
+    ERROR_REASON_DISK_FULL: _ErrorReason.ValueType  # 98
     """The disk has too little space for a model. Free some space, or set STAGEMESH_HOME to a folder on another disk."""
-    ERROR_REASON_LAST_REPLICA: _ErrorReason.ValueType  # 93
+    ERROR_REASON_LAST_REPLICA: _ErrorReason.ValueType  # 99
     """The call would leave a stage without a ready replica. Wait for another replica, or force the call."""
-    ERROR_REASON_LEASE_ENDED: _ErrorReason.ValueType  # 94
+    ERROR_REASON_LEASE_ENDED: _ErrorReason.ValueType  # 100
     """The lease of a registered replica has ended. The replica must register again."""
-    ERROR_REASON_LOAD_FAILED: _ErrorReason.ValueType  # 95
+    ERROR_REASON_LOAD_FAILED: _ErrorReason.ValueType  # 101
     """The engine or its model could not be loaded. The message and the stage's log have the cause."""
-    ERROR_REASON_MISSING_MODULE: _ErrorReason.ValueType  # 96
+    ERROR_REASON_MISSING_MODULE: _ErrorReason.ValueType  # 102
     """A Python package is missing. Install Stagemesh with the extra that the message names."""
-    ERROR_REASON_NO_MEMORY: _ErrorReason.ValueType  # 97
+    ERROR_REASON_NO_MEMORY: _ErrorReason.ValueType  # 103
     """The host has too little memory for the arena. Give the host or container more memory, or change
     data_plane.arena_bytes as the message says.
     """
-    ERROR_REASON_NO_PEER: _ErrorReason.ValueType  # 98
+    ERROR_REASON_NO_PEER: _ErrorReason.ValueType  # 104
     """The address does not serve `stagemesh probe-transport --serve`. Start it there."""
-    ERROR_REASON_NO_PROFILE: _ErrorReason.ValueType  # 99
+    ERROR_REASON_NO_PROFILE: _ErrorReason.ValueType  # 105
     """No profile is being recorded. Start one first."""
-    ERROR_REASON_PORT_IN_USE: _ErrorReason.ValueType  # 100
+    ERROR_REASON_PORT_IN_USE: _ErrorReason.ValueType  # 106
     """The port is in use, or no port is free. End the program that uses it, or choose another port."""
-    ERROR_REASON_PROFILES_DISABLED: _ErrorReason.ValueType  # 101
+    ERROR_REASON_PROFILES_DISABLED: _ErrorReason.ValueType  # 107
     """The stage records no profiles. Start it with the option profile_dir."""
-    ERROR_REASON_PROFILE_RUNNING: _ErrorReason.ValueType  # 102
+    ERROR_REASON_PROFILE_RUNNING: _ErrorReason.ValueType  # 108
     """The stage already records a profile. Stop that profile first."""
-    ERROR_REASON_REGISTRATION_CLOSED: _ErrorReason.ValueType  # 103
+    ERROR_REASON_REGISTRATION_CLOSED: _ErrorReason.ValueType  # 109
     """The orchestrator's configuration does not enable registration. List the replicas in it, or set `registration`."""
-    ERROR_REASON_REPLICA_REFUSED: _ErrorReason.ValueType  # 104
+    ERROR_REASON_REPLICA_REFUSED: _ErrorReason.ValueType  # 110
     """The replica does not belong to the pipeline that the orchestrator serves. Start it from the same pipeline file, in
     the same version.
     """
-    ERROR_REASON_REQUEST_ENDED: _ErrorReason.ValueType  # 105
+    ERROR_REASON_REQUEST_ENDED: _ErrorReason.ValueType  # 111
     """The request has already ended and cannot be cancelled."""
-    ERROR_REASON_ROWS_MISSING: _ErrorReason.ValueType  # 106
+    ERROR_REASON_ROWS_MISSING: _ErrorReason.ValueType  # 112
     """A rebound edge would skip rows that the consumer has not received. Start the producer from an earlier checkpoint or
     from the beginning.
     """
-    ERROR_REASON_SLEEP_DISABLED: _ErrorReason.ValueType  # 107
+    ERROR_REASON_SLEEP_DISABLED: _ErrorReason.ValueType  # 113
     """The stage was started without sleep mode. Start it with the option enable_sleep_mode."""
-    ERROR_REASON_STALE_INCARNATION: _ErrorReason.ValueType  # 108
+    ERROR_REASON_STALE_INCARNATION: _ErrorReason.ValueType  # 114
     """The flow belongs to another incarnation of its producer, which has restarted since."""
-    ERROR_REASON_START_FAILED: _ErrorReason.ValueType  # 109
+    ERROR_REASON_START_FAILED: _ErrorReason.ValueType  # 115
     """A process ended before it was ready. Its log has the cause."""
-    ERROR_REASON_STEPS_RUNNING: _ErrorReason.ValueType  # 110
+    ERROR_REASON_STEPS_RUNNING: _ErrorReason.ValueType  # 116
     """Steps run on the replica. Wait for them, or set drain."""
-    ERROR_REASON_UNSUPPORTED_MODEL: _ErrorReason.ValueType  # 111
+    ERROR_REASON_UNSUPPORTED_MODEL: _ErrorReason.ValueType  # 117
     """The engine does not support this model, or not with these options. The message names what it supports."""
-    ERROR_REASON_UNUSABLE_OPTION: _ErrorReason.ValueType  # 112
+    ERROR_REASON_UNUSABLE_OPTION: _ErrorReason.ValueType  # 118
     """An option of the stage cannot be used on this machine or with this model. The message names the remedy."""
-    ERROR_REASON_WRONG_GENERATION: _ErrorReason.ValueType  # 113
+    ERROR_REASON_WRONG_GENERATION: _ErrorReason.ValueType  # 119
     """Producer and consumer serve different generations of the pipeline. Deploy both from one pipeline file."""
-    ERROR_REASON_WRONG_PIPELINE: _ErrorReason.ValueType  # 114
+    ERROR_REASON_WRONG_PIPELINE: _ErrorReason.ValueType  # 120
     """Producer and consumer serve different pipelines. Deploy both from one pipeline file."""
-    ERROR_REASON_WRONG_VERSION: _ErrorReason.ValueType  # 115
+    ERROR_REASON_WRONG_VERSION: _ErrorReason.ValueType  # 121
     """The two hosts run different versions of Stagemesh. Install the same version on both."""
-    ERROR_REASON_UNSUPPORTED: _ErrorReason.ValueType  # 116
+    ERROR_REASON_UNSUPPORTED: _ErrorReason.ValueType  # 122
     """The engine, the model or this installation does not support what the request asks for. Omit it, or choose another
     engine or model.
     """
-    ERROR_REASON_OUTPUT_TOO_LARGE: _ErrorReason.ValueType  # 117
+    ERROR_REASON_OUTPUT_TOO_LARGE: _ErrorReason.ValueType  # 123
     """An output of a step exceeds the size limit of a message. Request another output, or a smaller one."""
-    ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 118
+    ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 124
     """A defect in Stagemesh, or in gRPC or a proxy that reported no reason. The log of the service has the details.
     Report it.
     """
-    ERROR_REASON_ENGINE_ERROR: _ErrorReason.ValueType  # 119
+    ERROR_REASON_ENGINE_ERROR: _ErrorReason.ValueType  # 125
     """An engine, its model or its function raised an error. The log of the stage has the details."""
-    ERROR_REASON_FAKE_FAULT: _ErrorReason.ValueType  # 120
+    ERROR_REASON_FAKE_FAULT: _ErrorReason.ValueType  # 126
     """The fake engine failed on purpose, because one of its options asks for it."""
-    ERROR_REASON_OUTPUT_OUT_OF_ORDER: _ErrorReason.ValueType  # 121
+    ERROR_REASON_OUTPUT_OUT_OF_ORDER: _ErrorReason.ValueType  # 127
     """A stage sent an output at a position that does not follow the previous one. This is a defect of the stage."""
-    ERROR_REASON_POISON_REQUEST: _ErrorReason.ValueType  # 122
+    ERROR_REASON_POISON_REQUEST: _ErrorReason.ValueType  # 128
     """Several processes of the stage died while they ran this request, the last of them while it ran no other request. Do
     not send the request again.
     """
-    ERROR_REASON_UNAVAILABLE: _ErrorReason.ValueType  # 123
+    ERROR_REASON_UNAVAILABLE: _ErrorReason.ValueType  # 129
     """The peer cannot be reached, or a proxy reported that it is unavailable. Retry with a growing delay."""
-    ERROR_REASON_ADMIN_UNREACHABLE: _ErrorReason.ValueType  # 124
+    ERROR_REASON_ADMIN_UNREACHABLE: _ErrorReason.ValueType  # 130
     """The command line cannot reach the orchestrator's address for operators. Start the pipeline, or correct --server."""
-    ERROR_REASON_CONNECTION_LOST: _ErrorReason.ValueType  # 125
+    ERROR_REASON_CONNECTION_LOST: _ErrorReason.ValueType  # 131
     """The connection to a peer broke, or the peer ended the stream."""
-    ERROR_REASON_CONNECTOR_FAILED: _ErrorReason.ValueType  # 126
+    ERROR_REASON_CONNECTOR_FAILED: _ErrorReason.ValueType  # 132
     """A connector failed while it ran. The flows continue with another connector if the pipeline file allows it."""
-    ERROR_REASON_DOWNLOAD_FAILED: _ErrorReason.ValueType  # 127
+    ERROR_REASON_DOWNLOAD_FAILED: _ErrorReason.ValueType  # 133
     """A download failed, or its checksum does not match. Check the network and pip's settings, then fetch again."""
-    ERROR_REASON_DRAINED: _ErrorReason.ValueType  # 128
+    ERROR_REASON_DRAINED: _ErrorReason.ValueType  # 134
     """The replica is drained and hands its steps over to other replicas. The orchestrator continues the request
     elsewhere.
     """
-    ERROR_REASON_ENGINE_DIED: _ErrorReason.ValueType  # 129
+    ERROR_REASON_ENGINE_DIED: _ErrorReason.ValueType  # 135
     """The engine of a replica failed for good, and the replica restarts. The orchestrator continues the request
     elsewhere.
     """
-    ERROR_REASON_ENGINE_FAILED: _ErrorReason.ValueType  # 130
+    ERROR_REASON_ENGINE_FAILED: _ErrorReason.ValueType  # 136
     """A call of the engine failed because the engine or one of its processes failed. The stage's log has the cause."""
-    ERROR_REASON_HIDDEN_STATES_LOST: _ErrorReason.ValueType  # 131
+    ERROR_REASON_HIDDEN_STATES_LOST: _ErrorReason.ValueType  # 137
     """Hidden states of the request did not arrive from the engine's worker. The worker's log has the cause."""
-    ERROR_REASON_NOT_ACCEPTED: _ErrorReason.ValueType  # 132
+    ERROR_REASON_NOT_ACCEPTED: _ErrorReason.ValueType  # 138
     """A stage did not accept the request in time. Retry, and see the stage's log."""
-    ERROR_REASON_NOT_REBOUND: _ErrorReason.ValueType  # 133
+    ERROR_REASON_NOT_REBOUND: _ErrorReason.ValueType  # 139
     """A stage cannot continue with replaced upstream or downstream replicas. The orchestrator restarts the step."""
-    ERROR_REASON_NOT_RUNNING: _ErrorReason.ValueType  # 134
+    ERROR_REASON_NOT_RUNNING: _ErrorReason.ValueType  # 140
     """The orchestrator is starting or stopping. Retry at this or another orchestrator with the same request_id."""
-    ERROR_REASON_NO_ANSWER: _ErrorReason.ValueType  # 135
+    ERROR_REASON_NO_ANSWER: _ErrorReason.ValueType  # 141
     """A peer did not answer in time."""
-    ERROR_REASON_PEER_LOST: _ErrorReason.ValueType  # 136
+    ERROR_REASON_PEER_LOST: _ErrorReason.ValueType  # 142
     """The replica at the other end of an edge died, restarted or became unreachable."""
-    ERROR_REASON_PEER_UNREACHABLE: _ErrorReason.ValueType  # 137
+    ERROR_REASON_PEER_UNREACHABLE: _ErrorReason.ValueType  # 143
     """No process answers at the address to measure. Start `stagemesh probe-transport --serve` there, and check the
     firewall.
     """
-    ERROR_REASON_REPLICA_LOST: _ErrorReason.ValueType  # 138
+    ERROR_REASON_REPLICA_LOST: _ErrorReason.ValueType  # 144
     """A replica terminated or became unreachable while it ran the request, or before. Retry: a supervised replica is
     restarted.
     """
-    ERROR_REASON_REPLICA_RESTARTED: _ErrorReason.ValueType  # 139
+    ERROR_REASON_REPLICA_RESTARTED: _ErrorReason.ValueType  # 145
     """A replica restarted while it ran the request. Retry."""
-    ERROR_REASON_SHUTTING_DOWN: _ErrorReason.ValueType  # 140
+    ERROR_REASON_SHUTTING_DOWN: _ErrorReason.ValueType  # 146
     """The replica or its engine is shutting down. Retry on another replica."""
-    ERROR_REASON_STAGE_NOT_READY: _ErrorReason.ValueType  # 141
+    ERROR_REASON_STAGE_NOT_READY: _ErrorReason.ValueType  # 147
     """No replica of the stage is ready, or no generation has a ready replica of every stage. Retry after the delay in
     RetryInfo.
     """
-    ERROR_REASON_STEP_HANGS: _ErrorReason.ValueType  # 142
+    ERROR_REASON_STEP_HANGS: _ErrorReason.ValueType  # 148
     """The step made no progress while the engine made progress on later steps, so that it was stopped."""
-    ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 143
+    ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 149
     """The caller's credentials are missing, invalid or expired. Present valid credentials. If the metadata names a replica,
     the replica rejected the orchestrator's credentials, which the operator must correct.
     """
@@ -421,329 +435,343 @@ ERROR_REASON_ATTEMPTS_DIFFER: ErrorReason.ValueType  # 9
 """A restarted producer produced other data than its previous attempt, so that the consumer cannot continue. Make the
 stage deterministic for a given seed.
 """
-ERROR_REASON_CANNOT_WRITE: ErrorReason.ValueType  # 10
+ERROR_REASON_INVALID_CONTEXTS: ErrorReason.ValueType  # 10
+"""The file of named contexts cannot be read. Correct or delete it; the message names it."""
+ERROR_REASON_CANNOT_WRITE: ErrorReason.ValueType  # 11
 """A file cannot be written. Choose another file or folder."""
-ERROR_REASON_CHUNK_TOO_LARGE: ErrorReason.ValueType  # 11
+ERROR_REASON_CHUNK_TOO_LARGE: ErrorReason.ValueType  # 12
 """A chunk exceeds the receiver's limit, or half of the sender's arena. Limit the chunk with `chunk: {frames: N}` at
 the edge, or raise data_plane.arena_bytes.
 """
-ERROR_REASON_CREDIT_EXCEEDED: ErrorReason.ValueType  # 12
+ERROR_REASON_CREDIT_EXCEEDED: ErrorReason.ValueType  # 13
 """A producer sent more bytes than the consumer had granted. The producer must be corrected."""
-ERROR_REASON_DIGEST_MISMATCH: ErrorReason.ValueType  # 13
+ERROR_REASON_DIGEST_MISMATCH: ErrorReason.ValueType  # 14
 """The count or the digest at the end of a flow does not match the chunks that arrived."""
-ERROR_REASON_EMPTY_PROMPT: ErrorReason.ValueType  # 14
+ERROR_REASON_EMPTY_PROMPT: ErrorReason.ValueType  # 15
 """The prompt is empty. Send text, messages, token ids or embeddings."""
-ERROR_REASON_EXCEEDS_MEMORY: ErrorReason.ValueType  # 15
+ERROR_REASON_EXCEEDS_MEMORY: ErrorReason.ValueType  # 16
 """The request alone needs more memory than the stage may use. Request fewer pixels or frames, or raise the stage's
 option memory_bytes.
 """
-ERROR_REASON_FRAGMENT_GAP: ErrorReason.ValueType  # 16
+ERROR_REASON_FRAGMENT_GAP: ErrorReason.ValueType  # 17
 """A fragment of a large chunk is missing or does not follow its predecessor. The consumer asks the producer to reopen
 the flow, and the flow fails if that happens repeatedly.
 """
-ERROR_REASON_INVALID_ADAPTER: ErrorReason.ValueType  # 17
+ERROR_REASON_INVALID_ADAPTER: ErrorReason.ValueType  # 18
 """An adapter's name, files or rank are not valid for this stage. The message names the problem."""
-ERROR_REASON_INVALID_ADDRESS: ErrorReason.ValueType  # 18
+ERROR_REASON_INVALID_ADDRESS: ErrorReason.ValueType  # 19
 """An address is malformed. Write host:port."""
-ERROR_REASON_INVALID_CALLER: ErrorReason.ValueType  # 19
+ERROR_REASON_INVALID_CALLER: ErrorReason.ValueType  # 20
 """`caller` contains characters that are not allowed, or has more than 128 characters."""
-ERROR_REASON_INVALID_CHECKPOINT: ErrorReason.ValueType  # 20
+ERROR_REASON_INVALID_CHECKPOINT: ErrorReason.ValueType  # 21
 """The checkpoint to resume from does not belong to this stage, model or request. Start the step without resume_from."""
-ERROR_REASON_INVALID_CONFIG: ErrorReason.ValueType  # 21
+ERROR_REASON_INVALID_CONFIG: ErrorReason.ValueType  # 22
 """The configuration of a process or of a stage is invalid or cannot be read. The message names the entry and what is
 allowed.
 """
-ERROR_REASON_INVALID_EARLIER_CALLS: ErrorReason.ValueType  # 22
+ERROR_REASON_INVALID_EARLIER_CALLS: ErrorReason.ValueType  # 23
 """`earlier_calls` exceeds its limit. Use a new request_id."""
-ERROR_REASON_INVALID_EDGE: ErrorReason.ValueType  # 23
+ERROR_REASON_INVALID_EDGE: ErrorReason.ValueType  # 24
 """An edge of a step is named twice, lacks a producer, consumer or endpoint, or does not fit the stage."""
-ERROR_REASON_INVALID_FOLDER: ErrorReason.ValueType  # 24
+ERROR_REASON_INVALID_FOLDER: ErrorReason.ValueType  # 25
 """A profile cannot be written to this folder. Choose a writable folder within the stage's option profile_dir."""
-ERROR_REASON_INVALID_ID: ErrorReason.ValueType  # 25
+ERROR_REASON_INVALID_ID: ErrorReason.ValueType  # 26
 """A request_id or step_id is empty, too long or contains characters that are not allowed."""
-ERROR_REASON_INVALID_MEDIA: ErrorReason.ValueType  # 26
+ERROR_REASON_INVALID_MEDIA: ErrorReason.ValueType  # 27
 """An image, audio or video is empty, damaged, of another type than stated, or not accepted by the model."""
-ERROR_REASON_INVALID_OPTION: ErrorReason.ValueType  # 27
+ERROR_REASON_INVALID_OPTION: ErrorReason.ValueType  # 28
 """An option has a value of the wrong type or outside its bounds. The message names the allowed values."""
-ERROR_REASON_INVALID_PAGE_TOKEN: ErrorReason.ValueType  # 28
+ERROR_REASON_INVALID_PAGE_TOKEN: ErrorReason.ValueType  # 29
 """The page_token did not come from a previous page. Omit it to read the first page."""
-ERROR_REASON_INVALID_PROMPT: ErrorReason.ValueType  # 29
+ERROR_REASON_INVALID_PROMPT: ErrorReason.ValueType  # 30
 """The prompt has a form that the stage does not accept, or the model's chat template rejects the conversation."""
-ERROR_REASON_INVALID_REPLICA: ErrorReason.ValueType  # 30
+ERROR_REASON_INVALID_REPLICA: ErrorReason.ValueType  # 31
 """A replica registers with an incomplete identity or with an invalid endpoint."""
-ERROR_REASON_INVALID_SAMPLING: ErrorReason.ValueType  # 31
+ERROR_REASON_INVALID_SAMPLING: ErrorReason.ValueType  # 32
 """The sampling parameters contradict each other, are out of range, or contain a structure that cannot be fulfilled."""
-ERROR_REASON_INVALID_SETTING: ErrorReason.ValueType  # 32
+ERROR_REASON_INVALID_SETTING: ErrorReason.ValueType  # 33
 """An environment variable has a value that is not allowed. The message names the allowed values."""
-ERROR_REASON_MEDIA_TOO_LARGE: ErrorReason.ValueType  # 33
+ERROR_REASON_MEDIA_TOO_LARGE: ErrorReason.ValueType  # 34
 """The media exceed the stage's size limit when decoded. Send smaller or fewer media, or raise the stage's option
 media_bytes.
 """
-ERROR_REASON_MESSAGE_TOO_LARGE: ErrorReason.ValueType  # 34
+ERROR_REASON_MESSAGE_TOO_LARGE: ErrorReason.ValueType  # 35
 """The serialized request exceeds the size limit of a message. Shorten the input."""
-ERROR_REASON_MISSING_INPUT: ErrorReason.ValueType  # 35
+ERROR_REASON_MISSING_INPUT: ErrorReason.ValueType  # 36
 """No edge delivers a tensor that the stage needs. Bind an edge that carries it."""
-ERROR_REASON_NOT_OPENED: ErrorReason.ValueType  # 36
+ERROR_REASON_NOT_OPENED: ErrorReason.ValueType  # 37
 """A chunk arrived on a flow whose OpenEdge message did not arrive. The consumer asks the producer to reopen the flow."""
-ERROR_REASON_NOT_PAUSED: ErrorReason.ValueType  # 37
+ERROR_REASON_NOT_PAUSED: ErrorReason.ValueType  # 38
 """The request ended before its stage paused, so that there is no state to resume from."""
-ERROR_REASON_NO_CHAT_TEMPLATE: ErrorReason.ValueType  # 38
+ERROR_REASON_NO_CHAT_TEMPLATE: ErrorReason.ValueType  # 39
 """The model has no chat template and cannot accept messages. Send the prompt as text or token ids."""
-ERROR_REASON_NO_HELLO: ErrorReason.ValueType  # 39
+ERROR_REASON_NO_HELLO: ErrorReason.ValueType  # 40
 """The first message of a PutChunk stream has no Hello, or the Hello does not name the producer and its incarnation."""
-ERROR_REASON_NO_TARGET: ErrorReason.ValueType  # 40
+ERROR_REASON_NO_TARGET: ErrorReason.ValueType  # 41
 """A forwarded control call does not name its replica in the call's metadata."""
-ERROR_REASON_OUT_OF_ORDER: ErrorReason.ValueType  # 41
+ERROR_REASON_OUT_OF_ORDER: ErrorReason.ValueType  # 42
 """A fake stage received the outputs of its producer in the wrong order. This is a defect in what the test examines."""
-ERROR_REASON_PROMPT_TOO_LONG: ErrorReason.ValueType  # 42
+ERROR_REASON_PROMPT_TOO_LONG: ErrorReason.ValueType  # 43
 """The prompt, or the prompt together with the requested output, exceeds the limit of the model or of the stage.
 Shorten it.
 """
-ERROR_REASON_SEQUENCE_GAP: ErrorReason.ValueType  # 43
+ERROR_REASON_SEQUENCE_GAP: ErrorReason.ValueType  # 44
 """A chunk arrived before its predecessor. The consumer asks the producer to reopen the flow, and the flow fails if
 that happens repeatedly.
 """
-ERROR_REASON_STALE_REGION: ErrorReason.ValueType  # 44
+ERROR_REASON_STALE_REGION: ErrorReason.ValueType  # 45
 """A range of memory was freed or used again before it was read. The consumer asks for the chunk again."""
-ERROR_REASON_TOO_MANY_MEDIA: ErrorReason.ValueType  # 45
+ERROR_REASON_TOO_MANY_MEDIA: ErrorReason.ValueType  # 46
 """The request contains more media of a kind than the model accepts. Send fewer."""
-ERROR_REASON_UNKNOWN_CONNECTOR: ErrorReason.ValueType  # 46
+ERROR_REASON_UNKNOWN_CONNECTOR: ErrorReason.ValueType  # 47
 """The connector is not installed here. Install the package that adds it on both replicas, or choose another
 connector.
 """
-ERROR_REASON_UNKNOWN_OPTION: ErrorReason.ValueType  # 47
+ERROR_REASON_UNKNOWN_OPTION: ErrorReason.ValueType  # 48
 """The stage or pipeline has no option of this name. The message lists the known options."""
-ERROR_REASON_UNKNOWN_OUTPUT: ErrorReason.ValueType  # 48
+ERROR_REASON_UNKNOWN_STAGE: ErrorReason.ValueType  # 49
+"""The request has parameters for a stage that the pipeline does not have. The message lists its stages."""
+ERROR_REASON_UNKNOWN_OUTPUT: ErrorReason.ValueType  # 50
 """The pipeline has no output of this name. The message lists its outputs."""
-ERROR_REASON_UNKNOWN_TAG: ErrorReason.ValueType  # 49
+ERROR_REASON_UNKNOWN_TAG: ErrorReason.ValueType  # 51
 """A memory tag is not asleep. The message lists the tags that are asleep."""
-ERROR_REASON_UNKNOWN_TENSOR: ErrorReason.ValueType  # 50
+ERROR_REASON_UNKNOWN_TENSOR: ErrorReason.ValueType  # 52
 """The stage does not emit a tensor of this name. The message lists its tensors."""
-ERROR_REASON_UNKNOWN_TOKEN: ErrorReason.ValueType  # 51
+ERROR_REASON_UNKNOWN_TOKEN: ErrorReason.ValueType  # 53
 """A token id is outside the model's vocabulary."""
-ERROR_REASON_DEADLINE_EXCEEDED: ErrorReason.ValueType  # 52
+ERROR_REASON_DEADLINE_EXCEEDED: ErrorReason.ValueType  # 54
 """The deadline of the call or of the request passed. Allow more time, or request less."""
-ERROR_REASON_ARENA_FULL: ErrorReason.ValueType  # 53
+ERROR_REASON_ARENA_FULL: ErrorReason.ValueType  # 55
 """A worker's part of the arena had no space in time, because the tensors in it were not read. Allow more time, or
 enlarge it.
 """
-ERROR_REASON_DEADLINE_UNREACHABLE: ErrorReason.ValueType  # 54
+ERROR_REASON_DEADLINE_UNREACHABLE: ErrorReason.ValueType  # 56
 """The request was rejected because it would miss its deadline at the present load. Allow more time, or send it when
 the load is lower.
 """
-ERROR_REASON_STILL_RUNNING: ErrorReason.ValueType  # 55
+ERROR_REASON_STILL_RUNNING: ErrorReason.ValueType  # 57
 """Requests still ran on the replica when the time for draining ended. The replica remains drained: allow more time,
 or cancel the requests.
 """
-ERROR_REASON_NOT_FOUND: ErrorReason.ValueType  # 56
+ERROR_REASON_NOT_FOUND: ErrorReason.ValueType  # 58
 """A peer or a proxy reported that an object does not exist, without a reason."""
-ERROR_REASON_NO_AUDIO: ErrorReason.ValueType  # 57
+ERROR_REASON_NO_ADMIN_ADDRESS: ErrorReason.ValueType  # 59
+"""The current context has no address for operators. Add one with `stagemesh context add --admin`, or set
+--server.
+"""
+ERROR_REASON_NO_AUDIO: ErrorReason.ValueType  # 60
 """The request produced no audio that could be saved. Request an audio output."""
-ERROR_REASON_UNKNOWN_ADAPTER: ErrorReason.ValueType  # 58
+ERROR_REASON_UNKNOWN_ADAPTER: ErrorReason.ValueType  # 61
 """The stage has not loaded this adapter. Load it first, or choose a loaded one."""
-ERROR_REASON_UNKNOWN_EDGE: ErrorReason.ValueType  # 59
+ERROR_REASON_UNKNOWN_CONTEXT: ErrorReason.ValueType  # 62
+"""There is no context of this name. `stagemesh context list` lists them."""
+ERROR_REASON_UNKNOWN_EDGE: ErrorReason.ValueType  # 63
 """The pipeline or the step has no edge of this name. The message lists the edges."""
-ERROR_REASON_UNKNOWN_ENGINE: ErrorReason.ValueType  # 60
+ERROR_REASON_UNKNOWN_ENGINE: ErrorReason.ValueType  # 64
 """No installed package provides this engine. The message lists the known engines."""
-ERROR_REASON_UNKNOWN_FLOW: ErrorReason.ValueType  # 61
+ERROR_REASON_UNKNOWN_FLOW: ErrorReason.ValueType  # 65
 """The replica does not expect this flow: its step has ended, has not started, or runs elsewhere."""
-ERROR_REASON_UNKNOWN_FUNCTION: ErrorReason.ValueType  # 62
+ERROR_REASON_UNKNOWN_FUNCTION: ErrorReason.ValueType  # 66
 """No installed package provides this function. The message lists the known functions."""
-ERROR_REASON_UNKNOWN_PIPELINE: ErrorReason.ValueType  # 63
+ERROR_REASON_UNKNOWN_PIPELINE: ErrorReason.ValueType  # 67
 """The pipeline is not served here, or no file of this name exists. The message names the known pipelines."""
-ERROR_REASON_UNKNOWN_REQUEST: ErrorReason.ValueType  # 64
+ERROR_REASON_UNKNOWN_REQUEST: ErrorReason.ValueType  # 68
 """The orchestrator does not know the request: it never existed, ended too long ago, or runs at another orchestrator."""
-ERROR_REASON_UNKNOWN_STEP: ErrorReason.ValueType  # 65
+ERROR_REASON_UNKNOWN_STEP: ErrorReason.ValueType  # 69
 """The step does not run on this replica and has left no open edges."""
-ERROR_REASON_UNKNOWN_TARGET: ErrorReason.ValueType  # 66
+ERROR_REASON_UNKNOWN_TARGET: ErrorReason.ValueType  # 70
 """No replica or stage has this name. List the replicas."""
-ERROR_REASON_UNKNOWN_TRANSFORM: ErrorReason.ValueType  # 67
+ERROR_REASON_UNKNOWN_TRANSFORM: ErrorReason.ValueType  # 71
 """No installed package provides this transform. The message lists the known transforms."""
-ERROR_REASON_ALREADY_EXISTS: ErrorReason.ValueType  # 68
+ERROR_REASON_ALREADY_EXISTS: ErrorReason.ValueType  # 72
 """A peer or a proxy reported that an object exists already, without a reason."""
-ERROR_REASON_ADAPTER_EXISTS: ErrorReason.ValueType  # 69
+ERROR_REASON_ADAPTER_EXISTS: ErrorReason.ValueType  # 73
 """Another adapter has this name. Unload it first, or use another name."""
-ERROR_REASON_FLOW_EXISTS: ErrorReason.ValueType  # 70
+ERROR_REASON_CONTEXT_EXISTS: ErrorReason.ValueType  # 74
+"""A context has this name already. Remove it first, or use another name."""
+ERROR_REASON_FLOW_EXISTS: ErrorReason.ValueType  # 75
 """The flow is already open. The producer opened it twice."""
-ERROR_REASON_REPLICA_EXISTS: ErrorReason.ValueType  # 71
+ERROR_REASON_REPLICA_EXISTS: ErrorReason.ValueType  # 76
 """A connected replica at another address has the same name. Rename one of them. If the other replica has terminated,
 its lease soon ends.
 """
-ERROR_REASON_REQUEST_EXISTS: ErrorReason.ValueType  # 72
+ERROR_REASON_REQUEST_EXISTS: ErrorReason.ValueType  # 77
 """The request_id was used with other content. Use another request_id."""
-ERROR_REASON_STEP_EXISTS: ErrorReason.ValueType  # 73
+ERROR_REASON_STEP_EXISTS: ErrorReason.ValueType  # 78
 """The step_id was used with other content. Use another step_id, or repeat the original call."""
-ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 74
+ERROR_REASON_CALLER_MISMATCH: ErrorReason.ValueType  # 79
+"""The request names a caller that is not in the connection's credentials. Omit the caller, or use its credentials."""
+ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 80
 """The caller's credentials do not permit the call. Use credentials whose role permits it. If the metadata names a
 replica, the replica rejected the orchestrator's credentials, which the operator must correct.
 """
-ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 75
+ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 81
 """A limit of load or size was reached. Retry after the delay in RetryInfo if there is one. Otherwise send less."""
-ERROR_REASON_ADAPTERS_FULL: ErrorReason.ValueType  # 76
+ERROR_REASON_ADAPTERS_FULL: ErrorReason.ValueType  # 82
 """All adapter slots of the stage are in use. Unload an adapter first, or start the stage with more slots."""
-ERROR_REASON_ADMISSION_LIMIT: ErrorReason.ValueType  # 77
+ERROR_REASON_ADMISSION_LIMIT: ErrorReason.ValueType  # 83
 """The pipeline's limits of running and waiting requests are reached. Retry with the same request_id after the delay
 in RetryInfo.
 """
-ERROR_REASON_CALLER_LIMIT: ErrorReason.ValueType  # 78
+ERROR_REASON_CALLER_LIMIT: ErrorReason.ValueType  # 84
 """The limits of this caller are reached. Retry with the same request_id after the delay in RetryInfo."""
-ERROR_REASON_CLIENT_TOO_SLOW: ErrorReason.ValueType  # 79
+ERROR_REASON_CLIENT_TOO_SLOW: ErrorReason.ValueType  # 85
 """All callers of the request read its outputs too slowly, so that it was stopped. Read faster, or request less."""
-ERROR_REASON_OUT_OF_MEMORY: ErrorReason.ValueType  # 80
+ERROR_REASON_OUT_OF_MEMORY: ErrorReason.ValueType  # 86
 """The device had too little memory for the request in addition to the running requests. Retry later, request less, or
 lower the stage's max_running.
 """
-ERROR_REASON_NOT_READY: ErrorReason.ValueType  # 81
+ERROR_REASON_NOT_READY: ErrorReason.ValueType  # 87
 """The replica loads, drains, sleeps or shuts down, or the object that the call needs is not ready. Retry when it is
 ready.
 """
-ERROR_REASON_STALE_ATTEMPT: ErrorReason.ValueType  # 82
+ERROR_REASON_STALE_ATTEMPT: ErrorReason.ValueType  # 88
 """A newer attempt of the same request has replaced this one. Stop this attempt."""
-ERROR_REASON_ADAPTERS_DISABLED: ErrorReason.ValueType  # 83
+ERROR_REASON_ADAPTERS_DISABLED: ErrorReason.ValueType  # 89
 """The stage accepts no adapters. Start it with the option enable_lora."""
-ERROR_REASON_ADAPTER_IN_USE: ErrorReason.ValueType  # 84
+ERROR_REASON_ADAPTER_IN_USE: ErrorReason.ValueType  # 90
 """Requests use the adapter. Wait for them, or set drain."""
-ERROR_REASON_ARENA_NOT_SHARED: ErrorReason.ValueType  # 85
+ERROR_REASON_ARENA_NOT_SHARED: ErrorReason.ValueType  # 91
 """An engine's worker cannot open the replica's arena. Run it on the same host, in the same pid namespace and as the
 same user, with data_plane.shared_arena.
 """
-ERROR_REASON_CACHE_IN_USE: ErrorReason.ValueType  # 86
+ERROR_REASON_CACHE_IN_USE: ErrorReason.ValueType  # 92
 """Running requests use the cache. Wait for them, or set preempt."""
-ERROR_REASON_CANNOT_LISTEN: ErrorReason.ValueType  # 87
+ERROR_REASON_CANNOT_LISTEN: ErrorReason.ValueType  # 93
 """The process cannot listen at its address. Correct the address, or choose another."""
-ERROR_REASON_CANNOT_PIN: ErrorReason.ValueType  # 88
+ERROR_REASON_CANNOT_PIN: ErrorReason.ValueType  # 94
 """CUDA cannot pin the arena. Raise the limit on locked memory, or lower data_plane.arena_bytes."""
-ERROR_REASON_CHUNK_GONE: ErrorReason.ValueType  # 89
+ERROR_REASON_CHUNK_GONE: ErrorReason.ValueType  # 95
 """The first chunks that the consumer needs are no longer retained. Run their producer again."""
-ERROR_REASON_CONNECTOR_CLASH: ErrorReason.ValueType  # 90
+ERROR_REASON_CONNECTOR_CLASH: ErrorReason.ValueType  # 96
 """An added connector has the name or number of another connector. Change its descriptor, or uninstall its package."""
-ERROR_REASON_CONNECTOR_UNAVAILABLE: ErrorReason.ValueType  # 91
+ERROR_REASON_CONNECTOR_UNAVAILABLE: ErrorReason.ValueType  # 97
 """A connector cannot be used between two replicas. The message has the cause. Correct it, or use `connector: auto`."""
-ERROR_REASON_DISK_FULL: ErrorReason.ValueType  # 92
+ERROR_REASON_DISK_FULL: ErrorReason.ValueType  # 98
 """The disk has too little space for a model. Free some space, or set STAGEMESH_HOME to a folder on another disk."""
-ERROR_REASON_LAST_REPLICA: ErrorReason.ValueType  # 93
+ERROR_REASON_LAST_REPLICA: ErrorReason.ValueType  # 99
 """The call would leave a stage without a ready replica. Wait for another replica, or force the call."""
-ERROR_REASON_LEASE_ENDED: ErrorReason.ValueType  # 94
+ERROR_REASON_LEASE_ENDED: ErrorReason.ValueType  # 100
 """The lease of a registered replica has ended. The replica must register again."""
-ERROR_REASON_LOAD_FAILED: ErrorReason.ValueType  # 95
+ERROR_REASON_LOAD_FAILED: ErrorReason.ValueType  # 101
 """The engine or its model could not be loaded. The message and the stage's log have the cause."""
-ERROR_REASON_MISSING_MODULE: ErrorReason.ValueType  # 96
+ERROR_REASON_MISSING_MODULE: ErrorReason.ValueType  # 102
 """A Python package is missing. Install Stagemesh with the extra that the message names."""
-ERROR_REASON_NO_MEMORY: ErrorReason.ValueType  # 97
+ERROR_REASON_NO_MEMORY: ErrorReason.ValueType  # 103
 """The host has too little memory for the arena. Give the host or container more memory, or change
 data_plane.arena_bytes as the message says.
 """
-ERROR_REASON_NO_PEER: ErrorReason.ValueType  # 98
+ERROR_REASON_NO_PEER: ErrorReason.ValueType  # 104
 """The address does not serve `stagemesh probe-transport --serve`. Start it there."""
-ERROR_REASON_NO_PROFILE: ErrorReason.ValueType  # 99
+ERROR_REASON_NO_PROFILE: ErrorReason.ValueType  # 105
 """No profile is being recorded. Start one first."""
-ERROR_REASON_PORT_IN_USE: ErrorReason.ValueType  # 100
+ERROR_REASON_PORT_IN_USE: ErrorReason.ValueType  # 106
 """The port is in use, or no port is free. End the program that uses it, or choose another port."""
-ERROR_REASON_PROFILES_DISABLED: ErrorReason.ValueType  # 101
+ERROR_REASON_PROFILES_DISABLED: ErrorReason.ValueType  # 107
 """The stage records no profiles. Start it with the option profile_dir."""
-ERROR_REASON_PROFILE_RUNNING: ErrorReason.ValueType  # 102
+ERROR_REASON_PROFILE_RUNNING: ErrorReason.ValueType  # 108
 """The stage already records a profile. Stop that profile first."""
-ERROR_REASON_REGISTRATION_CLOSED: ErrorReason.ValueType  # 103
+ERROR_REASON_REGISTRATION_CLOSED: ErrorReason.ValueType  # 109
 """The orchestrator's configuration does not enable registration. List the replicas in it, or set `registration`."""
-ERROR_REASON_REPLICA_REFUSED: ErrorReason.ValueType  # 104
+ERROR_REASON_REPLICA_REFUSED: ErrorReason.ValueType  # 110
 """The replica does not belong to the pipeline that the orchestrator serves. Start it from the same pipeline file, in
 the same version.
 """
-ERROR_REASON_REQUEST_ENDED: ErrorReason.ValueType  # 105
+ERROR_REASON_REQUEST_ENDED: ErrorReason.ValueType  # 111
 """The request has already ended and cannot be cancelled."""
-ERROR_REASON_ROWS_MISSING: ErrorReason.ValueType  # 106
+ERROR_REASON_ROWS_MISSING: ErrorReason.ValueType  # 112
 """A rebound edge would skip rows that the consumer has not received. Start the producer from an earlier checkpoint or
 from the beginning.
 """
-ERROR_REASON_SLEEP_DISABLED: ErrorReason.ValueType  # 107
+ERROR_REASON_SLEEP_DISABLED: ErrorReason.ValueType  # 113
 """The stage was started without sleep mode. Start it with the option enable_sleep_mode."""
-ERROR_REASON_STALE_INCARNATION: ErrorReason.ValueType  # 108
+ERROR_REASON_STALE_INCARNATION: ErrorReason.ValueType  # 114
 """The flow belongs to another incarnation of its producer, which has restarted since."""
-ERROR_REASON_START_FAILED: ErrorReason.ValueType  # 109
+ERROR_REASON_START_FAILED: ErrorReason.ValueType  # 115
 """A process ended before it was ready. Its log has the cause."""
-ERROR_REASON_STEPS_RUNNING: ErrorReason.ValueType  # 110
+ERROR_REASON_STEPS_RUNNING: ErrorReason.ValueType  # 116
 """Steps run on the replica. Wait for them, or set drain."""
-ERROR_REASON_UNSUPPORTED_MODEL: ErrorReason.ValueType  # 111
+ERROR_REASON_UNSUPPORTED_MODEL: ErrorReason.ValueType  # 117
 """The engine does not support this model, or not with these options. The message names what it supports."""
-ERROR_REASON_UNUSABLE_OPTION: ErrorReason.ValueType  # 112
+ERROR_REASON_UNUSABLE_OPTION: ErrorReason.ValueType  # 118
 """An option of the stage cannot be used on this machine or with this model. The message names the remedy."""
-ERROR_REASON_WRONG_GENERATION: ErrorReason.ValueType  # 113
+ERROR_REASON_WRONG_GENERATION: ErrorReason.ValueType  # 119
 """Producer and consumer serve different generations of the pipeline. Deploy both from one pipeline file."""
-ERROR_REASON_WRONG_PIPELINE: ErrorReason.ValueType  # 114
+ERROR_REASON_WRONG_PIPELINE: ErrorReason.ValueType  # 120
 """Producer and consumer serve different pipelines. Deploy both from one pipeline file."""
-ERROR_REASON_WRONG_VERSION: ErrorReason.ValueType  # 115
+ERROR_REASON_WRONG_VERSION: ErrorReason.ValueType  # 121
 """The two hosts run different versions of Stagemesh. Install the same version on both."""
-ERROR_REASON_UNSUPPORTED: ErrorReason.ValueType  # 116
+ERROR_REASON_UNSUPPORTED: ErrorReason.ValueType  # 122
 """The engine, the model or this installation does not support what the request asks for. Omit it, or choose another
 engine or model.
 """
-ERROR_REASON_OUTPUT_TOO_LARGE: ErrorReason.ValueType  # 117
+ERROR_REASON_OUTPUT_TOO_LARGE: ErrorReason.ValueType  # 123
 """An output of a step exceeds the size limit of a message. Request another output, or a smaller one."""
-ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 118
+ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 124
 """A defect in Stagemesh, or in gRPC or a proxy that reported no reason. The log of the service has the details.
 Report it.
 """
-ERROR_REASON_ENGINE_ERROR: ErrorReason.ValueType  # 119
+ERROR_REASON_ENGINE_ERROR: ErrorReason.ValueType  # 125
 """An engine, its model or its function raised an error. The log of the stage has the details."""
-ERROR_REASON_FAKE_FAULT: ErrorReason.ValueType  # 120
+ERROR_REASON_FAKE_FAULT: ErrorReason.ValueType  # 126
 """The fake engine failed on purpose, because one of its options asks for it."""
-ERROR_REASON_OUTPUT_OUT_OF_ORDER: ErrorReason.ValueType  # 121
+ERROR_REASON_OUTPUT_OUT_OF_ORDER: ErrorReason.ValueType  # 127
 """A stage sent an output at a position that does not follow the previous one. This is a defect of the stage."""
-ERROR_REASON_POISON_REQUEST: ErrorReason.ValueType  # 122
+ERROR_REASON_POISON_REQUEST: ErrorReason.ValueType  # 128
 """Several processes of the stage died while they ran this request, the last of them while it ran no other request. Do
 not send the request again.
 """
-ERROR_REASON_UNAVAILABLE: ErrorReason.ValueType  # 123
+ERROR_REASON_UNAVAILABLE: ErrorReason.ValueType  # 129
 """The peer cannot be reached, or a proxy reported that it is unavailable. Retry with a growing delay."""
-ERROR_REASON_ADMIN_UNREACHABLE: ErrorReason.ValueType  # 124
+ERROR_REASON_ADMIN_UNREACHABLE: ErrorReason.ValueType  # 130
 """The command line cannot reach the orchestrator's address for operators. Start the pipeline, or correct --server."""
-ERROR_REASON_CONNECTION_LOST: ErrorReason.ValueType  # 125
+ERROR_REASON_CONNECTION_LOST: ErrorReason.ValueType  # 131
 """The connection to a peer broke, or the peer ended the stream."""
-ERROR_REASON_CONNECTOR_FAILED: ErrorReason.ValueType  # 126
+ERROR_REASON_CONNECTOR_FAILED: ErrorReason.ValueType  # 132
 """A connector failed while it ran. The flows continue with another connector if the pipeline file allows it."""
-ERROR_REASON_DOWNLOAD_FAILED: ErrorReason.ValueType  # 127
+ERROR_REASON_DOWNLOAD_FAILED: ErrorReason.ValueType  # 133
 """A download failed, or its checksum does not match. Check the network and pip's settings, then fetch again."""
-ERROR_REASON_DRAINED: ErrorReason.ValueType  # 128
+ERROR_REASON_DRAINED: ErrorReason.ValueType  # 134
 """The replica is drained and hands its steps over to other replicas. The orchestrator continues the request
 elsewhere.
 """
-ERROR_REASON_ENGINE_DIED: ErrorReason.ValueType  # 129
+ERROR_REASON_ENGINE_DIED: ErrorReason.ValueType  # 135
 """The engine of a replica failed for good, and the replica restarts. The orchestrator continues the request
 elsewhere.
 """
-ERROR_REASON_ENGINE_FAILED: ErrorReason.ValueType  # 130
+ERROR_REASON_ENGINE_FAILED: ErrorReason.ValueType  # 136
 """A call of the engine failed because the engine or one of its processes failed. The stage's log has the cause."""
-ERROR_REASON_HIDDEN_STATES_LOST: ErrorReason.ValueType  # 131
+ERROR_REASON_HIDDEN_STATES_LOST: ErrorReason.ValueType  # 137
 """Hidden states of the request did not arrive from the engine's worker. The worker's log has the cause."""
-ERROR_REASON_NOT_ACCEPTED: ErrorReason.ValueType  # 132
+ERROR_REASON_NOT_ACCEPTED: ErrorReason.ValueType  # 138
 """A stage did not accept the request in time. Retry, and see the stage's log."""
-ERROR_REASON_NOT_REBOUND: ErrorReason.ValueType  # 133
+ERROR_REASON_NOT_REBOUND: ErrorReason.ValueType  # 139
 """A stage cannot continue with replaced upstream or downstream replicas. The orchestrator restarts the step."""
-ERROR_REASON_NOT_RUNNING: ErrorReason.ValueType  # 134
+ERROR_REASON_NOT_RUNNING: ErrorReason.ValueType  # 140
 """The orchestrator is starting or stopping. Retry at this or another orchestrator with the same request_id."""
-ERROR_REASON_NO_ANSWER: ErrorReason.ValueType  # 135
+ERROR_REASON_NO_ANSWER: ErrorReason.ValueType  # 141
 """A peer did not answer in time."""
-ERROR_REASON_PEER_LOST: ErrorReason.ValueType  # 136
+ERROR_REASON_PEER_LOST: ErrorReason.ValueType  # 142
 """The replica at the other end of an edge died, restarted or became unreachable."""
-ERROR_REASON_PEER_UNREACHABLE: ErrorReason.ValueType  # 137
+ERROR_REASON_PEER_UNREACHABLE: ErrorReason.ValueType  # 143
 """No process answers at the address to measure. Start `stagemesh probe-transport --serve` there, and check the
 firewall.
 """
-ERROR_REASON_REPLICA_LOST: ErrorReason.ValueType  # 138
+ERROR_REASON_REPLICA_LOST: ErrorReason.ValueType  # 144
 """A replica terminated or became unreachable while it ran the request, or before. Retry: a supervised replica is
 restarted.
 """
-ERROR_REASON_REPLICA_RESTARTED: ErrorReason.ValueType  # 139
+ERROR_REASON_REPLICA_RESTARTED: ErrorReason.ValueType  # 145
 """A replica restarted while it ran the request. Retry."""
-ERROR_REASON_SHUTTING_DOWN: ErrorReason.ValueType  # 140
+ERROR_REASON_SHUTTING_DOWN: ErrorReason.ValueType  # 146
 """The replica or its engine is shutting down. Retry on another replica."""
-ERROR_REASON_STAGE_NOT_READY: ErrorReason.ValueType  # 141
+ERROR_REASON_STAGE_NOT_READY: ErrorReason.ValueType  # 147
 """No replica of the stage is ready, or no generation has a ready replica of every stage. Retry after the delay in
 RetryInfo.
 """
-ERROR_REASON_STEP_HANGS: ErrorReason.ValueType  # 142
+ERROR_REASON_STEP_HANGS: ErrorReason.ValueType  # 148
 """The step made no progress while the engine made progress on later steps, so that it was stopped."""
-ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 143
+ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 149
 """The caller's credentials are missing, invalid or expired. Present valid credentials. If the metadata names a replica,
 the replica rejected the orchestrator's credentials, which the operator must correct.
 """
