@@ -75,7 +75,7 @@ class Position:
             self._counts[name] = begin + length
         if begin >= received:
             return piece
-        return after(piece, received - begin) if isinstance(piece, request_pb2.Output) else None
+        return after(piece, received - begin, begin=begin) if isinstance(piece, request_pb2.Output) else None
 
 
 def _measure(piece: Piece) -> tuple[str, int]:
@@ -106,8 +106,11 @@ def length_of(output: request_pb2.Output) -> int:
             return 0
 
 
-def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
+def after(output: request_pb2.Output, count: int, *, begin: int = 0) -> request_pb2.Output | None:
     """Returns an output fragment without its first `count` units, or None if no unit remains. Preserves `seq`.
+
+    `begin` is the position of the fragment in its output, in units. A fragment of text keeps the log-probabilities of
+    the tokens that begin in the remaining text.
 
     A unit is a code point of text, a token, an audio sample, an image, or a row of a tensor. Raises InvalidChunkError
     if a tensor's or the audio's number of bytes does not match its shape.
@@ -121,6 +124,7 @@ def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
     match output.WhichOneof("content"):
         case "text":
             rest.text = output.text[count:]
+            rest.logprobs.extend(each for each in output.logprobs if each.position >= begin + count)
         case "token_ids":
             rest.token_ids.ids.extend(output.token_ids.ids[count:])
             rest.logprobs.extend(output.logprobs[count:])

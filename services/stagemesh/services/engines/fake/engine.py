@@ -24,11 +24,14 @@ from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import (
     Checkpoint,
+    Conversation,
     Emission,
     EngineEvent,
     EngineLoad,
     Paused,
     Progress,
+    Prompt,
+    RawPrompt,
     Task,
     Usage,
 )
@@ -158,7 +161,7 @@ class FakeRun:
                 f"step {self._step}",
                 reason="INVALID_CHECKPOINT",
             )
-        yield Usage(prompt_tokens=len(self._task.prompt or ""), output_tokens=size_bytes, steps=self._step)
+        yield Usage(prompt_tokens=_length(self._task.prompt), output_tokens=size_bytes, steps=self._step)
 
     @property
     def _is_source(self) -> bool:
@@ -333,3 +336,13 @@ def hold_memory(size_bytes: int) -> Array:
         raise OverloadedError(
             f"the fake engine cannot allocate {size_bytes} bytes; lower memory_bytes or request_memory_bytes"
         ) from exc
+
+
+def _length(prompt: Prompt | None) -> int:
+    match prompt:
+        case Conversation():
+            return len(prompt.messages)
+        case RawPrompt():
+            return len(prompt.content)
+        case _:
+            return len(prompt or "")

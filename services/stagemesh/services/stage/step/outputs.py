@@ -11,7 +11,7 @@ from stagemesh.common.tensors import Array, inline_tensor
 from stagemesh.connectors.edge import Packet
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.services.engines.base import Progress, TokenLogprobs
-from stagemesh.v1 import stage_pb2
+from stagemesh.v1 import request_pb2, stage_pb2
 
 _AUDIO_FRAGMENT_BYTES = 1 << 20
 # The other fields of a message also need space.
@@ -52,8 +52,14 @@ class StreamedOutputs:
         """
         return dict(self._next_seqs)
 
-    def push(self, packet: Packet, logprobs: Sequence[TokenLogprobs] = ()) -> Iterator[stage_pb2.ExecuteStepResponse]:
-        """Yields the fragments of a packet's tensors. `logprobs` are the log-probabilities of the packet's tokens.
+    def push(
+        self,
+        packet: Packet,
+        logprobs: Sequence[TokenLogprobs] = (),
+        text_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> Iterator[stage_pb2.ExecuteStepResponse]:
+        """Yields the fragments of a packet's tensors. `logprobs` are the log-probabilities of the packet's tokens, and
+        `text_logprobs` those of the tokens that begin in the packet's text.
 
         Raises UnsupportedError if a tensor does not fit in one message.
         """
@@ -63,7 +69,7 @@ class StreamedOutputs:
                 continue
             match emitted.kind:
                 case "text":
-                    yield from self._text(name, self._decoders[name].decode(tensor.tobytes()))
+                    yield from self._text(name, self._decoders[name].decode(tensor.tobytes()), text_logprobs)
                 case "tokens":
                     yield self._tokens(name, tensor, logprobs)
                 case "audio":
@@ -79,17 +85,19 @@ class StreamedOutputs:
         for name, decoder in self._decoders.items():
             yield from self._text(name, decoder.decode(b"", final=True))
 
-    def _text(self, name: str, text: str) -> Iterator[stage_pb2.ExecuteStepResponse]:
+    def _text(
+        self, name: str, text: str, logprobs: Sequence[TokenLogprobs] = ()
+    ) -> Iterator[stage_pb2.ExecuteStepResponse]:
         if text:
             fragment = self._next(name)
             fragment.output.text = text
+            _add_logprobs(fragment.output, logprobs)
             yield fragment
 
     def _tokens(self, name: str, ids: Array, logprobs: Sequence[TokenLogprobs]) -> stage_pb2.ExecuteStepResponse:
         fragment = self._next(name)
         fragment.output.token_ids.ids.extend(ids.tolist())
-        for each in logprobs:
-            fragment.output.logprobs.add(**each._asdict())
+        _add_logprobs(fragment.output, logprobs)
         return fragment
 
     def _audio(self, name: str, samples: Array, sample_rate_hz: int) -> Iterator[stage_pb2.ExecuteStepResponse]:
@@ -151,6 +159,12 @@ class ProgressThrottle:
             return False
         self._reported_s = now_s
         return True
+
+
+def _add_logprobs(output: request_pb2.Output, logprobs: Sequence[TokenLogprobs]) -> None:
+    for each in logprobs:
+        added = output.logprobs.add(sampled=each.sampled._asdict(), position=each.position)
+        added.top.extend(request_pb2.TokenLogprob(**token._asdict()) for token in each.top)
 
 
 def _media_type(data: bytes) -> str:
