@@ -188,7 +188,7 @@ async def test_messages_and_tools_are_read_from_files(orchestrator: ScriptedOrch
     assert (sent.tools[0].parameters, sent.template_arguments) == ('{"type": "object"}', '{"thinking": false}')
 
 
-async def test_a_raw_prompt_has_its_media_beside_it(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
+async def test_a_raw_prompt_keeps_its_media_apart(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
     orchestrator.scripts.append([admitted(), finished()])
     (tmp_path / "cat.png").write_bytes(b"png")
     ran = await stagemesh(

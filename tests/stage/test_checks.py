@@ -228,7 +228,7 @@ def test_a_conversation_is_converted_with_its_tools() -> None:
     )
 
 
-def test_media_beside_a_prompt_are_converted() -> None:
+def test_media_of_a_raw_prompt_are_converted() -> None:
     request = step_request()
     video = request_pb2.MediaFile(data=b"x", media_type="video/mp4")
     request.input.media.add(video_file=video, use_audio_in_video=True)

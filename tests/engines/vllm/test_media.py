@@ -288,7 +288,7 @@ VIDEO = MediaFile("video", video_file([0, 50, 100, 150], sound=tone(1.0)), "vide
 SILENT = MediaFile("video", video_file([0, 50]), "video/mp4")
 
 
-async def test_audio_track_of_a_video_is_audio_beside_the_video() -> None:
+async def test_audio_track_of_a_video_is_decoded_as_audio() -> None:
     data = decode_media([image(), VIDEO], DecodedBytes(1 << 20), max_frames=2, resample=tuple)
     parsed = MultiModalDataParser(target_sr=16_000, video_needs_metadata=True).parse_mm_data(data)
     assert parsed.get_all_counts() == {"image": 1, "video": 1, "audio": 1}

@@ -133,7 +133,7 @@ def test_an_invalid_conversation_is_rejected(conversation: dict[str, Any], probl
     ],
     ids=["text", "part of text", "empty part", "image with sound"],
 )
-def test_media_beside_a_prompt_are_checked(given: request_pb2.Input, problem: str, pipeline: Pipeline) -> None:
+def test_media_of_a_raw_prompt_are_checked(given: request_pb2.Input, problem: str, pipeline: Pipeline) -> None:
     error = _rejection(orchestrator_pb2.GenerateRequest(input=given), pipeline)
     assert error.reason == "INVALID_PROMPT"
     assert problem in error.message
