@@ -2,6 +2,8 @@ import json
 import wave
 from pathlib import Path
 
+import pytest
+
 from stagemesh.common.errors import OverloadedError, UnavailableError
 from stagemesh.common.exit_codes import ExitCode
 from stagemesh.v1 import request_pb2
@@ -182,3 +184,77 @@ async def test_stages_shows_the_replicas(orchestrator: ScriptedOrchestrator) -> 
     ran = await stagemesh("stages", "--server", orchestrator.endpoint, "--json")
     replica = json.loads(ran.stdout)["stages"][0]["replicas"][0]
     assert (replica["name"], replica["state"], replica["planned"]) == ("thinker-0", "REPLICA_STATE_READY", 2)
+
+
+MESSAGES = [
+    {"role": "user", "content": [{"type": "text", "text": "what?"}, {"type": "image", "path": "cat.png"}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}],
+    },
+    {"role": "tool", "content": "a cat", "tool_call_id": "c1"},
+    {"role": "user", "content": [{"type": "video", "path": "cat.mp4", "use_audio_in_video": True}]},
+]
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+
+async def test_messages_and_tools_are_read_from_files(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
+    orchestrator.scripts.append([admitted(), finished()])
+    for name, content in (("messages", MESSAGES), ("tools", TOOLS)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    for name in ("cat.png", "cat.mp4"):
+        (tmp_path / name).write_bytes(name.encode())
+    files = ["--messages", str(tmp_path / "messages.json"), "--tools", str(tmp_path / "tools.json")]
+    ran = await stagemesh(
+        "generate", "--server", orchestrator.endpoint, *files, "--template-arguments", '{"thinking": false}'
+    )
+    assert ran.exit_code == 0, ran.stderr
+    sent = orchestrator.requests[0].input.conversation
+    assert [request_pb2.Role.Name(each.role) for each in sent.messages] == [
+        "ROLE_USER",
+        "ROLE_ASSISTANT",
+        "ROLE_TOOL",
+        "ROLE_USER",
+    ]
+    assert [part.WhichOneof("content") for part in sent.messages[0].parts] == ["text", "image"]
+    assert (sent.messages[0].parts[1].image.data, sent.messages[1].tool_calls[0].name) == (b"cat.png", "look")
+    assert (sent.messages[2].tool_call_id, sent.messages[3].parts[0].use_audio_in_video) == ("c1", True)
+    assert (sent.tools[0].parameters, sent.template_arguments) == ('{"type": "object"}', '{"thinking": false}')
+
+
+async def test_a_raw_prompt_keeps_its_media_apart(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
+    orchestrator.scripts.append([admitted(), finished()])
+    (tmp_path / "cat.png").write_bytes(b"png")
+    ran = await stagemesh(
+        "generate", "<image>?", "--raw", "--attach", str(tmp_path / "cat.png"), "--server", orchestrator.endpoint
+    )
+    assert ran.exit_code == 0, ran.stderr
+    sent = orchestrator.requests[0].input
+    assert (sent.raw_text, sent.media[0].image.data) == ("<image>?", b"png")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "content", "message"),
+    [
+        ([], "[]", "give either a prompt or --messages"),
+        (["hi", "--messages", "FILE"], "[]", "give either a prompt or --messages"),
+        (["--messages", "FILE", "--raw"], "[]", "contradicts --raw and --attach"),
+        (["--messages", "FILE"], "{", "cannot read"),
+        (["--messages", "FILE"], '[{"content": "a"}]', "missing required field `role`"),
+        (["--messages", "FILE"], '[{"role": "user", "content": "a", "name": "b"}]', "unknown field `name`"),
+        (["--messages", "FILE"], '[{"role": "robot", "content": "a"}]', "use one of system, developer, user"),
+        (["hi", "--tools", "FILE"], '[{"type": "function"}]', "missing required field `function`"),
+        (["hi", "--tools", "FILE", "--raw"], '[{"function": {"name": "look"}}]', "need a prompt or messages"),
+    ],
+    ids=str,
+)
+async def test_wrong_prompts_are_rejected(
+    orchestrator: ScriptedOrchestrator, tmp_path: Path, arguments: list[str], content: str, message: str
+) -> None:
+    (tmp_path / "file.json").write_text(content)
+    given = [str(tmp_path / "file.json") if each == "FILE" else each for each in arguments]
+    ran = await stagemesh("generate", *given, "--server", orchestrator.endpoint)
+    assert ran.exit_code != 0
+    assert message in " ".join(ran.stderr.replace("\u2502", " ").split())
+    assert orchestrator.requests == []

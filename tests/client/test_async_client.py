@@ -1,5 +1,6 @@
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +12,19 @@ from stagemesh.client import (
     AudioFile,
     AudioSamples,
     Content,
+    Conversation,
     Finished,
+    ImageFile,
+    Medium,
+    Message,
     Progress,
     Queued,
     RetryPolicy,
     Text,
+    TokenLogprob,
     TokenLogprobs,
+    Tool,
+    ToolCall,
     VideoFile,
     read_media,
 )
@@ -30,10 +38,10 @@ from stagemesh.common.errors import (
 )
 from stagemesh.common.tensors import read_inline
 from stagemesh.rpc.server import Server
-from stagemesh.v1 import stage_pb2
+from stagemesh.v1 import request_pb2, stage_pb2
 from stagemesh.v1.orchestrator_pb2 import GenerateResponse
 from stagemesh.v1.orchestrator_pb2_grpc import add_OrchestratorServiceServicer_to_server
-from stagemesh.v1.request_pb2 import Output, TokenIds
+from stagemesh.v1.request_pb2 import ROLE_ASSISTANT, ROLE_SYSTEM, ROLE_TOOL, ROLE_USER, Output, TokenIds
 from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, progress, queued, text
 
 QUICK = RetryPolicy(attempts=3, first_pause_s=0.01, max_pause_s=0.1)
@@ -85,7 +93,7 @@ async def test_a_conversation_reaches_the_server(orchestrator: ScriptedOrchestra
     async with AsyncClient(orchestrator.endpoint) as client:
         _ = [event async for event in client.generate(messages=[("system", "Be brief."), ("user", "Hi")])]
     turns = orchestrator.requests[0].input.conversation.messages
-    assert [(turn.role, turn.content) for turn in turns] == [("system", "Be brief."), ("user", "Hi")]
+    assert [(turn.role, turn.content) for turn in turns] == [(ROLE_SYSTEM, "Be brief."), (ROLE_USER, "Hi")]
 
 
 async def test_media_reach_the_server_in_order(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
@@ -104,7 +112,7 @@ async def test_media_reach_the_server_in_order(orchestrator: ScriptedOrchestrato
     (message,) = orchestrator.requests[0].input.conversation.messages
     kinds = [part.WhichOneof("content") for part in message.parts]
     assert kinds == ["image", "text", "audio", "audio_file", "video_file"]
-    assert (message.role, message.content, message.parts[0].image.media_type) == ("user", "", "image/jpeg")
+    assert (message.role, message.content, message.parts[0].image.media_type) == (ROLE_USER, "", "image/jpeg")
     assert (read_inline(message.parts[2].audio.samples).tolist(), message.parts[2].audio.sample_rate_hz) == (
         [0.5, -0.5],
         8_000,
@@ -167,15 +175,56 @@ async def test_a_structure_reaches_the_server(
     assert (list(sampling.choice.texts) if name == "choice" else getattr(sampling, name)) == sent
 
 
-async def test_logprobs_arrive_with_their_tokens(orchestrator: ScriptedOrchestrator) -> None:
-    output = Output(name="codes", token_ids=TokenIds(ids=[5, 6]))
-    output.logprobs.add(logprob=-0.5, top_ids=[5, 9], top_logprobs=[-0.5, -1.5])
-    output.logprobs.add(logprob=-2.0)
-    orchestrator.scripts.append([admitted(), GenerateResponse(output=output), finished()])
+async def test_tools_and_their_calls_reach_the_server(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), finished()])
+    messages: Conversation = [
+        ("user", "How warm is it?"),
+        Message("assistant", tool_calls=[ToolCall("c1", "weather", {"city": "Bern"})]),
+        Message("tool", "12", tool_call_id="c1"),
+    ]
+    tools = [Tool("weather", "Tells the weather.", {"type": "object"})]
+    async with AsyncClient(orchestrator.endpoint) as client:
+        await client.generate(messages=messages, tools=tools, template_arguments={"thinking": False}).result()
+    sent = orchestrator.requests[0].input.conversation
+    assert (sent.messages[1].tool_calls[0].arguments, sent.messages[2].tool_call_id) == ('{"city": "Bern"}', "c1")
+    assert [message.role for message in sent.messages] == [ROLE_USER, ROLE_ASSISTANT, ROLE_TOOL]
+    assert (sent.tools[0].name, sent.tools[0].parameters) == ("weather", '{"type": "object"}')
+    assert sent.template_arguments == '{"thinking": false}'
+
+
+async def test_a_prompt_with_tools_becomes_a_conversation(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), finished()])
+    async with AsyncClient(orchestrator.endpoint) as client:
+        await client.generate("Hi", tools=[Tool("weather")]).result()
+    sent = orchestrator.requests[0].input
+    assert (sent.WhichOneof("prompt"), sent.conversation.messages[0].content) == ("conversation", "Hi")
+
+
+@pytest.mark.parametrize("prompt", [{"raw_text": "<image>?"}, {"token_ids": [5, 6]}], ids=str)
+async def test_media_accompany_a_prompt_without_template(
+    orchestrator: ScriptedOrchestrator, prompt: dict[str, Any]
+) -> None:
+    orchestrator.scripts.append([admitted(), finished()])
+    media: list[Medium] = [ImageFile(b"png", "image/png"), VideoFile(b"mp4", "video/mp4", use_audio_in_video=True)]
+    async with AsyncClient(orchestrator.endpoint) as client:
+        await client.generate(media=media, **prompt).result()
+    sent = orchestrator.requests[0].input
+    assert (sent.WhichOneof("prompt"), len(sent.media)) == (next(iter(prompt)), 2)
+    assert (sent.media[0].image.data, sent.media[1].use_audio_in_video) == (b"png", True)
+
+
+async def test_logprobs_arrive_with_text_and_tokens(orchestrator: ScriptedOrchestrator) -> None:
+    output = Output(name="codes", token_ids=TokenIds(ids=[5]))
+    added = output.logprobs.add(sampled=request_pb2.TokenLogprob(id=5, text="Hi", logprob=-0.5), position=3)
+    added.top.add(id=9, text="Ho", logprob=-1.5)
+    said = Output(name="text", text="Hi", logprobs=output.logprobs)
+    orchestrator.scripts.append(
+        [admitted(), GenerateResponse(output=output), GenerateResponse(output=said), finished()]
+    )
     async with AsyncClient(orchestrator.endpoint) as client:
         result = await client.generate("hello").result()
-    assert result.tokens["codes"] == (5, 6)
-    assert result.logprobs["codes"] == (TokenLogprobs(-0.5, (5, 9), (-0.5, -1.5)), TokenLogprobs(-2.0))
+    expected = TokenLogprobs(TokenLogprob(5, "Hi", -0.5), (TokenLogprob(9, "Ho", -1.5),), 3)
+    assert result.logprobs == {"codes": (expected,), "text": (expected,)}
 
 
 async def test_the_timeout_is_sent_as_the_deadline(orchestrator: ScriptedOrchestrator) -> None:
@@ -323,6 +372,9 @@ async def test_a_prompt_over_the_message_limit_is_rejected_with_sizes(orchestrat
     [
         (None, {}, "the request has no input"),
         ("a", {"token_ids": [1]}, "one of them"),
+        (None, {"raw_text": "a", "messages": []}, "messages and raw_text are given"),
+        (None, {"raw_text": "a", "tools": [Tool("t")]}, "tools and template_arguments need a prompt or messages"),
+        (None, {"messages": [("robot", "a")]}, "role is 'robot'; use one of system, developer, user, assistant, tool"),
         ("a", {"seed": -1}, "cannot be sent"),
         ("a", {"regex": "a", "choice": ["b"]}, "regex and choice are given"),
         ("a", {"stop_token_ids": [-1]}, "cannot be sent"),

@@ -16,7 +16,18 @@ from pydantic import JsonValue
 
 from stagemesh.common.errors import InternalError, InvalidRequestError, StagemeshError
 from stagemesh.common.tensors import Array
-from stagemesh.services.engines.base import ChatMessage, Checkpoint, MediaFile, Paused, Progress, Task, Usage
+from stagemesh.services.engines.base import (
+    ChatMessage,
+    Checkpoint,
+    Conversation,
+    MediaFile,
+    Paused,
+    Progress,
+    RawPrompt,
+    Task,
+    Tool,
+    Usage,
+)
 from stagemesh.services.engines.diffusion import FRAMES, STATE
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.worker import DiffusionWorker
@@ -237,8 +248,11 @@ async def test_exhausted_memory_is_reported_by_its_reason(folder: Path, monkeypa
 # -- invalid requests
 
 
-def message(*parts: Any) -> tuple[ChatMessage, ...]:
-    return (ChatMessage("user", "", parts),)
+USER = ChatMessage("user", "a")
+
+
+def message(*parts: Any) -> Conversation:
+    return Conversation([ChatMessage("user", "", parts)])
 
 
 def with_options(**changed: float) -> dict[str, Any]:
@@ -271,8 +285,10 @@ PNG = MediaFile("image", b"\x89PNG", "image/png")
         ({"prompt": None}, "the prompt is empty; describe the image"),
         ({"prompt": "x" * 20_001}, "the prompt has 20001 characters; this stage allows 20000"),
         ({"negative_prompt": "x" * 20_001}, "the negative prompt has 20001 characters; this stage allows 20000"),
-        ({"prompt": (1, 2, 3)}, "a diffusion stage accepts text, but not token ids"),
-        ({"prompt": (ChatMessage("user", "a"), ChatMessage("user", "b"))}, "has 2 messages; a diffusion stage accepts"),
+        ({"prompt": RawPrompt((1, 2, 3))}, "a diffusion stage accepts text, but not token ids"),
+        ({"prompt": RawPrompt("a cat", [PNG])}, "the prompt has 1 images; this model accepts only text"),
+        ({"prompt": Conversation([USER, USER])}, "has 2 messages; a diffusion stage accepts"),
+        ({"prompt": Conversation([USER], [Tool("t", "", {})])}, "accepts no tools and no template arguments"),
         ({"prompt": message("a cat", PNG)}, "the prompt has 1 images; this model accepts only text"),
         (
             {"prompt": message("a cat", MediaFile("audio", b"RIFF", "audio/wav"))},

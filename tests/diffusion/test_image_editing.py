@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from stagemesh.common.errors import InternalError, StagemeshError
-from stagemesh.services.engines.base import ChatMessage, MediaFile, Task
+from stagemesh.services.engines.base import ChatMessage, Conversation, MediaFile, Task
 from stagemesh.services.engines.diffusion import FRAMES
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.model.loading import load_image_processor
@@ -50,7 +50,7 @@ def png(image: Image.Image = NOISE) -> bytes:
 
 
 def task(*images: MediaFile) -> Task:
-    prompt = (ChatMessage("user", "", ("make it red", *images)),)
+    prompt = Conversation([ChatMessage("user", "", ("make it red", *images))])
     return Task("r", 1, prompt=prompt, negative_prompt="blur", options=SIZE, wanted=frozenset({FRAMES}))
 
 

@@ -1,6 +1,6 @@
 """Helpers of the engines' tests."""
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.abilities import AdapterControl, CacheControl, PartitionsArena, SleepControl
-from stagemesh.services.engines.base import Emission, Engine, EngineEvent, Task
+from stagemesh.services.engines.base import Conversation, Emission, Engine, EngineEvent, Prompt, RawPrompt, Task
 from stagemesh.services.engines.controls import Profiles
 
 
@@ -90,3 +90,8 @@ def packets(events: Iterable[EngineEvent]) -> list[Packet]:
 def text_of(events: Iterable[EngineEvent]) -> str:
     """Returns the emitted text."""
     return b"".join(packet.tensors["text"].tobytes() for packet in packets(events)).decode()
+
+
+def as_prompt(prompt: Prompt | Sequence[int]) -> Prompt:
+    """Returns a prompt of token ids for a sequence of numbers, and any other prompt unchanged."""
+    return prompt if isinstance(prompt, str | Conversation | RawPrompt) else RawPrompt(tuple(prompt))

@@ -11,8 +11,18 @@ import pytest
 from stagemesh.common.descriptors import FunctionDescriptor
 from stagemesh.common.errors import InternalError, InvalidChunkError, InvalidRequestError, NotReadyError
 from stagemesh.connectors.edge import Packet
-from stagemesh.services.engines.base import Progress, Task, Usage
+from stagemesh.services.engines.base import (
+    ChatMessage,
+    Conversation,
+    MediaFile,
+    Progress,
+    Prompt,
+    RawPrompt,
+    Task,
+    Usage,
+)
 from stagemesh.services.engines.function.engine import FunctionEngine
+from stagemesh.services.engines.input_join import prompt_packet
 from tests.engines.functions import ABSENT_NAMES, ECHO, ENTERED, GATE, SUMMING
 from tests.engines.support import collect, numbers_task, packets, stage_config, stream, text_of
 
@@ -135,6 +145,21 @@ async def test_the_prompt_becomes_a_packet() -> None:
     assert text_of(events) == "héllo"
     assert packets(events)[0].tensors.keys() == {"text", "z"}
     await engine.close()
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        RawPrompt((5, 6)),
+        RawPrompt("a", [MediaFile("audio", b"x", "audio/wav")]),
+        Conversation([ChatMessage("user", "a")]),
+    ],
+    ids=["tokens", "media", "conversation"],
+)
+async def test_a_prompt_other_than_text_is_rejected(prompt: Prompt) -> None:
+    assert prompt_packet(Task("r", 0, RawPrompt("hi"))).tensors["text"].tobytes() == b"hi"
+    with pytest.raises(InvalidRequestError, match="accepts its prompt only as text"):
+        prompt_packet(Task("r", 0, prompt))
 
 
 async def test_an_unread_request_does_not_block_others(engine: FunctionEngine) -> None:

@@ -9,7 +9,16 @@ from stagemesh.common.descriptors import OptionSpec, Signature
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.tensors import TensorSpec
 from stagemesh.services.engines.abilities import EngineAbilities
-from stagemesh.services.engines.base import SamplingOptions, Structure
+from stagemesh.services.engines.base import (
+    ChatMessage,
+    Conversation,
+    MediaFile,
+    RawPrompt,
+    SamplingOptions,
+    Structure,
+    Tool,
+    ToolCall,
+)
 from stagemesh.services.stage.step.checks import check_spec
 from stagemesh.services.stage.step.spec import spec_from_wire
 from stagemesh.v1 import chunk_pb2, request_pb2, stage_pb2, tensor_pb2
@@ -47,7 +56,7 @@ def _tensor(**fields: object) -> tensor_pb2.Tensor:
         (lambda r: r.ClearField("input"), "EMPTY_PROMPT", "the prompt is empty"),
         (lambda r: r.input.conversation.SetInParent(), "EMPTY_PROMPT", "the prompt is empty"),
         (lambda r: r.input.token_ids.SetInParent(), "EMPTY_PROMPT", "the prompt is empty"),
-        (lambda r: r.input.conversation.messages.add(role="bard"), "INVALID_PROMPT", "system, user, assistant"),
+        (lambda r: r.input.conversation.messages.add(role=9), "INVALID_PROMPT", "ROLE_SYSTEM, ROLE_DEV"),
         (lambda r: r.streamed.append("video"), "UNKNOWN_TENSOR", "unknown tensor 'video'"),
         (lambda r: setattr(r.parameters.options["pitch"], "number", 1.0), "UNKNOWN_OPTION", "this stage has speed"),
         (
@@ -96,7 +105,7 @@ def _part(**content: object) -> Change:
 
     def change(request: Request) -> None:
         part = request_pb2.Part(**content)  # type: ignore[arg-type]
-        request.input.conversation.messages.add(role="user", parts=[part])
+        request.input.conversation.messages.add(role=request_pb2.ROLE_USER, parts=[part])
 
     return change
 
@@ -139,7 +148,7 @@ def test_an_invalid_medium_is_rejected(change: Change, reason: str, message: str
 
 def test_content_and_parts_exclude_each_other() -> None:
     request = step_request()
-    request.input.conversation.messages.add(role="user", content="a", parts=[request_pb2.Part(text="b")])
+    request.input.conversation.messages.add(role=request_pb2.ROLE_USER, content="a", parts=[request_pb2.Part(text="b")])
     with pytest.raises(InvalidRequestError, match="content and parts"):
         spec_from_wire(request)
 
@@ -197,6 +206,41 @@ def test_a_valid_request_is_converted_completely() -> None:
     check_spec(spec, SOURCE, engine="fake", abilities=EngineAbilities())
     assert (spec.task.prompt, spec.task.seed, spec.task.options) == ("hi", 1, {"speed": 2.0})
     assert (spec.task.sampling.max_tokens, spec.task.sampling.temperature, spec.task.sampling.top_p) == (3, 0, None)
+
+
+def test_a_conversation_is_converted_with_its_tools() -> None:
+    request = step_request()
+    conversation = request.input.conversation
+    conversation.messages.add(role=request_pb2.ROLE_DEVELOPER, content="be brief")
+    for city in ("Bern", "Rom"):
+        made = request_pb2.ToolCall(id="c1", name="weather", arguments=f'{{"city": "{city}"}}')
+        conversation.messages.add(role=request_pb2.ROLE_ASSISTANT, tool_calls=[made])
+        conversation.messages.add(role=request_pb2.ROLE_TOOL, content="12", tool_call_id="c1")
+    conversation.tools.add(name="weather", description="d", parameters='{"type": "object"}')
+    conversation.template_arguments = '{"thinking": false}'
+    calls = [ToolCall("c1", "weather", {"city": city}) for city in ("Bern", "Rom")]
+    assert spec_from_wire(request).task.prompt == Conversation(
+        (
+            ChatMessage("developer", "be brief"),
+            ChatMessage("assistant", tool_calls=(calls[0],)),
+            ChatMessage("tool", "12", result_of=calls[0]),
+            ChatMessage("assistant", tool_calls=(calls[1],)),
+            ChatMessage("tool", "12", result_of=calls[1]),
+        ),
+        (Tool("weather", "d", {"type": "object"}),),
+        {"thinking": False},
+    )
+
+
+def test_media_of_a_raw_prompt_are_converted() -> None:
+    request = step_request()
+    video = request_pb2.MediaFile(data=b"x", media_type="video/mp4")
+    request.input.media.add(video_file=video, use_audio_in_video=True)
+    media = (MediaFile("video", b"x", "video/mp4", use_audio=True),)
+    request.input.raw_text = "<video>"
+    assert spec_from_wire(request).task.prompt == RawPrompt("<video>", media)
+    request.input.token_ids.ids.extend([5, 6])
+    assert spec_from_wire(request).task.prompt == RawPrompt((5, 6), media)
 
 
 def test_every_sampling_field_is_converted() -> None:

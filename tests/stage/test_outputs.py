@@ -10,7 +10,7 @@ from stagemesh.common.errors import UnsupportedError
 from stagemesh.common.output_position import length_of
 from stagemesh.common.tensors import Array, TensorSpec, read_inline
 from stagemesh.connectors.edge import Packet
-from stagemesh.services.engines.base import END
+from stagemesh.services.engines.base import END, TokenLogprob, TokenLogprobs
 from stagemesh.services.stage.step.outputs import StreamedOutputs
 from stagemesh.v1 import request_pb2
 
@@ -59,6 +59,19 @@ def test_each_name_has_its_own_position() -> None:
     packet = Packet({"a": _bytes(b"x"), "b": _bytes(b"y"), "c": _bytes(b"z")})
     numbered = [(piece.output.name, piece.output.position) for _ in range(2) for piece in outputs.push(packet)]
     assert numbered == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+
+
+def test_text_and_tokens_have_their_own_logprobs() -> None:
+    scored = [TokenLogprobs(TokenLogprob(5, "é", -0.5), (TokenLogprob(6, "e", -1.0),), position) for position in (3, 4)]
+    emits = {
+        "text": Emitted(TensorSpec("uint8", ("bytes",)), kind="text"),
+        "codes": Emitted(TensorSpec("int32", ("n",)), kind="tokens"),
+    }
+    packet = Packet({"text": _bytes("é".encode()), "codes": np.array([5, 5], np.int32)})
+    text, codes = [event.output for event in StreamedOutputs(["text", "codes"], emits).push(packet, scored, scored[:1])]
+    assert [(each.position, each.sampled.text) for each in text.logprobs] == [(3, "é")]
+    assert [each.position for each in codes.logprobs] == [3, 4]
+    assert codes.logprobs[0].top[0] == request_pb2.TokenLogprob(id=6, text="e", logprob=-1.0)
 
 
 def _bytes(data: bytes) -> Array:

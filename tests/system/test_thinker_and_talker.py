@@ -32,7 +32,7 @@ stages:
     options: {{dtype: float32, kv_cache_memory_bytes: 8388608, embeddings: {{dtype: float32}}}}
 edges:
   - {{from: thinker, to: talker, transform: renamed}}
-outputs: {{thought: thinker.token_ids, said: talker.token_ids}}
+outputs: {{thought: thinker.token_ids, text: thinker.text, said: talker.token_ids}}
 """
 
 
@@ -45,11 +45,23 @@ def test_the_talker_outputs_what_transformers_computes_from_the_hidden_states(
     with deployed(tmp_path / "pair.yaml") as up, up.client() as client, ThreadPoolExecutor(4) as pool:
 
         def generate(prompt: Sequence[int]) -> Result:
-            return client.generate(token_ids=prompt, seed=1, temperature=0.0, max_tokens=STEPS).result()
+            return client.generate(token_ids=prompt, seed=1, temperature=0.0, max_tokens=STEPS, logprobs=1).result()
 
         results = list(pool.map(generate, PROMPTS))
         eventually(up.idle, timeout_s=10)
     assert [(result.tokens["thought"], result.tokens["said"]) for result in results] == _expected(model)
+    for result in results:
+        _check_logprobs(result)
+    assert any("text" in result.logprobs for result in results)
+
+
+def _check_logprobs(result: Result) -> None:
+    """The text has the log-probabilities of the tokens that begin in it."""
+    assert [each.sampled.id for each in result.logprobs["thought"]] == list(result.tokens["thought"])
+    assert [each.sampled.id for each in result.logprobs["said"]] == list(result.tokens["said"])
+    length = len(result.texts.get("text", ""))
+    in_text = [each for each in result.logprobs["thought"] if each.position < length]
+    assert list(result.logprobs.get("text", ())) == in_text
 
 
 def _expected(folder: Path) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -80,6 +80,8 @@ def length_of(output: request_pb2.Output) -> int:
 def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
     """Returns an output without its first `count` units, or None if neither a unit nor `finish` remains.
 
+    A text keeps the log-probabilities of the tokens that begin in the remaining text.
+
     A unit is a code point of text, a token, an audio sample, an image, or a row of a tensor. Raises InvalidChunkError
     if a tensor's or the audio's number of bytes does not match its shape.
     """
@@ -94,6 +96,7 @@ def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
     match output.WhichOneof("content"):
         case "text":
             rest.text = output.text[count:]
+            rest.logprobs.extend(each for each in output.logprobs if each.position >= rest.position)
         case "token_ids":
             rest.token_ids.ids.extend(output.token_ids.ids[count:])
             rest.logprobs.extend(output.logprobs[count:])

@@ -5,8 +5,11 @@ The orchestrator and all stages share the checks, so that they report the same e
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
+from typing import Any
+
+import msgspec
 
 from stagemesh.common.descriptors import OptionSpec
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
@@ -15,7 +18,7 @@ from stagemesh.common.typed_values import Value, from_message
 from stagemesh.v1 import request_pb2, tensor_pb2
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_ROLES = ("system", "user", "assistant")
+_ROLES = ", ".join(request_pb2.Role.keys()[1:])
 _SAMPLING: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     "max_tokens": ("at least 1", lambda value: value >= 1),
     "temperature": ("at least 0", lambda value: value >= 0),
@@ -37,21 +40,23 @@ def check_request_id(request_id: str) -> None:
 
 
 def check_input(given: request_pb2.Input) -> None:
-    """Checks the messages and tensors of a request's input without decoding media.
+    """Checks the messages, tools and tensors of a request's input without decoding media.
 
-    Raises InvalidRequestError (INVALID_PROMPT) if a message is invalid, and InvalidChunkError if the bytes of a tensor
-    or of a message's audio are invalid.
+    Raises InvalidRequestError (INVALID_PROMPT) if a message, a tool or the template arguments are invalid, and
+    InvalidChunkError if the bytes of a tensor or of audio samples are invalid.
     """
+    _check_tools(given.conversation.tools)
+    read_json_object(given.conversation.template_arguments, "template_arguments")
+    known = set[str]()
     for message in given.conversation.messages:
-        if message.role not in _ROLES:
-            raise _prompt_error(f"a message's role is {message.role!r}; use one of {', '.join(_ROLES)}")
-        if message.content and message.parts:
-            raise _prompt_error("a message has both content and parts; move the content into a part")
-        for part in message.parts:
-            if part.WhichOneof("content") is None:
-                raise _prompt_error("a message has a part without content; remove the part")
-            if part.HasField("audio"):
-                read_samples(part.audio)
+        _check_message(message)
+        _check_calls(message, known)
+    if given.media and given.WhichOneof("prompt") not in ("token_ids", "raw_text"):
+        raise _prompt_error("media are given without token_ids or raw_text; make them parts of a message instead")
+    if any(part.HasField("text") for part in given.media):
+        raise _prompt_error("media have a part of text; move the text into the prompt")
+    for part in parts_of(given):
+        _check_part(part)
     read_tensors(given.tensors)
 
 
@@ -69,6 +74,20 @@ def read_tensors(messages: Iterable[tensor_pb2.Tensor]) -> dict[str, Array]:
     return tensors
 
 
+def read_json_object(text: str, what: str) -> dict[str, Any]:
+    """Returns the JSON object that `text` contains, or an empty dict if `text` is empty.
+
+    `what` names the value in the error message. Raises InvalidRequestError (INVALID_PROMPT) if `text` is not a JSON
+    object.
+    """
+    if not text:
+        return {}
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise _prompt_error(f"{what} must be a JSON object: {exc}") from exc
+
+
 def read_samples(audio: request_pb2.Audio) -> Array:
     """Returns the audio samples in a message as a read-only array.
 
@@ -84,10 +103,17 @@ def empty_prompt_error() -> InvalidRequestError:
 
 def has_prompt(given: request_pb2.Input) -> bool:
     """Returns whether a request's input has text, media or token ids. White space alone does not count as text."""
-    messages = given.conversation.messages
-    parts = list(chain.from_iterable(message.parts for message in messages))
-    texts = chain([given.text], (message.content for message in messages), (part.text for part in parts))
+    parts = list(parts_of(given))
+    contents = (message.content for message in given.conversation.messages)
+    texts = chain([given.text, given.raw_text], contents, (part.text for part in parts))
     return bool(given.token_ids.ids) or any(map(is_medium, parts)) or any(text.strip() for text in texts)
+
+
+def parts_of(given: request_pb2.Input) -> Iterator[request_pb2.Part]:
+    """Yields the parts of all messages, and the media of a prompt without messages."""
+    for message in given.conversation.messages:
+        yield from message.parts
+    yield from given.media
 
 
 def is_medium(part: request_pb2.Part) -> bool:
@@ -195,6 +221,54 @@ def _check_structure(sampling: request_pb2.Sampling) -> None:
         raise _sampling_error(
             f"{other} contradicts {kind}, which determines where the output ends; remove one of the two options"
         )
+
+
+def _check_message(message: request_pb2.Message) -> None:
+    if message.role not in request_pb2.Role.values()[1:]:
+        raise _prompt_error(f"a message's role is {message.role}; use one of {_ROLES}")
+    if message.content and message.parts:
+        raise _prompt_error("a message has both content and parts; move the content into a part")
+    if message.tool_calls and message.role != request_pb2.ROLE_ASSISTANT:
+        raise _prompt_error("a message with tool_calls has another role than ROLE_ASSISTANT; change its role")
+    if bool(message.tool_call_id) != (message.role == request_pb2.ROLE_TOOL):
+        raise _prompt_error("a message must have a tool_call_id if its role is ROLE_TOOL, and none otherwise")
+
+
+def _check_calls(message: request_pb2.Message, known: set[str]) -> None:
+    """Checks the tool calls of a message, or the id if the message is the result of a call.
+
+    `known` contains the ids of the calls in earlier messages. Adds the ids of the message's own calls.
+    """
+    if message.tool_call_id and message.tool_call_id not in known:
+        raise _prompt_error(
+            f"tool_call_id is {message.tool_call_id[:100]!r}, which no earlier message has among its tool_calls; send "
+            "the message with this call before its result"
+        )
+    ids = [call.id for call in message.tool_calls]
+    if len(set(ids)) < len(ids):
+        raise _prompt_error("two tool_calls of a message have the same id; give each call its own id")
+    known.update(ids)
+    for call in message.tool_calls:
+        if not (call.id and call.name):
+            raise _prompt_error("a tool call has no id or no name; set both")
+        read_json_object(call.arguments, f"the arguments of tool call {call.id[:100]!r}")
+
+
+def _check_tools(tools: Iterable[request_pb2.Tool]) -> None:
+    names = [tool.name for tool in tools]
+    if "" in names or len(set(names)) < len(names):
+        raise _prompt_error("a tool has no name, or the name of another tool; give each tool its own name")
+    for tool in tools:
+        read_json_object(tool.parameters, f"the parameters of tool {tool.name[:100]!r}")
+
+
+def _check_part(part: request_pb2.Part) -> None:
+    if part.WhichOneof("content") is None:
+        raise _prompt_error("a message has a part without content; remove the part")
+    if part.use_audio_in_video and not part.HasField("video_file"):
+        raise _prompt_error("use_audio_in_video is set for a part that is not a video; leave it unset")
+    if part.HasField("audio"):
+        read_samples(part.audio)
 
 
 def _prompt_error(message: str) -> InvalidRequestError:

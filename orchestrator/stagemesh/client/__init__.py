@@ -14,9 +14,13 @@ from stagemesh.client.requests import Content as Content
 from stagemesh.client.requests import Conversation as Conversation
 from stagemesh.client.requests import GenerateArguments as GenerateArguments
 from stagemesh.client.requests import ImageFile as ImageFile
+from stagemesh.client.requests import Medium as Medium
+from stagemesh.client.requests import Message as Message
 from stagemesh.client.requests import OptionValue as OptionValue
 from stagemesh.client.requests import Part as Part
 from stagemesh.client.requests import StageArguments as StageArguments
+from stagemesh.client.requests import Tool as Tool
+from stagemesh.client.requests import ToolCall as ToolCall
 from stagemesh.client.requests import VideoFile as VideoFile
 from stagemesh.client.requests import read_media as read_media
 from stagemesh.client.responses import Admitted as Admitted
@@ -34,6 +38,7 @@ from stagemesh.client.responses import StageReport as StageReport
 from stagemesh.client.responses import TensorOutput as TensorOutput
 from stagemesh.client.responses import Text as Text
 from stagemesh.client.responses import Timings as Timings
+from stagemesh.client.responses import TokenLogprob as TokenLogprob
 from stagemesh.client.responses import TokenLogprobs as TokenLogprobs
 from stagemesh.client.responses import Tokens as Tokens
 from stagemesh.client.responses import Usage as Usage

@@ -19,6 +19,7 @@ from stagemesh.common.typed_values import Value, to_messages
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
+_PROMPTS = ("messages", "raw_text", "token_ids")
 _STRUCTURES = ("json_schema", "regex", "choice", "grammar")
 OptionValue: TypeAlias = Value
 """The value of an option: a number, an integer, a flag or a text."""
@@ -39,8 +40,12 @@ class AudioFile(_MediaFile):
     """Encoded audio, for example the content of a WAV file."""
 
 
+@dataclass(frozen=True)
 class VideoFile(_MediaFile):
     """An encoded video, for example the content of an MP4 file."""
+
+    use_audio_in_video: bool = False
+    """Whether the video's audio track belongs to the input. If false, the track is ignored."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,16 +56,49 @@ class AudioSamples:
     sample_rate_hz: int
 
 
-Part: TypeAlias = str | ImageFile | AudioFile | VideoFile | AudioSamples
+Medium: TypeAlias = ImageFile | AudioFile | VideoFile | AudioSamples
+"""An image, audio or a video."""
+Part: TypeAlias = str | Medium
 """One part of a prompt or of a message: text, or an image, audio or video."""
 Content: TypeAlias = str | Sequence[Part]
 """The content of a prompt or of a message: text, or a sequence of text and media in the model's reading order."""
 
-Conversation: TypeAlias = Sequence[tuple[str, Content]]
-"""A conversation: a sequence of messages, oldest first. Each message is a pair of a role and its content.
+JsonObject: TypeAlias = Mapping[str, object] | str
+"""A JSON object: a mapping, or its JSON text."""
 
-Roles are "system", "user" and "assistant".
-"""
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call, with the JSON schema of its arguments."""
+
+    name: str
+    description: str = ""
+    parameters: JsonObject = ""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """The model's call of a tool. The result of the call refers to its id."""
+
+    id: str
+    name: str
+    arguments: JsonObject = ""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message of a conversation. `role` is "system", "developer", "user", "assistant" or "tool"."""
+
+    role: str
+    content: Content = ""
+    tool_calls: Sequence[ToolCall] = ()
+    """The tool calls of an assistant's message."""
+    tool_call_id: str = ""
+    """The id of the tool call of which a tool's message is the result."""
+
+
+Conversation: TypeAlias = Sequence[Message | tuple[str, Content]]
+"""A conversation: a sequence of messages, oldest first. A pair of a role and its content stands for a `Message`."""
 
 
 class SamplingArguments(TypedDict, total=False):
@@ -114,8 +152,16 @@ class GenerateArguments(SamplingArguments, total=False):
 
     messages: Conversation
     """A conversation to send instead of a prompt."""
+    tools: Sequence[Tool]
+    """The tools that the model may call. They require a prompt of text and media, or messages."""
+    template_arguments: JsonObject
+    """Arguments of the model's chat template. They require a prompt of text and media, or messages."""
+    raw_text: str
+    """Text to which no chat template is applied, to send instead of a prompt."""
     token_ids: Sequence[int]
     """Token ids in the model's vocabulary, to send instead of a prompt."""
+    media: Sequence[Medium]
+    """The media to which the placeholders in `raw_text` or `token_ids` refer, in order."""
     negative_prompt: str
     """A description of content that images or videos must not show."""
     tensors: Tensors
@@ -217,24 +263,43 @@ def build_request(prompt: Content | None, arguments: GenerateArguments) -> orche
 
 
 def _input(prompt: Content | None, arguments: GenerateArguments) -> request_pb2.Input:
-    given = [name for name in ("messages", "token_ids") if name in arguments] + ["prompt"] * (prompt is not None)
+    given = [name for name in _PROMPTS if name in arguments] + ["prompt"] * (prompt is not None)
     if len(given) > 1:
         raise InvalidRequestError(f"{' and '.join(given)} are given; a request accepts only one of them")
     if not given and not arguments.get("tensors"):
-        raise InvalidRequestError("the request has no input; give a prompt, messages, token_ids or tensors")
-    turns = list(arguments.get("messages", ()))
-    if prompt is not None and not isinstance(prompt, str):
-        turns.append(("user", prompt))
-    conversation = request_pb2.Conversation(messages=[_message(role, content) for role, content in turns])
+        raise InvalidRequestError(f"the request has no input; give a prompt, {', '.join(_PROMPTS)} or tensors")
     message = request_pb2.Input(
-        conversation=conversation if turns or "messages" in arguments else None,
+        conversation=_conversation(prompt, arguments),
         token_ids=request_pb2.TokenIds(ids=arguments["token_ids"]) if "token_ids" in arguments else None,
+        media=[_part(medium) for medium in arguments.get("media", ())],
         negative_prompt=arguments.get("negative_prompt", ""),
         tensors=[inline_tensor(name, tensor) for name, tensor in arguments.get("tensors", {}).items()],
     )
-    if isinstance(prompt, str):
+    if "raw_text" in arguments:
+        message.raw_text = arguments["raw_text"]
+    if isinstance(prompt, str) and not message.HasField("conversation"):
         message.text = prompt
     return message
+
+
+def _conversation(prompt: Content | None, arguments: GenerateArguments) -> request_pb2.Conversation | None:
+    """Returns the conversation to send, or None if the prompt is text alone, raw text, token ids or absent."""
+    tools, template_arguments = arguments.get("tools", ()), arguments.get("template_arguments", "")
+    messages = list(arguments.get("messages", ()))
+    if prompt is not None and (tools or template_arguments or not isinstance(prompt, str)):
+        messages.append(Message("user", prompt))
+    if not messages and "messages" not in arguments:
+        if tools or template_arguments:
+            raise InvalidRequestError("tools and template_arguments need a prompt or messages; give one of them")
+        return None
+    return request_pb2.Conversation(
+        messages=[_message(each if isinstance(each, Message) else Message(*each)) for each in messages],
+        tools=[
+            request_pb2.Tool(name=tool.name, description=tool.description, parameters=_json(tool.parameters))
+            for tool in tools
+        ],
+        template_arguments=_json(template_arguments),
+    )
 
 
 def _check_size(request: orchestrator_pb2.GenerateRequest) -> None:
@@ -266,10 +331,25 @@ def _stage(given: StageArguments) -> request_pb2.StageParameters:
     )
 
 
-def _message(role: str, content: Content) -> request_pb2.Message:
-    if isinstance(content, str):
-        return request_pb2.Message(role=role, content=content)
-    return request_pb2.Message(role=role, parts=[_part(part) for part in content])
+def _message(message: Message) -> request_pb2.Message:
+    role = f"ROLE_{message.role.upper()}"
+    if role not in request_pb2.Role.keys()[1:]:
+        roles = ", ".join(name.removeprefix("ROLE_").lower() for name in request_pb2.Role.keys()[1:])
+        raise InvalidRequestError(f"a message's role is {message.role!r}; use one of {roles}", reason="INVALID_PROMPT")
+    return request_pb2.Message(
+        role=request_pb2.Role.Value(role),
+        content=message.content if isinstance(message.content, str) else "",
+        parts=() if isinstance(message.content, str) else [_part(part) for part in message.content],
+        tool_calls=[
+            request_pb2.ToolCall(id=call.id, name=call.name, arguments=_json(call.arguments))
+            for call in message.tool_calls
+        ],
+        tool_call_id=message.tool_call_id,
+    )
+
+
+def _json(value: JsonObject) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _part(part: Part) -> request_pb2.Part:
@@ -281,7 +361,8 @@ def _part(part: Part) -> request_pb2.Part:
         case AudioFile():
             return request_pb2.Part(audio_file=request_pb2.MediaFile(data=part.data, media_type=part.media_type))
         case VideoFile():
-            return request_pb2.Part(video_file=request_pb2.MediaFile(data=part.data, media_type=part.media_type))
+            video = request_pb2.MediaFile(data=part.data, media_type=part.media_type)
+            return request_pb2.Part(video_file=video, use_audio_in_video=part.use_audio_in_video)
         case AudioSamples():
             samples = inline_tensor("samples", np.asarray(part.samples, np.float32))
             return request_pb2.Part(audio=request_pb2.Audio(samples=samples, sample_rate_hz=part.sample_rate_hz))

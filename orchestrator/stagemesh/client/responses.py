@@ -50,23 +50,38 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Text:
-    """An event with text to append to a text output."""
+class TokenLogprob:
+    """A token of the model's vocabulary, the text that it adds to the output, and its log-probability.
 
-    output: str
-    delta: str
+    The token that completes a character has all of it, and the tokens before, which hold parts of it, have no text.
+    """
+
+    id: int
+    text: str
+    logprob: float
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The log-probability of a generated token, and the most probable tokens at the same position.
+    """The log-probability of a generated token, and those of the most probable tokens, the most probable first."""
 
-    `top_ids` and `top_logprobs` are in descending order of probability.
+    sampled: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+    position: int = 0
+    """The position of the token's text in the stage's whole text, in code points."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """An event with text to append to a text output.
+
+    `logprobs` contains one entry for each token that begins in this text, if the request asked for log-probabilities.
+    Otherwise, it is empty.
     """
 
-    logprob: float
-    top_ids: tuple[int, ...] = ()
-    top_logprobs: tuple[float, ...] = ()
+    output: str
+    delta: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -230,7 +245,9 @@ class Result:
     texts: Mapping[str, str]
     tokens: Mapping[str, tuple[int, ...]]
     logprobs: Mapping[str, tuple[TokenLogprobs, ...]]
-    """The log-probabilities of all tokens, by output name. Empty if the request did not ask for log-probabilities."""
+    """The log-probabilities of the tokens, by the name of their output of text or tokens. Empty if the request did not
+    ask for log-probabilities.
+    """
     audios: Mapping[str, Audio]
     images: Mapping[str, tuple[Image, ...]]
     """The images of each output, without previews."""
@@ -292,13 +309,14 @@ class ResultBuilder:
         admitted, finished = self._last(Admitted), self._last(Finished)
         if admitted is None or finished is None:
             raise InternalError("the server ended the stream without a `finished` event; report this as a defect")
-        tokens = self._by_output(Tokens)
+        texts, tokens = self._by_output(Text), self._by_output(Tokens)
+        scored: Mapping[str, Sequence[Text | Tokens]] = {**texts, **tokens}
         return Result(
             request_id=admitted.request_id,
             seed=admitted.seed,
-            texts={output: "".join(each.delta for each in texts) for output, texts in self._by_output(Text).items()},
+            texts={output: "".join(each.delta for each in made) for output, made in texts.items()},
             tokens={output: tuple(chain.from_iterable(each.ids for each in made)) for output, made in tokens.items()},
-            logprobs={output: logprobs for output, made in tokens.items() if (logprobs := _logprobs(made))},
+            logprobs={output: logprobs for output, made in scored.items() if (logprobs := _logprobs(made))},
             audios={output: _join(chunks) for output, chunks in self._by_output(AudioChunk).items()},
             images={output: tuple(images) for output, images in self._by_output(Image).items()},
             tensors={output: tuple(tensors) for output, tensors in self._by_output(TensorOutput).items()},
@@ -368,12 +386,9 @@ def _finish(message: request_pb2.Output) -> OutputFinished:
 def _content(message: request_pb2.Output) -> Event | None:
     match message.WhichOneof("content"):
         case "text":
-            return Text(message.name, message.text)
+            return Text(message.name, message.text, _read_logprobs(message))
         case "token_ids":
-            logprobs = tuple(
-                TokenLogprobs(each.logprob, tuple(each.top_ids), tuple(each.top_logprobs)) for each in message.logprobs
-            )
-            return Tokens(message.name, tuple(message.token_ids.ids), logprobs)
+            return Tokens(message.name, tuple(message.token_ids.ids), _read_logprobs(message))
         case "audio":
             return _audio(message.name, message.audio)
         case "image":
@@ -405,7 +420,17 @@ def _timings(message: request_pb2.Timings) -> Timings:
     return Timings(message.started_s, first_s, message.finished_s)
 
 
-def _logprobs(made: Sequence[Tokens]) -> tuple[TokenLogprobs, ...]:
+def _read_logprobs(message: request_pb2.Output) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(_token(each.sampled), tuple(map(_token, each.top)), each.position) for each in message.logprobs
+    )
+
+
+def _token(message: request_pb2.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(message.id, message.text, message.logprob)
+
+
+def _logprobs(made: Sequence[Text | Tokens]) -> tuple[TokenLogprobs, ...]:
     return tuple(chain.from_iterable(each.logprobs for each in made))
 
 

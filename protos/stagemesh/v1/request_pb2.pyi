@@ -20,6 +20,46 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Role:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ROLE_UNSPECIFIED: _Role.ValueType  # 0
+    """Rejected (INVALID_PROMPT)."""
+    ROLE_SYSTEM: _Role.ValueType  # 1
+    """Instructions of the application."""
+    ROLE_DEVELOPER: _Role.ValueType  # 2
+    """Instructions of the application, for models that distinguish them from those of the system. A chat template that
+    does not know the role receives them as ROLE_SYSTEM.
+    """
+    ROLE_USER: _Role.ValueType  # 3
+    """The user."""
+    ROLE_ASSISTANT: _Role.ValueType  # 4
+    """The model."""
+    ROLE_TOOL: _Role.ValueType  # 5
+    """The result of a tool call."""
+
+class Role(_Role, metaclass=_RoleEnumTypeWrapper):
+    """Role is the author of a message."""
+
+ROLE_UNSPECIFIED: Role.ValueType  # 0
+"""Rejected (INVALID_PROMPT)."""
+ROLE_SYSTEM: Role.ValueType  # 1
+"""Instructions of the application."""
+ROLE_DEVELOPER: Role.ValueType  # 2
+"""Instructions of the application, for models that distinguish them from those of the system. A chat template that
+does not know the role receives them as ROLE_SYSTEM.
+"""
+ROLE_USER: Role.ValueType  # 3
+"""The user."""
+ROLE_ASSISTANT: Role.ValueType  # 4
+"""The model."""
+ROLE_TOOL: Role.ValueType  # 5
+"""The result of a tool call."""
+Global___Role: _TypeAlias = Role  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -69,10 +109,16 @@ class Input(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     CONVERSATION_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    RAW_TEXT_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     NEGATIVE_PROMPT_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """One user message. The model's chat template is applied if it has one."""
+    raw_text: _builtins.str
+    """Text to which no template is applied. The model's tokenizer reads special tokens that are written out in it, and
+    adds the special tokens that it adds to any text, such as a beginning-of-sequence token.
+    """
     negative_prompt: _builtins.str
     """Text that describes what the output must not show, in addition to a prompt. Accepted by stages that generate images
     or video. Rejected (UNSUPPORTED) if no stage of the request accepts it.
@@ -89,20 +135,28 @@ class Input(_message.Message):
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.Tensor]:
         """Tensors by name, all of them inline."""
 
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
+        """The media of token_ids or raw_text, in the order of the model's placeholders for them in the prompt. Rejected
+        (INVALID_PROMPT) with any other prompt, if a part is text, and if the prompt has more placeholders.
+        """
+
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
         conversation: Global___Conversation | None = ...,
         token_ids: Global___TokenIds | None = ...,
+        raw_text: _builtins.str = ...,
         tensors: _abc.Iterable[_tensor_pb2.Tensor] | None = ...,
         negative_prompt: _builtins.str = ...,
+        media: _abc.Iterable[Global___Part] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "prompt", b"prompt", "raw_text", b"raw_text", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "negative_prompt", b"negative_prompt", "prompt", b"prompt", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "media", b"media", "negative_prompt", b"negative_prompt", "prompt", b"prompt", "raw_text", b"raw_text", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "conversation", "token_ids"]  # noqa: Y015
+    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "conversation", "token_ids", "raw_text"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -110,27 +164,72 @@ Global___Input: _TypeAlias = Input  # noqa: Y015
 
 @_typing.final
 class Conversation(_message.Message):
-    """Conversation is a list of messages, oldest first. It contains at least one message."""
+    """Conversation is a list of messages, oldest first, and the tools that the model may call."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    template_arguments: _builtins.str
+    """Arguments of the model's chat template, as a JSON object, for example {"enable_thinking": false}. An argument that
+    the template does not use has no effect. Empty for none. Rejected (INVALID_PROMPT) if it is not a JSON object, or
+    if it contains an argument that the request or the stage sets itself, such as messages, tools or chat_template.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
-        """The messages."""
+        """The messages. At least one."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """The tools. Their names are unique. A stage rejects them if the model's chat template accepts none (UNSUPPORTED)."""
 
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___Message] | None = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        template_arguments: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "template_arguments", b"template_arguments", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Conversation: _TypeAlias = Conversation  # noqa: Y015
+
+@_typing.final
+class Tool(_message.Message):
+    """Tool is a function that the model may call. The client runs it and sends the result in a message of ROLE_TOOL."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The function's name. Must not be empty."""
+    description: _builtins.str
+    """What the function does, for the model."""
+    parameters: _builtins.str
+    """The JSON schema of the function's arguments, which is itself a JSON object. Empty if it has no arguments. Rejected
+    (INVALID_PROMPT) if it is not a JSON object.
+    """
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tool: _TypeAlias = Tool  # noqa: Y015
 
 @_typing.final
 class Message(_message.Message):
@@ -141,28 +240,72 @@ class Message(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
-    role: _builtins.str
-    """The role of the speaker: "system", "user" or "assistant"."""
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    role: Global___Role.ValueType
+    """The author. Rejected (INVALID_PROMPT) if unspecified or unknown."""
     content: _builtins.str
     """The content, if it is only text. Rejected together with parts (INVALID_PROMPT)."""
+    tool_call_id: _builtins.str
+    """The id of the tool call of which this message is the result. An earlier message must contain the call. Required
+    for ROLE_TOOL, and rejected (INVALID_PROMPT) for other roles.
+    """
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
         """The content as text and media in order. The model's chat template places each part."""
 
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """The tool calls of the model. Rejected (INVALID_PROMPT) if the role is not ROLE_ASSISTANT."""
+
     def __init__(
         self,
         *,
-        role: _builtins.str = ...,
+        role: Global___Role.ValueType = ...,
         content: _builtins.str = ...,
         parts: _abc.Iterable[Global___Part] | None = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "parts", b"parts", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "parts", b"parts", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Message: _TypeAlias = Message  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """ToolCall is the model's call of a tool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """The id of the call. Must not be empty. Unique within its message. If several messages use the same id, a result
+    belongs to the newest earlier call.
+    """
+    name: _builtins.str
+    """The name of the tool. Must not be empty."""
+    arguments: _builtins.str
+    """The arguments, as a JSON object. Empty for none. Rejected (INVALID_PROMPT) if it is not a JSON object."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class Part(_message.Message):
@@ -178,8 +321,15 @@ class Part(_message.Message):
     AUDIO_FIELD_NUMBER: _builtins.int
     AUDIO_FILE_FIELD_NUMBER: _builtins.int
     VIDEO_FILE_FIELD_NUMBER: _builtins.int
+    USE_AUDIO_IN_VIDEO_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text."""
+    use_audio_in_video: _builtins.bool
+    """Whether the audio track of video_file belongs to the input. If false, the track is ignored. Rejected without a
+    video_file (INVALID_PROMPT), if the video has no audio track (INVALID_MEDIA), and by models that accept no audio
+    with a video (UNSUPPORTED). Some models require that it has the same value for all videos of a request, and accept
+    no other audio with it (UNSUPPORTED).
+    """
     @_builtins.property
     def image(self) -> Global___Image:
         """An image: image/png, image/jpeg, image/webp, image/gif (its first frame) or image/bmp."""
@@ -194,7 +344,7 @@ class Part(_message.Message):
 
     @_builtins.property
     def video_file(self) -> Global___MediaFile:
-        """A video, whose audio track is ignored, for example video/mp4, video/webm, video/quicktime or image/gif."""
+        """A video, for example video/mp4, video/webm, video/quicktime or image/gif."""
 
     def __init__(
         self,
@@ -204,10 +354,11 @@ class Part(_message.Message):
         audio: Global___Audio | None = ...,
         audio_file: Global___MediaFile | None = ...,
         video_file: Global___MediaFile | None = ...,
+        use_audio_in_video: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "audio_file", b"audio_file", "content", b"content", "image", b"image", "text", b"text", "video_file", b"video_file"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "audio_file", b"audio_file", "content", b"content", "image", b"image", "text", b"text", "video_file", b"video_file"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "audio_file", b"audio_file", "content", b"content", "image", b"image", "text", b"text", "use_audio_in_video", b"use_audio_in_video", "video_file", b"video_file"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "image", "audio", "audio_file", "video_file"]  # noqa: Y015
     _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
@@ -478,8 +629,8 @@ class Sampling(_message.Message):
     ignore_eos: _builtins.bool
     """Whether to continue after the model's end-of-sequence token. Stop texts and stop_token_ids still end the output."""
     logprobs: _builtins.int
-    """Return Output.logprobs for each sampled token, with this number of the most probable tokens, up to the stage's
-    limit (usually 20). 0 returns the sampled token's alone. If absent, none are returned.
+    """Return Output.logprobs with outputs of text and of tokens, with this number of the most probable tokens at each
+    position, up to the stage's limit (usually 20). 0 returns the sampled token's alone. If absent, none are returned.
     """
     json_schema: _builtins.str
     """JSON that conforms to this JSON schema, which is itself a JSON object."""
@@ -643,7 +794,10 @@ class Output(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """With token_ids, one element for each token if the request asked for them (Sampling.logprobs). Otherwise empty."""
+        """The log-probabilities of sampled tokens, if the request asked for them (Sampling.logprobs). With token_ids, one
+        element for each token. With text, one element for each token whose TokenLogprobs.position is within this text, so
+        that tokens after the last character of the output, such as an end-of-sequence token, have none. Otherwise empty.
+        """
 
     @_builtins.property
     def finish(self) -> Global___Finish:
@@ -706,37 +860,75 @@ Global___Finish: _TypeAlias = Finish  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
-    """TokenLogprobs contains log-probabilities of the model itself, before any change by Sampling."""
+    """TokenLogprobs contains the log-probabilities of a sampled token and of its alternatives. They are those of the model
+    itself, before any change by Sampling.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    LOGPROB_FIELD_NUMBER: _builtins.int
-    TOP_IDS_FIELD_NUMBER: _builtins.int
-    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
-    logprob: _builtins.float
-    """The natural logarithm of the sampled token's probability."""
+    SAMPLED_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """The position in the stage's whole text at which the sampled token begins, in code points. A token without text,
+    such as a special token, has the position of the text that follows it. A token that begins within a character has
+    the position of that character.
+    """
     @_builtins.property
-    def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The most probable tokens at this position, most probable first. Their number is Sampling.logprobs."""
+    def sampled(self) -> Global___TokenLogprob:
+        """The sampled token."""
 
     @_builtins.property
-    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """The natural logarithms of the probabilities of top_ids."""
+    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """The most probable tokens, most probable first. Their number is Sampling.logprobs."""
 
     def __init__(
         self,
         *,
-        logprob: _builtins.float = ...,
-        top_ids: _abc.Iterable[_builtins.int] | None = ...,
-        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        sampled: Global___TokenLogprob | None = ...,
+        top: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        position: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampled", b"sampled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "sampled", b"sampled", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
+
+@_typing.final
+class TokenLogprob(_message.Message):
+    """TokenLogprob is a token with its log-probability."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    """The token's id in the model's vocabulary."""
+    text: _builtins.str
+    """The text that the token adds after the sampled tokens before it. A token may hold a part of a character: the token
+    that completes a character has all of it, and the tokens before have an empty text. A special token has its name,
+    although the output omits it.
+    """
+    logprob: _builtins.float
+    """The natural logarithm of the token's probability."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        text: _builtins.str = ...,
+        logprob: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "logprob", b"logprob", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
 class Audio(_message.Message):

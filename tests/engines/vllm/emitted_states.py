@@ -16,7 +16,7 @@ from stagemesh.connectors.arena.arena import Written
 from stagemesh.connectors.arena.worker_writer import Handle, PartitionTicket
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import Packet
-from stagemesh.services.engines.base import EngineEvent, SamplingOptions, Task
+from stagemesh.services.engines.base import EngineEvent, RawPrompt, SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import collect, hand_partitions, packets, stage_config
 
@@ -110,7 +110,7 @@ async def running(model: Path, **options: JsonValue) -> AsyncGenerator[Running]:
 def task(number: int, **changes: Any) -> Task:
     """Returns a greedy task for the prompt with this number."""
     sampling = SamplingOptions(max_tokens=STEPS, temperature=0.0, ignore_eos=True)
-    return Task(f"r{number}", 1, PROMPTS[number], sampling=sampling, **changes)
+    return Task(f"r{number}", 1, RawPrompt(PROMPTS[number]), sampling=sampling, **changes)
 
 
 class Received(NamedTuple):

@@ -54,15 +54,27 @@ def wav(samples: npt.NDArray[np.float32], rate_hz: int = 16_000) -> bytes:
 
 
 def video_file(
-    grays: Sequence[int], *, rate_hz: int = 10, width: int = 64, height: int = 48, file_format: str = "mp4"
+    grays: Sequence[int],
+    *,
+    rate_hz: int = 10,
+    width: int = 64,
+    height: int = 48,
+    file_format: str = "mp4",
+    sound: npt.NDArray[np.float32] | None = None,
 ) -> bytes:
-    """Returns a video file whose frames are each of one gray."""
+    """Returns a video file whose frames are each of one gray, with `sound` as its audio track at 16 kHz."""
     file = io.BytesIO()
     with av.open(file, "w", format=file_format) as container:
+        track = container.add_stream("aac", rate=16_000, layout="mono") if sound is not None else None
         stream = container.add_stream("mpeg4", rate=Fraction(rate_hz))
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for gray in grays:
             frame = av.VideoFrame.from_ndarray(np.full((height, width, 3), gray, np.uint8), format="rgb24")
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
+        if track is not None and sound is not None:
+            audio = av.AudioFrame.from_ndarray(sound[np.newaxis], format="fltp", layout="mono")
+            audio.sample_rate = 16_000
+            container.mux(track.encode(audio))
+            container.mux(track.encode(None))
     return file.getvalue()

@@ -22,7 +22,7 @@ from stagemesh.common.errors import (
     OverloadedError,
     UnsupportedError,
 )
-from stagemesh.services.engines.base import SamplingOptions, Task
+from stagemesh.services.engines.base import RawPrompt, SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import collect, controls_of, packets, stage_config
 from tests.engines.vllm.tiny_adapter import merge, write_adapter
@@ -76,7 +76,7 @@ async def engine(shared: VllmEngine) -> AsyncIterator[VllmEngine]:
 
 def task(prompt: Sequence[int] = PROMPTS[0], *, adapter: str | None = None, max_tokens: int = STEPS) -> Task:
     sampling = SamplingOptions(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    return Task("r", 1, prompt, sampling=sampling, adapter=adapter)
+    return Task("r", 1, RawPrompt(prompt), sampling=sampling, adapter=adapter)
 
 
 async def tokens(engine: VllmEngine, wanted: Task) -> list[int]:

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, StagemeshError, UnavailableError
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import Packet
-from stagemesh.services.engines.base import Emission, SamplingOptions, Task
+from stagemesh.services.engines.base import Emission, RawPrompt, SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import collect, hand_partitions, packets, stage_config
 from tests.engines.vllm.tiny_model import MAX_MODEL_LEN, write_real_model
@@ -166,7 +166,9 @@ async def assert_works(engine: VllmEngine, case: Case) -> None:
 
 async def test_many_requests_among_token_prompts(engine: VllmEngine, reference: Any, cases: list[Case]) -> None:
     prompt = [20, 30, 40]
-    plain = Task("p", 1, prompt, sampling=SamplingOptions(max_tokens=STEPS, temperature=0.0, ignore_eos=True))
+    plain = Task(
+        "p", 1, RawPrompt(prompt), sampling=SamplingOptions(max_tokens=STEPS, temperature=0.0, ignore_eos=True)
+    )
     *_, made = await asyncio.gather(*(assert_works(engine, case) for case in cases), tokens(engine, plain))
     expected = list(prompt)
     with torch.inference_mode():

@@ -1,7 +1,7 @@
 """The vllm engine on a tiny random model: its inputs, outputs and errors."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +10,18 @@ import pytest
 import pytest_asyncio
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnsupportedError
-from stagemesh.services.engines.base import ChatMessage, Prompt, SamplingOptions, Task, Usage
+from stagemesh.services.engines.base import (
+    ChatMessage,
+    Conversation,
+    Prompt,
+    RawPrompt,
+    SamplingOptions,
+    Task,
+    Tool,
+    Usage,
+)
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from tests.engines.support import collect, packets, stage_config, text_of
+from tests.engines.support import as_prompt, collect, packets, stage_config, text_of
 from tests.engines.vllm.tiny_model import MAX_MODEL_LEN, OPTIONS, write_tiny_model
 
 pytestmark = [
@@ -38,9 +47,11 @@ async def engine(model: Path) -> AsyncIterator[VllmEngine]:
     await engine.close()
 
 
-def task(prompt: Prompt | None = "hello", *, seed: int = 3, request_id: str = "r", **sampling: float) -> Task:
+def task(
+    prompt: Prompt | Sequence[int] | None = "hello", *, seed: int = 3, request_id: str = "r", **sampling: float
+) -> Task:
     options = SamplingOptions(**{"max_tokens": 12, "temperature": 1.0} | sampling)  # type: ignore[arg-type]
-    return Task(request_id, seed, prompt, sampling=options)
+    return Task(request_id, seed, as_prompt(prompt) if prompt is not None else None, sampling=options)
 
 
 async def test_seeded_text_repeats(engine: VllmEngine) -> None:
@@ -67,7 +78,7 @@ async def test_text_is_streamed_and_usage_is_last(engine: VllmEngine) -> None:
 
 async def test_text_goes_through_the_chat_template(engine: VllmEngine) -> None:
     as_text, as_chat = [
-        (await collect(engine.submit(task(prompt))))[-1] for prompt in ("hi", [ChatMessage("user", "hi")])
+        (await collect(engine.submit(task(prompt))))[-1] for prompt in ("hi", Conversation([ChatMessage("user", "hi")]))
     ]
     assert as_text == as_chat
     assert isinstance(as_text, Usage)
@@ -76,7 +87,7 @@ async def test_text_goes_through_the_chat_template(engine: VllmEngine) -> None:
 
 async def test_max_tokens_defaults_to_the_space_left(engine: VllmEngine) -> None:
     prompt = [10] * (MAX_MODEL_LEN - 5)
-    events = await collect(engine.submit(Task("r", 1, prompt)))
+    events = await collect(engine.submit(Task("r", 1, RawPrompt(prompt))))
     assert isinstance(events[-1], Usage)
     assert events[-1].output_tokens <= 5
 
@@ -105,6 +116,13 @@ async def test_long_prompts_are_seeded_too(engine: VllmEngine) -> None:
 async def test_invalid_task_is_rejected(engine: VllmEngine, wrong: Task, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         await collect(engine.submit(wrong))
+
+
+async def test_tools_are_rejected_if_the_template_accepts_none(engine: VllmEngine) -> None:
+    wrong = task(Conversation([ChatMessage("user", "hi")], [Tool("weather", "", {})]))
+    with pytest.raises(UnsupportedError, match="the model's chat template accepts no tools") as caught:
+        await collect(engine.submit(wrong))
+    assert caught.value.metadata["ability"] == "tools"
 
 
 async def test_pausing_is_rejected(engine: VllmEngine) -> None:

@@ -20,9 +20,12 @@ from stagemesh.common.errors import InvalidRequestError, StagemeshError, Unsuppo
 from stagemesh.services.engines.base import (
     ChatMessage,
     Checkpoint,
+    Conversation,
     EngineEvent,
     MediaFile,
+    Medium,
     Part,
+    RawPrompt,
     Samples,
     SamplingOptions,
     Task,
@@ -31,6 +34,7 @@ from stagemesh.services.engines.base import (
 from stagemesh.services.engines.vllm.conversion import prompt_tokens
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.media.decoding import DecodedBytes, read_video
+from stagemesh.services.engines.vllm.media.feature import check_audio_tracks, decode_media
 from tests.engines.support import collect, packets, stage_config
 from tests.engines.vllm.emitted_states import TOLERANCE, Floats, received, running
 from tests.engines.vllm.media_files import audio_samples, encoded, image, pixels, tone, video_file, wav
@@ -82,7 +86,7 @@ def asked(*parts: Part, request_id: str = "r", **sampling: object) -> Task:
     options = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, **sampling}
     messages = [ChatMessage("system", "be brief"), ChatMessage("user", "", parts)]
     chosen = SamplingOptions(**options)  # type: ignore[arg-type]
-    return Task(request_id, 3, messages, sampling=chosen, wanted=SAMPLED)
+    return Task(request_id, 3, Conversation(messages), sampling=chosen, wanted=SAMPLED)
 
 
 def tokens_of(events: Sequence[EngineEvent]) -> list[int]:
@@ -170,7 +174,7 @@ async def test_image_model_answers_a_conversation_of_text(
 ) -> None:
     from_parts = await tokens(image_engine, asked("a", "b"))
     whole = [ChatMessage("system", "be brief"), ChatMessage("user", "ab")]
-    assert from_parts == await tokens(image_engine, replace(asked(), prompt=whole))
+    assert from_parts == await tokens(image_engine, replace(asked(), prompt=Conversation(whole)))
 
 
 async def test_usage_counts_the_tokens_of_images(image_engine: VllmEngine) -> None:
@@ -269,13 +273,90 @@ async def test_vllm_parses_a_decoded_video() -> None:
 )
 async def test_chat_template_places_each_kind_of_media(image_engine: VllmEngine, part: Part, kind: str) -> None:
     llm = image_engine.control.llm
-    prompt = [ChatMessage("user", "", ("a", part, "b"))]
+    prompt = Conversation([ChatMessage("user", "", ("a", part, "b"))])
     if kind == "image":
         ids = prompt_tokens(prompt, llm)
         assert llm.get_tokenizer().decode(ids) == "<|user|>a<image>b<|end|><|assistant|>"
     else:
         with pytest.raises(InvalidRequestError, match=f"At most 0 {kind}"):
             prompt_tokens(prompt, llm)
+
+
+# -- a video with its audio track: models that accept it need torchvision, so these tests end at vLLM's input, too
+
+VIDEO = MediaFile("video", video_file([0, 50, 100, 150], sound=tone(1.0)), "video/mp4", use_audio=True)
+SILENT = MediaFile("video", video_file([0, 50]), "video/mp4")
+
+
+async def test_audio_track_of_a_video_is_decoded_as_audio() -> None:
+    data = decode_media([image(), VIDEO], DecodedBytes(1 << 20), max_frames=2, resample=tuple)
+    parsed = MultiModalDataParser(target_sr=16_000, video_needs_metadata=True).parse_mm_data(data)
+    assert parsed.get_all_counts() == {"image": 1, "video": 1, "audio": 1}
+    samples = parsed["audio"].get(0)
+    assert len(samples) == pytest.approx(16_000, rel=0.2)
+    strongest = np.abs(np.fft.rfft(samples)).argmax() * 16_000 / len(samples)
+    assert strongest == pytest.approx(440, abs=10)
+
+
+async def test_ignored_audio_track_is_not_decoded() -> None:
+    data = decode_media([replace(VIDEO, use_audio=False)], DecodedBytes(1 << 20), max_frames=2, resample=tuple)
+    assert data.keys() == {"video"}
+
+
+async def test_video_without_audio_track_is_rejected_if_it_is_requested() -> None:
+    with pytest.raises(InvalidRequestError, match="the video cannot be read: it has no audio track") as caught:
+        decode_media([replace(SILENT, use_audio=True)], DecodedBytes(1 << 20), max_frames=2, resample=tuple)
+    assert caught.value.reason == "INVALID_MEDIA"
+
+
+@pytest.mark.parametrize("other", [SILENT, audio_samples()], ids=["video", "audio"])
+async def test_audio_tracks_belong_to_all_videos_or_none(other: Medium) -> None:
+    check_audio_tracks([VIDEO, image(), VIDEO], stage="s")
+    check_audio_tracks([SILENT, other], stage="s")
+    with pytest.raises(UnsupportedError, match="set it for all videos or none, and omit the other audio"):
+        check_audio_tracks([VIDEO, other], stage="s")
+
+
+async def test_model_without_video_rejects_a_video_with_audio(audio_engine: VllmEngine) -> None:
+    with pytest.raises(UnsupportedError, match="accepts no video; it accepts text, audio"):
+        await collect(audio_engine.submit(asked(VIDEO)))
+
+
+# -- prompts without a template
+
+
+RAW = "<|user|>what is <image>?<|end|><|assistant|>"
+
+
+def raw(content: str | Sequence[int], *media: Medium) -> Task:
+    return replace(asked(), prompt=RawPrompt(content, media))
+
+
+async def test_media_accompany_raw_text_and_token_ids(
+    image_engine: VllmEngine, image_reference: tuple[Any, Any]
+) -> None:
+    expected = image_tokens(image_reference, RAW, Image.fromarray(pixels()))
+    ids = image_engine.control.llm.get_tokenizer().encode(RAW)
+    assert await tokens(image_engine, raw(RAW, image())) == expected
+    assert await tokens(image_engine, raw(ids, image())) == expected
+
+
+@pytest.mark.parametrize(
+    ("task", "reason", "message"),
+    [
+        (raw(f"{RAW}<image>", image()), "INVALID_PROMPT", "more placeholders (token 4) than media"),
+        (raw("what is?", image()), "INVALID_MEDIA", "rejects the media"),
+        (raw([10**6, 4], image()), "UNKNOWN_TOKEN", "token id 1000000 is outside"),
+        (raw([], image()), "EMPTY_PROMPT", "the prompt is empty"),
+    ],
+    ids=["more placeholders", "no placeholder", "unknown token", "no prompt"],
+)
+async def test_placeholders_must_match_the_media(
+    image_engine: VllmEngine, task: Task, reason: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(message)) as caught:
+        await collect(image_engine.submit(task))
+    assert caught.value.reason == reason
 
 
 # -- invalid media

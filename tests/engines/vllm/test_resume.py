@@ -1,7 +1,7 @@
 """The vllm engine resumes from a checkpoint with the same output as without an interruption."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -11,7 +11,15 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, Prompt, SamplingOptions, Task
+from stagemesh.services.engines.base import (
+    Checkpoint,
+    Emission,
+    EngineEvent,
+    RawPrompt,
+    SamplingOptions,
+    Task,
+    TokenLogprobs,
+)
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.resume import remaining_params
 from tests.engines.support import collect, stage_config, text_of
@@ -49,10 +57,10 @@ def task(
     sampling: SamplingOptions = GREEDY,
     resume_from: Checkpoint | None = None,
     *,
-    prompt: Prompt = PROMPT,
+    prompt: Sequence[int] = PROMPT,
     max_tokens: int = MAX_TOKENS,
 ) -> Task:
-    return Task("r", 5, prompt, sampling=replace(sampling, max_tokens=max_tokens), resume_from=resume_from)
+    return Task("r", 5, RawPrompt(prompt), sampling=replace(sampling, max_tokens=max_tokens), resume_from=resume_from)
 
 
 def checkpoints(events: Iterable[EngineEvent]) -> list[Checkpoint]:
@@ -119,6 +127,32 @@ async def test_stop_text_is_found_across_the_checkpoint(engine: VllmEngine) -> N
     assert text_of(whole) == text[: text.index(stop)]
     for checkpoint in checkpoints(whole)[-8:]:
         await assert_the_same_follows(engine, sampling, whole, checkpoint)
+
+
+def logprobs_in(events: Iterable[EngineEvent]) -> list[TokenLogprobs]:
+    return [each for event in events if isinstance(event, Emission) for each in event.text_logprobs]
+
+
+@pytest.mark.parametrize("stop", [(), ("never there at all",)], ids=["no stop text", "stop text"])
+async def test_logprobs_of_the_text_resume_at_the_checkpoint(engine: VllmEngine, stop: tuple[str, ...]) -> None:
+    sampling = replace(RANDOM, logprobs=1, stop=stop)
+    whole = await collect_checkpoints(engine, task(sampling))
+    expected = logprobs_in(whole)
+    assert [each.position for each in expected] == sorted(each.position for each in expected)
+    for checkpoint in checkpoints(whole)[::3]:
+        rest = await collect(engine.submit(task(sampling, checkpoint)))
+        made = [*logprobs_in(whole[: index_of(whole, checkpoint)]), *logprobs_in(rest)]
+        for ours, first in zip(made, expected, strict=True):
+            assert (ours.position, ours.sampled[:2]) == (first.position, first.sampled[:2])
+            assert ours.sampled.logprob == pytest.approx(first.sampled.logprob, abs=1e-4)
+
+
+async def test_checkpoint_with_damaged_logprobs_is_rejected(engine: VllmEngine) -> None:
+    sampling = replace(RANDOM, logprobs=1)
+    made = checkpoints(await collect_checkpoints(engine, task(sampling)))[0]
+    damaged = replace(made, tensors={**made.tensors, "logprobs": made.tensors["logprobs"][1:]})
+    error = await _rejected(engine, task(sampling, damaged))
+    assert (error.reason, "damaged log-probabilities" in error.message) == ("INVALID_CHECKPOINT", True)
 
 
 async def test_penalties_count_the_tokens_of_the_checkpoint(engine: VllmEngine) -> None:

@@ -19,6 +19,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.services.engines.base import (
     Checkpoint,
+    Emission,
     EngineEvent,
     Prompt,
     SamplingOptions,
@@ -28,7 +29,7 @@ from stagemesh.services.engines.base import (
     Usage,
 )
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from tests.engines.support import collect, packets, stage_config, text_of
+from tests.engines.support import as_prompt, collect, packets, stage_config, text_of
 from tests.engines.vllm.tiny_model import MAX_MODEL_LEN, write_real_model
 
 pytestmark = [
@@ -84,8 +85,8 @@ async def direct(model: Path) -> AsyncIterator[AsyncLLM]:
     llm.shutdown()
 
 
-def task(prompt: Prompt = "hello", *, seed: int = 3, request_id: str = "r", **sampling: object) -> Task:
-    return Task(request_id, seed, prompt, sampling=sampled(sampling))
+def task(prompt: Prompt | Sequence[int] = "hello", *, seed: int = 3, request_id: str = "r", **sampling: object) -> Task:
+    return Task(request_id, seed, as_prompt(prompt), sampling=sampled(sampling))
 
 
 def sampled(sampling: Mapping[str, object]) -> SamplingOptions:
@@ -98,6 +99,14 @@ def tokens_of(events: Sequence[EngineEvent]) -> list[int]:
 
 def logprobs_of(events: Sequence[EngineEvent]) -> list[TokenLogprobs]:
     return [each for event in events for each in getattr(event, "logprobs", ())]
+
+
+def emissions(events: Sequence[EngineEvent]) -> list[Emission]:
+    return [event for event in events if isinstance(event, Emission)]
+
+
+def text_logprobs_of(events: Sequence[EngineEvent]) -> list[TokenLogprobs]:
+    return [each for event in emissions(events) for each in event.text_logprobs]
 
 
 async def tokens(engine: VllmEngine, asked: Task) -> list[int]:
@@ -212,12 +221,13 @@ async def test_bad_word_is_never_sampled(engine: VllmEngine) -> None:
 async def test_each_token_has_logprobs_sorted_by_rank(engine: VllmEngine) -> None:
     events = await collect(engine.submit(task(logprobs=3)))
     logprobs = logprobs_of(events)
-    assert len(logprobs) == len(tokens_of(events)) > 5
-    for token, each in zip(tokens_of(events), logprobs, strict=True):
-        assert len(each.top_ids) == len(each.top_logprobs) == 3
-        assert list(each.top_logprobs) == sorted(each.top_logprobs, reverse=True)
-        assert each.logprob <= each.top_logprobs[0] <= 0
-        assert token not in each.top_ids or each.logprob == each.top_logprobs[each.top_ids.index(token)]
+    assert [each.sampled.id for each in logprobs] == tokens_of(events)
+    assert len(logprobs) > 5
+    for each in logprobs:
+        assert len(each.top) == 3
+        assert list(each.top) == sorted(each.top, key=lambda token: -token.logprob)
+        assert each.sampled.logprob <= each.top[0].logprob <= 0
+        assert each.sampled in each.top or each.sampled.id not in {token.id for token in each.top}
 
 
 async def test_logprobs_equal_vllms_own(engine: VllmEngine, direct: AsyncLLM) -> None:
@@ -229,18 +239,19 @@ async def test_logprobs_equal_vllms_own(engine: VllmEngine, direct: AsyncLLM) ->
     (output,) = [output async for output in direct.generate(prompt, params, "direct-logprobs")]
     made = output.outputs[0]
     assert made.logprobs
-    theirs = [made.logprobs[at][token].logprob for at, token in enumerate(made.token_ids)]
-    assert [each.logprob for each in ours] == pytest.approx(theirs, abs=1e-4)
-    assert all(set(each.top_ids) <= made.logprobs[at].keys() for at, each in enumerate(ours))
+    theirs = [made.logprobs[at][token] for at, token in enumerate(made.token_ids)]
+    assert [each.sampled.logprob for each in ours] == pytest.approx([each.logprob for each in theirs], abs=1e-4)
+    assert [each.sampled.text for each in ours] == [each.decoded_token for each in theirs]
+    assert all({token.id for token in each.top} <= made.logprobs[at].keys() for at, each in enumerate(ours))
 
 
 async def test_greedy_tokens_are_the_most_probable(engine: VllmEngine) -> None:
     events = await collect(engine.submit(task(temperature=0.0, logprobs=1)))
-    assert tokens_of(events) == [each.top_ids[0] for each in logprobs_of(events)]
+    assert tokens_of(events) == [each.top[0].id for each in logprobs_of(events)]
 
 
 async def test_zero_alternatives_still_give_logprobs(engine: VllmEngine) -> None:
-    assert {each.top_ids for each in logprobs_of(await collect(engine.submit(task(logprobs=0))))} == {()}
+    assert {each.top for each in logprobs_of(await collect(engine.submit(task(logprobs=0))))} == {()}
     assert logprobs_of(await collect(engine.submit(task()))) == []
 
 
@@ -249,6 +260,49 @@ async def test_tokens_are_emitted_only_if_wanted(engine: VllmEngine) -> None:
     events = await collect(engine.submit(asked))
     assert {name for packet in packets(events) for name in packet.tensors} == {"text"}
     assert logprobs_of(events) == []
+
+
+# The text of 3 characters, of 1, 2 and 4 bytes. The tiny model's tokens are bytes.
+CHARACTERS = Structure("choice", ("aé\U0001f600",))
+
+
+async def test_text_has_the_logprobs_of_its_tokens(engine: VllmEngine) -> None:
+    asked = replace(task(structure=CHARACTERS, logprobs=1), wanted=frozenset({"text"}))
+    events = await collect(engine.submit(asked))
+    assert text_of(events) == "aé\U0001f600"
+    made = text_logprobs_of(events)
+    assert [(each.position, each.sampled.text) for each in made] == [
+        (0, "a"),
+        (1, ""),
+        (1, "é"),
+        (2, ""),
+        (2, ""),
+        (2, ""),
+        (2, "\U0001f600"),
+    ]
+    assert all(each.sampled == each.top[0] for each in made)
+
+
+async def test_each_piece_of_text_has_the_tokens_that_begin_in_it(engine: VllmEngine) -> None:
+    asked = task(LONG, logprobs=0, stop=("never generated",), max_tokens=50)
+    events = await collect(engine.submit(asked))
+    end = 0
+    for event in emissions(events):
+        begin, end = end, end + len(event.packet.tensors["text"].tobytes().decode())
+        assert all(begin <= each.position < end for each in event.text_logprobs)
+    plain = task(LONG, logprobs=0, max_tokens=50)
+    assert text_logprobs_of(events) == text_logprobs_of(await collect(engine.submit(plain)))
+    assert end == len(text_of(events))
+    after_the_text = [each for each in logprobs_of(events) if each.position >= end]
+    assert text_logprobs_of(events) + after_the_text == logprobs_of(events)
+
+
+async def test_tokens_of_a_stop_text_have_no_place_in_the_text(engine: VllmEngine) -> None:
+    asked = task(structure=Structure("choice", ("abcdef",)), stop=("cd",), logprobs=0)
+    events = await collect(engine.submit(asked))
+    assert text_of(events) == "ab"
+    assert [each.sampled.text for each in text_logprobs_of(events)] == ["a", "b"]
+    assert [each.sampled.text for each in logprobs_of(events)] == ["a", "b", "c", "d"]
 
 
 async def test_tokens_spell_the_text(engine: VllmEngine, direct: AsyncLLM) -> None:

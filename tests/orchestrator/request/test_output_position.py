@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagemesh.common.errors import InvalidChunkError
-from stagemesh.common.output_position import after, length_of
+from stagemesh.common.output_position import Position, after, length_of
 from stagemesh.common.tensors import inline_tensor, read_inline
 from stagemesh.v1.request_pb2 import (
     FINISH_REASON_LENGTH,
@@ -13,6 +13,7 @@ from stagemesh.v1.request_pb2 import (
     Image,
     Output,
     TokenIds,
+    TokenLogprob,
     TokenLogprobs,
 )
 
@@ -31,11 +32,37 @@ def test_text_is_cut_between_code_points(text: str, position: int) -> None:
 
 
 def test_tokens_keep_their_logprobs() -> None:
-    logprobs = [TokenLogprobs(logprob=-each) for each in (1, 2, 3)]
+    logprobs = [TokenLogprobs(sampled=TokenLogprob(logprob=-each)) for each in (1, 2, 3)]
     rest = after(Output(token_ids=TokenIds(ids=[5, 6, 7]), logprobs=logprobs), 1)
     assert rest is not None
     assert list(rest.token_ids.ids) == [6, 7]
-    assert [each.logprob for each in rest.logprobs] == [-2, -3]
+    assert [each.sampled.logprob for each in rest.logprobs] == [-2, -3]
+
+
+def test_text_keeps_the_logprobs_of_the_tokens_that_begin_in_it() -> None:
+    logprobs = [TokenLogprobs(position=position) for position in (10, 12, 12, 13)]
+    fragment = Output(name="text", position=10, text="abcd", logprobs=logprobs)
+    kept = [after(fragment, count) for count in (1, 2, 3)]
+    assert [[each.position for each in rest.logprobs] for rest in kept if rest] == [[12, 12, 13], [12, 12, 13], [13]]
+
+
+def test_a_replay_with_other_fragments_gives_each_logprob_once() -> None:
+    received = Position()
+    first = Output(name="text", text="abc", logprobs=[TokenLogprobs(position=each) for each in (0, 1, 1)])
+    assert received.remainder(first) == first
+    cuts = [(0, "a", [0]), (1, "bcd", [1, 1, 3]), (4, "e", [4])]
+    rest = [
+        received.remainder(
+            Output(
+                name="text", position=begin, text=text, logprobs=[TokenLogprobs(position=each) for each in positions]
+            )
+        )
+        for begin, text, positions in cuts
+    ]
+    assert [(each.text, [token.position for token in each.logprobs]) for each in rest if each] == [
+        ("d", [3]),
+        ("e", [4]),
+    ]
 
 
 @pytest.mark.parametrize("channels", [0, 2])

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +33,9 @@ def _rejection(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) ->
         request_pb2.Input(token_ids=request_pb2.TokenIds()),
         request_pb2.Input(conversation=request_pb2.Conversation()),
         request_pb2.Input(
-            conversation=request_pb2.Conversation(messages=[request_pb2.Message(role="user", content="")])
+            conversation=request_pb2.Conversation(
+                messages=[request_pb2.Message(role=request_pb2.ROLE_USER, content="")]
+            )
         ),
     ],
 )
@@ -63,11 +66,84 @@ def test_a_request_id_with_other_characters_is_rejected(request_id: str, pipelin
     assert _rejection(ask(request_id=request_id), pipeline).reason == "INVALID_ID"
 
 
-def test_an_unknown_role_is_rejected(pipeline: Pipeline) -> None:
-    message = request_pb2.Message(role="robot", content="hello")
-    given = request_pb2.Input(conversation=request_pb2.Conversation(messages=[message]))
+ROLES = "ROLE_SYSTEM, ROLE_DEVELOPER, ROLE_USER, ROLE_ASSISTANT, ROLE_TOOL"
+TEXT = request_pb2.Part(text="a")
+CALL = request_pb2.ToolCall(id="c1", name="weather", arguments="{}")
+
+
+def _asked(**fields: object) -> request_pb2.Message:
+    return request_pb2.Message(role=request_pb2.ROLE_USER, content="a", **fields)  # type: ignore[arg-type]
+
+
+def _called(*calls: request_pb2.ToolCall) -> request_pb2.Message:
+    return request_pb2.Message(role=request_pb2.ROLE_ASSISTANT, tool_calls=calls)
+
+
+def _answered(call: str) -> request_pb2.Message:
+    return request_pb2.Message(role=request_pb2.ROLE_TOOL, content="12", tool_call_id=call)
+
+
+def _call(**fields: str) -> request_pb2.ToolCall:
+    return request_pb2.ToolCall(**{"id": "c1", "name": "weather", **fields})
+
+
+@pytest.mark.parametrize(
+    ("conversation", "problem"),
+    [
+        ({"messages": [request_pb2.Message(content="a")]}, f"a message's role is 0; use one of {ROLES}"),
+        ({"messages": [request_pb2.Message(content="a", role=99)]}, "a message's role is 99"),  # type: ignore[arg-type]
+        ({"messages": [_asked(tool_calls=[CALL])]}, "another role than ROLE_ASSISTANT"),
+        ({"messages": [_asked(tool_call_id="c1")]}, "must have a tool_call_id if its role is ROLE_TOOL"),
+        ({"messages": [_called(CALL), _answered("")]}, "must have a tool_call_id if its role is ROLE_TOOL"),
+        ({"messages": [_called(CALL), _answered("c2")]}, "tool_call_id is 'c2', which no earlier message"),
+        ({"messages": [_answered("c1"), _called(CALL)]}, "tool_call_id is 'c1', which no earlier message"),
+        ({"messages": [_called(CALL, CALL)]}, "two tool_calls of a message have the same id"),
+        ({"messages": [_called(_call(name=""))]}, "has no id or no name"),
+        (
+            {"messages": [_called(_call(arguments="[1]"))]},
+            "arguments of tool call 'c1' must be a JSON object: Expected",
+        ),
+        ({"messages": [_called(_call(arguments="{'a'}"))]}, "must be a JSON object: JSON is malformed"),
+        ({"messages": [_called(_call(arguments='{"a":' * 99_999))]}, "must be a JSON object"),
+        ({"tools": [request_pb2.Tool(name="a")] * 2}, "no name, or the name of another tool"),
+        ({"tools": [request_pb2.Tool()]}, "no name, or the name of another tool"),
+        ({"tools": [request_pb2.Tool(name="a", parameters="true")]}, "parameters of tool 'a' must be a JSON object"),
+        ({"template_arguments": "NaN"}, "template_arguments must be a JSON object"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_an_invalid_conversation_is_rejected(conversation: dict[str, Any], problem: str, pipeline: Pipeline) -> None:
+    given = request_pb2.Input(conversation=request_pb2.Conversation(**conversation))
     error = _rejection(orchestrator_pb2.GenerateRequest(input=given), pipeline)
-    assert error.message == "a message's role is 'robot'; use one of system, user, assistant"
+    assert error.reason == "INVALID_PROMPT"
+    assert problem in error.message
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (request_pb2.Input(text="a", media=[TEXT]), "media are given without token_ids or raw_text"),
+        (request_pb2.Input(raw_text="a", media=[TEXT]), "media have a part of text"),
+        (request_pb2.Input(raw_text="a", media=[request_pb2.Part()]), "a part without content"),
+        (
+            request_pb2.Input(
+                raw_text="a", media=[request_pb2.Part(image=request_pb2.Image(), use_audio_in_video=True)]
+            ),
+            "a part that is not a video",
+        ),
+    ],
+    ids=["text", "part of text", "empty part", "image with sound"],
+)
+def test_media_of_a_raw_prompt_are_checked(given: request_pb2.Input, problem: str, pipeline: Pipeline) -> None:
+    error = _rejection(orchestrator_pb2.GenerateRequest(input=given), pipeline)
+    assert error.reason == "INVALID_PROMPT"
+    assert problem in error.message
+
+
+def test_a_result_may_follow_its_call_later(pipeline: Pipeline) -> None:
+    messages = [_asked(), _called(CALL), _asked(), _answered("c1"), _called(CALL), _answered("c1")]
+    given = request_pb2.Input(conversation=request_pb2.Conversation(messages=messages))
+    assert validate(orchestrator_pb2.GenerateRequest(input=given), pipeline).input == given
 
 
 @pytest.mark.parametrize(
@@ -97,7 +173,7 @@ def test_an_unknown_role_is_rejected(pipeline: Pipeline) -> None:
 def test_parts_without_usable_content_are_rejected(
     message: request_pb2.Message, reason: str, problem: str, pipeline: Pipeline
 ) -> None:
-    message.role = "user"
+    message.role = request_pb2.ROLE_USER
     given = request_pb2.Input(conversation=request_pb2.Conversation(messages=[message]))
     error = _rejection(orchestrator_pb2.GenerateRequest(input=given), pipeline)
     assert error.reason == reason

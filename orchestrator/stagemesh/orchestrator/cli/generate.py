@@ -113,7 +113,9 @@ _SAMPLING: Mapping[str, Parameter] = {
 """The sampling options, by the name of the argument of `AsyncClient.generate` that each option sets."""
 
 PARAMETERS: Mapping[str, Parameter] = {
-    "prompt": argument(str, "Send this prompt. A single - reads the prompt from standard input.", metavar="PROMPT"),
+    "prompt": argument(
+        str | None, "Send this prompt. A single - reads the prompt from standard input.", metavar="PROMPT"
+    )._replace(default=None),
     **SERVER,
     "output": option(
         Path,
@@ -134,6 +136,31 @@ PARAMETERS: Mapping[str, Parameter] = {
         list[Path],
         "Attach an image, audio or video file to the request. The model receives it before the prompt. Repeatable.",
         metavar="FILE",
+    ),
+    "messages": option(
+        Path,
+        "Send the conversation in this JSON file instead of a prompt: a list of messages with role, content, "
+        "tool_calls and tool_call_id.",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+    ),
+    "tools": option(
+        Path,
+        "Offer the model the tools in this JSON file: a list of functions with name, description and parameters.",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+    ),
+    "template_arguments": option(
+        str,
+        'Set arguments of the model\'s chat template, as a JSON object such as {"enable_thinking": false}.',
+        metavar="JSON",
+    ),
+    "raw": flag(
+        "Send the prompt without applying the model's chat template. Attached files belong to the placeholders in the "
+        "prompt.",
+        "--raw",
     ),
     "negative_prompt": option(str, "Describe what generated images and videos must not show.", metavar="TEXT"),
     **_SAMPLING,
@@ -173,24 +200,51 @@ PARAMETERS: Mapping[str, Parameter] = {
 _LISTS = frozenset({"stop", "stop_token_ids", "bad_words", "choice"})
 _TEXTS = frozenset({"adapter", "json_schema", "regex", "grammar"})
 # The parameters that are passed unchanged to the client.
-_CLIENT_ARGUMENTS = {*_SAMPLING, "negative_prompt", "priority", "caller", "request_id"}
+_CLIENT_ARGUMENTS = {*_SAMPLING, "negative_prompt", "priority", "caller", "request_id", "template_arguments"}
 
 
 def generate(**values: Any) -> None:
     """Send a prompt to a running pipeline. Print text to stdout and timings to stderr, and write other outputs to
     files.
     """
-    from stagemesh.client import read_media
     from stagemesh.orchestrator.cli.output_sinks import Sinks
 
-    prompt, attach, as_json = values["prompt"], values["attach"], values["as_json"]
-    text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
-    content = [*map(read_media, attach), text] if attach else text
-    arguments = client_arguments(values)
+    as_json = values["as_json"]
+    content, prompt_arguments = _read_prompt(values)
+    arguments: GenerateArguments = {**client_arguments(values), **prompt_arguments}
     with Sinks(folder=values["output"], audio=values["audio"], image=values["image"], quiet=as_json) as sinks:
         endpoints, timeout_s = split_addresses(values["server"]), values["timeout"]
         result = asyncio.run(run_request(endpoints, content, arguments=arguments, timeout_s=timeout_s, sinks=sinks))
     show_result(result, sinks, as_json=as_json)
+
+
+def _read_prompt(values: Mapping[str, Any]) -> "tuple[Content | None, GenerateArguments]":
+    """Returns the prompt, or None and the arguments of the client that replace it, and the tools.
+
+    Raises BadParameter if the options contradict each other or if a file cannot be read.
+    """
+    from stagemesh.client import read_media
+    from stagemesh.orchestrator.cli.conversation_files import read_messages, read_tools
+
+    prompt, messages = values["prompt"], values["messages"]
+    if (prompt is None) == (messages is None):
+        raise typer.BadParameter("give either a prompt or --messages", param_hint="PROMPT")
+    arguments: GenerateArguments = {}
+    if values["tools"] is not None:
+        arguments["tools"] = read_tools(values["tools"])
+    if messages is not None:
+        if values["raw"] or values["attach"]:
+            raise typer.BadParameter(
+                "it contradicts --raw and --attach; name the files in the messages", param_hint="--messages"
+            )
+        arguments["messages"] = read_messages(messages)
+        return None, arguments
+    text: str = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
+    media = [*map(read_media, values["attach"] or ())]
+    if values["raw"]:
+        arguments |= {"raw_text": text, "media": media}
+        return None, arguments
+    return [*media, text] if media else text, arguments
 
 
 def client_arguments(values: Mapping[str, Any]) -> "GenerateArguments":
@@ -258,7 +312,7 @@ def _read_text(path: Path | None, *, option: str) -> str | None:
 
 async def run_request(
     endpoints: Sequence[str],
-    prompt: "Content",
+    prompt: "Content | None",
     *,
     arguments: "GenerateArguments",
     timeout_s: float | None,

@@ -30,7 +30,6 @@ def check_parameters(parameters: request_pb2.Parameters, pipeline: Pipeline) -> 
                 f"parameters are given for stage {name!r}, but pipeline {pipeline.name!r} has the stages "
                 f"{', '.join(pipeline.stages)}",
                 reason="UNKNOWN_STAGE",
-                metadata={"stage": name},
             )
         _check_stage(given, pipeline.stages[name])
     check_options(read_options(parameters.options), pipeline.options, owner=f"pipeline {pipeline.name!r}")

@@ -13,6 +13,7 @@ from stagemesh.common.request_checks import (
     empty_prompt_error,
     has_prompt,
     is_medium,
+    parts_of,
     read_options,
 )
 from stagemesh.common.typed_values import Value
@@ -146,7 +147,7 @@ def _check_support(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline
     given = request.input
     signatures = [stage.signature for stage in pipeline.stages.values()]
     no_stage = f"no stage of pipeline {pipeline.name!r} accepts"
-    has_media = any(is_medium(part) for message in given.conversation.messages for part in message.parts)
+    has_media = any(map(is_medium, parts_of(given)))
     if has_media and not any(signature.media for signature in signatures):
         raise UnsupportedError(
             f"{no_stage} images, audio or video; omit them, or choose a pipeline whose model accepts them"
@@ -156,16 +157,15 @@ def _check_support(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline
 
 
 def _input_kinds(given: request_pb2.Input) -> Iterator[InputKind]:
-    if given.text:
+    if given.text or given.raw_text or any(message.content for message in given.conversation.messages):
         yield "text"
     if given.token_ids.ids:
         yield "tokens"
     if given.tensors:
         yield "tensors"
-    for message in given.conversation.messages:
-        if message.content:
-            yield "text"
-        for part in message.parts:
-            content = part.WhichOneof("content")
-            if content is not None:
-                yield _INPUT_KINDS[content]
+    for part in parts_of(given):
+        content = part.WhichOneof("content")
+        if content is not None:
+            yield _INPUT_KINDS[content]
+        if part.use_audio_in_video:
+            yield "audio"

@@ -5,6 +5,8 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Se
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
+from pydantic import JsonValue
+
 from stagemesh.common.tensors import Array, Tensors
 from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
@@ -54,6 +56,8 @@ class MediaFile:
     kind: MediaKind
     data: bytes
     media_type: str
+    use_audio: bool = False
+    """Whether the audio track of a video belongs to the input."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,26 +78,86 @@ Part: TypeAlias = str | Medium
 """One part of a message: text, a media file or audio samples."""
 
 
-class ChatMessage(NamedTuple):
-    """One message of a conversation. `role` is "system", "user" or "assistant"."""
+Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
 
-    role: str
-    content: str
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool by the model. `arguments` is a JSON object."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, JsonValue]
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call. `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, JsonValue]
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """One message of a conversation."""
+
+    role: Role
+    content: str = ""
     parts: Sequence[Part] = ()
     """The message's text and media in order. If `parts` is not empty, `content` is ignored."""
+    tool_calls: Sequence[ToolCall] = ()
+    """The tool calls of an assistant's message."""
+    result_of: ToolCall | None = None
+    """The tool call of which a tool's message is the result."""
 
 
-Prompt: TypeAlias = str | Sequence[ChatMessage] | Sequence[int]
-"""A prompt: text, a conversation, or token ids. An engine that applies a chat template treats text as one user message.
-"""
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation, which the engine formats with the model's chat template."""
+
+    messages: Sequence[ChatMessage]
+    tools: Sequence[Tool] = ()
+    template_arguments: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
+    """Further arguments of the chat template."""
+
+
+@dataclass(frozen=True)
+class RawPrompt:
+    """Text or token ids to which no chat template is applied."""
+
+    content: str | Sequence[int]
+    media: Sequence[Medium] = ()
+    """The media to which the prompt's placeholders refer, in order."""
+
+
+Prompt: TypeAlias = str | Conversation | RawPrompt
+"""A prompt. An engine that applies a chat template treats text as one user message."""
 
 
 def media_of(prompt: Prompt | None) -> Sequence[Medium]:
     """Returns the images, audio and videos of a prompt, in order."""
-    if not prompt or isinstance(prompt, str) or isinstance(prompt[0], int):
-        return ()
-    messages = [message for message in prompt if isinstance(message, ChatMessage)]
-    return [part for message in messages for part in message.parts if not isinstance(part, str)]
+    match prompt:
+        case Conversation():
+            return [part for each in prompt.messages for part in each.parts if not isinstance(part, str)]
+        case RawPrompt():
+            return prompt.media
+        case _:
+            return ()
+
+
+def plain_text_of(prompt: Prompt | None) -> str | None:
+    """Returns the text of a prompt that consists only of text, or None if it is a conversation or contains token ids or
+    media.
+    """
+    match prompt:
+        case RawPrompt(content=str(text), media=()):
+            return text
+        case str():
+            return prompt
+        case _:
+            return None
 
 
 TokenSelection: TypeAlias = Literal["all", "last"]
@@ -224,12 +288,21 @@ class Task:
     resume_from: Checkpoint | None = None
 
 
-class TokenLogprobs(NamedTuple):
-    """The log-probability of a sampled token, and the most probable tokens at its position, the most probable first."""
+class TokenLogprob(NamedTuple):
+    """A token with its text and its log-probability, as defined by `TokenLogprob` in request.proto."""
 
+    id: int
+    text: str
     logprob: float
-    top_ids: tuple[int, ...] = ()
-    top_logprobs: tuple[float, ...] = ()
+
+
+class TokenLogprobs(NamedTuple):
+    """The log-probability of a sampled token, and those of the most probable tokens, the most probable first."""
+
+    sampled: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+    position: int
+    """The position of the sampled token's text in the task's whole text, in code points."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +312,11 @@ class Emission:
     packet: Packet
     logprobs: tuple[TokenLogprobs, ...] = ()
     """The log-probabilities for each token of the packet, for the client only. Empty unless the task requests them."""
+    text_logprobs: tuple[TokenLogprobs, ...] = ()
+    """The log-probabilities of the tokens that begin in the packet's text, for the client only.
+
+    The packet's text then ends with a whole character. Empty unless the task requests them.
+    """
 
 
 @dataclass(frozen=True)

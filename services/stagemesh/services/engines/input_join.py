@@ -14,7 +14,7 @@ from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
 from stagemesh.common.tensors import Array
 from stagemesh.connectors.edge import MetadataValue, Packet
-from stagemesh.services.engines.base import Task
+from stagemesh.services.engines.base import Task, plain_text_of
 
 
 async def packets_of(task: Task, signature: Signature) -> AsyncGenerator[Packet, None]:
@@ -39,11 +39,12 @@ async def packets_of(task: Task, signature: Signature) -> AsyncGenerator[Packet,
 
 def prompt_packet(task: Task) -> Packet:
     """Returns one packet with the client's text and tensors. Raises InvalidRequestError if the prompt is not text."""
-    if not isinstance(task.prompt, str):
+    prompt = plain_text_of(task.prompt)
+    if prompt is None:
         raise InvalidRequestError(
             "this stage accepts its prompt only as text, not as a conversation or token ids", reason="INVALID_PROMPT"
         )
-    text: Array = np.frombuffer(task.prompt.encode(), np.uint8)
+    text: Array = np.frombuffer(prompt.encode(), np.uint8)
     return Packet({**task.tensors, "text": text})
 
 

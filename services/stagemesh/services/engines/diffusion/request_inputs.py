@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.typed_values import Value
-from stagemesh.services.engines.base import ChatMessage, MediaFile, Medium, Prompt, Task, media_of
+from stagemesh.services.engines.base import Conversation, MediaFile, Prompt, RawPrompt, Task, media_of
 from stagemesh.services.engines.diffusion.model.families import Family
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
@@ -75,20 +75,31 @@ def _invalid_option(name: str, value: float, problem: str) -> InvalidRequestErro
     return InvalidRequestError(f"option {name!r} is {value}; {problem}", reason="INVALID_OPTION")
 
 
-def _prompt_and_image(prompt: Prompt, family: Family) -> tuple[str, bytes | None]:
-    if isinstance(prompt, str):
-        text, media = prompt, list[Medium]()
-    elif prompt and isinstance(prompt[0], int):
-        raise UnsupportedError("a diffusion stage accepts text, but not token ids", metadata={"ability": "token_ids"})
-    else:
-        messages = [message for message in prompt if isinstance(message, ChatMessage)]
-        if len(messages) != 1:
-            raise InvalidRequestError(
-                f"the conversation has {len(messages)} messages; a diffusion stage accepts one", reason="INVALID_PROMPT"
+def _text(prompt: Prompt) -> str:
+    match prompt:
+        case str():
+            return prompt
+        case RawPrompt(content=str(text)):
+            return text
+        case RawPrompt():
+            raise UnsupportedError(
+                "a diffusion stage accepts text, but not token ids", metadata={"ability": "token_ids"}
             )
-        (message,) = messages
-        text = message.content or "\n".join(part for part in message.parts if isinstance(part, str))
-        media = list(media_of(prompt))
+        case Conversation() if prompt.tools or prompt.template_arguments:
+            raise UnsupportedError(
+                "a diffusion stage accepts no tools and no template arguments; omit them", metadata={"ability": "tools"}
+            )
+        case Conversation(messages=[message]):
+            return message.content or "\n".join(part for part in message.parts if isinstance(part, str))
+        case Conversation():
+            raise InvalidRequestError(
+                f"the conversation has {len(prompt.messages)} messages; a diffusion stage accepts one",
+                reason="INVALID_PROMPT",
+            )
+
+
+def _prompt_and_image(prompt: Prompt, family: Family) -> tuple[str, bytes | None]:
+    text, media = _text(prompt), media_of(prompt)
     images = [medium for medium in media if isinstance(medium, MediaFile) and medium.kind == "image"]
     if len(images) != len(media):
         raise UnsupportedError("a diffusion stage accepts images, but not audio or video")

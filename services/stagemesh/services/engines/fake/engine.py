@@ -24,11 +24,14 @@ from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import (
     Checkpoint,
+    Conversation,
     Emission,
     EngineEvent,
     EngineLoad,
     Paused,
     Progress,
+    Prompt,
+    RawPrompt,
     Task,
     Usage,
 )
@@ -124,7 +127,7 @@ class FakeRun:
         """Runs the task and yields its events, as specified by `Engine.submit`."""
         self._memory = hold_memory(self._options.request_memory_bytes)
         size_bytes, delayed = 0, list[Emission]()
-        usage = Usage(prompt_tokens=len(self._task.prompt or ""))
+        usage = Usage(prompt_tokens=_length(self._task.prompt))
         yield usage
         async with aclosing(self._inputs()) as inputs:
             async for given in inputs:
@@ -350,3 +353,13 @@ def hold_memory(size_bytes: int) -> Array:
             f"the fake engine cannot allocate {size_bytes} bytes; lower memory_bytes or request_memory_bytes",
             reason="OUT_OF_MEMORY",
         ) from exc
+
+
+def _length(prompt: Prompt | None) -> int:
+    match prompt:
+        case Conversation():
+            return len(prompt.messages)
+        case RawPrompt():
+            return len(prompt.content)
+        case _:
+            return len(prompt or "")

@@ -10,7 +10,6 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import EngineInput
-from vllm.logprobs import Logprob
 from vllm.multimodal.processing import BaseMultiModalProcessor, BaseProcessingInfo
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.renderers import BaseRenderer, ChatParams
@@ -27,22 +26,42 @@ from stagemesh.services.engines.adapters.manager import Entry
 from stagemesh.services.engines.base import (
     END,
     ChatMessage,
+    Conversation,
     Emission,
     Finish,
     MediaKind,
     Part,
     Prompt,
+    RawPrompt,
     SamplingOptions,
     Structure,
     Task,
-    TokenLogprobs,
+    Tool,
     media_of,
 )
 from stagemesh.services.engines.vllm.control import lora_request
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestPrompt
 
 DEFAULT_MAX_TOKENS = 256
+TEXT = "text"
 TOKEN_IDS = "token_ids"  # noqa: S105  # tokens of a vocabulary
+# Arguments of a chat template that a request cannot set by name.
+_OWN_ARGUMENTS = frozenset(
+    {
+        "chat_template",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
 # vLLM's message parts for media. They have no content, because vLLM receives the decoded media separately.
 _EMPTY_PARTS: Mapping[MediaKind, Mapping[str, object]] = {
     "image": {"type": "image_pil", "image_pil": None},
@@ -54,12 +73,12 @@ _EMPTY_PARTS: Mapping[MediaKind, Mapping[str, object]] = {
 def prompt_tokens(prompt: Prompt | None, llm: AsyncLLM) -> list[int]:
     """Returns the token ids of a prompt, with placeholder tokens for media.
 
-    Applies the model's chat template to text and messages. If the model does not have a template, encodes text without
-    one. Raises InvalidRequestError if the prompt is empty, if the template rejects the prompt, if the model does not
-    have a template for messages, or if a token id is not in the model's vocabulary.
+    Applies the model's chat template to text and conversations. If the model does not have a template, encodes text
+    without one. Raises InvalidRequestError if the prompt is empty, if the template rejects the prompt, if the model
+    does not have a template for conversations, or if a token id is not in the model's vocabulary. Raises
+    UnsupportedError if the conversation has tools but the template accepts none.
     """
-    given = [] if prompt is None or isinstance(prompt, str) else [part for part in prompt if isinstance(part, int)]
-    ids = given or _encode(prompt, llm.renderer)
+    ids = _encode(prompt, llm.renderer)
     if not ids:
         raise InvalidRequestError("the prompt is empty; send text, messages or token ids", reason="EMPTY_PROMPT")
     # A tokenizer may have more tokens than the model. Placeholders for media are not in the vocabulary either.
@@ -77,48 +96,57 @@ def check_tokens(ids: Sequence[int], *, vocabulary: int) -> None:
         )
 
 
-def has_template(renderer: BaseRenderer) -> bool:
-    """Returns whether the model's tokenizer or processor has a chat template."""
-    if getattr(renderer.get_tokenizer(), "chat_template", None) is not None:
-        return True
+def _chat_template(renderer: BaseRenderer) -> object | None:
+    """Returns the chat template of the model's processor or tokenizer, or None if it has none.
+
+    A template is usually text. The template of a processor, which supports media, takes precedence.
+    """
     processor = cast("BaseMultiModalProcessor[BaseProcessingInfo] | None", renderer.mm_processor)
-    if processor is None:
-        return False
-    return getattr(processor.info.get_hf_processor(), "chat_template", None) is not None
+    template = getattr(processor.info.get_hf_processor(), "chat_template", None) if processor is not None else None
+    return template if template is not None else getattr(renderer.get_tokenizer(), "chat_template", None)
 
 
 def _encode(prompt: Prompt | None, renderer: BaseRenderer) -> list[int]:
-    if not prompt:
-        return []
-    if isinstance(prompt, str):
-        if not has_template(renderer):
-            return renderer.get_tokenizer().encode(prompt)
-        messages = [ChatMessage("user", prompt)]
-    else:
-        messages = [part for part in prompt if isinstance(part, ChatMessage)]
-    if not has_template(renderer):
+    match prompt:
+        case None | "":
+            return []
+        case RawPrompt(content=str(text)):
+            return renderer.get_tokenizer().encode(text)
+        case RawPrompt(content=ids):
+            return [token for token in ids if isinstance(token, int)]
+        case str():
+            if _chat_template(renderer) is None:
+                return renderer.get_tokenizer().encode(prompt)
+            return _conversation_tokens(Conversation([ChatMessage("user", prompt)]), renderer)
+        case Conversation():
+            return _conversation_tokens(prompt, renderer)
+
+
+def _conversation_tokens(conversation: Conversation, renderer: BaseRenderer) -> list[int]:
+    template = _chat_template(renderer)
+    if template is None:
         raise InvalidRequestError(
             "this model has no chat template; send the prompt as text or token ids", reason="NO_CHAT_TEMPLATE"
         )
-    return _conversation_tokens(messages, renderer)
-
-
-def _conversation_tokens(messages: Sequence[ChatMessage], renderer: BaseRenderer) -> list[int]:
-    conversation = [
-        {"role": message.role, "content": [_part(part) for part in message.parts] or message.content}
-        for message in messages
-    ]
-    tokenizer = renderer.get_tokenizer()
-    # The template of a processor, which supports media, takes precedence over the tokenizer's. Without a processor, the
-    # template is passed so that vLLM does not search for one.
-    template = None if renderer.mm_processor is not None else getattr(tokenizer, "chat_template", None)
-    params = ChatParams(
-        chat_template=template if isinstance(template, str) else None,
-        chat_template_kwargs={"add_generation_prompt": True, "tokenize": False},
-    )
+    if taken := _OWN_ARGUMENTS & conversation.template_arguments.keys():
+        raise InvalidRequestError(
+            f"template_arguments contain {min(taken)}, which the request or the stage sets itself; remove it",
+            reason="INVALID_PROMPT",
+        )
+    if conversation.tools and isinstance(template, str) and "tools" not in template:
+        raise UnsupportedError(
+            "the model's chat template accepts no tools; omit them, or choose a model that can call tools",
+            metadata={"ability": "tools"},
+        )
+    arguments: dict[str, object] = {"add_generation_prompt": True, **conversation.template_arguments, "tokenize": False}
+    if conversation.tools:
+        arguments["tools"] = [{"type": "function", "function": _tool(tool)} for tool in conversation.tools]
+    # A template that is not text, such as several templates by name, is left to vLLM.
+    params = ChatParams(chat_template=template if isinstance(template, str) else None, chat_template_kwargs=arguments)
+    messages = [_message(message) for message in conversation.messages]
     try:
-        _, rendered = renderer.render_messages(cast("list[ChatCompletionMessageParam]", conversation), params)
-    except (ValueError, VLLMValidationError) as exc:
+        _, rendered = renderer.render_messages(cast("list[ChatCompletionMessageParam]", messages), params)
+    except (TypeError, ValueError, VLLMValidationError) as exc:
         raise InvalidRequestError(
             f"the model's chat template rejects the conversation: {exc}", reason="INVALID_PROMPT"
         ) from exc
@@ -126,7 +154,27 @@ def _conversation_tokens(messages: Sequence[ChatMessage], renderer: BaseRenderer
     if "prompt_token_ids" in prompt:
         return list(prompt["prompt_token_ids"])
     # The template has already added the special tokens.
-    return tokenizer.encode(prompt["prompt"], add_special_tokens=False)
+    return renderer.get_tokenizer().encode(prompt["prompt"], add_special_tokens=False)
+
+
+def _message(message: ChatMessage) -> Mapping[str, object]:
+    """Returns a message in the form that chat templates expect."""
+    content = [_part(part) for part in message.parts] or message.content
+    given: dict[str, object] = {"role": message.role, "content": content}
+    if message.tool_calls:
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for call in message.tool_calls
+        ]
+        given |= {"content": content or None, "tool_calls": calls}
+    if message.result_of is not None:
+        given |= {"tool_call_id": message.result_of.id, "name": message.result_of.name}
+    return given
+
+
+def _tool(tool: Tool) -> Mapping[str, object]:
+    parameters = tool.parameters or {"type": "object", "properties": {}}
+    return {"name": tool.name, "description": tool.description, "parameters": parameters}
 
 
 def _part(part: Part) -> Mapping[str, object]:
@@ -172,8 +220,8 @@ def sampling_params(
         params = CheckedParams(
             seed=task.seed,
             output_kind=RequestOutputKind.DELTA,
-            # Log-probabilities are emitted only with the tokens.
-            logprobs=sampling.logprobs if is_wanted(task, TOKEN_IDS) else None,
+            # Log-probabilities are emitted only with the text and the tokens.
+            logprobs=sampling.logprobs if is_wanted(task, TEXT) or is_wanted(task, TOKEN_IDS) else None,
             **values,
         )
         for token in params.stop_token_ids or ():
@@ -265,20 +313,21 @@ async def generate(
         raise InvalidRequestError(f"stage {stage}: vLLM rejects the request: {exc}") from exc
 
 
-def emission_of(output: CompletionOutput, task: Task) -> Emission | None:
+def emission_of(output: CompletionOutput, request: EngineRequest) -> Emission | None:
     """Returns an emission with the new text and tokens of an output, or None if the output has neither.
 
     A packet with tokens also contains the text, even if the text is empty. A consumer of text and tokens therefore
     needs only one packet.
     """
-    tokens = list(output.token_ids) if is_wanted(task, TOKEN_IDS) else []
+    logprobs, text_logprobs = request.logprobs.read(output) if request.logprobs is not None else ((), ())
+    tokens = list(output.token_ids) if is_wanted(request.task, TOKEN_IDS) else []
     if not output.text and not tokens:
         return None
-    tensors: dict[str, Array] = {"text": np.frombuffer(output.text.encode(), np.uint8)}
+    tensors: dict[str, Array] = {TEXT: np.frombuffer(output.text.encode(), np.uint8)}
     if not tokens:
-        return Emission(Packet(tensors))
+        return Emission(Packet(tensors), text_logprobs=text_logprobs)
     tensors[TOKEN_IDS] = np.array(tokens, np.int32)
-    return Emission(Packet(tensors), _logprobs(output, tokens, alternatives=task.sampling.logprobs))
+    return Emission(Packet(tensors), logprobs, text_logprobs)
 
 
 def _check_end(output: CompletionOutput, task: Task, *, stage: str) -> None:
@@ -296,20 +345,6 @@ def _check_end(output: CompletionOutput, task: Task, *, stage: str) -> None:
         )
     raise UnavailableError(
         f"stage {stage}: vLLM ended the request with an error; its own log has the cause", reason="ENGINE_FAILED"
-    )
-
-
-def _logprobs(output: CompletionOutput, tokens: list[int], *, alternatives: int | None) -> tuple[TokenLogprobs, ...]:
-    if alternatives is None or not output.logprobs:
-        return ()
-    pairs = zip(tokens, output.logprobs, strict=True)
-    return tuple(_token_logprobs(token, known, limit=alternatives) for token, known in pairs if known is not None)
-
-
-def _token_logprobs(token: int, known: Mapping[int, Logprob], *, limit: int) -> TokenLogprobs:
-    ranked = sorted(known.items(), key=lambda item: item[1].rank or 0)[:limit]
-    return TokenLogprobs(
-        known[token].logprob, tuple(each for each, _ in ranked), tuple(logprob.logprob for _, logprob in ranked)
     )
 
 

@@ -265,7 +265,7 @@ class VllmEngine:
         self._meter.count(request.name, len(tokens))
         before = len(request.sampled)
         request.sampled += tokens
-        if (emission := emission_of(output.outputs[0], request.task)) is not None:
+        if (emission := emission_of(output.outputs[0], request)) is not None:
             yield emission
         if before // _PROGRESS_TOKENS != len(request.sampled) // _PROGRESS_TOKENS:
             yield Progress(len(request.sampled))
@@ -289,6 +289,7 @@ class VllmEngine:
         `prompt` is the prompt that a feature has read. If `prompt` is None, converts the task's prompt to tokens.
         """
         from stagemesh.services.engines.vllm.conversion import prompt_tokens, sampling_params
+        from stagemesh.services.engines.vllm.logprobs import LogprobsReader
 
         llm = self.control.llm
         if prompt is None:
@@ -302,7 +303,12 @@ class VllmEngine:
             config=llm.vllm_config,
             tokenizer=llm.get_tokenizer(),
         )
-        return EngineRequest(task, name, prompt, params)
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = LogprobsReader(
+                name, prompt.token_ids, params=params, alternatives=params.logprobs, tokenizer=llm.get_tokenizer()
+            )
+        return EngineRequest(task, name, prompt, params, logprobs)
 
 
 def prepare_environment() -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from stagemesh.services.engines.vllm.conversion import CheckedParams
+    from stagemesh.services.engines.vllm.logprobs import LogprobsReader
 
 RUNNER_MODULES = "stagemesh_runner_modules"
 """The key in vLLM's `additional_config` of the list of the features' runner modules."""
@@ -94,6 +95,8 @@ class EngineRequest:
     prompt: RequestPrompt
     params: "CheckedParams"
     """The sampling parameters. A feature may change them in `open`."""
+    logprobs: "LogprobsReader | None" = None
+    """The reader of the request's log-probabilities. None if the task does not request them."""
     sampled: list[int] = field(default_factory=list[int])
     """The tokens sampled so far. If the task was resumed, they start with the tokens of the checkpoint."""
     limit: RequestLimit = field(default_factory=RequestLimit)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.logprobs import Logprob
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 _PROMPT = "prompt"
 _DIGEST_BYTES = 8
+_CHARACTER_TOKENS = 4
+"""The maximum number of tokens that vLLM joins to one character."""
 
 Params = TypeVar("Params", bound=SamplingParams)
 Draw = Callable[[torch.Tensor, Mapping[int, torch.Generator], None, None], object]
@@ -76,6 +79,8 @@ class Resume(RequestFeature):
 
     def open(self, request: EngineRequest, held: AsyncExitStack) -> RequestHook:  # noqa: ARG002  # nothing to release
         request.sampled += _checked_tokens(request, vocabulary=self.llm.model_config.get_vocab_size())
+        if request.logprobs is not None and request.task.resume_from is not None:
+            request.logprobs.resume(request.sampled, request.task.resume_from.tensors)
         request.params = remaining_params(request.params, resumed=len(request.sampled))
         return _Checkpoints(request, interval=self._interval)
 
@@ -91,7 +96,9 @@ class _Checkpoints(RequestHook):
         before, count = self._seen_tokens, len(self._request.sampled)
         self._seen_tokens = count
         if self._interval and before // self._interval != count // self._interval and not finished:
-            yield Checkpoint(count, tuple(self._request.sampled), {_PROMPT: _digest(self._request.prompt)})
+            logprobs = self._request.logprobs
+            tensors = {_PROMPT: _digest(self._request.prompt), **(logprobs.state() if logprobs is not None else {})}
+            yield Checkpoint(count, tuple(self._request.sampled), tensors)
 
 
 def remaining_params(params: Params, *, resumed: int) -> Params:
@@ -134,6 +141,10 @@ class ResumingOutputProcessor(OutputProcessor):
         if resumed is not None and detokenizer is not None:
             state = self.request_states[request.request_id]
             state.detokenizer, state.sent_tokens_offset = detokenizer, resumed.tokens
+            # vLLM reads the tokens before a token from here to decode characters that consist of several tokens.
+            if state.logprobs_processor is not None and state.logprobs_processor.logprobs is not None:
+                last = (request.prompt_token_ids or [])[-min(resumed.tokens, _CHARACTER_TOKENS) :]
+                state.logprobs_processor.logprobs = [{token: Logprob(0.0)} for token in last]
 
     def _resumed_detokenizer(self, request: EngineCoreRequest, resumed: Resumed) -> IncrementalDetokenizer:
         """Returns a detokenizer that has already processed the checkpoint's tokens.

@@ -50,8 +50,14 @@ class StreamedOutputs:
         """The length of each output so far, by output name. Includes what earlier runs of the request have emitted."""
         return dict(self._lengths)
 
-    def push(self, packet: Packet, logprobs: Sequence[TokenLogprobs] = ()) -> Iterator[stage_pb2.ExecuteStepResponse]:
-        """Yields the parts that a packet's tensors form. `logprobs` are the log-probabilities of the packet's tokens.
+    def push(
+        self,
+        packet: Packet,
+        logprobs: Sequence[TokenLogprobs] = (),
+        text_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> Iterator[stage_pb2.ExecuteStepResponse]:
+        """Yields the parts that a packet's tensors form. `logprobs` are those of the packet's tokens, and
+        `text_logprobs` those of the tokens that begin in the packet's text.
 
         Raises UnsupportedError if a tensor does not fit in one message.
         """
@@ -61,7 +67,7 @@ class StreamedOutputs:
                 continue
             match emitted.kind:
                 case "text":
-                    yield from self._text(name, self._decoders[name].decode(tensor.tobytes()))
+                    yield from self._text(name, self._decoders[name].decode(tensor.tobytes()), text_logprobs)
                 case "tokens":
                     yield self._tokens(name, tensor, logprobs)
                 case "audio":
@@ -85,17 +91,19 @@ class StreamedOutputs:
                 part.output.finish.CopyFrom(finish_to_wire(finish))
             yield part
 
-    def _text(self, name: str, text: str) -> Iterator[stage_pb2.ExecuteStepResponse]:
+    def _text(
+        self, name: str, text: str, logprobs: Sequence[TokenLogprobs] = ()
+    ) -> Iterator[stage_pb2.ExecuteStepResponse]:
         if text:
             part = self._next(name, len(text))
             part.output.text = text
+            _add_logprobs(part.output, logprobs)
             yield part
 
     def _tokens(self, name: str, ids: Array, logprobs: Sequence[TokenLogprobs]) -> stage_pb2.ExecuteStepResponse:
         part = self._next(name, len(ids))
         part.output.token_ids.ids.extend(ids.tolist())
-        for each in logprobs:
-            part.output.logprobs.add(**each._asdict())
+        _add_logprobs(part.output, logprobs)
         return part
 
     def _audio(self, name: str, samples: Array, sample_rate_hz: int) -> Iterator[stage_pb2.ExecuteStepResponse]:
@@ -166,6 +174,12 @@ class ProgressThrottle:
             return False
         self._reported_s = now_s
         return True
+
+
+def _add_logprobs(output: request_pb2.Output, logprobs: Sequence[TokenLogprobs]) -> None:
+    for each in logprobs:
+        added = output.logprobs.add(sampled=each.sampled._asdict(), position=each.position)
+        added.top.extend(request_pb2.TokenLogprob(**token._asdict()) for token in each.top)
 
 
 def _media_type(data: bytes) -> str:

@@ -338,7 +338,7 @@ class StepRun:
         callers do not wait for an edge's credit.
         """
         self._stopwatch.first_output()
-        for output in self._outputs.push(emission.packet, emission.logprobs):
+        for output in self._outputs.push(emission.packet, emission.logprobs, emission.text_logprobs):
             self._append(output)
 
     def _count_audio(self, packet: Packet) -> None:

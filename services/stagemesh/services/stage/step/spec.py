@@ -12,6 +12,7 @@ from stagemesh.common.request_checks import (
     check_input,
     check_sampling,
     has_prompt,
+    read_json_object,
     read_options,
     read_samples,
     read_tensors,
@@ -22,17 +23,30 @@ from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, StepPo
 from stagemesh.services.engines.base import (
     ChatMessage,
     Checkpoint,
+    Conversation,
     MediaFile,
+    Medium,
     Part,
     Prompt,
+    RawPrompt,
+    Role,
     Samples,
     SamplingOptions,
     Structure,
     Task,
     TokenSelection,
+    Tool,
+    ToolCall,
 )
 from stagemesh.v1 import request_pb2, stage_pb2
 
+_ROLES: Mapping[int, Role] = {
+    request_pb2.ROLE_SYSTEM: "system",
+    request_pb2.ROLE_DEVELOPER: "developer",
+    request_pb2.ROLE_USER: "user",
+    request_pb2.ROLE_ASSISTANT: "assistant",
+    request_pb2.ROLE_TOOL: "tool",
+}
 _REPEATED = frozenset({"stop", "stop_token_ids", "bad_words"})
 _TOKEN_SELECTIONS: Mapping[int, TokenSelection] = {
     stage_pb2.TOKEN_SELECTION_UNSPECIFIED: "all",
@@ -235,18 +249,37 @@ def _prompt(message: request_pb2.Input) -> Prompt | None:
         case "text":
             return message.text
         case "conversation":
-            messages = message.conversation.messages
-            return [ChatMessage(each.role, each.content, tuple(map(_part, each.parts))) for each in messages]
+            return _conversation(message.conversation)
         case "token_ids":
-            return list(message.token_ids.ids)
+            return RawPrompt(tuple(message.token_ids.ids), tuple(map(_medium, message.media)))
+        case "raw_text":
+            return RawPrompt(message.raw_text, tuple(map(_medium, message.media)))
         case _:
             return None
 
 
+def _conversation(message: request_pb2.Conversation) -> Conversation:
+    calls, messages = dict[str, ToolCall](), list[ChatMessage]()
+    for each in message.messages:
+        made = [ToolCall(call.id, call.name, read_json_object(call.arguments, "arguments")) for call in each.tool_calls]
+        parts, result_of = tuple(map(_part, each.parts)), calls.get(each.tool_call_id)
+        messages.append(ChatMessage(_ROLES[each.role], each.content, parts, tuple(made), result_of))
+        calls |= {call.id: call for call in made}
+    return Conversation(
+        tuple(messages),
+        tools=tuple(
+            Tool(each.name, each.description, read_json_object(each.parameters, "parameters")) for each in message.tools
+        ),
+        template_arguments=read_json_object(message.template_arguments, "template_arguments"),
+    )
+
+
 def _part(message: request_pb2.Part) -> Part:
+    return message.text if message.WhichOneof("content") == "text" else _medium(message)
+
+
+def _medium(message: request_pb2.Part) -> Medium:
     match message.WhichOneof("content"):
-        case "text":
-            return message.text
         case "image":
             return MediaFile("image", message.image.data, message.image.media_type)
         case "audio":
@@ -254,9 +287,10 @@ def _part(message: request_pb2.Part) -> Part:
         case "audio_file":
             return MediaFile("audio", message.audio_file.data, message.audio_file.media_type)
         case "video_file":
-            return MediaFile("video", message.video_file.data, message.video_file.media_type)
-        case None:
-            raise AssertionError("`check_input` has rejected empty parts")
+            video = message.video_file
+            return MediaFile("video", video.data, video.media_type, use_audio=message.use_audio_in_video)
+        case other:
+            raise AssertionError(f"`check_input` has rejected parts with {other}")
 
 
 def _sampling(message: request_pb2.Sampling) -> SamplingOptions:

@@ -94,14 +94,15 @@ def read_samples(audio: Samples, decoded: DecodedBytes) -> DecodedAudio:
 
 
 def read_audio(file: MediaFile, decoded: DecodedBytes) -> DecodedAudio:
-    """Decodes the first audio track of a file to float32 samples of one channel. Adds their size to `decoded`.
+    """Decodes the first audio track of an audio or video file to float32 samples of one channel. Adds their size to
+    `decoded`.
 
     Raises InvalidRequestError if the file is damaged, contains no audio, or is too long.
     """
     fragments = list[Array]()
     with _reading("audio"), _opened(file) as container:
         if not container.streams.audio:
-            raise _damaged("audio", "it has no audio track")
+            raise _damaged(file.kind, "it has no audio track")
         from av import AudioResampler
 
         stream = container.streams.audio[0]

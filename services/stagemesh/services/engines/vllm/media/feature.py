@@ -8,18 +8,20 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from itertools import chain
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeGuard, cast
 
+import numpy as np
 from vllm import TokensPrompt
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.audio import AudioResampler
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
-from stagemesh.services.engines.base import MediaFile, Medium, Task, media_of
+from stagemesh.services.engines.base import MediaFile, Medium, RawPrompt, Task, media_of
 from stagemesh.services.engines.vllm.conversion import check_tokens, prompt_tokens
 from stagemesh.services.engines.vllm.features import RequestFeature, RequestPrompt
 from stagemesh.services.engines.vllm.media.decoding import (
@@ -73,7 +75,12 @@ class Media(RequestFeature):
         loop = asyncio.get_running_loop()
         ids = await loop.run_in_executor(self._tokenizer_thread, prompt_tokens, task.prompt, self.llm)
         data = await loop.run_in_executor(self._decoding_thread, self._decode, media, info)
-        features = await self._process(TokensPrompt(prompt_token_ids=ids, multi_modal_data=data))
+        given = TokensPrompt(prompt_token_ids=ids, multi_modal_data=data)
+        if any(map(_has_audio_track, media)):
+            given["mm_processor_kwargs"] = {"use_audio_in_video": True}
+        features = await self._process(given)
+        if isinstance(task.prompt, RawPrompt):
+            check_placeholders(features)
         prompt = RequestPrompt(list(features["prompt_token_ids"]), features, _digest(media))
         check_tokens(_without_placeholders(features), vocabulary=self.llm.model_config.get_vocab_size())
         return prompt
@@ -113,7 +120,10 @@ class Media(RequestFeature):
         processor = cast("BaseMultiModalProcessor[BaseProcessingInfo] | None", self.llm.renderer.mm_processor)
         limits: Mapping[str, int] = processor.info.allowed_mm_limits if processor is not None else {}
         accepted = [kind for kind, limit in limits.items() if limit]
-        for kind, count in Counter(medium.kind for medium in media).items():
+        check_audio_tracks(media, stage=self._stage)
+        counts = Counter(medium.kind for medium in media)
+        counts["audio"] += sum(map(_has_audio_track, media))
+        for kind, count in (+counts).items():
             if kind not in accepted:
                 raise UnsupportedError(
                     f"stage {self._stage}: the model {self.llm.model_config.model} accepts no {kind}; it accepts "
@@ -130,23 +140,74 @@ class Media(RequestFeature):
         return processor.info
 
     def _decode(self, media: Sequence[Medium], info: "BaseProcessingInfo") -> dict[str, list[object]]:
-        decoded, data = DecodedBytes(self._media_bytes), dict[str, list[object]]()
-        for medium in media:
-            data.setdefault(medium.kind, []).append(self._decode_one(medium, decoded, info))
-        return data
+        config = self.llm.model_config.get_multimodal_config()
+        frames = int(config.media_io_kwargs.get("video", {}).get("num_frames", _FRAMES))
+        decoded = DecodedBytes(self._media_bytes)
+        return decode_media(media, decoded, max_frames=frames, resample=lambda audio: _resample(audio, info))
 
-    def _decode_one(self, medium: Medium, decoded: DecodedBytes, info: "BaseProcessingInfo") -> object:
+
+def decode_media(
+    media: Sequence[Medium], decoded: DecodedBytes, *, max_frames: int, resample: Callable[[DecodedAudio], object]
+) -> dict[str, list[object]]:
+    """Returns decoded media in the form that vLLM accepts, by kind. The audio track of a video is also audio.
+
+    Adds the decoded size to `decoded`. `max_frames` limits the frames of each video. `resample` converts audio to the
+    model's sample rate. Raises InvalidRequestError if a medium cannot be decoded.
+    """
+    data = dict[str, list[object]]()
+    for medium in media:
+        made: object
         if not isinstance(medium, MediaFile):
-            return _resample(read_samples(medium, decoded), info)
-        match medium.kind:
-            case "image":
-                return read_image(medium, decoded)
-            case "audio":
-                return _resample(read_audio(medium, decoded), info)
-            case "video":
-                config = self.llm.model_config.get_multimodal_config()
-                frames = int(config.media_io_kwargs.get("video", {}).get("num_frames", _FRAMES))
-                return read_video(medium, decoded, max_frames=frames)
+            made = resample(read_samples(medium, decoded))
+        elif medium.kind == "image":
+            made = read_image(medium, decoded)
+        elif medium.kind == "audio":
+            made = resample(read_audio(medium, decoded))
+        else:
+            made = read_video(medium, decoded, max_frames=max_frames)
+        data.setdefault(medium.kind, []).append(made)
+        if _has_audio_track(medium):
+            data.setdefault("audio", []).append(resample(read_audio(medium, decoded)))
+    return data
+
+
+def _has_audio_track(medium: Medium) -> TypeGuard[MediaFile]:
+    return isinstance(medium, MediaFile) and medium.use_audio
+
+
+def check_audio_tracks(media: Sequence[Medium], *, stage: str) -> None:
+    """Raises UnsupportedError if only some of the audio in `media` belongs to a video.
+
+    vLLM combines the first audio with the first video, and so on, for all of them or none.
+    """
+    if any(map(_has_audio_track, media)) and not all(map(_has_audio_track, _moving(media))):
+        raise UnsupportedError(
+            f"stage {stage}: with use_audio_in_video, a request can have no other audio, and no video without it; set "
+            "it for all videos or none, and omit the other audio",
+            metadata={"stage": stage, "ability": "audio"},
+        )
+
+
+def _moving(media: Sequence[Medium]) -> list[Medium]:
+    return [medium for medium in media if medium.kind != "image"]
+
+
+def check_placeholders(features: "MultiModalInput") -> None:
+    """Raises InvalidRequestError (INVALID_PROMPT) if a prompt has a placeholder that is not replaced by a medium."""
+    ids = np.array(features["prompt_token_ids"])
+    replaced = np.zeros(len(ids), bool)
+    placeholders = set[int]()
+    for each in chain.from_iterable(features["mm_placeholders"].values()):
+        part = slice(each.offset, each.offset + each.length)
+        replaced[part] = True
+        embedded = ids[part] if each.is_embed is None else ids[part][each.is_embed.numpy()]
+        placeholders.update(embedded.tolist())
+    left = placeholders.intersection(ids[~replaced].tolist())
+    if left:
+        raise InvalidRequestError(
+            f"the prompt has more placeholders (token {min(left)}) than media; send one medium for each placeholder",
+            reason="INVALID_PROMPT",
+        )
 
 
 def _resample(audio: DecodedAudio, info: "BaseProcessingInfo") -> object:
@@ -191,7 +252,7 @@ def _digest(media: Sequence[Medium]) -> bytes:
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for medium in media:
         if isinstance(medium, MediaFile):
-            form, data = medium.media_type, medium.data
+            form, data = f"{medium.media_type} {medium.use_audio}", medium.data
         else:
             form, data = f"{medium.samples.shape} {medium.sample_rate_hz}", medium.samples.tobytes()
         digest.update(f"{medium.kind} {form} {len(data)} ".encode())
