@@ -10,6 +10,7 @@ import pytest
 
 from stagemesh.common.connector_descriptors import AUTO, GRPC, SHM, ConnectorName
 from stagemesh.common.errors import StagemeshError
+from stagemesh.common.versions import own_protocol
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import EdgeKey
 from stagemesh.connectors.flow.chunking import StepPolicy
@@ -70,7 +71,9 @@ class Consumer:
 
     def __init__(self) -> None:
         self.welcome = stage_pb2.PutChunkResponse(
-            welcome=stage_pb2.Welcome(replica="b-0", incarnation="i", inline_limit_bytes=4 << 10)
+            welcome=stage_pb2.Welcome(
+                replica="b-0", incarnation="i", inline_limit_bytes=4 << 10, protocol=own_protocol()
+            )
         )
         self.answers: dict[str, Answer] = {}
         self.meetings: list[bool] = []
@@ -180,9 +183,10 @@ async def test_false_answer_fails_its_flow_and_no_other(kind: str, answer: Answe
 
 
 NOBODYS = key_to_wire(EdgeKey("?", "a->b", 1))
+IGNORABLE = Reply(ignorable=True).SerializeToString()
 IDLE_TALK: list[tuple[str, list[Reply]]] = [
     ("nothing", [Reply()]),
-    ("a kind of later versions", [Reply.FromString(bytes([0xBA, 0x06, 1, 0]))]),
+    ("an ignorable kind of later versions", [Reply.FromString(bytes([0xBA, 0x06, 1, 0]) + IGNORABLE)]),
     ("opened, of an unknown flow", [Reply(opened=stage_pb2.EdgeOpened(key=NOBODYS, next_seq=HUGE))]),
     ("ack, of an unknown flow", [Reply(ack=stage_pb2.ChunkAck(key=NOBODYS, next_seq=HUGE))]),
     ("credit, of an unknown flow", [Reply(credit=stage_pb2.CreditGrant(key=NOBODYS, limit_bytes=HUGE))]),

@@ -8,6 +8,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagemesh.common.errors import StagemeshError
+from stagemesh.common.versions import own_protocol
 from stagemesh.rpc.handlers import answering, streaming
 from stagemesh.services.stage.service.servicer import StepSession
 from stagemesh.v1 import chunk_pb2, control_pb2, control_pb2_grpc, request_pb2, stage_pb2, stage_pb2_grpc
@@ -79,7 +80,9 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
     def __init__(self, name: str, *, script: Script = say_hello) -> None:
         self.name = name
         self.script = script
-        self.description = stage_pb2.DescribeResponse(stage=name, state=stage_pb2.REPLICA_STATE_READY, wire_version=1)
+        self.description = stage_pb2.DescribeResponse(
+            stage=name, state=stage_pb2.REPLICA_STATE_READY, protocol=own_protocol()
+        )
         self.requests: list[stage_pb2.ExecuteStepRequest] = []
         self.cancels: list[stage_pb2.CancelStepRequest] = []
         self.rebinds: list[stage_pb2.RebindStepRequest] = []

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from stagemesh.client.wav import WavWriter
 from stagemesh.common.errors import InternalError, InvalidChunkError, NotFoundError
 from stagemesh.common.tensors import Array, read_inline
+from stagemesh.common.unknown_kinds import refuse_unknown
 from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
 
 
@@ -298,9 +299,11 @@ class ResultBuilder:
 
 
 def decode_event(response: orchestrator_pb2.GenerateResponse) -> Event | None:
-    """Returns the event in `response`, or None if this client does not recognize the kind of event.
+    """Returns the event in `response`, or None if this client may ignore it because it does not know its kind.
 
-    Raises InvalidChunkError if the shape, dtype or size of audio or of a tensor is inconsistent.
+    Raises UnsupportedError (UNKNOWN_KIND) if this client does not know the kind of the event or of its output, and the
+    server has not marked the event as ignorable. Raises InvalidChunkError if the shape, dtype or size of audio or of a
+    tensor is inconsistent.
     """
     match response.WhichOneof("event"):
         case "admitted":
@@ -314,11 +317,15 @@ def decode_event(response: orchestrator_pb2.GenerateResponse) -> Event | None:
             total_steps = done.total_steps if done.HasField("total_steps") else None
             return Progress(response.progress.stage, done.steps, total_steps)
         case "output":
-            return _output(response.output)
+            output = _output(response.output)
+            if output is None and not response.ignorable:
+                refuse_unknown(response.output, of="the orchestrator")
+            return output
         case "finished":
             stages = {name: _report(stage) for name, stage in response.finished.stages.items()}
             return Finished(stages, _timings(response.finished.timings))
         case None:
+            refuse_unknown(response, of="the orchestrator")
             return None
 
 

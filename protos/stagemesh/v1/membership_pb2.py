@@ -22,21 +22,22 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from stagemesh.v1 import protocol_pb2 as stagemesh_dot_v1_dot_protocol__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dstagemesh/v1/membership.proto\x12\x0cstagemesh.v1\"A\n\x0fRegisterRequest\x12.\n\x07replica\x18\x01 \x01(\x0b\x32\x1d.stagemesh.v1.ReplicaIdentity\"\x94\x01\n\x0fReplicaIdentity\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x10\n\x08pipeline\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\t\x12\r\n\x05stage\x18\x04 \x01(\t\x12\x0f\n\x07replica\x18\x05 \x01(\t\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x07 \x01(\t\"#\n\x10RegisterResponse\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x32\x62\n\x11MembershipService\x12M\n\x08Register\x12\x1d.stagemesh.v1.RegisterRequest\x1a\x1e.stagemesh.v1.RegisterResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dstagemesh/v1/membership.proto\x12\x0cstagemesh.v1\x1a\x1bstagemesh/v1/protocol.proto\"A\n\x0fRegisterRequest\x12.\n\x07replica\x18\x01 \x01(\x0b\x32\x1d.stagemesh.v1.ReplicaIdentity\"\xa8\x01\n\x0fReplicaIdentity\x12(\n\x08protocol\x18\x01 \x01(\x0b\x32\x16.stagemesh.v1.Protocol\x12\x10\n\x08pipeline\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\t\x12\r\n\x05stage\x18\x04 \x01(\t\x12\x0f\n\x07replica\x18\x05 \x01(\t\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x07 \x01(\t\"M\n\x10RegisterResponse\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12(\n\x08protocol\x18\x02 \x01(\x0b\x32\x16.stagemesh.v1.Protocol2b\n\x11MembershipService\x12M\n\x08Register\x12\x1d.stagemesh.v1.RegisterRequest\x1a\x1e.stagemesh.v1.RegisterResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagemesh.v1.membership_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REGISTERREQUEST']._serialized_start=47
-  _globals['_REGISTERREQUEST']._serialized_end=112
-  _globals['_REPLICAIDENTITY']._serialized_start=115
-  _globals['_REPLICAIDENTITY']._serialized_end=263
-  _globals['_REGISTERRESPONSE']._serialized_start=265
-  _globals['_REGISTERRESPONSE']._serialized_end=300
-  _globals['_MEMBERSHIPSERVICE']._serialized_start=302
-  _globals['_MEMBERSHIPSERVICE']._serialized_end=400
+  _globals['_REGISTERREQUEST']._serialized_start=76
+  _globals['_REGISTERREQUEST']._serialized_end=141
+  _globals['_REPLICAIDENTITY']._serialized_start=144
+  _globals['_REPLICAIDENTITY']._serialized_end=312
+  _globals['_REGISTERRESPONSE']._serialized_start=314
+  _globals['_REGISTERRESPONSE']._serialized_end=391
+  _globals['_MEMBERSHIPSERVICE']._serialized_start=393
+  _globals['_MEMBERSHIPSERVICE']._serialized_end=491
 # @@protoc_insertion_point(module_scope)

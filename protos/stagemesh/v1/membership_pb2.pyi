@@ -5,6 +5,7 @@ isort:skip_file
 
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from stagemesh.v1 import protocol_pb2 as _protocol_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -48,15 +49,13 @@ class ReplicaIdentity(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    WIRE_VERSION_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     PIPELINE_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
-    wire_version: _builtins.int
-    """The version of this API: 1."""
     pipeline: _builtins.str
     """The pipeline's name."""
     generation: _builtins.str
@@ -69,10 +68,14 @@ class ReplicaIdentity(_message.Message):
     """Generated at random each time the replica starts."""
     endpoint: _builtins.str
     """The address, "host:port", at which orchestrators and other replicas reach it."""
+    @_builtins.property
+    def protocol(self) -> _protocol_pb2.Protocol:
+        """What the replica speaks. Required."""
+
     def __init__(
         self,
         *,
-        wire_version: _builtins.int = ...,
+        protocol: _protocol_pb2.Protocol | None = ...,
         pipeline: _builtins.str = ...,
         generation: _builtins.str = ...,
         stage: _builtins.str = ...,
@@ -80,9 +83,9 @@ class ReplicaIdentity(_message.Message):
         incarnation: _builtins.str = ...,
         endpoint: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "generation", b"generation", "incarnation", b"incarnation", "pipeline", b"pipeline", "replica", b"replica", "stage", b"stage", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "generation", b"generation", "incarnation", b"incarnation", "pipeline", b"pipeline", "protocol", b"protocol", "replica", b"replica", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -95,16 +98,22 @@ class RegisterResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_S_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     lease_s: _builtins.float
     """The seconds until the lease ends unless it is renewed. A replica renews it three times within that time."""
+    @_builtins.property
+    def protocol(self) -> _protocol_pb2.Protocol:
+        """What the orchestrator speaks. A replica without a version in common ends the stream and logs the error."""
+
     def __init__(
         self,
         *,
         lease_s: _builtins.float = ...,
+        protocol: _protocol_pb2.Protocol | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,6 +14,7 @@ import grpc
 from google.protobuf.message import Message
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
+from stagemesh.common.versions import check_version, own_protocol
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.inspection import Inspector, replica_status
 from stagemesh.orchestrator.admin.lifecycle import Lifecycle
@@ -71,6 +72,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._directory = directory
         self._inspector = Inspector(orchestrator, directory)
         self._lifecycle = Lifecycle(directory)
+
+    @_answered
+    async def DescribeServer(self, request: admin_pb2.DescribeServerRequest) -> admin_pb2.DescribeServerResponse:
+        if request.HasField("protocol"):
+            check_version(request.protocol, peer="the caller", own_name="this orchestrator")
+        return admin_pb2.DescribeServerResponse(protocol=own_protocol())
 
     @_answered
     async def ListPipelines(self, request: admin_pb2.ListPipelinesRequest) -> admin_pb2.ListPipelinesResponse:

@@ -11,6 +11,7 @@ from stagemesh.common.connector_descriptors import number_of
 from stagemesh.common.errors import InternalError, StagemeshError, UnavailableError
 from stagemesh.common.notification import Notifier
 from stagemesh.common.output_position import Position
+from stagemesh.common.unknown_kinds import refuse_unknown
 from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, WholePolicy
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, TakeEvent
@@ -180,8 +181,10 @@ class StepCalls:
                     f"replica {state.replica.name} of stage {state.name!r} drains; its steps continue elsewhere",
                     reason=DRAINED,
                 )
+            case None:
+                refuse_unknown(event, of=f"replica {state.replica.name}")
             case _:
-                # A second acceptance, or an event of a newer API version, is ignored.
+                # A second acceptance is ignored.
                 pass
 
     def finish(self, state: StepState) -> None:
