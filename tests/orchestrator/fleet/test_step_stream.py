@@ -10,7 +10,13 @@ from typing import cast
 
 import pytest
 
-from stagemesh.common.errors import InternalError, InvalidRequestError, StagemeshError, UnavailableError
+from stagemesh.common.errors import (
+    InternalError,
+    InvalidRequestError,
+    StagemeshError,
+    UnavailableError,
+    UnsupportedError,
+)
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient
 from stagemesh.orchestrator.request.step_calls import follow_step
@@ -48,9 +54,9 @@ class Caller:
 
 
 @asynccontextmanager
-async def _calling(script: Script = say_hello) -> AsyncGenerator[Caller]:
+async def _calling(script: Script = say_hello, *, minimal: bool = False) -> AsyncGenerator[Caller]:
     stage = ScriptedStage("a", script=script)
-    server, endpoint = await serve(stage)
+    server, endpoint = await serve(stage, minimal=minimal)
     channel = open_channel(endpoint)
     client = ReplicaClient(channel, stage="a", replica="a-0", endpoint=endpoint)
     try:
@@ -77,8 +83,34 @@ async def test_steps_share_a_stream_and_each_gets_its_own_events() -> None:
     assert caller.stage.streams == 1
 
 
-async def test_a_step_that_fails_fails_alone() -> None:
-    async with _calling(_fail) as caller:
+async def test_steps_are_calls_of_their_own_where_the_stream_is_not_served() -> None:
+    async with _calling(minimal=True) as caller:
+        await asyncio.gather(*(caller.run(f"r{number}", text="kept") for number in range(8)))
+        await caller.run("later", text="kept")
+    assert list(caller.received.values()) == [["accepted", "progress", "output", "output", "finished"]] * 9
+    assert {request.input.text for request in caller.stage.requests} == {"kept"}
+
+
+async def test_a_step_call_of_its_own_is_cancelled() -> None:
+    async with _calling(hang, minimal=True) as caller:
+        leaving = asyncio.create_task(caller.run("leaves"))
+        await _until(lambda: caller.stage.running == 1)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        await _until(lambda: caller.stage.running == 0)
+
+
+async def test_a_step_call_of_its_own_loses_its_replica() -> None:
+    async with _calling(hang, minimal=True) as caller:
+        running = asyncio.create_task(caller.fails("r"))
+        await _until(lambda: caller.stage.running == 1)
+        await caller.server.stop(grace_s=0)
+        assert (await running).reason == REPLICA_LOST
+
+
+@pytest.mark.parametrize("minimal", [False, True])
+async def test_a_step_that_fails_fails_alone(minimal: bool) -> None:
+    async with _calling(_fail, minimal=minimal) as caller:
         error, _ = await asyncio.gather(caller.fails("bad"), caller.run("good"))
     assert (error.message, error.metadata["replica"]) == ("out of luck", "a-0")
     assert caller.received["good"] == ["accepted", "finished"]
@@ -225,17 +257,11 @@ async def test_a_service_without_the_method_does_not_count_as_lost() -> None:
     endpoint = f"127.0.0.1:{await server.start()}"
     async with open_channel(endpoint) as channel:
         client = ReplicaClient(channel, stage="a", replica="a-0", endpoint=endpoint)
-        errors: list[StagemeshError] = []
-        # gRPC hides the status if a write fails just before the status arrives. `follow_step` then calls again.
-        while not errors or (errors[-1].reason == REPLICA_LOST and len(errors) < 5):
-            with pytest.raises(StagemeshError) as caught:
-                await client.execute(stage_pb2.ExecuteStepRequest(), timeout_s=BOUND_S, take=lambda _: None)
-            errors.append(caught.value)
+        with pytest.raises(UnsupportedError, match=r"replica a-0 .* Method not found") as caught:
+            await client.execute(stage_pb2.ExecuteStepRequest(), timeout_s=BOUND_S, take=lambda _: None)
         await client.close()
     await server.stop(grace_s=0)
-    assert errors[-1].reason != REPLICA_LOST
-    assert errors[-1].metadata["replica"] == "a-0"
-    assert errors[-1].message.startswith("replica a-0: ")
+    assert caught.value.metadata["replica"] == "a-0"
 
 
 async def _until(condition: Callable[[], bool]) -> None:

@@ -195,3 +195,16 @@ async def test_the_pipeline_is_described_as_it_is_now(tmp_path: Path) -> None:
         ("b->c", "b", "c"),
     ]
     assert {output.name: output.kind for output in described.outputs} == {"first": "text", "last": "text"}
+
+
+def test_an_unknown_state_counts_as_a_failure(pipeline: Pipeline) -> None:
+    description = stage_pb2.DescribeResponse(
+        pipeline=pipeline.name,
+        generation=pipeline.generation,
+        stage="a",
+        protocol=own_protocol(),
+        state=900,  # type: ignore[arg-type]
+    )
+    replica = Replica(Member("a", "h:1", "a-0"), cast("ReplicaClient", None), on_change=lambda: None)
+    replica.observe_description(description, pipeline)
+    assert replica.state is ReplicaState.FAILED

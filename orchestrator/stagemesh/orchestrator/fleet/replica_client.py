@@ -253,9 +253,11 @@ class _StepStream:
         """Whether the stream has ended and can execute no further steps."""
         self.is_unserved = False
         """Whether the replica does not serve ExecuteSteps."""
+        self._is_doubtful = False
+        """Whether the stream ended without an answer and without the status of the replica."""
         self._is_answered = False
         """Whether a message of the replica has arrived, so that the replica serves the stream."""
-        self._execute_alone = execute_alone
+        self._channel, self._execute_alone = channel, execute_alone
         self._is_closing = False
         """Whether new calls are rejected, because the stream has ended or the replica is about to end the stream."""
         self._errors = errors
@@ -288,6 +290,8 @@ class _StepStream:
         self.writable()
         try:
             await call.ended
+            if self._is_doubtful and not self.is_unserved:
+                await self._ask_for_status()
             if self.is_unserved and call.start is not None:
                 await self._execute_alone(call.start.step, call.start.timeout_s, take)
             else:
@@ -299,6 +303,16 @@ class _StepStream:
                 self.writable()
             # A raised error refers to this frame, which would keep the call alive.
             del call
+
+    async def _ask_for_status(self) -> None:
+        """Determines whether the replica serves ExecuteSteps, by a stream without messages.
+
+        gRPC hides the status of a stream if a write fails before the status arrives.
+        """
+        with self._errors.mapped():
+            asked: grpc.aio.StreamStreamCall[bytes, bytes]
+            asked = self._channel.stream_stream(_EXECUTE_STEPS, None, None)(iter(()), timeout=_DIAL_S)
+            self.is_unserved = await asked.code() is grpc.StatusCode.UNIMPLEMENTED
 
     async def close(self) -> None:
         """Closes the stream, which ends all of its calls. Idempotent."""
@@ -346,7 +360,9 @@ class _StepStream:
 
     def closed(self, error: StagemeshError | None) -> None:
         self.is_closed = self._is_closing = True
-        self.is_unserved = not self._is_answered and error is not None and error.code == Code.UNIMPLEMENTED
+        if not self._is_answered and error is not None:
+            self.is_unserved = error.code == Code.UNIMPLEMENTED
+            self._is_doubtful = isinstance(error, UnavailableError)
         self._unsent.clear()
         self._cancelled.clear()
         for call in self._calls.values():
