@@ -145,16 +145,17 @@ async def test_leases_end_at_a_consumer_that_is_reached_at_two_addresses() -> No
             open_flow(a, b, request="direct", connector=SHM),
             open_flow(a, b, request="relayed", connector=SHM, endpoint=relay.endpoint),
         ]
+        held = []
         for outlet, inlet in flows:
-            # The consumer retains the lease beyond the end of the flow.
             await outlet.send(packet(0, 100_000))
-            held = await anext(inlet)
+            held.append(await anext(inlet))
             finishing = asyncio.create_task(outlet.finish())
             assert await anext(inlet, None) is None
             await finishing
             await inlet.aclose()
-            del held
+        links = list(a.plane._links.values())
+        assert [bool(link._leases) for link in links] == [True, True]
+        held.clear()
         async with asyncio.timeout(5):
-            while any(link._leases for link in a.plane._links.values()):
+            while any(link._leases for link in links):
                 await asyncio.sleep(0)
-        assert len(a.plane._links) == 2
