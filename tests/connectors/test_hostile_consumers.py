@@ -10,7 +10,7 @@ import pytest
 
 from stagemesh.common.connector_descriptors import AUTO, GRPC, SHM, ConnectorName
 from stagemesh.common.errors import StagemeshError
-from stagemesh.common.versions import own_protocol
+from stagemesh.common.versions import OFFERS, own_protocol
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import EdgeKey
 from stagemesh.connectors.flow.chunking import StepPolicy
@@ -72,7 +72,7 @@ class Consumer:
     def __init__(self) -> None:
         self.welcome = stage_pb2.PutChunkResponse(
             welcome=stage_pb2.Welcome(
-                replica="b-0", incarnation="i", inline_limit_bytes=4 << 10, protocol=own_protocol()
+                replica="b-0", incarnation="i", inline_limit_bytes=4 << 10, protocol=own_protocol(OFFERS)
             )
         )
         self.answers: dict[str, Answer] = {}

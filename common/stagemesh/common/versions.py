@@ -14,12 +14,12 @@ OFFERS = "offers"
 
 
 @cache
-def own_protocol() -> protocol_pb2.Protocol:
-    """Returns the versions, the features and the software version that this process reports. Do not modify it."""
+def own_protocol(*features: str) -> protocol_pb2.Protocol:
+    """Returns the versions, the software version and these features, as this process reports them. Do not modify it."""
     return protocol_pb2.Protocol(
         lowest_version=LOWEST_VERSION,
         highest_version=HIGHEST_VERSION,
-        features=[OFFERS],
+        features=features,
         software=f"stagemesh {version('stagemesh')}",
     )
 

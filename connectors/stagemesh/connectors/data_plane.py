@@ -8,7 +8,7 @@ from functools import partial
 from stagemesh.common.connector_descriptors import AUTO, ConnectorName, descriptor_of
 from stagemesh.common.errors import NotFoundError, UnavailableError
 from stagemesh.common.host import retain_freed_memory, shorten_time_slices
-from stagemesh.common.versions import own_protocol
+from stagemesh.common.versions import OFFERS, own_protocol
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.edge import EdgeKey
 from stagemesh.connectors.flow.chunking import ChunkPolicy
@@ -53,7 +53,7 @@ class DataPlane:
             incarnation=self.incarnation,
             pipeline=pipeline,
             generation=generation,
-            protocol=own_protocol(),
+            protocol=own_protocol(OFFERS),
         )
         self._inline_limit_bytes = inline_limit_bytes
         self.arena = Arena(arena_bytes, shared=shared_arena)
@@ -78,7 +78,7 @@ class DataPlane:
             welcome=stage_pb2.Welcome(
                 replica=replica,
                 incarnation=self.incarnation,
-                protocol=own_protocol(),
+                protocol=own_protocol(OFFERS),
                 inline_limit_bytes=inline_limit_bytes,
                 local_socket=self._listener.name,
             ),

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -24,6 +24,7 @@ from stagemesh.rpc.channels import MAX_MESSAGE_BYTES, open_channel
 from stagemesh.rpc.server import Server
 from stagemesh.services.stage.service import servicer
 from stagemesh.v1 import stage_pb2
+from tests.later_contract import later_class
 from tests.orchestrator.mesh import serve
 from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, Script, ScriptedStage, hang, say_hello
 
@@ -54,8 +55,10 @@ class Caller:
 
 
 @asynccontextmanager
-async def _calling(script: Script = say_hello, *, minimal: bool = False) -> AsyncGenerator[Caller]:
-    stage = ScriptedStage("a", script=script)
+async def _calling(
+    script: Script = say_hello, *, minimal: bool = False, kind: type[ScriptedStage] = ScriptedStage
+) -> AsyncGenerator[Caller]:
+    stage = kind("a", script=script)
     server, endpoint = await serve(stage, minimal=minimal)
     channel = open_channel(endpoint)
     client = ReplicaClient(channel, stage="a", replica="a-0", endpoint=endpoint)
@@ -81,6 +84,23 @@ async def test_steps_share_a_stream_and_each_gets_its_own_events() -> None:
     said = ["accepted", "progress", "output", "output", "finished"]
     assert list(caller.received.values()) == [said] * 8
     assert caller.stage.streams == 1
+
+
+class LaterStage(ScriptedStage):
+    """A stage of a later version, which sends a message of another kind for each of the first two calls."""
+
+    async def ExecuteSteps(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        messages = [later_class("StepMessage")(call=number, later="news", ignorable=number == 2) for number in (1, 2)]
+        await context.write(later_class("ExecuteStepsResponse")(messages=messages).SerializeToString())
+        await cast("Any", super().ExecuteSteps(request_iterator, context))
+
+
+async def test_a_message_of_an_unknown_kind_ends_its_step_unless_it_is_ignorable() -> None:
+    async with _calling(kind=LaterStage) as caller:
+        error, _, _ = await asyncio.gather(caller.fails("refused"), caller.run("ignored"), caller.run("other"))
+    assert (error.reason, error.metadata["replica"]) == ("UNKNOWN_KIND", "a-0")
+    assert "sent a StepMessage of an unknown kind (field 1000)" in error.message
+    assert caller.received["ignored"] == caller.received["other"] != []
 
 
 async def test_steps_are_calls_of_their_own_where_the_stream_is_not_served() -> None:

@@ -12,7 +12,7 @@ import grpc
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import DeadlineError, InvalidRequestError, StagemeshError, UnavailableError
 from stagemesh.common.stage_config import StageConfig
-from stagemesh.common.versions import check_version, own_protocol
+from stagemesh.common.versions import OFFERS, check_version, own_protocol
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import membership_pb2, membership_pb2_grpc
@@ -42,7 +42,7 @@ async def registered(config: StageConfig, *, incarnation: str, port: int) -> Asy
         yield
         return
     identity = membership_pb2.ReplicaIdentity(
-        protocol=own_protocol(),
+        protocol=own_protocol(OFFERS),
         pipeline=config.pipeline,
         generation=config.generation,
         stage=config.stage,

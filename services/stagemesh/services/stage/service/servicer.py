@@ -17,7 +17,7 @@ from stagemesh.common.host import host_token
 from stagemesh.common.logs import bind_log_context
 from stagemesh.common.tensors import spec_to_wire
 from stagemesh.common.unknown_kinds import unknown_kind
-from stagemesh.common.versions import check_version, own_protocol
+from stagemesh.common.versions import OFFERS, check_version, own_protocol
 from stagemesh.connectors.stream.wire import error_to_wire, key_from_wire, probe_to_wire
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.rpc.handlers import answered, checked_time_left_s, streaming, time_left_s, to_error
@@ -105,7 +105,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
             accepts=[spec_to_wire(name, spec) for name, spec in signature.accepts.items()],
             emits=[spec_to_wire(name, emitted.spec) for name, emitted in signature.emits.items()],
             connectors=[number_of(each.name) for each in descriptors().values() if not each.missing()],
-            protocol=own_protocol(),
+            protocol=own_protocol(OFFERS),
             host=host_token(),
             zone=settings.zone() if config.zone is None else config.zone,
         )
