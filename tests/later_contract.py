@@ -1,7 +1,7 @@
 """A later version of the contract, in a descriptor pool of its own, with which tests talk to today's version.
 
-Every message has a further field, `later_note`. Every oneof of a stream's messages has a further kind, `later`. Every
-enum has a further value, LATER.
+Every message has a further field, `later_note`. The oneof of every message whose kind matters has a further kind,
+`later`. Every enum has a further value, LATER.
 """
 
 from typing import Any
@@ -14,7 +14,8 @@ from stagemesh.v1 import admin_pb2
 
 LATER = 900
 _NOTE, _KIND = 2000, 1000
-_STREAMED = {
+_WITH_KINDS = {
+    "ChunkPolicy",
     "PutItem",
     "PutReply",
     "Chunk",
@@ -75,7 +76,7 @@ def _extend(file: descriptor_pb2.FileDescriptorProto) -> None:
         enum.value.add(name=f"{enum.name.upper()}_LATER", number=LATER)
     for message in file.message_type:
         message.field.add(name="later_note", number=_NOTE, type=_Field.TYPE_STRING, label=_Field.LABEL_OPTIONAL)
-        if message.name in _STREAMED:
+        if message.name in _WITH_KINDS:
             kind = message.field.add(name="later", number=_KIND, label=_Field.LABEL_OPTIONAL, oneof_index=0)
             # The kinds of a flow begin with the flow's key. CreditDemand is a message that does.
             if message.name in {"PutItem", "PutReply"}:

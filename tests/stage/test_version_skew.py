@@ -40,6 +40,18 @@ async def test_a_stage_refuses_an_unknown_action_of_one_call_only() -> None:
     assert not caller.received[2][-1].ended.HasField("error")
 
 
+async def test_a_stage_refuses_an_unknown_chunk_policy() -> None:
+    async with served_stage(stage_config(steps=2)) as replica:
+        binding = later_class("OutputBinding")(edge="a->b", consumer="b-0", endpoint="127.0.0.1:1", attempt=1)
+        binding.policy.later = "pages"
+        request = step_request("r")
+        request.outputs.append(today(binding, stage_pb2.OutputBinding))
+        caller = Caller(replica)
+        await caller.begin(1, request)
+        await caller.until_ended(1)
+    assert "sent a ChunkPolicy of an unknown kind (field 1000)" in caller.received[1][-1].ended.error.message
+
+
 async def test_a_stage_refuses_an_orchestrator_without_a_common_version() -> None:
     async with served_stage() as replica:
         request = stage_pb2.DescribeRequest(protocol=Protocol(lowest_version=2, highest_version=4))

@@ -278,15 +278,18 @@ class _StepStream:
         if self._is_closing:
             raise self._errors.after_stream(None, running=False)
         number = next(self._numbers)
-        start = stage_pb2.StartStep(step=request, timeout_s=timeout_s)
-        message = stage_pb2.ExecuteStepsRequest(call=number, start=start).SerializeToString()
+        action = stage_pb2.ExecuteStepsRequest(call=number)
+        # Assigning a message that contains the request would copy the request twice.
+        action.start.step.CopyFrom(request)
+        action.start.timeout_s = timeout_s
+        message = action.SerializeToString()
         if len(message) > MAX_MESSAGE_BYTES:
             raise self._errors.too_large(len(message))
         call = self._calls[number] = _Call(take)
         if not self._is_answered:
-            call.start = start
+            call.start = action.start
         self._unsent[number] = message
-        del request, message, start
+        del request, message, action
         self.writable()
         try:
             await call.ended
