@@ -43,6 +43,7 @@ _BROKEN = frozenset({Code.UNAVAILABLE, Code.CANCELLED, Code.UNKNOWN, Code.INTERN
 TakeEvent: TypeAlias = Callable[[stage_pb2.ExecuteStepResponse], None]
 ExecuteAlone: TypeAlias = Callable[[stage_pb2.ExecuteStepRequest, float, TakeEvent], Awaitable[None]]
 """A function that executes one step. Its arguments are the request, the time limit in seconds, and `take`."""
+_StreamBytes: TypeAlias = "grpc.aio.StreamStreamMultiCallable[bytes, bytes]"
 _UnaryBytes: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]"
 
 
@@ -313,8 +314,8 @@ class _StepStream:
         gRPC hides the status of a stream if a write fails before the status arrives.
         """
         with self._errors.mapped():
-            asked: grpc.aio.StreamStreamCall[bytes, bytes]
-            asked = self._channel.stream_stream(_EXECUTE_STEPS, None, None)(iter(()), timeout=_DIAL_S)
+            open_stream: _StreamBytes = self._channel.stream_stream(_EXECUTE_STEPS, None, None)
+            asked = open_stream(iter(()), timeout=_DIAL_S)
             self.is_unserved = await asked.code() is grpc.StatusCode.UNIMPLEMENTED
 
     async def close(self) -> None:
