@@ -16,6 +16,7 @@ from typing import cast
 from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.common.errors import NotFoundError, UnavailableError, UnsupportedError
 from stagemesh.common.notification import Notifier
+from stagemesh.common.versions import own_protocol
 from stagemesh.connectors.stream.wire import EdgeProbe
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient
 from stagemesh.orchestrator.membership.base import Member, MembershipListener
@@ -167,7 +168,7 @@ class SimulatedReplica:
             replica=self._member.name,
             incarnation=str(self._deaths),
             state=stage_pb2.REPLICA_STATE_READY,
-            wire_version=1,
+            protocol=own_protocol(),
             host=f"host {host}",
             zone=f"zone {host // _ZONE_HOSTS}",
         )

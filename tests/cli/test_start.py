@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from stagemesh.common.exit_codes import ExitCode
-from stagemesh.common.versions import WIRE_VERSION
+from stagemesh.common.versions import own_protocol
 from tests.cli.commands import invoke, stagemesh
 from tests.client.scripted import ScriptedOrchestrator
 
@@ -55,7 +55,7 @@ def test_a_server_that_does_not_answer_is_not_needed_for_the_version(monkeypatch
     monkeypatch.setenv("STAGEMESH_SERVER", "127.0.0.1:1")
     assert invoke("version").stdout.startswith("stagemesh 0.")
     document = json.loads(invoke("version", "--json").stdout)
-    assert (document["client"]["wire_version"], document["server"]) == (WIRE_VERSION, None)
+    assert (document["client"]["wire_versions"], document["server"]) == ([1, 1], None)
 
 
 def test_a_server_whose_version_is_wanted_must_answer() -> None:
@@ -64,10 +64,19 @@ def test_a_server_whose_version_is_wanted_must_answer() -> None:
 
 async def test_the_version_shows_the_server(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.description.pipeline, orchestrator.description.generation = "speech", "3f1c"
+    orchestrator.description.protocol.CopyFrom(own_protocol())
     ran = await stagemesh("version", "--server", orchestrator.endpoint)
-    assert ran.stdout.splitlines()[1] == f"server {orchestrator.endpoint}: pipeline speech, generation 3f1c"
+    software = own_protocol().software
+    shown = f"server {orchestrator.endpoint}: {software}, wire versions 1 to 1, pipeline speech 3f1c"
+    assert ran.stdout.splitlines()[1] == shown
     ran = await stagemesh("version", "--server", orchestrator.endpoint, "--json")
-    assert json.loads(ran.stdout)["server"] == {"pipeline": "speech", "generation": "3f1c"}
+    assert json.loads(ran.stdout)["server"] == {
+        "software": software,
+        "wire_versions": [1, 1],
+        "features": [],
+        "pipeline": "speech",
+        "generation": "3f1c",
+    }
 
 
 def test_an_unknown_command_is_a_usage_error() -> None:

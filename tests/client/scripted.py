@@ -12,6 +12,7 @@ import numpy as np
 from stagemesh.common.errors import NotFoundError, StagemeshError
 from stagemesh.common.output_position import length_of
 from stagemesh.common.tensors import inline_tensor
+from stagemesh.common.versions import own_protocol
 from stagemesh.rpc.handlers import RpcContext, answering, streaming
 from stagemesh.v1.orchestrator_pb2 import (
     CancelRequestRequest,
@@ -51,7 +52,7 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
         self.cancels: list[CancelRequestRequest] = []
         self.deadlines_s: list[float | None] = []
         self.hung_up = asyncio.Event()
-        self.description = DescribePipelineResponse()
+        self.description = DescribePipelineResponse(protocol=own_protocol())
 
     @streaming
     async def Generate(  # type: ignore[override]

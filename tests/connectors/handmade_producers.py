@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import grpc
 
+from stagemesh.common.versions import own_protocol
 from stagemesh.connectors.edge import EdgeKey
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.stream.wire import key_to_wire
@@ -74,7 +75,9 @@ async def dialled(
     """Yields an incarnation of producer "a-0" that has sent Hello to a consumer."""
     async with open_channel(host.endpoint) as channel:
         call = stage_pb2_grpc.StageServiceStub(channel).PutChunk()
-        hello = stage_pb2.Hello(replica="a-0", incarnation=incarnation, pipeline=pipeline, generation=generation)
+        hello = stage_pb2.Hello(
+            replica="a-0", incarnation=incarnation, pipeline=pipeline, generation=generation, protocol=own_protocol()
+        )
         await call.write(stage_pb2.PutChunkRequest(hello=hello))
         yield Peer(host, call)
         call.cancel()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
-from stagemesh.connectors.flow import outlet_attempt
+from stagemesh.connectors.flow import outlet_attempt, sent_chunks
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 from tests.connectors.connector_names import CONNECTORS, named
 from tests.connectors.contents import is_packet_of, packet_of
@@ -47,11 +47,11 @@ async def test_ids_stay_unique_after_many_leases_and_transfers(
     async with two_hosts() as (a, b):
         outlet, inlet = open_flow(a, b, connector=named(connector))
         (link,) = a.plane._links.values()
-        link._leases._last_id = start
-        transfer_ids = itertools.count(start + 1)
+        lease_ids, transfer_ids = itertools.count(start + 1), itertools.count(start + 1)
+        monkeypatch.setattr(sent_chunks, "_lease_ids", lease_ids)
         monkeypatch.setattr(outlet_attempt, "_transfer_ids", transfer_ids)
         await _carry(a, outlet, inlet)
-        assert link._leases._last_id + next(transfer_ids) - 1 == 2 * start + CHUNKS
+        assert next(lease_ids) + next(transfer_ids) - 2 == 2 * start + CHUNKS
         assert not link._leases
 
 

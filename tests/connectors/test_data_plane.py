@@ -11,6 +11,7 @@ from stagemesh.connectors.conformance import assert_same, receive_all, send_all
 from stagemesh.connectors.edge import EdgeKey, Packet
 from stagemesh.connectors.flow.chunking import FramesPolicy, StepPolicy
 from tests.connectors.hosts import open_flow, packet, two_hosts
+from tests.connectors.relays import relayed
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 250])
@@ -136,3 +137,25 @@ async def test_lost_producer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         await a.plane.close()
         with pytest.raises(UnavailableError, match=r"a-0 .* chunk 1 of edge a->b"):
             await anext(packets)
+
+
+async def test_leases_end_at_a_consumer_that_is_reached_at_two_addresses() -> None:
+    async with two_hosts() as (a, b), relayed(b.endpoint) as relay:
+        flows = [
+            open_flow(a, b, request="direct", connector=SHM),
+            open_flow(a, b, request="relayed", connector=SHM, endpoint=relay.endpoint),
+        ]
+        held = []
+        for outlet, inlet in flows:
+            await outlet.send(packet(0, 100_000))
+            held.append(await anext(inlet))
+            finishing = asyncio.create_task(outlet.finish())
+            assert await anext(inlet, None) is None
+            await finishing
+            await inlet.aclose()
+        links = list(a.plane._links.values())
+        assert [bool(link._leases) for link in links] == [True, True]
+        held.clear()
+        async with asyncio.timeout(5):
+            while any(link._leases for link in links):
+                await asyncio.sleep(0)

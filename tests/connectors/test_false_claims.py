@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from stagemesh.common.errors import NotReadyError
+from stagemesh.common.versions import own_protocol
 from stagemesh.connectors.edge import EdgeKey, MetadataValue
 from stagemesh.connectors.flow.chunking import StepPolicy
 from stagemesh.connectors.flow.inlet import Inlet
@@ -26,7 +27,9 @@ async def _local_socket_of(host: Host) -> str:
     """Returns the local socket name that a replica sends to its producers."""
     async with open_channel(host.endpoint) as channel:
         call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(PUT_CHUNK, None, None)()
-        hello = stage_pb2.Hello(replica="curious", incarnation="i", pipeline="p", generation="g")
+        hello = stage_pb2.Hello(
+            replica="curious", incarnation="i", pipeline="p", generation="g", protocol=own_protocol()
+        )
         await call.write(stage_pb2.PutChunkRequest(hello=hello).SerializeToString())
         answer = await call.read()
         assert isinstance(answer, bytes)

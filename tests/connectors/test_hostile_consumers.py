@@ -10,6 +10,7 @@ import pytest
 
 from stagemesh.common.connector_descriptors import AUTO, GRPC, SHM, ConnectorName
 from stagemesh.common.errors import StagemeshError
+from stagemesh.common.versions import OFFERS, own_protocol
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import EdgeKey
 from stagemesh.connectors.flow.chunking import StepPolicy
@@ -29,7 +30,7 @@ Answer: TypeAlias = Callable[[Any], list[Reply]]
 """The replies to an item of one kind."""
 
 
-def _opened(item: stage_pb2.OpenEdge, *, next_seq: int = 0, limit_bytes: int = CREDIT_BYTES) -> list[Reply]:
+def opened(item: stage_pb2.OpenEdge, *, next_seq: int = 0, limit_bytes: int = CREDIT_BYTES) -> list[Reply]:
     opened = stage_pb2.EdgeOpened(
         key=item.key, next_seq=next_seq, credit_limit_bytes=limit_bytes, connector=item.connector, opening=item.opening
     )
@@ -70,7 +71,9 @@ class Consumer:
 
     def __init__(self) -> None:
         self.welcome = stage_pb2.PutChunkResponse(
-            welcome=stage_pb2.Welcome(replica="b-0", incarnation="i", inline_limit_bytes=4 << 10)
+            welcome=stage_pb2.Welcome(
+                replica="b-0", incarnation="i", inline_limit_bytes=4 << 10, protocol=own_protocol(OFFERS)
+            )
         )
         self.answers: dict[str, Answer] = {}
         self.meetings: list[bool] = []
@@ -102,7 +105,7 @@ class Consumer:
             return [self._meeting_reply(content)]
         if content.key.request_id == KEY.request_id and kind in self.answers:
             return self.answers[kind](content)
-        usual: dict[str, Answer] = {"open": _opened, "chunk": _acked}
+        usual: dict[str, Answer] = {"open": opened, "chunk": _acked}
         return usual[kind](content) if kind in usual else []
 
     def _meeting_reply(self, offer: stage_pb2.Offer) -> Reply:
@@ -154,12 +157,12 @@ async def scene() -> AsyncIterator[Scene]:
 FALSE_ANSWERS: list[tuple[str, str, Answer, str | None]] = [
     ("ack of what was never sent", "chunk", lambda item: _acked(item, more=7), "never sent"),
     ("ack beyond all numbers", "chunk", lambda item: _acked(item, more=HUGE), "never sent"),
-    ("opened beyond what was sent", "open", lambda item: _opened(item, next_seq=9), "never sent"),
-    ("opened beyond all numbers", "open", lambda item: _opened(item, next_seq=HUGE), "never sent"),
-    ("commit before the end", "open", lambda item: _opened(item) + _committed(item), "committed"),
+    ("opened beyond what was sent", "open", lambda item: opened(item, next_seq=9), "never sent"),
+    ("opened beyond all numbers", "open", lambda item: opened(item, next_seq=HUGE), "never sent"),
+    ("commit before the end", "open", lambda item: opened(item) + _committed(item), "committed"),
     ("resync without end", "open", _resync, "again and again"),
-    ("opened and resync without end", "open", lambda item: _opened(item) + _resync(item), "again and again"),
-    ("acks that say nothing new", "open", lambda item: _opened(item) + _acked_so_far(item) + _resync(item), "again"),
+    ("opened and resync without end", "open", lambda item: opened(item) + _resync(item), "again and again"),
+    ("acks that say nothing new", "open", lambda item: opened(item) + _acked_so_far(item) + _resync(item), "again"),
     ("resync of every chunk", "chunk", _resync, "again and again"),
     ("failure of an unknown connector", "chunk", lambda item: _resync(item, failed=UNKNOWN), "99 is unknown"),
     ("rejection by an unknown code", "chunk", lambda item: _rejected(item, code=99, message="no"), "no"),
@@ -180,9 +183,10 @@ async def test_false_answer_fails_its_flow_and_no_other(kind: str, answer: Answe
 
 
 NOBODYS = key_to_wire(EdgeKey("?", "a->b", 1))
+IGNORABLE = Reply(ignorable=True).SerializeToString()
 IDLE_TALK: list[tuple[str, list[Reply]]] = [
     ("nothing", [Reply()]),
-    ("a kind of later versions", [Reply.FromString(bytes([0xBA, 0x06, 1, 0]))]),
+    ("an ignorable kind of later versions", [Reply.FromString(bytes([0xBA, 0x06, 1, 0]) + IGNORABLE)]),
     ("opened, of an unknown flow", [Reply(opened=stage_pb2.EdgeOpened(key=NOBODYS, next_seq=HUGE))]),
     ("ack, of an unknown flow", [Reply(ack=stage_pb2.ChunkAck(key=NOBODYS, next_seq=HUGE))]),
     ("credit, of an unknown flow", [Reply(credit=stage_pb2.CreditGrant(key=NOBODYS, limit_bytes=HUGE))]),
@@ -199,7 +203,7 @@ IDLE_TALK: list[tuple[str, list[Reply]]] = [
 @pytest.mark.parametrize("talk", [pytest.param(replies, id=name) for name, replies in IDLE_TALK])
 async def test_meaningless_replies_are_ignored(talk: list[Reply]) -> None:
     async with scene() as it:
-        it.consumer.answers["open"] = lambda item: talk + _opened(item)
+        it.consumer.answers["open"] = lambda item: talk + opened(item)
         it.consumer.answers["chunk"] = lambda item: talk + _acked(item) + talk
         assert (await it.send()).usage.chunks == 3
         assert it.consumer.connections == 1
@@ -209,7 +213,7 @@ async def test_meaningless_replies_are_ignored(talk: list[Reply]) -> None:
 @pytest.mark.parametrize("limit_bytes", [HUGE, 1 << 40])
 async def test_unlimited_credit_is_bounded_by_the_arena(limit_bytes: int) -> None:
     async with scene() as it:
-        it.consumer.answers["open"] = lambda item: _opened(item, limit_bytes=limit_bytes)
+        it.consumer.answers["open"] = lambda item: opened(item, limit_bytes=limit_bytes)
         it.consumer.answers["chunk"] = lambda item: [*_acked(item), _granted(item, HUGE)]
         assert (await it.send(count=200)).usage.chunks == 200
         assert it.plane.arena.used_bytes <= it.plane.arena.size_bytes

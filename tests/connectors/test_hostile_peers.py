@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import StagemeshError
+from stagemesh.common.versions import own_protocol
 from stagemesh.connectors.edge import EdgeKey, Packet
 from stagemesh.connectors.stream.wire import FlowDigest, PacketShape, fill_inline, fill_metadata, key_to_wire
 from stagemesh.rpc.channels import open_channel
@@ -33,7 +34,6 @@ def _tensor(**fields: object) -> chunk_pb2.ChunkData:
         pytest.param(_tensor(inline=b"1234", dtype=0), id="no dtype"),
         pytest.param(_tensor(), id="no location"),
         pytest.param(_tensor(shm=tensor_pb2.ShmRegion(offset=0, size_bytes=4)), id="shm that was not agreed on"),
-        pytest.param(_tensor(nixl=tensor_pb2.NixlRegion(size_bytes=4)), id="nixl that was not agreed on"),
         pytest.param(
             _tensor(streamed=tensor_pb2.StreamedRegion(transfer_id=7, size_bytes=4)), id="pieces that never came"
         ),
@@ -220,7 +220,7 @@ async def test_failed_flow_is_not_accepted_again() -> None:
 async def test_producer_without_identity_is_rejected(hello: dict[str, str]) -> None:
     async with peer() as one, open_channel(one.host.endpoint) as channel:
         call = stage_pb2_grpc.StageServiceStub(channel).PutChunk()
-        message = stage_pb2.Hello(pipeline="p", generation="g", **hello)  # type: ignore[arg-type]
+        message = stage_pb2.Hello(pipeline="p", generation="g", protocol=own_protocol(), **hello)
         await call.write(stage_pb2.PutChunkRequest(hello=message))
         with pytest.raises(grpc.aio.AioRpcError, match="name the producer and its incarnation"):
             await call.read()

@@ -122,7 +122,7 @@ def step_request(
 def frames_of(events: Sequence[stage_pb2.ExecuteStepResponse]) -> Array:
     """Returns the result of a finished step, float32[frames, 3, height, width]."""
     assert events[-1].WhichOneof("event") == "finished"
-    *_, last = (event.output for event in events if event.HasField("output"))
+    *_, last = (event.output for event in events if event.output.HasField("tensor"))
     assert last.name == "frames"
     return read_inline(last.tensor)
 

@@ -1,11 +1,12 @@
 """An orchestrator over scripted stages, with real gRPC in one process."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -18,7 +19,7 @@ from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.rpc.handlers import add_stage_service
 from stagemesh.rpc.server import Server
-from stagemesh.v1 import control_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc, request_pb2
+from stagemesh.v1 import control_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc, request_pb2, stage_pb2
 from tests.orchestrator.scripted_stage import Probed, Script, ScriptedStage, say_hello
 from tests.rpc.health_calls import Request as HealthRequest
 from tests.rpc.health_calls import Response as HealthResponse
@@ -120,8 +121,9 @@ async def mesh(
     max_request_s: float = 60.0,
     drain_s: float = 0.1,
     replicas: int = 1,
+    minimal: Collection[str] = (),
 ) -> AsyncGenerator[Mesh]:
-    """Serves the pipeline file `text` over scripted stages.
+    """Serves the pipeline file `text` over scripted stages. The stages in `minimal` serve the minimum profile only.
 
     Each stage has `replicas` replicas. `Mesh.stages` contains the first one by the stage's name, and the others by
     their own names.
@@ -141,7 +143,7 @@ async def mesh(
             stage.probed = (probed or {}).get(name, stage.probed)
             stage.description.pipeline = pipeline.name
             stage.description.generation = pipeline.generation
-            servers[key], endpoint = await serve(stage)
+            servers[key], endpoint = await serve(stage, minimal=name in minimal)
             stack.push_async_callback(servers[key].stop, grace_s=0)
             addresses[name] = (*addresses.get(name, ()), ReplicaAddress(replica, endpoint, f"{name}.example"))
             stage.peers = peers
@@ -173,10 +175,32 @@ async def until_health(channel: grpc.aio.Channel, *, serving: bool) -> None:
             return
 
 
-async def serve(stage: ScriptedStage) -> tuple[Server, str]:
-    """Starts a server for the stage and returns it with its endpoint."""
+async def serve(stage: ScriptedStage, *, minimal: bool = False) -> tuple[Server, str]:
+    """Starts a server for the stage and returns it with its endpoint.
+
+    `minimal` is whether the server serves only the RPCs that the orchestrator cannot do without.
+    """
     server = Server("127.0.0.1:0")
-    add_stage_service(stage, server.grpc)
-    control_pb2_grpc.add_StageControlServiceServicer_to_server(stage.controls, server.grpc)
+    if minimal:
+        server.grpc.add_generic_rpc_handlers((_minimum_profile(stage),))
+    else:
+        add_stage_service(stage, server.grpc)
+        control_pb2_grpc.add_StageControlServiceServicer_to_server(stage.controls, server.grpc)
     server.set_health("", serving=True)
     return server, f"127.0.0.1:{await server.start()}"
+
+
+def _minimum_profile(stage: ScriptedStage) -> grpc.GenericRpcHandler:
+    methods: dict[str, Any] = {
+        "ExecuteStep": grpc.unary_stream_rpc_method_handler(
+            stage.ExecuteStep,
+            stage_pb2.ExecuteStepRequest.FromString,
+            stage_pb2.ExecuteStepResponse.SerializeToString,
+        ),
+        "Describe": grpc.unary_unary_rpc_method_handler(
+            stage.Describe,
+            stage_pb2.DescribeRequest.FromString,
+            stage_pb2.DescribeResponse.SerializeToString,
+        ),
+    }
+    return grpc.method_handlers_generic_handler("stagemesh.v1.StageService", methods)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import cast
 
+from stagemesh.common.versions import own_protocol
 from stagemesh.orchestrator.fleet.replica import Replica, StepCost
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
@@ -28,7 +29,7 @@ def ready_description(
         pipeline=pipeline.name if pipeline else "",
         generation=generation or (pipeline.generation if pipeline else ""),
         stage=stage,
-        wire_version=1,
+        protocol=own_protocol(),
         state=stage_pb2.REPLICA_STATE_READY,
         host=host,
         zone=zone,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagemesh.common.errors import NotFoundError, StagemeshError
 from stagemesh.common.output_position import length_of
+from stagemesh.common.versions import own_protocol
 from stagemesh.rpc.handlers import answering, streaming
 from stagemesh.services.stage.service.servicer import StepSession
 from stagemesh.v1 import chunk_pb2, control_pb2, control_pb2_grpc, request_pb2, stage_pb2, stage_pb2_grpc
@@ -113,7 +114,7 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         self.description = stage_pb2.DescribeResponse(
             stage=name,
             state=stage_pb2.REPLICA_STATE_READY,
-            wire_version=1,
+            protocol=own_protocol(),
             incarnation=f"{name}-first",
             host="host",
             zone="zone",

@@ -12,6 +12,7 @@ from typing import cast
 from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.common.errors import NotFoundError, NotReadyError, UnavailableError, UnsupportedError
 from stagemesh.common.notification import Notifier
+from stagemesh.common.versions import own_protocol
 from stagemesh.connectors.stream.wire import EdgeProbe
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient
 from stagemesh.orchestrator.membership.base import Member, MembershipListener
@@ -152,7 +153,7 @@ class SimulatedReplica:
             replica=self.member.name,
             incarnation=f"life {self.deaths}",
             state=stage_pb2.REPLICA_STATE_READY,
-            wire_version=1,
+            protocol=own_protocol(),
         )
 
     async def wait_while_serving(self) -> None:

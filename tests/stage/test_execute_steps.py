@@ -34,10 +34,10 @@ class Caller:
         self.is_closing = False
 
     async def begin(self, number: int, step: stage_pb2.ExecuteStepRequest, *, timeout_s: float | None = None) -> None:
-        await self.call.write(Request(call=number, step=step, timeout_s=timeout_s))
+        await self.call.write(Request(call=number, start=stage_pb2.StartStep(step=step, timeout_s=timeout_s)))
 
     async def cancel(self, number: int) -> None:
-        await self.call.write(Request(call=number))
+        await self.call.write(Request(call=number, cancel=stage_pb2.CancelCall()))
 
     async def until_received(self, number: int, *kinds: str) -> None:
         """Reads until the call has received events of these kinds."""
@@ -225,7 +225,7 @@ async def _session(talker: Talker | Failing, *, calls: int) -> AsyncGenerator[As
 
     async def asked() -> AsyncIterator[bytes]:
         for number in range(1, calls + 1):
-            yield Request(call=number, step=step_request(f"r{number}")).SerializeToString()
+            yield Request(call=number, start=stage_pb2.StartStep(step=step_request(f"r{number}"))).SerializeToString()
         await asyncio.Event().wait()
 
     messages = StepSession(talker.execute, closing=asyncio.Event(), where={}).serve(asked())

@@ -17,6 +17,7 @@ from stagemesh.common.errors import (
     StagemeshError,
 )
 from stagemesh.common.host import host_token
+from stagemesh.common.versions import OFFERS, own_protocol
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.services.engines.abilities import Adapter, AdapterControl, EngineAbilities
 from stagemesh.services.stage.step import run
@@ -130,7 +131,7 @@ async def test_describe_returns_the_description_of_the_replica() -> None:
     assert description.state == stage_pb2.REPLICA_STATE_READY
     assert [(spec.name, list(spec.shape)) for spec in description.emits] == [("text", ["bytes"])]
     assert {chunk_pb2.CONNECTOR_SHM, chunk_pb2.CONNECTOR_GRPC} <= set(description.connectors)
-    assert description.wire_version == 1
+    assert description.protocol == own_protocol(OFFERS)
 
 
 @pytest.mark.parametrize(("configured", "expected"), [(None, "by environment"), ("rack-4", "rack-4"), ("", "")])

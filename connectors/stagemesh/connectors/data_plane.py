@@ -2,11 +2,13 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from functools import partial
 
 from stagemesh.common.connector_descriptors import AUTO, ConnectorName, descriptor_of
 from stagemesh.common.errors import NotFoundError, UnavailableError
 from stagemesh.common.host import retain_freed_memory, shorten_time_slices
+from stagemesh.common.versions import OFFERS, own_protocol
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.edge import EdgeKey
 from stagemesh.connectors.flow.chunking import ChunkPolicy
@@ -47,7 +49,11 @@ class DataPlane:
         self.incarnation = secrets.token_hex(8)
         """The random id of this data plane. A restarted replica has a different id."""
         self._identity = stage_pb2.Hello(
-            replica=replica, incarnation=self.incarnation, pipeline=pipeline, generation=generation
+            replica=replica,
+            incarnation=self.incarnation,
+            pipeline=pipeline,
+            generation=generation,
+            protocol=own_protocol(OFFERS),
         )
         self._inline_limit_bytes = inline_limit_bytes
         self.arena = Arena(arena_bytes, shared=shared_arena)
@@ -72,6 +78,7 @@ class DataPlane:
             welcome=stage_pb2.Welcome(
                 replica=replica,
                 incarnation=self.incarnation,
+                protocol=own_protocol(OFFERS),
                 inline_limit_bytes=inline_limit_bytes,
                 local_socket=self._listener.name,
             ),
@@ -221,8 +228,15 @@ class DataPlane:
                 connectors=self._connectors,
                 inline_limit_bytes=self._inline_limit_bytes,
                 on_idle=self._drop_link,
+                on_released_elsewhere=partial(self._end_leases, consumer),
             )
         return link
+
+    def _end_leases(self, consumer: str, lease_ids: Sequence[int]) -> None:
+        """Ends leases of a consumer that were granted on its links, of which there is one for each of its addresses."""
+        for (name, *_), link in self._links.items():
+            if name == consumer:
+                link.end_leases(lease_ids)
 
     def _drop_link(self, link: ConsumerLink) -> None:
         """Closes and removes a disconnected link that no flow needs.

@@ -13,6 +13,7 @@ from stagemesh.client.requests import Content, GenerateArguments, build_request
 from stagemesh.client.responses import Event, Result, ResultBuilder
 from stagemesh.client.session import BaseClient, BaseGeneration, RetryPolicy, main_error
 from stagemesh.common.errors import StagemeshError
+from stagemesh.common.versions import check_version, own_protocol
 from stagemesh.rpc import channels
 from stagemesh.v1 import orchestrator_pb2
 from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
@@ -102,10 +103,13 @@ class AsyncClient(BaseClient):
     async def describe(self, pipeline: str = "") -> orchestrator_pb2.DescribePipelineResponse:
         """Returns the pipeline's current stages, replicas, edges and outputs.
 
-        `pipeline` is the pipeline's name. It may be empty if the server has only one pipeline.
+        `pipeline` is the pipeline's name. It may be empty if the server has only one pipeline. Raises NotReadyError
+        (NO_COMMON_VERSION) if the server speaks no version of the wire that this client speaks.
         """
-        request = orchestrator_pb2.DescribePipelineRequest(pipeline=pipeline)
-        return await self._call(lambda stub: stub.DescribePipeline(request, timeout=_CONTROL_TIMEOUT_S))
+        request = orchestrator_pb2.DescribePipelineRequest(pipeline=pipeline, protocol=own_protocol())
+        answer = await self._call(lambda stub: stub.DescribePipeline(request, timeout=_CONTROL_TIMEOUT_S))
+        check_version(answer.protocol, peer=f"the orchestrator at {self.endpoint}", own_name="this client")
+        return answer
 
     async def _call(
         self, method: "Callable[[OrchestratorServiceAsyncStub], Awaitable[Answer]]", *, anywhere: bool = False
@@ -215,10 +219,13 @@ class Client(BaseClient):
     def describe(self, pipeline: str = "") -> orchestrator_pb2.DescribePipelineResponse:
         """Returns the pipeline's current stages, replicas, edges and outputs.
 
-        `pipeline` is the pipeline's name. It may be empty if the server has only one pipeline.
+        `pipeline` is the pipeline's name. It may be empty if the server has only one pipeline. Raises NotReadyError
+        (NO_COMMON_VERSION) if the server speaks no version of the wire that this client speaks.
         """
-        request = orchestrator_pb2.DescribePipelineRequest(pipeline=pipeline)
-        return self._call(lambda stub: stub.DescribePipeline(request, timeout=_CONTROL_TIMEOUT_S))
+        request = orchestrator_pb2.DescribePipelineRequest(pipeline=pipeline, protocol=own_protocol())
+        answer = self._call(lambda stub: stub.DescribePipeline(request, timeout=_CONTROL_TIMEOUT_S))
+        check_version(answer.protocol, peer=f"the orchestrator at {self.endpoint}", own_name="this client")
+        return answer
 
     def _call(self, method: Callable[[OrchestratorServiceStub], Answer], *, anywhere: bool = False) -> Answer:
         """Calls the endpoints in turn until one is reachable, and returns the answer of that endpoint.

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from stagemesh.client.wav import WavWriter
 from stagemesh.common.errors import InternalError, InvalidChunkError, NotFoundError
 from stagemesh.common.tensors import Array, read_inline
+from stagemesh.common.unknown_kinds import refuse_unknown
 from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
 
 
@@ -344,9 +345,11 @@ class ResultBuilder:
 
 
 def decode_events(response: orchestrator_pb2.GenerateResponse) -> Iterator[Event]:
-    """Yields the events in `response`. Yields nothing if this client does not recognize the kind of event.
+    """Yields the events in `response`. Yields nothing if this client may ignore it because it does not know its kind.
 
-    Raises InvalidChunkError if the shape, dtype or size of audio or of a tensor is inconsistent.
+    Raises UnsupportedError (UNKNOWN_KIND) if this client does not know the kind of the event or of its output, and the
+    server has not marked the event as ignorable. Raises InvalidChunkError if the shape, dtype or size of audio or of a
+    tensor is inconsistent.
     """
     match response.WhichOneof("event"):
         case "admitted":
@@ -360,16 +363,18 @@ def decode_events(response: orchestrator_pb2.GenerateResponse) -> Iterator[Event
             total_steps = done.total_steps if done.HasField("total_steps") else None
             yield Progress(response.progress.stage, done.steps, total_steps)
         case "output":
-            content = _content(response.output)
+            content, ends = _content(response.output), response.output.HasField("finish")
             if content is not None:
                 yield content
-            if response.output.HasField("finish"):
+            elif not ends and not response.ignorable:
+                refuse_unknown(response.output, of="the orchestrator")
+            if ends:
                 yield _finish(response.output)
         case "finished":
             stages = {name: _report(stage) for name, stage in response.finished.stages.items()}
             yield Finished(stages, _timings(response.finished.timings))
         case None:
-            pass
+            refuse_unknown(response, of="the orchestrator")
 
 
 def _finish(message: request_pb2.Output) -> OutputFinished:

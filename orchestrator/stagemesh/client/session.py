@@ -19,8 +19,10 @@ from stagemesh.common.errors import (
     NotFoundError,
     StagemeshError,
     UnavailableError,
+    UnsupportedError,
 )
 from stagemesh.common.output_position import Position
+from stagemesh.common.unknown_kinds import UNKNOWN_KIND
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import orchestrator_pb2
 
@@ -272,8 +274,8 @@ class BaseClient:
 class RequestSession:
     """The calls of one request. Decides which endpoint to call next and which received events are new to the caller.
 
-    Use the session as a context manager. If the block ends with GeneratorExit, KeyboardInterrupt or a cancellation, the
-    session asks the server to stop the request.
+    Use the session as a context manager. If the block ends with GeneratorExit, KeyboardInterrupt, a cancellation, or an
+    event of a kind that this client does not know, the session asks the server to stop the request.
     """
 
     def __init__(
@@ -331,7 +333,7 @@ class RequestSession:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._client.running.discard(self)
-        if isinstance(error, _LEFT_EARLY):
+        if isinstance(error, _LEFT_EARLY) or (isinstance(error, UnsupportedError) and error.reason == UNKNOWN_KIND):
             self._client.leave(self)
 
 

@@ -7,6 +7,7 @@ from google.protobuf.message import Message
 
 from stagemesh.common.connector_descriptors import number_of
 from stagemesh.common.replica_state import ReplicaState
+from stagemesh.common.versions import own_protocol
 from stagemesh.connectors.stream.wire import error_to_wire, probe_to_wire
 from stagemesh.orchestrator.fleet.edge_connectors import EdgeLink
 from stagemesh.orchestrator.fleet.replica import Replica
@@ -43,6 +44,7 @@ def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePi
         max_in_flight=pipeline.limits.max_in_flight,
         queued=orchestrator.admission.loads.waiting.requests,
         max_queued=pipeline.limits.max_queued,
+        protocol=own_protocol(),
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias, cast
 
 import grpc
 
+from stagemesh.common.versions import check_version
 from stagemesh.orchestrator.describe import describe_pipeline
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.validation import check_pipeline
@@ -47,6 +48,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self, request: orchestrator_pb2.DescribePipelineRequest, context: _Context
     ) -> orchestrator_pb2.DescribePipelineResponse:
         async with answering(context):
+            if request.HasField("protocol"):
+                check_version(request.protocol, peer="the client", own_name="this orchestrator")
             check_pipeline(request.pipeline, self._orchestrator.pipeline)
         return describe_pipeline(self._orchestrator)
 

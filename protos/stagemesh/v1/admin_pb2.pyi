@@ -11,6 +11,7 @@ from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from stagemesh.v1 import chunk_pb2 as _chunk_pb2
 from stagemesh.v1 import control_pb2 as _control_pb2
 from stagemesh.v1 import orchestrator_pb2 as _orchestrator_pb2
+from stagemesh.v1 import protocol_pb2 as _protocol_pb2
 from stagemesh.v1 import stage_pb2 as _stage_pb2
 import builtins as _builtins
 import sys
@@ -90,6 +91,56 @@ RESTART_PHASE_STARTING: RestartPhase.ValueType  # 3
 RESTART_PHASE_READY: RestartPhase.ValueType  # 4
 """It accepts requests again."""
 Global___RestartPhase: _TypeAlias = RestartPhase  # noqa: Y015
+
+@_typing.final
+class DescribeServerRequest(_message.Message):
+    """DescribeServerRequest asks an orchestrator what it speaks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def protocol(self) -> _protocol_pb2.Protocol:
+        """What the caller speaks. If no version is in common with the orchestrator, the call fails (FAILED_PRECONDITION,
+        NO_COMMON_VERSION). Unset by tools that only show the answer.
+        """
+
+    def __init__(
+        self,
+        *,
+        protocol: _protocol_pb2.Protocol | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeServerRequest: _TypeAlias = DescribeServerRequest  # noqa: Y015
+
+@_typing.final
+class DescribeServerResponse(_message.Message):
+    """DescribeServerResponse describes an orchestrator."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def protocol(self) -> _protocol_pb2.Protocol:
+        """What the orchestrator speaks."""
+
+    def __init__(
+        self,
+        *,
+        protocol: _protocol_pb2.Protocol | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeServerResponse: _TypeAlias = DescribeServerResponse  # noqa: Y015
 
 @_typing.final
 class ListPipelinesRequest(_message.Message):

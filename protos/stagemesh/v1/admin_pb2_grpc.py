@@ -46,6 +46,11 @@ class AdminServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.DescribeServer = channel.unary_unary(
+                '/stagemesh.v1.AdminService/DescribeServer',
+                request_serializer=stagemesh_dot_v1_dot_admin__pb2.DescribeServerRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_v1_dot_admin__pb2.DescribeServerResponse.FromString,
+                _registered_method=True)
         self.ListPipelines = channel.unary_unary(
                 '/stagemesh.v1.AdminService/ListPipelines',
                 request_serializer=stagemesh_dot_v1_dot_admin__pb2.ListPipelinesRequest.SerializeToString,
@@ -137,6 +142,13 @@ class AdminServiceServicer(object):
     are listed exactly once. A page_token that did not come from the same list fails (INVALID_ARGUMENT,
     INVALID_PAGE_TOKEN).
     """
+
+    def DescribeServer(self, request, context):
+        """DescribeServer returns what the orchestrator speaks, and the version of its software.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def ListPipelines(self, request, context):
         """ListPipelines lists the pipelines that are served, with the counts of their requests.
@@ -261,6 +273,11 @@ class AdminServiceServicer(object):
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'DescribeServer': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeServer,
+                    request_deserializer=stagemesh_dot_v1_dot_admin__pb2.DescribeServerRequest.FromString,
+                    response_serializer=stagemesh_dot_v1_dot_admin__pb2.DescribeServerResponse.SerializeToString,
+            ),
             'ListPipelines': grpc.unary_unary_rpc_method_handler(
                     servicer.ListPipelines,
                     request_deserializer=stagemesh_dot_v1_dot_admin__pb2.ListPipelinesRequest.FromString,
@@ -358,6 +375,33 @@ class AdminService(object):
     are listed exactly once. A page_token that did not come from the same list fails (INVALID_ARGUMENT,
     INVALID_PAGE_TOKEN).
     """
+
+    @staticmethod
+    def DescribeServer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagemesh.v1.AdminService/DescribeServer',
+            stagemesh_dot_v1_dot_admin__pb2.DescribeServerRequest.SerializeToString,
+            stagemesh_dot_v1_dot_admin__pb2.DescribeServerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def ListPipelines(request,

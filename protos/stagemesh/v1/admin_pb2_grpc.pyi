@@ -45,6 +45,8 @@ class AdminServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
+    DescribeServer: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DescribeServerRequest, _admin_pb2.DescribeServerResponse]
+    """DescribeServer returns what the orchestrator speaks, and the version of its software."""
     ListPipelines: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListPipelinesRequest, _admin_pb2.ListPipelinesResponse]
     """ListPipelines lists the pipelines that are served, with the counts of their requests."""
     ListStages: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListStagesRequest, _admin_pb2.ListStagesResponse]
@@ -116,6 +118,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    DescribeServer: _aio.UnaryUnaryMultiCallable[_admin_pb2.DescribeServerRequest, _admin_pb2.DescribeServerResponse]  # type: ignore[assignment]
+    """DescribeServer returns what the orchestrator speaks, and the version of its software."""
     ListPipelines: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListPipelinesRequest, _admin_pb2.ListPipelinesResponse]  # type: ignore[assignment]
     """ListPipelines lists the pipelines that are served, with the counts of their requests."""
     ListStages: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListStagesRequest, _admin_pb2.ListStagesResponse]  # type: ignore[assignment]
@@ -184,6 +188,14 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     are listed exactly once. A page_token that did not come from the same list fails (INVALID_ARGUMENT,
     INVALID_PAGE_TOKEN).
     """
+
+    @_abc_1.abstractmethod
+    def DescribeServer(
+        self,
+        request: _admin_pb2.DescribeServerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DescribeServerResponse, _abc.Awaitable[_admin_pb2.DescribeServerResponse]]:
+        """DescribeServer returns what the orchestrator speaks, and the version of its software."""
 
     @_abc_1.abstractmethod
     def ListPipelines(

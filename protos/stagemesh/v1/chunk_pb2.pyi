@@ -165,7 +165,7 @@ class ChunkData(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """The lease on the regions that the tensors refer to. The consumer returns it once, by LeaseRelease. 0 if no tensor
-    is in the producer's arena.
+    is in the producer's arena. Unique within the producer's incarnation.
     """
     size_bytes: _builtins.int
     """The number of bytes by which this chunk reduces its flow's credit."""
@@ -204,8 +204,17 @@ class ChunkEnd(_message.Message):
     count: _builtins.int
     """The number of data chunks before it."""
     digest: _builtins.bytes
-    """BLAKE2b-128 over the data chunks in order. Consecutive chunks with the same tensor names, types and shapes form a
-    run, and each run contributes its length and those names, types and shapes.
+    """SHA-256 (32 bytes) over the runs of the flow's data chunks, in order. A run is a longest series of consecutive data
+    chunks whose tensors have the same names, types and shapes in the same order. A run contributes these bytes, of
+    which all numbers are unsigned and little-endian:
+
+    - the number of its chunks (8 bytes) and the number of tensors of each (4 bytes)
+    - for each tensor of a chunk, in the order of ChunkData.tensors: the length of its name in bytes (4 bytes), its name
+      in UTF-8, the number of its DataType (4 bytes), the number of its dimensions (4 bytes), and each dimension
+      (8 bytes)
+
+    The bytes of the tensors and the metadata are not covered. A flow without data chunks has the digest of no bytes.
+    protos/digest_vectors.json has examples. A consumer whose own digest differs rejects the flow (DIGEST_MISMATCH).
     """
     def __init__(
         self,
@@ -317,14 +326,14 @@ class ChunkPiece(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    KEY_FIELD_NUMBER: _builtins.int
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     PAYLOAD_FIELD_NUMBER: _builtins.int
-    KEY_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.int
-    """The transfer's number, chosen by the sender. From 1, unique within the stream."""
+    """The transfer's number, chosen by the sender, from 1. A later transfer of a stream has a higher number."""
     total_bytes: _builtins.int
     """The length of the whole transfer in bytes. The same in all of its fragments."""
     offset: _builtins.int
@@ -340,11 +349,11 @@ class ChunkPiece(_message.Message):
     def __init__(
         self,
         *,
+        key: Global___EdgeKey | None = ...,
         transfer_id: _builtins.int = ...,
         total_bytes: _builtins.int = ...,
         offset: _builtins.int = ...,
         payload: _builtins.bytes = ...,
-        key: Global___EdgeKey | None = ...,
         padding: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015

@@ -5,6 +5,7 @@ isort:skip_file
 
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from stagemesh.v1 import protocol_pb2 as _protocol_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -48,7 +49,7 @@ class ReplicaIdentity(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    WIRE_VERSION_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     PIPELINE_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
@@ -56,8 +57,6 @@ class ReplicaIdentity(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     SERVER_NAME_FIELD_NUMBER: _builtins.int
-    wire_version: _builtins.int
-    """The version of this API: 1."""
     pipeline: _builtins.str
     """The pipeline's name."""
     generation: _builtins.str
@@ -72,10 +71,14 @@ class ReplicaIdentity(_message.Message):
     """The address, "host:port", at which orchestrators and other replicas reach it."""
     server_name: _builtins.str
     """The name in the replica's TLS certificate, which its peers verify. Empty if it is the host in endpoint."""
+    @_builtins.property
+    def protocol(self) -> _protocol_pb2.Protocol:
+        """What the replica speaks. Required."""
+
     def __init__(
         self,
         *,
-        wire_version: _builtins.int = ...,
+        protocol: _protocol_pb2.Protocol | None = ...,
         pipeline: _builtins.str = ...,
         generation: _builtins.str = ...,
         stage: _builtins.str = ...,
@@ -84,9 +87,9 @@ class ReplicaIdentity(_message.Message):
         endpoint: _builtins.str = ...,
         server_name: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "generation", b"generation", "incarnation", b"incarnation", "pipeline", b"pipeline", "replica", b"replica", "server_name", b"server_name", "stage", b"stage", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "generation", b"generation", "incarnation", b"incarnation", "pipeline", b"pipeline", "protocol", b"protocol", "replica", b"replica", "server_name", b"server_name", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -99,16 +102,22 @@ class RegisterResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_S_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     lease_s: _builtins.float
     """The seconds until the lease ends unless it is renewed. A replica renews it three times within that time."""
+    @_builtins.property
+    def protocol(self) -> _protocol_pb2.Protocol:
+        """What the orchestrator speaks. A replica without a version in common ends the stream and logs the error."""
+
     def __init__(
         self,
         *,
         lease_s: _builtins.float = ...,
+        protocol: _protocol_pb2.Protocol | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

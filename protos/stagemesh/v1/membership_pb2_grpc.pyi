@@ -42,11 +42,11 @@ class MembershipServiceStub:
     once. A replica whose stream breaks, or that stops renewing, is deregistered when its lease ends, unless it
     registers again before. Steps that it runs continue in either case.
 
-    Fails with FAILED_PRECONDITION: REPLICA_REFUSED if the replica's wire version, pipeline or generation differs, or
-    its stage does not exist; REGISTRATION_CLOSED if the orchestrator's configuration does not enable registration;
-    LEASE_ENDED if a renewal arrived after the end of the lease, in which case the replica registers again. Fails with
-    UNAVAILABLE (NOT_RUNNING) while the orchestrator starts or stops, and with ALREADY_EXISTS (REPLICA_EXISTS) while
-    another replica with the same name is registered from another address.
+    Fails with FAILED_PRECONDITION: NO_COMMON_VERSION if no version of the wire is in common; REPLICA_REFUSED if the
+    replica's pipeline or generation differs, or its stage does not exist; REGISTRATION_CLOSED if the orchestrator's
+    configuration does not enable registration; LEASE_ENDED if a renewal arrived after the end of the lease, in which
+    case the replica registers again. Fails with UNAVAILABLE (NOT_RUNNING) while the orchestrator starts or stops, and
+    with ALREADY_EXISTS (REPLICA_EXISTS) while another replica with the same name is registered from another address.
     """
 
 @_typing.type_check_only
@@ -63,11 +63,11 @@ class MembershipServiceAsyncStub(MembershipServiceStub):
     once. A replica whose stream breaks, or that stops renewing, is deregistered when its lease ends, unless it
     registers again before. Steps that it runs continue in either case.
 
-    Fails with FAILED_PRECONDITION: REPLICA_REFUSED if the replica's wire version, pipeline or generation differs, or
-    its stage does not exist; REGISTRATION_CLOSED if the orchestrator's configuration does not enable registration;
-    LEASE_ENDED if a renewal arrived after the end of the lease, in which case the replica registers again. Fails with
-    UNAVAILABLE (NOT_RUNNING) while the orchestrator starts or stops, and with ALREADY_EXISTS (REPLICA_EXISTS) while
-    another replica with the same name is registered from another address.
+    Fails with FAILED_PRECONDITION: NO_COMMON_VERSION if no version of the wire is in common; REPLICA_REFUSED if the
+    replica's pipeline or generation differs, or its stage does not exist; REGISTRATION_CLOSED if the orchestrator's
+    configuration does not enable registration; LEASE_ENDED if a renewal arrived after the end of the lease, in which
+    case the replica registers again. Fails with UNAVAILABLE (NOT_RUNNING) while the orchestrator starts or stops, and
+    with ALREADY_EXISTS (REPLICA_EXISTS) while another replica with the same name is registered from another address.
     """
 
 class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -87,11 +87,11 @@ class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
         once. A replica whose stream breaks, or that stops renewing, is deregistered when its lease ends, unless it
         registers again before. Steps that it runs continue in either case.
 
-        Fails with FAILED_PRECONDITION: REPLICA_REFUSED if the replica's wire version, pipeline or generation differs, or
-        its stage does not exist; REGISTRATION_CLOSED if the orchestrator's configuration does not enable registration;
-        LEASE_ENDED if a renewal arrived after the end of the lease, in which case the replica registers again. Fails with
-        UNAVAILABLE (NOT_RUNNING) while the orchestrator starts or stops, and with ALREADY_EXISTS (REPLICA_EXISTS) while
-        another replica with the same name is registered from another address.
+        Fails with FAILED_PRECONDITION: NO_COMMON_VERSION if no version of the wire is in common; REPLICA_REFUSED if the
+        replica's pipeline or generation differs, or its stage does not exist; REGISTRATION_CLOSED if the orchestrator's
+        configuration does not enable registration; LEASE_ENDED if a renewal arrived after the end of the lease, in which
+        case the replica registers again. Fails with UNAVAILABLE (NOT_RUNNING) while the orchestrator starts or stops, and
+        with ALREADY_EXISTS (REPLICA_EXISTS) while another replica with the same name is registered from another address.
         """
 
 def add_MembershipServiceServicer_to_server(servicer: MembershipServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from stagemesh.v1 import chunk_pb2 as _chunk_pb2
+from stagemesh.v1 import protocol_pb2 as _protocol_pb2
 from stagemesh.v1 import request_pb2 as _request_pb2
 from stagemesh.v1 import stage_pb2 as _stage_pb2
 import builtins as _builtins
@@ -134,6 +135,9 @@ class GenerateResponse(_message.Message):
     OUTPUT_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
+    IGNORABLE_FIELD_NUMBER: _builtins.int
+    ignorable: _builtins.bool
+    """Whether a client that does not know the kind of the event ignores the event instead."""
     @_builtins.property
     def admitted(self) -> Global___RequestAdmitted:
         """The first event, apart from queued."""
@@ -164,10 +168,11 @@ class GenerateResponse(_message.Message):
         output: _request_pb2.Output | None = ...,
         finished: Global___RequestFinished | None = ...,
         queued: Global___RequestQueued | None = ...,
+        ignorable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "finished", b"finished", "output", b"output", "progress", b"progress", "queued", b"queued"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "finished", b"finished", "output", b"output", "progress", b"progress", "queued", b"queued"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "finished", b"finished", "ignorable", b"ignorable", "output", b"output", "progress", b"progress", "queued", b"queued"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "progress", "output", "finished", "queued"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -392,16 +397,24 @@ class DescribePipelineRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PIPELINE_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     pipeline: _builtins.str
     """The pipeline. Empty for the only one that is served."""
+    @_builtins.property
+    def protocol(self) -> _protocol_pb2.Protocol:
+        """What the client speaks. If no version is in common with the orchestrator, the call fails (FAILED_PRECONDITION,
+        NO_COMMON_VERSION). Unset by tools that only show the answer.
+        """
+
     def __init__(
         self,
         *,
         pipeline: _builtins.str = ...,
+        protocol: _protocol_pb2.Protocol | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pipeline", b"pipeline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pipeline", b"pipeline", "protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -422,6 +435,7 @@ class DescribePipelineResponse(_message.Message):
     MAX_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
     MAX_QUEUED_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     pipeline: _builtins.str
     """The pipeline's name."""
     generation: _builtins.str
@@ -446,6 +460,10 @@ class DescribePipelineResponse(_message.Message):
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputDescription]:
         """The outputs."""
 
+    @_builtins.property
+    def protocol(self) -> _protocol_pb2.Protocol:
+        """What the orchestrator speaks. A client without a version in common does not send requests to it."""
+
     def __init__(
         self,
         *,
@@ -458,10 +476,11 @@ class DescribePipelineResponse(_message.Message):
         max_in_flight: _builtins.int = ...,
         queued: _builtins.int = ...,
         max_queued: _builtins.int = ...,
+        protocol: _protocol_pb2.Protocol | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["edges", b"edges", "generation", b"generation", "in_flight", b"in_flight", "max_in_flight", b"max_in_flight", "max_queued", b"max_queued", "outputs", b"outputs", "pipeline", b"pipeline", "queued", b"queued", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["edges", b"edges", "generation", b"generation", "in_flight", b"in_flight", "max_in_flight", b"max_in_flight", "max_queued", b"max_queued", "outputs", b"outputs", "pipeline", b"pipeline", "protocol", b"protocol", "queued", b"queued", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -521,6 +540,7 @@ class ReplicaStatus(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     ZONE_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The replica's name."""
     stage: _builtins.str
@@ -547,6 +567,10 @@ class ReplicaStatus(_message.Message):
     def load(self) -> _stage_pb2.WatchLoadResponse:
         """The load that it last reported, for all orchestrators. Unset if it has reported none, or does not answer."""
 
+    @_builtins.property
+    def protocol(self) -> _protocol_pb2.Protocol:
+        """What it speaks, and the version of its software. Unset until it has described itself."""
+
     def __init__(
         self,
         *,
@@ -562,10 +586,11 @@ class ReplicaStatus(_message.Message):
         incarnation: _builtins.str = ...,
         host: _builtins.str = ...,
         zone: _builtins.str = ...,
+        protocol: _protocol_pb2.Protocol | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "endpoint", b"endpoint", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "load", b"load", "name", b"name", "planned", b"planned", "server_name", b"server_name", "stage", b"stage", "state", b"state", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "endpoint", b"endpoint", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "load", b"load", "name", b"name", "planned", b"planned", "protocol", b"protocol", "server_name", b"server_name", "stage", b"stage", "state", b"state", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from stagemesh.v1 import chunk_pb2 as _chunk_pb2
+from stagemesh.v1 import protocol_pb2 as _protocol_pb2
 from stagemesh.v1 import request_pb2 as _request_pb2
 from stagemesh.v1 import tensor_pb2 as _tensor_pb2
 import builtins as _builtins
@@ -19,11 +20,6 @@ if sys.version_info >= (3, 11):
     from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
-
-if sys.version_info >= (3, 13):
-    from warnings import deprecated as _deprecated
-else:
-    from typing_extensions import deprecated as _deprecated
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -593,6 +589,9 @@ class ExecuteStepResponse(_message.Message):
     PAUSED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    IGNORABLE_FIELD_NUMBER: _builtins.int
+    ignorable: _builtins.bool
+    """Whether a caller that does not know the kind of the event ignores the event instead."""
     @_builtins.property
     def accepted(self) -> Global___StepAccepted:
         """The first event: the step is registered, and its input edges can be opened."""
@@ -633,10 +632,11 @@ class ExecuteStepResponse(_message.Message):
         paused: Global___StepPaused | None = ...,
         finished: Global___StepFinished | None = ...,
         usage: _request_pb2.Usage | None = ...,
+        ignorable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "checkpoint", b"checkpoint", "event", b"event", "finished", b"finished", "output", b"output", "paused", b"paused", "progress", b"progress", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "checkpoint", b"checkpoint", "event", b"event", "finished", b"finished", "output", b"output", "paused", b"paused", "progress", b"progress", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "checkpoint", b"checkpoint", "event", b"event", "finished", b"finished", "ignorable", b"ignorable", "output", b"output", "paused", b"paused", "progress", b"progress", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "progress", "output", "checkpoint", "paused", "finished", "usage"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -651,36 +651,87 @@ class ExecuteStepsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CALL_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
-    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    IGNORABLE_FIELD_NUMBER: _builtins.int
     call: _builtins.int
     """The call's number. Each number is used for one call of the stream. Starting a call with the number of a running one
     fails the whole stream (INVALID_ARGUMENT).
     """
-    timeout_s: _builtins.float
-    """The call's deadline in seconds from now. If absent, the call has no deadline."""
+    ignorable: _builtins.bool
+    """Whether a replica that does not know the kind of the action ignores the action instead."""
     @_builtins.property
-    def step(self) -> Global___ExecuteStepRequest:
-        """The request of ExecuteStep. If absent, the call is cancelled, which has no effect if it has ended. After a
-        cancellation, the caller receives only those messages of the call that were already sent.
-        """
+    def start(self) -> Global___StartStep:
+        """Start the call."""
+
+    @_builtins.property
+    def cancel(self) -> Global___CancelCall:
+        """Cancel the call, which has no effect if it has ended."""
 
     def __init__(
         self,
         *,
         call: _builtins.int = ...,
+        start: Global___StartStep | None = ...,
+        cancel: Global___CancelCall | None = ...,
+        ignorable: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel", b"cancel", "start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "call", b"call", "cancel", b"cancel", "ignorable", b"ignorable", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["start", "cancel"]  # noqa: Y015
+    _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
+
+Global___ExecuteStepsRequest: _TypeAlias = ExecuteStepsRequest  # noqa: Y015
+
+@_typing.final
+class StartStep(_message.Message):
+    """StartStep starts a call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    timeout_s: _builtins.float
+    """The call's deadline in seconds from now. If absent, the call has no deadline."""
+    @_builtins.property
+    def step(self) -> Global___ExecuteStepRequest:
+        """The request of ExecuteStep. An absent one counts as an empty one."""
+
+    def __init__(
+        self,
+        *,
         step: Global___ExecuteStepRequest | None = ...,
         timeout_s: _builtins.float | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "step", b"step", "timeout_s", b"timeout_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "call", b"call", "step", b"step", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "step", b"step", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
     _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_s) -> _WhichOneofReturnType__timeout_s | None: ...
 
-Global___ExecuteStepsRequest: _TypeAlias = ExecuteStepsRequest  # noqa: Y015
+Global___StartStep: _TypeAlias = StartStep  # noqa: Y015
+
+@_typing.final
+class CancelCall(_message.Message):
+    """CancelCall cancels a call. Afterwards, the caller receives only those messages of the call that were already sent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelCall: _TypeAlias = CancelCall  # noqa: Y015
 
 @_typing.final
 class ExecuteStepsResponse(_message.Message):
@@ -722,8 +773,11 @@ class StepMessage(_message.Message):
     CALL_FIELD_NUMBER: _builtins.int
     EVENT_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
+    IGNORABLE_FIELD_NUMBER: _builtins.int
     call: _builtins.int
     """The call's number."""
+    ignorable: _builtins.bool
+    """Whether a caller that does not know the kind of the message ignores the message instead."""
     @_builtins.property
     def event(self) -> Global___ExecuteStepResponse:
         """An event, as ExecuteStep would stream it."""
@@ -738,10 +792,11 @@ class StepMessage(_message.Message):
         call: _builtins.int = ...,
         event: Global___ExecuteStepResponse | None = ...,
         ended: Global___StepEnded | None = ...,
+        ignorable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "ended", b"ended", "event", b"event", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "ended", b"ended", "event", b"event", "ignorable", b"ignorable", "message", b"message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["event", "ended"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -923,7 +978,7 @@ class Hello(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     PIPELINE_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
-    ARENA_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """The replica's name in the pipeline, for example "thinker-0"."""
     incarnation: _builtins.str
@@ -933,9 +988,8 @@ class Hello(_message.Message):
     generation: _builtins.str
     """The pipeline's generation. Rejected if it is not the consumer's (WRONG_GENERATION)."""
     @_builtins.property
-    @_deprecated("""This field has been marked as deprecated using proto field options.""")
-    def arena(self) -> Global___ArenaAdvertisement:
-        """Not used. Offer announces an arena."""
+    def protocol(self) -> _protocol_pb2.Protocol:
+        """What the producer speaks. Rejected if no version is in common with the consumer (NO_COMMON_VERSION)."""
 
     def __init__(
         self,
@@ -944,11 +998,11 @@ class Hello(_message.Message):
         incarnation: _builtins.str = ...,
         pipeline: _builtins.str = ...,
         generation: _builtins.str = ...,
-        arena: Global___ArenaAdvertisement | None = ...,
+        protocol: _protocol_pb2.Protocol | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "generation", b"generation", "incarnation", b"incarnation", "pipeline", b"pipeline", "replica", b"replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "incarnation", b"incarnation", "pipeline", b"pipeline", "protocol", b"protocol", "replica", b"replica"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -963,36 +1017,24 @@ class ArenaAdvertisement(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROCESS_ID_FIELD_NUMBER: _builtins.int
-    FILE_DESCRIPTOR_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     process_id: _builtins.int
     """The id of the process that owns it, on its own host. For people."""
-    @_builtins.property
-    @_deprecated("""This field has been marked as deprecated using proto field options.""")
-    def file_descriptor(self) -> _builtins.int:
-        """Not used. The file is passed over the local stream."""
-
-    @file_descriptor.setter
-    @_deprecated("""This field has been marked as deprecated using proto field options.""")
-    def file_descriptor(self, value: _builtins.int) -> None:
-        """Not used. The file is passed over the local stream."""
-
     size_bytes: _builtins.int
-    """The arena's length in bytes."""
+    """The length of the memory file in bytes."""
     token: _builtins.bytes
-    """Random bytes, which are also at the start of the arena."""
+    """The 16 random bytes at the start of the memory file."""
     def __init__(
         self,
         *,
         process_id: _builtins.int = ...,
-        file_descriptor: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
         token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["file_descriptor", b"file_descriptor", "process_id", b"process_id", "size_bytes", b"size_bytes", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["process_id", b"process_id", "size_bytes", b"size_bytes", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1000,7 +1042,11 @@ Global___ArenaAdvertisement: _TypeAlias = ArenaAdvertisement  # noqa: Y015
 
 @_typing.final
 class PutItem(_message.Message):
-    """PutItem is one message of a producer to a consumer."""
+    """PutItem is one message of a producer to a consumer.
+
+    A consumer that does not know the kind of an item rejects the flow that the item belongs to (EdgeRejected,
+    UNIMPLEMENTED, UNKNOWN_KIND). If it belongs to no flow, the consumer ends the stream with that error. For this purpose, field 1 of the message of every kind that belongs to a flow is the flow's EdgeKey.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1009,6 +1055,9 @@ class PutItem(_message.Message):
     PIECE_FIELD_NUMBER: _builtins.int
     DEMAND_FIELD_NUMBER: _builtins.int
     OFFER_FIELD_NUMBER: _builtins.int
+    IGNORABLE_FIELD_NUMBER: _builtins.int
+    ignorable: _builtins.bool
+    """Whether a consumer that does not know the kind of the item ignores the item instead."""
     @_builtins.property
     def open(self) -> Global___OpenEdge:
         """A flow starts, or resumes after a reconnect."""
@@ -1027,7 +1076,7 @@ class PutItem(_message.Message):
 
     @_builtins.property
     def offer(self) -> Global___Offer:
-        """A connector can read the producer's arena."""
+        """A connector can read the producer's arena. Sent only if the consumer supports the feature "offers"."""
 
     def __init__(
         self,
@@ -1037,10 +1086,11 @@ class PutItem(_message.Message):
         piece: _chunk_pb2.ChunkPiece | None = ...,
         demand: Global___CreditDemand | None = ...,
         offer: Global___Offer | None = ...,
+        ignorable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "item", b"item", "offer", b"offer", "open", b"open", "piece", b"piece"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "item", b"item", "offer", b"offer", "open", b"open", "piece", b"piece"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "ignorable", b"ignorable", "item", b"item", "offer", b"offer", "open", b"open", "piece", b"piece"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["open", "chunk", "piece", "demand", "offer"]  # noqa: Y015
     _WhichOneofArgType_item: _TypeAlias = _typing.Literal["item", b"item"]  # noqa: Y015
@@ -1208,7 +1258,7 @@ class Welcome(_message.Message):
 
     REPLICA_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
-    CONNECTORS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     INLINE_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     HELD_LEASE_IDS_FIELD_NUMBER: _builtins.int
     LOCAL_SOCKET_FIELD_NUMBER: _builtins.int
@@ -1224,27 +1274,28 @@ class Welcome(_message.Message):
     descriptor of the arena's memory file, and Hello and Welcome are exchanged first as here. Empty if there is none.
     """
     @_builtins.property
-    @_deprecated("""This field has been marked as deprecated using proto field options.""")
-    def connectors(self) -> _containers.RepeatedScalarFieldContainer[_chunk_pb2.Connector.ValueType]:
-        """Not used. Offer and Meeting negotiate connectors."""
+    def protocol(self) -> _protocol_pb2.Protocol:
+        """What the consumer speaks. A producer without a version in common ends the stream (NO_COMMON_VERSION)."""
 
     @_builtins.property
     def held_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """After a reconnect: the leases that the consumer still holds. The producer releases all others."""
+        """After a reconnect: the leases that the consumer still holds. The producer releases all others that it granted on
+        streams to this address.
+        """
 
     def __init__(
         self,
         *,
         replica: _builtins.str = ...,
         incarnation: _builtins.str = ...,
-        connectors: _abc.Iterable[_chunk_pb2.Connector.ValueType] | None = ...,
+        protocol: _protocol_pb2.Protocol | None = ...,
         inline_limit_bytes: _builtins.int = ...,
         held_lease_ids: _abc.Iterable[_builtins.int] | None = ...,
         local_socket: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connectors", b"connectors", "held_lease_ids", b"held_lease_ids", "incarnation", b"incarnation", "inline_limit_bytes", b"inline_limit_bytes", "local_socket", b"local_socket", "replica", b"replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_lease_ids", b"held_lease_ids", "incarnation", b"incarnation", "inline_limit_bytes", b"inline_limit_bytes", "local_socket", b"local_socket", "protocol", b"protocol", "replica", b"replica"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1252,7 +1303,13 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class PutReply(_message.Message):
-    """PutReply is one message of a consumer to a producer."""
+    """PutReply is one message of a consumer to a producer.
+
+    A producer that does not know the kind of a reply fails the flow that the reply belongs to (UNIMPLEMENTED,
+    UNKNOWN_KIND). If it belongs to no flow, the producer ends the stream with that error, which fails the flows that the
+    stream carries. Field 1 of the message of every kind that belongs to a flow is the flow's
+    EdgeKey.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1264,6 +1321,9 @@ class PutReply(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     MEETING_FIELD_NUMBER: _builtins.int
     RESYNC_FIELD_NUMBER: _builtins.int
+    IGNORABLE_FIELD_NUMBER: _builtins.int
+    ignorable: _builtins.bool
+    """Whether a producer that does not know the kind of the reply ignores the reply instead."""
     @_builtins.property
     def opened(self) -> Global___EdgeOpened:
         """The flow may send."""
@@ -1307,10 +1367,11 @@ class PutReply(_message.Message):
         release: Global___LeaseRelease | None = ...,
         meeting: Global___Meeting | None = ...,
         resync: Global___EdgeResync | None = ...,
+        ignorable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commit", b"commit", "credit", b"credit", "meeting", b"meeting", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply", "resync", b"resync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commit", b"commit", "credit", b"credit", "meeting", b"meeting", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply", "resync", b"resync"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commit", b"commit", "credit", b"credit", "ignorable", b"ignorable", "meeting", b"meeting", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply", "resync", b"resync"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["opened", "ack", "credit", "commit", "rejected", "release", "meeting", "resync"]  # noqa: Y015
     _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
@@ -1517,7 +1578,9 @@ class LeaseRelease(_message.Message):
     LEASE_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The leases. Each is returned once."""
+        """The leases, as ChunkData.lease_id named them. They may be returned on any stream to the producer. A lease that has
+        already ended is ignored.
+        """
 
     def __init__(
         self,
@@ -1568,6 +1631,9 @@ class GetChunkResponse(_message.Message):
 
     CHUNK_FIELD_NUMBER: _builtins.int
     PIECE_FIELD_NUMBER: _builtins.int
+    IGNORABLE_FIELD_NUMBER: _builtins.int
+    ignorable: _builtins.bool
+    """Whether a caller that does not know the kind of the content ignores the response instead."""
     @_builtins.property
     def chunk(self) -> _chunk_pb2.Chunk:
         """A chunk, whose fragments were sent before it."""
@@ -1581,10 +1647,11 @@ class GetChunkResponse(_message.Message):
         *,
         chunk: _chunk_pb2.Chunk | None = ...,
         piece: _chunk_pb2.ChunkPiece | None = ...,
+        ignorable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "part", b"part", "piece", b"piece"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "part", b"part", "piece", b"piece"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "ignorable", b"ignorable", "part", b"part", "piece", b"piece"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["chunk", "piece"]  # noqa: Y015
     _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
@@ -1598,12 +1665,21 @@ class DescribeRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def protocol(self) -> _protocol_pb2.Protocol:
+        """What the caller speaks. If no version is in common with the replica, the call fails (NO_COMMON_VERSION). Unset by
+        tools that only show the answer.
+        """
+
     def __init__(
         self,
+        *,
+        protocol: _protocol_pb2.Protocol | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1627,7 +1703,7 @@ class DescribeResponse(_message.Message):
     ACCEPTS_FIELD_NUMBER: _builtins.int
     EMITS_FIELD_NUMBER: _builtins.int
     CONNECTORS_FIELD_NUMBER: _builtins.int
-    WIRE_VERSION_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     ZONE_FIELD_NUMBER: _builtins.int
     pipeline: _builtins.str
@@ -1648,8 +1724,6 @@ class DescribeResponse(_message.Message):
     """The replica's state."""
     detail: _builtins.str
     """A text for people: what it is loading, or why it failed."""
-    wire_version: _builtins.int
-    """The version of this API: 1."""
     host: _builtins.str
     """An identifier shared by replicas that can share memory, because they are on one host, in one network namespace, and
     run as one user. Generated at random when the host starts. Empty if not known.
@@ -1668,6 +1742,10 @@ class DescribeResponse(_message.Message):
     def connectors(self) -> _containers.RepeatedScalarFieldContainer[_chunk_pb2.Connector.ValueType]:
         """The connectors that it supports."""
 
+    @_builtins.property
+    def protocol(self) -> _protocol_pb2.Protocol:
+        """What the replica speaks. An orchestrator without a version in common sends it no steps."""
+
     def __init__(
         self,
         *,
@@ -1683,13 +1761,13 @@ class DescribeResponse(_message.Message):
         accepts: _abc.Iterable[_tensor_pb2.TensorSpec] | None = ...,
         emits: _abc.Iterable[_tensor_pb2.TensorSpec] | None = ...,
         connectors: _abc.Iterable[_chunk_pb2.Connector.ValueType] | None = ...,
-        wire_version: _builtins.int = ...,
+        protocol: _protocol_pb2.Protocol | None = ...,
         host: _builtins.str = ...,
         zone: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts", b"accepts", "connectors", b"connectors", "detail", b"detail", "emits", b"emits", "engine", b"engine", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "model", b"model", "pipeline", b"pipeline", "replica", b"replica", "stage", b"stage", "state", b"state", "wire_version", b"wire_version", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts", b"accepts", "connectors", b"connectors", "detail", b"detail", "emits", b"emits", "engine", b"engine", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "model", b"model", "pipeline", b"pipeline", "protocol", b"protocol", "replica", b"replica", "stage", b"stage", "state", b"state", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -86,7 +86,6 @@ class Tensor(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     INLINE_FIELD_NUMBER: _builtins.int
     SHM_FIELD_NUMBER: _builtins.int
-    NIXL_FIELD_NUMBER: _builtins.int
     STREAMED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name that producer and consumer use for it. Unique within its chunk."""
@@ -102,13 +101,9 @@ class Tensor(_message.Message):
 
     @_builtins.property
     def shm(self) -> Global___ShmRegion:
-        """A region of the producer's arena. The flow's connector reads it: in place on the same host, or by RDMA from
-        another host.
+        """A region of the producer's arena. The flow's connector reads it: shm in place on the same host, nixl by a copy,
+        also from another host.
         """
-
-    @_builtins.property
-    def nixl(self) -> Global___NixlRegion:
-        """A region of registered memory outside an arena. This version does not send it, and rejects it."""
 
     @_builtins.property
     def streamed(self) -> Global___StreamedRegion:
@@ -122,14 +117,13 @@ class Tensor(_message.Message):
         shape: _abc.Iterable[_builtins.int] | None = ...,
         inline: _builtins.bytes = ...,
         shm: Global___ShmRegion | None = ...,
-        nixl: Global___NixlRegion | None = ...,
         streamed: Global___StreamedRegion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["inline", b"inline", "location", b"location", "nixl", b"nixl", "shm", b"shm", "streamed", b"streamed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["inline", b"inline", "location", b"location", "shm", b"shm", "streamed", b"streamed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "inline", b"inline", "location", b"location", "name", b"name", "nixl", b"nixl", "shape", b"shape", "shm", b"shm", "streamed", b"streamed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "inline", b"inline", "location", b"location", "name", b"name", "shape", b"shape", "shm", b"shm", "streamed", b"streamed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_location: _TypeAlias = _typing.Literal["inline", "shm", "nixl", "streamed"]  # noqa: Y015
+    _WhichOneofReturnType_location: _TypeAlias = _typing.Literal["inline", "shm", "streamed"]  # noqa: Y015
     _WhichOneofArgType_location: _TypeAlias = _typing.Literal["location", b"location"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_location) -> _WhichOneofReturnType_location | None: ...
 
@@ -145,12 +139,12 @@ class ShmRegion(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
-    """The offset from the start of the arena, in bytes."""
+    """The offset from the start of the arena's memory file, in bytes."""
     size_bytes: _builtins.int
     """The length in bytes."""
     generation: _builtins.int
-    """The number of times that the slot had been allocated when this region was. A reader rejects the region if its slot
-    has another generation.
+    """The number of the allocation that the region belongs to, not 0. A reader rejects the region (STALE_REGION) if the
+    arena's page table has another number for its first or its last page.
     """
     def __init__(
         self,
@@ -166,40 +160,6 @@ class ShmRegion(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ShmRegion: _TypeAlias = ShmRegion  # noqa: Y015
-
-@_typing.final
-class NixlRegion(_message.Message):
-    """NixlRegion is a region of registered memory of the producer's NIXL agent."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ADDRESS_FIELD_NUMBER: _builtins.int
-    SIZE_BYTES_FIELD_NUMBER: _builtins.int
-    DEVICE_ID_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
-    address: _builtins.int
-    """The virtual address in the producer's process."""
-    size_bytes: _builtins.int
-    """The length in bytes."""
-    device_id: _builtins.int
-    """The device that contains the memory. 0 for host memory."""
-    generation: _builtins.int
-    """The number of times that the slot had been allocated when this region was."""
-    def __init__(
-        self,
-        *,
-        address: _builtins.int = ...,
-        size_bytes: _builtins.int = ...,
-        device_id: _builtins.int = ...,
-        generation: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device_id", b"device_id", "generation", b"generation", "size_bytes", b"size_bytes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___NixlRegion: _TypeAlias = NixlRegion  # noqa: Y015
 
 @_typing.final
 class StreamedRegion(_message.Message):

@@ -3,15 +3,18 @@
 import asyncio
 import math
 from collections.abc import AsyncIterable, AsyncIterator
+from importlib.metadata import version
 from pathlib import Path
 
 import grpc
 import pytest
 
+from stagemesh.common.versions import own_protocol
 from stagemesh.orchestrator import describe
 from stagemesh.orchestrator.admin.service import SERVICE_NAME
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, control_pb2, stage_pb2
 from stagemesh.v1.control_pb2_grpc import StageControlServiceStub
+from stagemesh.v1.protocol_pb2 import Protocol
 from tests.orchestrator.admin.calls import error_of
 from tests.orchestrator.mesh import Mesh, ask, mesh, until_health
 from tests.orchestrator.scripted_stage import Response, ScriptedStage, hang
@@ -106,6 +109,20 @@ async def test_peers_receive_the_name_in_a_replicas_certificate(chain: Mesh) -> 
     await chain.generate()
     assert {probe.server_name for probe in chain.stages["a"].probes} == {"b.example"}
     assert [output.server_name for output in chain.stages["a"].requests[-1].outputs] == ["b.example"]
+
+
+async def test_the_server_and_its_replicas_say_what_they_speak(chain: Mesh) -> None:
+    server = await _admin(chain).DescribeServer(admin_pb2.DescribeServerRequest(protocol=own_protocol()), timeout=10)
+    replicas = await _admin(chain).ListReplicas(admin_pb2.ListReplicasRequest(), timeout=10)
+    assert server.protocol == own_protocol()
+    assert server.protocol.software == f"stagemesh {version('stagemesh')}"
+    assert [replica.protocol for replica in replicas.replicas] == [own_protocol()] * 3
+
+
+async def test_the_server_refuses_an_operator_without_a_common_version(chain: Mesh) -> None:
+    request = admin_pb2.DescribeServerRequest(protocol=Protocol(lowest_version=2, highest_version=2))
+    error = await error_of(_admin(chain).DescribeServer(request, timeout=10))
+    assert (error.reason, "the caller speaks wire versions 2 to 2" in error.message) == ("NO_COMMON_VERSION", True)
 
 
 async def test_pages_join_without_gaps(chain: Mesh) -> None:

@@ -6,11 +6,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
-from stagemesh.common.errors import InternalError, InvalidRequestError, StagemeshError, UnavailableError
+from stagemesh.common.errors import (
+    InternalError,
+    InvalidRequestError,
+    StagemeshError,
+    UnavailableError,
+    UnsupportedError,
+)
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient
 from stagemesh.orchestrator.request.step_calls import follow_step
@@ -18,6 +24,7 @@ from stagemesh.rpc.channels import MAX_MESSAGE_BYTES, open_channel
 from stagemesh.rpc.server import Server
 from stagemesh.services.stage.service import servicer
 from stagemesh.v1 import stage_pb2
+from tests.later_contract import later_class
 from tests.orchestrator.mesh import serve
 from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, Script, ScriptedStage, hang, say_hello
 
@@ -48,9 +55,11 @@ class Caller:
 
 
 @asynccontextmanager
-async def _calling(script: Script = say_hello) -> AsyncGenerator[Caller]:
-    stage = ScriptedStage("a", script=script)
-    server, endpoint = await serve(stage)
+async def _calling(
+    script: Script = say_hello, *, minimal: bool = False, kind: type[ScriptedStage] = ScriptedStage
+) -> AsyncGenerator[Caller]:
+    stage = kind("a", script=script)
+    server, endpoint = await serve(stage, minimal=minimal)
     channel = open_channel(endpoint)
     client = ReplicaClient(channel, stage="a", replica="a-0", endpoint=endpoint)
     try:
@@ -77,8 +86,51 @@ async def test_steps_share_a_stream_and_each_gets_its_own_events() -> None:
     assert caller.stage.streams == 1
 
 
-async def test_a_step_that_fails_fails_alone() -> None:
-    async with _calling(_fail) as caller:
+class LaterStage(ScriptedStage):
+    """A stage of a later version, which sends a message of another kind for each of the first two calls."""
+
+    async def ExecuteSteps(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        messages = [later_class("StepMessage")(call=number, later="news", ignorable=number == 2) for number in (1, 2)]
+        await context.write(later_class("ExecuteStepsResponse")(messages=messages).SerializeToString())
+        await cast("Any", super().ExecuteSteps(request_iterator, context))
+
+
+async def test_a_message_of_an_unknown_kind_ends_its_step_unless_it_is_ignorable() -> None:
+    async with _calling(kind=LaterStage) as caller:
+        error, _, _ = await asyncio.gather(caller.fails("refused"), caller.run("ignored"), caller.run("other"))
+    assert (error.reason, error.metadata["replica"]) == ("UNKNOWN_KIND", "a-0")
+    assert "sent a StepMessage of an unknown kind (field 1000)" in error.message
+    assert caller.received["ignored"] == caller.received["other"] != []
+
+
+async def test_steps_are_calls_of_their_own_where_the_stream_is_not_served() -> None:
+    async with _calling(minimal=True) as caller:
+        await asyncio.gather(*(caller.run(f"r{number}", text="kept") for number in range(8)))
+        await caller.run("later", text="kept")
+    assert list(caller.received.values()) == [["accepted", "progress", "output", "output", "finished"]] * 9
+    assert {request.input.text for request in caller.stage.requests} == {"kept"}
+
+
+async def test_a_step_call_of_its_own_is_cancelled() -> None:
+    async with _calling(hang, minimal=True) as caller:
+        leaving = asyncio.create_task(caller.run("leaves"))
+        await _until(lambda: caller.stage.running == 1)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        await _until(lambda: caller.stage.running == 0)
+
+
+async def test_a_step_call_of_its_own_loses_its_replica() -> None:
+    async with _calling(hang, minimal=True) as caller:
+        running = asyncio.create_task(caller.fails("r"))
+        await _until(lambda: caller.stage.running == 1)
+        await caller.server.stop(grace_s=0)
+        assert (await running).reason == REPLICA_LOST
+
+
+@pytest.mark.parametrize("minimal", [False, True])
+async def test_a_step_that_fails_fails_alone(minimal: bool) -> None:
+    async with _calling(_fail, minimal=minimal) as caller:
         error, _ = await asyncio.gather(caller.fails("bad"), caller.run("good"))
     assert (error.message, error.metadata["replica"]) == ("out of luck", "a-0")
     assert caller.received["good"] == ["accepted", "finished"]
@@ -225,17 +277,11 @@ async def test_a_service_without_the_method_does_not_count_as_lost() -> None:
     endpoint = f"127.0.0.1:{await server.start()}"
     async with open_channel(endpoint) as channel:
         client = ReplicaClient(channel, stage="a", replica="a-0", endpoint=endpoint)
-        errors: list[StagemeshError] = []
-        # gRPC hides the status if a write fails just before the status arrives. `follow_step` then calls again.
-        while not errors or (errors[-1].reason == REPLICA_LOST and len(errors) < 5):
-            with pytest.raises(StagemeshError) as caught:
-                await client.execute(stage_pb2.ExecuteStepRequest(), timeout_s=BOUND_S, take=lambda _: None)
-            errors.append(caught.value)
+        with pytest.raises(UnsupportedError, match=r"replica a-0 .* Method not found") as caught:
+            await client.execute(stage_pb2.ExecuteStepRequest(), timeout_s=BOUND_S, take=lambda _: None)
         await client.close()
     await server.stop(grace_s=0)
-    assert errors[-1].reason != REPLICA_LOST
-    assert errors[-1].metadata["replica"] == "a-0"
-    assert errors[-1].message.startswith("replica a-0: ")
+    assert caught.value.metadata["replica"] == "a-0"
 
 
 async def _until(condition: Callable[[], bool]) -> None:

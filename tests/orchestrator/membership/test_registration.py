@@ -14,6 +14,7 @@ import pytest
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.common.process_config import dump_config
 from stagemesh.common.stage_config import OrchestratorAddress, StageConfig
+from stagemesh.common.versions import own_protocol
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration, ReplicaAddress
 from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.orchestrator.service import serving
@@ -188,7 +189,7 @@ class _Silent(membership_pb2_grpc.MembershipServiceServicer):
                 raise NotReadyError("the lease has ended; register again", reason="LEASE_ENDED")
             self.asked.set()
             await asyncio.Event().wait()
-            yield membership_pb2.RegisterResponse()
+            yield membership_pb2.RegisterResponse(protocol=own_protocol())
 
 
 @pytest.mark.parametrize("ended", [0, 1], ids=["never registered", "lease ended"])

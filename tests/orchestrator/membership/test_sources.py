@@ -12,12 +12,14 @@ import pytest
 
 from benchmarks.simulation import virtual_time
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotReadyError, StaleAttemptError
+from stagemesh.common.versions import own_protocol
 from stagemesh.orchestrator.config import DnsName, ReplicaAddress
 from stagemesh.orchestrator.membership.addresses import DnsSource, StaticSource
 from stagemesh.orchestrator.membership.base import Member, MemberSource
 from stagemesh.orchestrator.membership.registration import MembershipServicer, RegistrationSource
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.v1 import membership_pb2
+from stagemesh.v1.protocol_pb2 import Protocol
 from tests.orchestrator.mesh import CHAIN
 
 
@@ -68,9 +70,9 @@ def pipeline(tmp_path: Path) -> Pipeline:
     return load_pipeline(str(tmp_path / "chain.yaml"))
 
 
-def _identity(chain: Pipeline, /, **fields: str | int) -> membership_pb2.ReplicaIdentity:
-    known: dict[str, str | int] = {
-        "wire_version": 1,
+def _identity(chain: Pipeline, /, **fields: object) -> membership_pb2.ReplicaIdentity:
+    known: dict[str, object] = {
+        "protocol": own_protocol(),
         "pipeline": chain.name,
         "generation": chain.generation,
         "stage": "b",
@@ -269,14 +271,13 @@ def test_a_name_in_use_is_rejected_until_its_holder_disconnects(pipeline: Pipeli
 @pytest.mark.parametrize(
     ("field", "value", "complaint"),
     [
-        ("wire_version", 2, "its wire version is 2, expected 1"),
         ("pipeline", "other", "its pipeline is other, expected chain"),
         ("generation", "other", "its generation is other, expected"),
         ("stage", "d", "pipeline 'chain' has no stage 'd'"),
     ],
 )
 async def test_a_replica_of_another_pipeline_is_rejected(
-    pipeline: Pipeline, field: str, value: str | int, complaint: str
+    pipeline: Pipeline, field: str, value: str, complaint: str
 ) -> None:
     source = RegistrationSource(pipeline, lease_s=15)
     async with _followed(source) as listener:
@@ -284,6 +285,17 @@ async def test_a_replica_of_another_pipeline_is_rejected(
             source.register(_identity(pipeline, **{field: value}))
         assert listener.members == []
     assert caught.value.reason == "REPLICA_REFUSED"
+
+
+@pytest.mark.parametrize("protocol", [Protocol(lowest_version=2, highest_version=3), Protocol()], ids=["newer", "none"])
+async def test_a_replica_without_a_common_version_is_rejected(pipeline: Pipeline, protocol: Protocol) -> None:
+    source = RegistrationSource(pipeline, lease_s=15)
+    async with _followed(source):
+        with pytest.raises(
+            NotReadyError, match=r"b-0 at h:1 speaks .*, but this orchestrator speaks .*; upgrade"
+        ) as caught:
+            source.register(_identity(pipeline, protocol=protocol))
+    assert caught.value.reason == "NO_COMMON_VERSION"
 
 
 async def test_another_generation_may_be_accepted(pipeline: Pipeline) -> None:

@@ -1,10 +1,11 @@
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from stagemesh.common.errors import NotFoundError, StagemeshError, UnavailableError
 from stagemesh.common.replica_state import ReplicaState
+from stagemesh.common.versions import own_protocol
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
@@ -13,6 +14,7 @@ from stagemesh.orchestrator.membership.base import Member
 from stagemesh.orchestrator.planning.planner import NotReadyYetError, Planner
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.v1 import stage_pb2
+from stagemesh.v1.protocol_pb2 import Protocol
 from tests.orchestrator.mesh import CHAIN, mesh, until_health
 from tests.orchestrator.replicas import ready_replica
 from tests.rpc.health_calls import Request, Response, check
@@ -182,21 +184,31 @@ def test_the_end_of_a_replica_is_reported_to_its_callbacks(pipeline: Pipeline) -
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("generation", "other"), ("pipeline", "other"), ("wire_version", 2), ("stage", "other")]
+    "fields",
+    [
+        {"generation": "other"},
+        {"pipeline": "other"},
+        {"stage": "other"},
+        {"protocol": Protocol(lowest_version=2, highest_version=3)},
+        {"protocol": Protocol()},
+    ],
+    ids=str,
 )
-def test_a_replica_of_another_pipeline_is_rejected(pipeline: Pipeline, field: str, value: str | int) -> None:
+def test_a_replica_of_another_pipeline_is_rejected(pipeline: Pipeline, fields: dict[str, Any]) -> None:
     description = stage_pb2.DescribeResponse(
         pipeline="chain",
         generation=pipeline.generation,
         stage="a",
-        wire_version=1,
+        protocol=own_protocol(),
         state=stage_pb2.REPLICA_STATE_READY,
     )
-    setattr(description, field, value)
+    for field in fields:
+        description.ClearField(field)  # type: ignore[arg-type]
+    description.MergeFrom(stage_pb2.DescribeResponse(**fields))
     replica = Replica(Member("a", "h:1", "a-0"), cast("ReplicaClient", None), on_change=lambda: None)
     replica.observe_description(description, pipeline)
     assert replica.state is ReplicaState.FAILED
-    assert replica.detail.startswith(f"refused: its {field.replace('_', ' ')} is {value}, expected")
+    assert replica.detail.startswith("refused: replica a-0 speaks" if "protocol" in fields else "refused: its ")
 
 
 async def test_the_orchestrator_serves_once_every_stage_is_ready(tmp_path: Path) -> None:
@@ -230,3 +242,16 @@ async def test_the_pipeline_is_described_as_it_is_now(tmp_path: Path) -> None:
         ("b->c", "b", "c"),
     ]
     assert {output.name: output.kind for output in described.outputs} == {"first": "text", "last": "text"}
+
+
+def test_an_unknown_state_counts_as_a_failure(pipeline: Pipeline) -> None:
+    description = stage_pb2.DescribeResponse(
+        pipeline=pipeline.name,
+        generation=pipeline.generation,
+        stage="a",
+        protocol=own_protocol(),
+        state=900,  # type: ignore[arg-type]
+    )
+    replica = Replica(Member("a", "h:1", "a-0"), cast("ReplicaClient", None), on_change=lambda: None)
+    replica.observe_description(description, pipeline)
+    assert replica.state is ReplicaState.FAILED

@@ -461,7 +461,7 @@ class InletAttempt:
 
     def _accept_end(self, end: chunk_pb2.ChunkEnd) -> None:
         expected = self._digest.end()
-        if end != expected:
+        if (end.count, end.digest) != (expected.count, expected.digest):
             raise InvalidChunkError(
                 f"edge {self.key.edge} ended after {end.count} chunks, but {expected.count} arrived, or they differ",
                 reason="DIGEST_MISMATCH",

@@ -4,6 +4,7 @@ A delivered chunk is retained within a budget of arena memory. The chunk's regio
 have leases on them.
 """
 
+import itertools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,11 @@ RETAINED_FRACTION = 4
 The budget applies separately to the arena and to each worker's partition.
 """
 
+_lease_ids = itertools.count(1)
+"""The source of lease ids, which are unique in this process.
+
+A consumer that is reached at two addresses can therefore release a lease over either connection.
+"""
 _ARENA = 0
 """The partition number of the arena memory that is outside all workers' partitions."""
 
@@ -82,7 +88,6 @@ class Leases:
 
     def __init__(self) -> None:
         self._regions: dict[int, Sequence[Region]] = {}
-        self._last_id = 0
 
     def __bool__(self) -> bool:
         """Returns whether the consumer has at least one lease."""
@@ -90,16 +95,18 @@ class Leases:
 
     def grant(self, regions: Sequence[Region]) -> int:
         """Grants a lease on `regions` and returns its id. The lease retains the regions until the lease ends."""
-        self._last_id += 1
+        lease_id = next(_lease_ids)
         for region in regions:
             region.retain()
-        self._regions[self._last_id] = regions
-        return self._last_id
+        self._regions[lease_id] = regions
+        return lease_id
 
-    def end(self, lease_id: int) -> None:
-        """Ends the lease `lease_id` and releases its regions. Does nothing if there is no such lease."""
-        for region in self._regions.pop(lease_id, ()):
+    def end(self, lease_id: int) -> bool:
+        """Ends the lease `lease_id` and releases its regions. Returns False if there is no such lease."""
+        regions = self._regions.pop(lease_id, None)
+        for region in regions or ():
             region.release()
+        return regions is not None
 
     def end_all(self, *, except_ids: Container[int] = ()) -> None:
         """Ends all leases of the consumer, except the leases whose ids are in `except_ids`."""

@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 
 from stagemesh.common.connector_descriptors import AUTO, GRPC, ConnectorName, descriptors, number_of
 from stagemesh.common.errors import InternalError, InvalidChunkError, NotReadyError, StagemeshError, UnavailableError
+from stagemesh.common.versions import OFFERS
 from stagemesh.connectors.base import Connector
 from stagemesh.connectors.edge import ReadyQueue
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
@@ -230,7 +231,11 @@ class Connection:
         Raises the consumer's error if the consumer rejects the stream. Raises UnavailableError if the consumer does not
         answer within _HANDSHAKE_S seconds.
         """
-        return await self._open_grpc(self._main)
+        welcome = await self._open_grpc(self._main)
+        if OFFERS not in welcome.protocol.features:
+            error = NotReadyError(f"{self._peer} does not support offers of arenas", reason="CONNECTOR_UNAVAILABLE")
+            self._refused = {name: error for name in descriptors() if name != GRPC}
+        return welcome
 
     async def open_local(
         self, welcome: stage_pb2.Welcome, *, died: Callable[[], None]

@@ -13,6 +13,7 @@ from typing import TypeAlias
 from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.common.errors import ExistsError, NotFoundError, NotReadyError, StagemeshError, StaleAttemptError
 from stagemesh.common.host import bulk_threads
+from stagemesh.common.versions import check_version
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.arena.memory_file import when_gone
 from stagemesh.connectors.base import Bytes, Producer, Reader
@@ -306,11 +307,13 @@ class Consumer:
     def admit(self, hello: stage_pb2.Hello) -> ProducerState:
         """Returns the state of the producer that has sent `hello`.
 
-        Fails the flows of the producer's earlier incarnations. Raises NotReadyError if the producer belongs to another
-        pipeline or generation. If `fail_all` was called before, raises the error that was passed to `fail_all`.
+        Fails the flows of the producer's earlier incarnations. Raises NotReadyError if the producer has no wire version
+        in common with this replica, or belongs to another pipeline or generation. If `fail_all` was called before,
+        raises the error that was passed to `fail_all`.
         """
         if self._error is not None:
             raise copy(self._error)
+        check_version(hello.protocol, peer=f"producer {hello.replica}", own_name=f"consumer {self._identity.replica}")
         _check_same("pipeline", hello.pipeline, self._identity.pipeline, reason="WRONG_PIPELINE")
         _check_same("generation", hello.generation, self._identity.generation, reason="WRONG_GENERATION")
         for producer in list(self._producers.values()):

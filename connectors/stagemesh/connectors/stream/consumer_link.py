@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 
 from stagemesh.common.connector_descriptors import ConnectorName, name_of
 from stagemesh.common.errors import InternalError, InvalidChunkError, StagemeshError, UnavailableError
+from stagemesh.common.unknown_kinds import unknown_kind
+from stagemesh.common.versions import check_version
 from stagemesh.connectors.edge import EdgeKey
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
 from stagemesh.connectors.flow.sent_chunks import Leases
@@ -43,9 +45,21 @@ class ConsumerLink:
         connectors: ReplicaConnectors,
         inline_limit_bytes: int,
         on_idle: Callable[["ConsumerLink"], None],
+        on_released_elsewhere: Callable[[Sequence[int]], None],
     ) -> None:
+        """Creates a link that is not connected.
+
+        Args:
+            peer: The consumer and its address.
+            connectors: The connectors of this replica.
+            inline_limit_bytes: The maximum size, in bytes, of a chunk that is sent inline.
+            on_idle: Called when the link has been disconnected and has nothing to do.
+            on_released_elsewhere: Called with the ids of leases that the consumer has released over this link, but that
+                this link has not granted.
+        """
         self._peer, self._connectors = peer, connectors
         self._inline_limit_bytes, self._on_idle = inline_limit_bytes, on_idle
+        self._on_released_elsewhere = on_released_elsewhere
         self._flows: dict[EdgeKey, OutletAttempt] = {}
         self._to_open: dict[OutletAttempt, None] = {}
         self._probes: dict[asyncio.Future[EdgeProbe], ConnectorName] = {}
@@ -84,6 +98,10 @@ class ConsumerLink:
             return await answer
         finally:
             self._probes.pop(answer, None)
+
+    def end_leases(self, lease_ids: Iterable[int]) -> list[int]:
+        """Ends the leases that this link has granted. Returns the ids of the others."""
+        return [lease_id for lease_id in lease_ids if not self._leases.end(lease_id)]
 
     async def close(self) -> None:
         """Ends the connection and all flows. Idempotent."""
@@ -159,6 +177,7 @@ class ConsumerLink:
             flow.check_silence(now_s)
 
     def _accept(self, welcome: stage_pb2.Welcome) -> None:
+        check_version(welcome.protocol, peer=str(self._peer), own_name=f"producer {self._peer.hello.replica}")
         if not welcome.incarnation:
             raise InvalidChunkError(f"replica {self._peer.consumer} did not report its incarnation")
         if self._incarnation and self._incarnation != welcome.incarnation:
@@ -222,12 +241,14 @@ class ConsumerLink:
     def _take_reply(self, reply: stage_pb2.PutReply) -> None:
         kind = reply.WhichOneof("reply")
         if kind == "release":
-            for lease_id in reply.release.lease_ids:
-                self._leases.end(lease_id)
+            if elsewhere := self.end_leases(reply.release.lease_ids):
+                self._on_released_elsewhere(elsewhere)
         elif kind == "meeting":
             if self._connection is not None:
                 self._connection.answer(reply.meeting)
-        elif kind is not None:
+        elif kind is None:
+            self._refuse_unknown(reply)
+        else:
             flow = self._flows.get(wire.key_from_wire(getattr(reply, kind).key))
             if flow is not None:
                 try:
@@ -251,7 +272,22 @@ class ConsumerLink:
             case "resync":
                 self._resync(flow, reply.resync)
             case _:
-                raise InvalidChunkError("the consumer sent a reply of an unknown kind")
+                raise AssertionError(f"the reply {kind} has no handler")
+
+    def _refuse_unknown(self, reply: stage_pb2.PutReply) -> None:
+        """Fails the flow of a reply of an unknown kind. Raises the error, which ends the stream, if there is no flow.
+
+        Does nothing if the consumer has marked the reply as ignorable.
+        """
+        error = unknown_kind(reply, of=str(self._peer))
+        if error is None:
+            return
+        key = wire.key_of_unknown(reply)
+        if not key.request_id:
+            raise error
+        flow = self._flows.get(wire.key_from_wire(key))
+        if flow is not None:
+            flow.fail(error)
 
     def _resync(self, flow: OutletAttempt, resync: stage_pb2.EdgeResync) -> None:
         error = wire.error_from_wire(resync.error)

@@ -15,6 +15,7 @@ from stagemesh.common.errors import (
     StagemeshError,
     UnavailableError,
 )
+from stagemesh.common.unknown_kinds import refuse_unknown, unknown_kind
 from stagemesh.connectors.base import FetchingReader, InPlaceReader
 from stagemesh.connectors.edge import EdgeKey, Packet, ReadyQueue
 from stagemesh.connectors.flow.inlet import InletAttempt
@@ -197,7 +198,21 @@ class ConsumerSession:
             case "offer":
                 self._negotiate(item.offer)
             case _:
-                _log.warning("%s sent an item of an unknown kind", self._name)
+                self._refuse_unknown(item)
+
+    def _refuse_unknown(self, item: stage_pb2.PutItem) -> None:
+        """Rejects the flow of an item of an unknown kind. Raises the error, which ends the stream, if there is no flow.
+
+        Does nothing if the producer has marked the item as ignorable.
+        """
+        error = unknown_kind(item, of=self._name)
+        if error is None:
+            return
+        _log.warning("%s", error.message)
+        key = wire.key_of_unknown(item)
+        if not key.request_id:
+            raise error
+        self._guarded(key, _raise, error)
 
     def _guarded(self, message: chunk_pb2.EdgeKey, process: Callable[..., None], item: object) -> None:
         """Calls `process(item)`. If an error is raised, rejects only the flow to which the item belongs.
@@ -333,6 +348,7 @@ class ConsumerSession:
             case "abort":
                 flow.deliver_abort(wire.error_from_wire(chunk.abort.error))
             case _:
+                refuse_unknown(chunk, of=self._name)
                 raise InvalidChunkError(f"chunk {chunk.seq} of edge {flow.key.edge} is empty")
         return False
 
@@ -386,3 +402,8 @@ class ConsumerSession:
             raise UnavailableError(
                 f"connector {flow.connector} failed: {type(exc).__name__}: {exc}", reason="CONNECTOR_FAILED"
             ) from exc
+
+
+def _raise(error: object) -> None:
+    assert isinstance(error, StagemeshError), "only errors are raised"
+    raise error

@@ -1,17 +1,19 @@
 """Converts packets and flow data to and from protobuf messages, and checks the messages that a peer has sent."""
 
 import hashlib
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from stagemesh.common.connector_descriptors import ConnectorName, name_of, number_of
 from stagemesh.common.errors import InvalidChunkError, StagemeshError, error_class
 from stagemesh.common.tensors import Array, Tensors, checked_layout, dtype_name, dtype_to_wire, read_inline
 from stagemesh.common.typed_values import fill_message, from_message
+from stagemesh.common.unknown_kinds import refuse_unknown, unknown_fields
 from stagemesh.connectors.arena.memory_file import layout_of
 from stagemesh.connectors.base import ArenaRange, Bytes, InPlaceReader
 from stagemesh.connectors.edge import EdgeKey, MetadataValue, Packet
@@ -39,9 +41,10 @@ The field `shm` is a range of the producer's arena. The field `streamed` is a ra
 fragments before the chunk.
 """
 
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _ITEMS = b"\x12"  # PutChunkRequest.items, length-delimited
 _PIECE = b"\x1a"  # PutItem.piece, length-delimited
-_PAYLOAD = 0x22  # ChunkPiece.payload, length-delimited
+_PAYLOAD = 0x2A  # ChunkPiece.payload, length-delimited
 
 
 def key_to_wire(key: EdgeKey) -> chunk_pb2.EdgeKey:
@@ -52,6 +55,20 @@ def key_to_wire(key: EdgeKey) -> chunk_pb2.EdgeKey:
 def key_from_wire(message: chunk_pb2.EdgeKey) -> EdgeKey:
     """Converts a protobuf message to a flow key."""
     return EdgeKey(message.request_id, message.edge, message.attempt)
+
+
+def key_of_unknown(message: Message) -> chunk_pb2.EdgeKey:
+    """Returns the key of the flow to which an item or reply of an unknown kind belongs. Empty if there is no flow.
+
+    Field 1 of every kind that belongs to a flow is the flow's key.
+    """
+    for _, value in unknown_fields(message):
+        if isinstance(value, bytes):
+            try:
+                return stage_pb2.EdgeCommit.FromString(value).key
+            except DecodeError:
+                break
+    return chunk_pb2.EdgeKey()
 
 
 def error_to_wire(error: StagemeshError) -> chunk_pb2.Error:
@@ -150,7 +167,10 @@ class PacketShape:
         )
         self.layout = layout_of(packet.tensors)
         self.size_bytes = packet.size_bytes
-        self.digested = ";".join(f"{name}:{dtype.str}{shape}" for name, dtype, shape in self._shapes).encode()
+        self.digested = _U32.pack(len(self.fields)) + b"".join(
+            _digested(name.encode(), dtype, dims) for name, dtype, dims, _ in self.fields
+        )
+        """The bytes that describe these tensors in a flow's digest. ChunkEnd.digest in the API defines them."""
 
     def fits(self, packet: Packet) -> bool:
         """Returns whether `packet` has tensors with these names, dtypes and shapes in this order."""
@@ -161,6 +181,11 @@ class PacketShape:
             if name != other or tensor.shape != shape or tensor.dtype != dtype:
                 return False
         return True
+
+
+def _digested(name: bytes, dtype: int, dims: tuple[int, ...]) -> bytes:
+    """Returns the bytes that describe one tensor in a flow's digest."""
+    return _U32.pack(len(name)) + name + struct.pack(f"<II{len(dims)}Q", dtype, len(dims), *dims)
 
 
 def shape_of(packet: Packet, *, last: PacketShape | None) -> PacketShape:
@@ -244,13 +269,13 @@ def fragments(key: chunk_pb2.EdgeKey, tensors: Tensors, *, total_bytes: int, tra
 class FlowDigest:
     """A running digest of the shapes of a flow's data chunks. The digest does not cover the bytes of the tensors.
 
-    The producer sends the digest in the End message. The consumer compares this digest with the digest of the received
-    chunks.
+    ChunkEnd.digest in the API defines the bytes over which it is computed. The producer sends the digest in the End
+    message. The consumer compares this digest with the digest of the received chunks.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self._hash = hashlib.blake2b(digest_size=16)
+        self._hash = hashlib.sha256()
         self._run, self._digested = 0, b""
 
     def add(self, shape: PacketShape) -> None:
@@ -271,7 +296,7 @@ class FlowDigest:
 
     def _end_run(self) -> None:
         if self._run:
-            self._hash.update(b"%d|%b\n" % (self._run, self._digested))
+            self._hash.update(_U64.pack(self._run) + self._digested)
             self._run = 0
 
 
@@ -354,7 +379,11 @@ def _tensor(message: tensor_pb2.Tensor, content: Bytes | None) -> Array:
         return read_inline(message)
     if message.WhichOneof("location") is not None:
         raise InvalidChunkError(f"tensor {message.name!r} uses a connector that was not negotiated")
-    dtype, shape = checked_layout(message, size_bytes=0)
+    try:
+        dtype, shape = checked_layout(message, size_bytes=0)
+    except InvalidChunkError:
+        refuse_unknown(message, of=f"the producer of tensor {message.name!r}")
+        raise
     return np.empty(shape, dtype)
 
 

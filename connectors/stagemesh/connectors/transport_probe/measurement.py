@@ -26,7 +26,7 @@ from stagemesh.common.errors import (
 )
 from stagemesh.common.tensors import read_inline
 from stagemesh.common.typed_values import to_messages
-from stagemesh.common.versions import WIRE_VERSION
+from stagemesh.common.versions import check_version
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import EdgeKey, Packet
 from stagemesh.connectors.flow.chunking import StepPolicy
@@ -300,11 +300,10 @@ async def _describe(stub: "stage_pb2_grpc.StageServiceAsyncStub", endpoint: str)
         ) from exc
     if peer.engine != ENGINE:
         raise _no_peer(endpoint, f"replica {peer.replica} of pipeline {peer.pipeline}")
-    ours = version("stagemesh")
-    if (peer.generation, peer.wire_version) != (ours, WIRE_VERSION):
+    check_version(peer.protocol, peer=endpoint, own_name="this host")
+    if peer.generation != (ours := version("stagemesh")):
         raise NotReadyError(
-            f"{endpoint} runs Stagemesh {peer.generation} (wire version {peer.wire_version}), this host {ours} (wire "
-            f"version {WIRE_VERSION}); install the same on both",
+            f"{endpoint} runs Stagemesh {peer.generation}, this host {ours}; install the same on both",
             reason="WRONG_VERSION",
         )
     return peer

@@ -20,7 +20,7 @@ import uvloop
 from stagemesh.common.connector_descriptors import descriptors, number_of
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, StagemeshError
 from stagemesh.common.tensors import inline_tensor
-from stagemesh.common.versions import WIRE_VERSION
+from stagemesh.common.versions import OFFERS, own_protocol
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import EdgeKey, Packet
 from stagemesh.rpc.channels import SERVER_OPTIONS
@@ -105,7 +105,7 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
             engine=ENGINE,
             state=stage_pb2.REPLICA_STATE_READY,
             connectors=[number_of(each.name) for each in descriptors().values() if not each.missing()],
-            wire_version=WIRE_VERSION,
+            protocol=own_protocol(OFFERS),
         )
 
     @streaming

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.replica_state import ReplicaState
+from stagemesh.common.versions import check_version, own_protocol
 from stagemesh.orchestrator.admin.adapters import Adapters
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.inspection import Inspector
@@ -81,6 +82,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._inspector = Inspector(orchestrator, directory)
         self._lifecycle = Lifecycle(directory)
         self._adapters = Adapters(directory, orchestrator.fleet.adapters)
+
+    @_answered
+    async def DescribeServer(self, request: admin_pb2.DescribeServerRequest) -> admin_pb2.DescribeServerResponse:
+        if request.HasField("protocol"):
+            check_version(request.protocol, peer="the caller", own_name="this orchestrator")
+        return admin_pb2.DescribeServerResponse(protocol=own_protocol())
 
     @_answered
     async def ListPipelines(self, request: admin_pb2.ListPipelinesRequest) -> admin_pb2.ListPipelinesResponse:

@@ -1,7 +1,7 @@
 """`stagemesh version`: prints the versions of this installation and of a server."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -10,6 +10,9 @@ from stagemesh.orchestrator.cli.contexts.addresses import SERVER, is_given, spli
 from stagemesh.orchestrator.cli.error_output import AsJson
 from stagemesh.orchestrator.cli.options import Parameter
 from stagemesh.orchestrator.cli.output import print_json
+
+if TYPE_CHECKING:
+    from stagemesh.v1.protocol_pb2 import Protocol
 
 PARAMETERS: Mapping[str, Parameter] = {
     "ctx": Parameter(typer.Context),
@@ -22,11 +25,9 @@ def version(ctx: typer.Context, **values: Any) -> None:
     """Print the version of this installation, and what the server reports about itself. A server that does not answer
     is an error only if --server or --context is given.
     """
-    from importlib.metadata import version as installed_version
+    from stagemesh.common.versions import own_protocol
 
-    from stagemesh.common.versions import WIRE_VERSION
-
-    client = {"version": installed_version("stagemesh"), "wire_version": WIRE_VERSION}
+    client = _fields(own_protocol())
     try:
         server = _describe(values["server"])
     except (UnavailableError, DeadlineError):
@@ -36,9 +37,9 @@ def version(ctx: typer.Context, **values: Any) -> None:
     if values["as_json"]:
         print_json({"client": client, "server": server})
         return
-    typer.echo(f"stagemesh {client['version']}, wire version {client['wire_version']}")
+    typer.echo(_line(client))
     if server is not None:
-        typer.echo(f"server {values['server']}: " + ", ".join(f"{name} {value}" for name, value in server.items()))
+        typer.echo(f"server {values['server']}: {_line(server)}, pipeline {server['pipeline']} {server['generation']}")
 
 
 def _describe(server: str) -> dict[str, object]:
@@ -46,4 +47,18 @@ def _describe(server: str) -> dict[str, object]:
 
     with Client(*split_addresses(server)) as client:
         description = client.describe()
-    return {"pipeline": description.pipeline, "generation": description.generation}
+    own = {"pipeline": description.pipeline, "generation": description.generation}
+    return {**_fields(description.protocol), **own}
+
+
+def _fields(protocol: "Protocol") -> dict[str, object]:
+    return {
+        "software": protocol.software,
+        "wire_versions": [protocol.lowest_version, protocol.highest_version],
+        "features": list(protocol.features),
+    }
+
+
+def _line(fields: Mapping[str, Any]) -> str:
+    lowest, highest = fields["wire_versions"]
+    return f"{fields['software']}, wire versions {lowest} to {highest}"

@@ -5,13 +5,14 @@ import time
 from collections.abc import Callable, Collection
 from enum import Enum
 
-from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.notification import Notifier
 from stagemesh.common.replica_state import ReplicaState
+from stagemesh.common.versions import check_version
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient
 from stagemesh.orchestrator.membership.base import Member, find_refusal
 from stagemesh.orchestrator.spec import Pipeline
-from stagemesh.v1 import stage_pb2
+from stagemesh.v1 import protocol_pb2, stage_pb2
 
 _SMOOTHING = 0.2
 _FIRST_GUESS_S = 1.0
@@ -153,6 +154,8 @@ class Replica:
         self.load = LoadEstimate(cost or StepCost(), clock=clock)
         self.incarnation = self.generation = self.host = self.zone = ""
         """The identity and location from the replica's first description. Empty until that description arrives."""
+        self.protocol: protocol_pb2.Protocol | None = None
+        """The wire versions and the software that the replica reported. None until it has described itself."""
         self.is_described = False
         """Whether at least one description of the replica has arrived."""
         self.last_report: stage_pb2.WatchLoadResponse | None = None
@@ -298,14 +301,19 @@ class Replica:
     ) -> None:
         """Updates the replica from its description.
 
-        The state becomes FAILED if the replica does not belong to its stage, the pipeline or one of the accepted
-        generations.
+        The state becomes FAILED if the replica has no wire version in common with this process, or does not belong to
+        its stage, the pipeline or one of the accepted generations.
         """
         if not self.is_described:
             self.is_described = True
             self.incarnation, self.generation = description.incarnation, description.generation
             self.host, self.zone = description.host, description.zone
-        refusal = find_refusal(description, stage=self.stage, pipeline=pipeline, generations=generations)
+            self.protocol = description.protocol
+        try:
+            check_version(description.protocol, peer=f"replica {self.name}", own_name="the orchestrator")
+            refusal = find_refusal(description, stage=self.stage, pipeline=pipeline, generations=generations)
+        except NotReadyError as exc:
+            refusal = exc.message
         if refusal:
             self.observe(ReplicaState.FAILED, f"refused: {refusal}")
         else:

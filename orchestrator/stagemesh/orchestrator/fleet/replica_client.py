@@ -13,8 +13,17 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from stagemesh.common.connector_descriptors import ConnectorName, number_of
-from stagemesh.common.errors import Code, InternalError, InvalidRequestError, StagemeshError, UnavailableError
+from stagemesh.common.connector_descriptors import AUTO, GRPC, ConnectorName, number_of
+from stagemesh.common.errors import (
+    Code,
+    InternalError,
+    InvalidRequestError,
+    StagemeshError,
+    UnavailableError,
+    UnsupportedError,
+)
+from stagemesh.common.unknown_kinds import unknown_kind
+from stagemesh.common.versions import own_protocol
 from stagemesh.connectors.stream.wire import EdgeProbe, error_from_wire, probe_from_wire
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.rpc.error_mapping import from_rpc_error
@@ -32,6 +41,9 @@ _DIAL_S = 1.0
 _BROKEN = frozenset({Code.UNAVAILABLE, Code.CANCELLED, Code.UNKNOWN, Code.INTERNAL})
 
 TakeEvent: TypeAlias = Callable[[stage_pb2.ExecuteStepResponse], None]
+ExecuteAlone: TypeAlias = Callable[[stage_pb2.ExecuteStepRequest, float, TakeEvent], Awaitable[None]]
+"""A function that executes one step. Its arguments are the request, the time limit in seconds, and `take`."""
+_StreamBytes: TypeAlias = "grpc.aio.StreamStreamMultiCallable[bytes, bytes]"
 _UnaryBytes: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]"
 
 
@@ -53,13 +65,27 @@ class ReplicaClient:
     def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> Awaitable[None]:
         """Executes a step until it ends, and calls `take` with each event. Cancelling this call cancels the step.
 
+        Steps share one ExecuteSteps stream. Each is a call of ExecuteStep if the replica does not serve ExecuteSteps.
+
         Raises the error with which the step failed, or the error that `take` raised. Raises UnavailableError
         (REPLICA_LOST) if the replica terminates or becomes unreachable.
         """
+        if self._steps is not None and self._steps.is_unserved:
+            return self._execute_alone(request, timeout_s, take)
         if self._steps is None or self._steps.is_closed:
             with self._errors.mapped():
-                self._steps = _StepStream(self._channel, self._errors)
+                self._steps = _StepStream(self._channel, self._errors, execute_alone=self._execute_alone)
         return self._steps.execute(request, timeout_s=timeout_s, take=take)
+
+    async def _execute_alone(self, request: stage_pb2.ExecuteStepRequest, timeout_s: float, take: TakeEvent) -> None:
+        """Executes a step by ExecuteStep. The arguments and the errors are those of `execute`."""
+        with self._errors.mapped():
+            call = self._stub.ExecuteStep(request, timeout=timeout_s)
+            try:
+                async for event in call:
+                    take(event)
+            finally:
+                call.cancel()
 
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> stage_pb2.CancelStepResponse:
         """Cancels a request's steps on the replica. Returns after the engine has released the steps."""
@@ -89,7 +115,7 @@ class ReplicaClient:
 
         `server_name` is the name in the TLS certificate of `consumer`, or empty if it is the host in `endpoint`.
         `connector` is the connector that the pipeline file names for the edge. If no connector works, raises a
-        StagemeshError that contains the reason.
+        StagemeshError that contains the reason. A replica that does not serve ProbeEdge sends by the grpc connector.
         """
         request = stage_pb2.ProbeEdgeRequest(
             edge=edge,
@@ -98,13 +124,18 @@ class ReplicaClient:
             server_name=server_name,
             connector=number_of(connector),
         )
-        with self._errors.mapped():
-            return probe_from_wire(await self._stub.ProbeEdge(request, timeout=timeout_s))
+        try:
+            with self._errors.mapped():
+                return probe_from_wire(await self._stub.ProbeEdge(request, timeout=timeout_s))
+        except UnsupportedError:
+            if connector not in (AUTO, GRPC):
+                raise
+            return EdgeProbe(GRPC, {})
 
     async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
         """Returns the replica's state, identity and location."""
         with self._errors.mapped():
-            return await self._stub.Describe(stage_pb2.DescribeRequest(), timeout=timeout_s)
+            return await self._stub.Describe(stage_pb2.DescribeRequest(protocol=own_protocol()), timeout=timeout_s)
 
     async def watch_load(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
         """Yields load reports of the replica periodically, less often if the replica is idle.
@@ -226,10 +257,20 @@ class _ReplicaErrors:
 class _StepStream:
     """Executes steps over one ExecuteSteps stream. If `is_closed` is True, a new stream must be opened."""
 
-    def __init__(self, channel: grpc.aio.Channel, errors: _ReplicaErrors) -> None:
-        """Opens the stream. Requires a running event loop."""
+    def __init__(self, channel: grpc.aio.Channel, errors: _ReplicaErrors, *, execute_alone: ExecuteAlone) -> None:
+        """Opens the stream. Requires a running event loop.
+
+        `execute_alone` executes the steps if the replica does not serve the stream.
+        """
         self.is_closed = False
         """Whether the stream has ended and can execute no further steps."""
+        self.is_unserved = False
+        """Whether the replica does not serve ExecuteSteps."""
+        self._is_doubtful = False
+        """Whether the stream ended without an answer and without the status of the replica."""
+        self._is_answered = False
+        """Whether a message of the replica has arrived, so that the replica serves the stream."""
+        self._channel, self._execute_alone = channel, execute_alone
         self._is_closing = False
         """Whether new calls are rejected, because the stream has ended or the replica is about to end the stream."""
         self._errors = errors
@@ -250,16 +291,27 @@ class _StepStream:
         if self._is_closing:
             raise self._errors.after_stream(None, running=False)
         number = next(self._numbers)
-        message = stage_pb2.ExecuteStepsRequest(call=number, step=request, timeout_s=timeout_s).SerializeToString()
+        action = stage_pb2.ExecuteStepsRequest(call=number)
+        # Assigning a message that contains the request would copy the request twice.
+        action.start.step.CopyFrom(request)
+        action.start.timeout_s = timeout_s
+        message = action.SerializeToString()
         if len(message) > MAX_MESSAGE_BYTES:
             raise self._errors.too_large(len(message))
         call = self._calls[number] = _Call(take)
+        if not self._is_answered:
+            call.start = action.start
         self._unsent[number] = message
-        del request, message
+        del request, message, action
         self.writable()
         try:
             await call.ended
-            call.raise_failure()
+            if self._is_doubtful and not self.is_unserved:
+                await self._ask_for_status()
+            if self.is_unserved and call.start is not None:
+                await self._execute_alone(call.start.step, call.start.timeout_s, take)
+            else:
+                call.raise_failure()
         finally:
             del self._calls[number]
             if self._unsent.pop(number, None) is None and not call.has_ended:
@@ -267,6 +319,16 @@ class _StepStream:
                 self.writable()
             # A raised error refers to this frame, which would keep the call alive.
             del call
+
+    async def _ask_for_status(self) -> None:
+        """Determines whether the replica serves ExecuteSteps, by a stream without messages.
+
+        gRPC hides the status of a stream if a write fails before the status arrives.
+        """
+        with self._errors.mapped():
+            open_stream: _StreamBytes = self._channel.stream_stream(_EXECUTE_STEPS, None, None)
+            asked = open_stream(iter(()), timeout=_DIAL_S)
+            self.is_unserved = await asked.code() is grpc.StatusCode.UNIMPLEMENTED
 
     async def close(self) -> None:
         """Closes the stream, which ends all of its calls. Idempotent."""
@@ -280,24 +342,33 @@ class _StepStream:
             response = stage_pb2.ExecuteStepsResponse.FromString(data)
         except DecodeError as exc:
             raise InternalError(f"{self._errors.peer} sent a message that is not an ExecuteStepsResponse") from exc
+        self._is_answered = True
         for message in response.messages:
             call = self._calls.get(message.call)
-            if call is None:
-                continue
-            if message.HasField("event"):
-                call.take(message.event)
-            elif message.ended.HasField("error"):
-                call.end(error_from_wire(message.ended.error).located(**self._errors.location))
-            else:
-                call.end(None)
+            if call is not None:
+                call.start = None
+                self._take(call, message)
         if response.closing:
             self._is_closing = True
             self._stream.finish()
 
+    def _take(self, call: "_Call", message: stage_pb2.StepMessage) -> None:
+        if message.HasField("event"):
+            call.take(message.event)
+        elif not message.HasField("ended"):
+            error = unknown_kind(message, of=self._errors.peer)
+            if error is not None:
+                call.fail(error.located(**self._errors.location))
+        elif message.ended.HasField("error"):
+            call.end(error_from_wire(message.ended.error).located(**self._errors.location))
+        else:
+            call.end(None)
+
     def writable(self) -> None:
         while not self._is_closing and self._stream.is_writable:
             if self._cancelled:
-                self._stream.write(stage_pb2.ExecuteStepsRequest(call=self._cancelled.popleft()).SerializeToString())
+                cancel = stage_pb2.ExecuteStepsRequest(call=self._cancelled.popleft(), cancel=stage_pb2.CancelCall())
+                self._stream.write(cancel.SerializeToString())
             elif self._unsent:
                 self._stream.write(self._unsent.pop(next(iter(self._unsent))))
             else:
@@ -305,6 +376,9 @@ class _StepStream:
 
     def closed(self, error: StagemeshError | None) -> None:
         self.is_closed = self._is_closing = True
+        if not self._is_answered and error is not None:
+            self.is_unserved = error.code == Code.UNIMPLEMENTED
+            self._is_doubtful = isinstance(error, UnavailableError)
         self._unsent.clear()
         self._cancelled.clear()
         for call in self._calls.values():
@@ -318,6 +392,8 @@ class _Call:
         self.has_events = self.has_ended = False
         """Whether an event has arrived (`has_events`), and whether the replica has ended the call (`has_ended`)."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.start: stage_pb2.StartStep | None = None
+        """The call's request, until the call's first message. None if the replica is known to serve the stream."""
         self._failure: Exception | None = None
         self._take, self._context = take, copy_context()
 
@@ -328,7 +404,11 @@ class _Call:
         try:
             self._context.run(self._take, _detached(event))
         except Exception as exc:  # noqa: BLE001
-            self._end(exc)
+            self.fail(exc)
+
+    def fail(self, error: Exception) -> None:
+        """Ends the call although the replica still executes the step. The stream then cancels the step."""
+        self._end(error)
 
     def end(self, error: StagemeshError | None) -> None:
         self.has_ended = True

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.replica_state import ReplicaState
+from stagemesh.common.versions import NO_COMMON_VERSION
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.membership.base import Member
@@ -124,7 +125,8 @@ class ReplicaWatcher:
 
     async def _lose(self, cause: StagemeshError) -> None:
         self._stop_load_reports()
-        self.replica.observe(ReplicaState.UNREACHABLE, cause.message)
+        is_refused = cause.reason == NO_COMMON_VERSION
+        self.replica.observe(ReplicaState.FAILED if is_refused else ReplicaState.UNREACHABLE, cause.message)
         now_s = asyncio.get_running_loop().time()
         if self._lost_at_s is None:
             self._lost_at_s = now_s

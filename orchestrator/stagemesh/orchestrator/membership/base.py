@@ -4,7 +4,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from stagemesh.common.versions import WIRE_VERSION
 from stagemesh.orchestrator.spec import Pipeline
 
 
@@ -52,7 +51,6 @@ class Belonging(Protocol):
     The messages DescribeResponse and ReplicaIdentity have these fields.
     """
 
-    wire_version: int
     pipeline: str
     generation: str
     stage: str
@@ -66,7 +64,6 @@ def find_refusal(description: Belonging, *, stage: str, pipeline: Pipeline, gene
     """
     generation = description.generation if description.generation in generations else pipeline.generation
     facts = {
-        "wire version": (description.wire_version, WIRE_VERSION),
         "pipeline": (description.pipeline, pipeline.name),
         "generation": (description.generation, generation),
         "stage": (description.stage, stage),

@@ -17,6 +17,7 @@ from stagemesh.common.errors import (
     StaleAttemptError,
     UnavailableError,
 )
+from stagemesh.common.versions import check_version, own_protocol
 from stagemesh.orchestrator.membership.base import Member, MembershipListener, find_refusal
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.rpc.handlers import answering, streaming
@@ -76,6 +77,7 @@ class RegistrationSource:
         """Registers a replica, or adds a stream to the lease of a replica process that is already registered.
 
         Returns the replica's lease. Raises InvalidRequestError (INVALID_REPLICA) if the identity is incomplete. Raises
+        NotReadyError (NO_COMMON_VERSION) if the replica has no wire version in common with this orchestrator, and
         NotReadyError (REPLICA_REFUSED) if the replica does not belong to the pipeline. Raises ExistsError
         (REPLICA_EXISTS) if a connected replica at another address has the same name. Raises UnavailableError
         (NOT_RUNNING) if the orchestrator is starting or stopping.
@@ -125,6 +127,8 @@ class RegistrationSource:
         lease.streams -= 1
 
     def _check_belongs(self, identity: membership_pb2.ReplicaIdentity) -> None:
+        peer = f"replica {identity.replica} at {identity.endpoint}"
+        check_version(identity.protocol, peer=peer, own_name="this orchestrator")
         if identity.stage not in self._pipeline.stages:
             refusal = f"pipeline {self._pipeline.name!r} has no stage {identity.stage!r}"
         else:
@@ -134,8 +138,7 @@ class RegistrationSource:
         if refusal:
             _log.warning("replica %s at %s is refused: %s", identity.replica, identity.endpoint, refusal)
             raise NotReadyError(
-                f"replica {identity.replica} at {identity.endpoint} is refused: {refusal}; start it from the "
-                "pipeline file that this orchestrator serves, in the same version",
+                f"{peer} is refused: {refusal}; start it from the pipeline file that this orchestrator serves",
                 reason="REPLICA_REFUSED",
                 metadata={"stage": identity.stage, "replica": identity.replica},
             )
@@ -210,13 +213,13 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
                 )
             lease = source.register(first.replica)
             try:
-                yield membership_pb2.RegisterResponse(lease_s=source.lease_s)
+                yield membership_pb2.RegisterResponse(lease_s=source.lease_s, protocol=own_protocol())
                 while await _next(request_iterator, source.closed):
                     source.renew(lease)
-                    yield membership_pb2.RegisterResponse(lease_s=source.lease_s)
+                    yield membership_pb2.RegisterResponse(lease_s=source.lease_s, protocol=own_protocol())
                 # A broken connection may look like the orderly end of the replica's stream. If so, sending this
                 # answer raises an error.
-                yield membership_pb2.RegisterResponse(lease_s=source.lease_s)
+                yield membership_pb2.RegisterResponse(lease_s=source.lease_s, protocol=own_protocol())
                 source.leave(lease)
             finally:
                 source.disconnect(lease)

@@ -11,6 +11,7 @@ from stagemesh.common.connector_descriptors import number_of
 from stagemesh.common.errors import InternalError, StagemeshError, UnavailableError
 from stagemesh.common.notification import Notifier
 from stagemesh.common.output_position import length_of
+from stagemesh.common.unknown_kinds import refuse_unknown
 from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, WholePolicy
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, TakeEvent
@@ -26,6 +27,7 @@ from stagemesh.orchestrator.request.recovery import (
     is_checkpoint_useful,
     is_open,
 )
+from stagemesh.orchestrator.request.timeline import StepNotes
 from stagemesh.orchestrator.request.validation import ValidRequest
 from stagemesh.orchestrator.spec import Edge, Route
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
@@ -160,9 +162,7 @@ class StepCalls:
         assert state.notes is not None, "its replica is chosen"
         match event.WhichOneof("event"):
             case "output":
-                if event.output.WhichOneof("content"):
-                    state.notes.note_output()
-                self._take_output(state, event.output)
+                self._take_output(state, event.output, state.notes)
             case "usage":
                 state.notes.usage = event.usage
             case "progress":
@@ -183,9 +183,11 @@ class StepCalls:
                     f"replica {state.replica.name} of stage {state.name!r} drains; its steps continue elsewhere",
                     reason=DRAINED,
                 )
-            case _:
-                # A second acceptance, or an event of a newer API version, is ignored.
+            case "accepted":
+                # A second acceptance is ignored.
                 pass
+            case _:
+                refuse_unknown(event, of=f"replica {state.replica.name}")
 
     def finish(self, state: StepState) -> None:
         """Marks a stage as finished, and releases its replica.
@@ -248,7 +250,9 @@ class StepCalls:
             shown = orchestrator_pb2.RequestProgress(stage=state.name, progress=progress)
             self._record.add(orchestrator_pb2.GenerateResponse(progress=shown))
 
-    def _take_output(self, state: StepState, output: request_pb2.Output) -> None:
+    def _take_output(self, state: StepState, output: request_pb2.Output, notes: StepNotes) -> None:
+        if output.WhichOneof("content"):
+            notes.note_output()
         tensor, begin = output.name, output.position
         # An attempt that resumed from a checkpoint continues at the checkpoint's positions.
         resumed = state.resumed.outputs.get(tensor, 0) if state.resumed is not None else 0

@@ -10,7 +10,6 @@ from typing import cast
 
 from stagemesh.common import settings
 from stagemesh.common.errors import InvalidPipelineError, NotFoundError
-from stagemesh.common.versions import WIRE_VERSION
 from stagemesh.orchestrator.spec.checks.conditions import ConditionResolver, merge_options
 from stagemesh.orchestrator.spec.checks.edges import EdgeResolver, topological_order
 from stagemesh.orchestrator.spec.checks.flows import check_flows
@@ -144,7 +143,7 @@ def _check_limits(limits: Limits, problems: Problems) -> None:
 
 def _generation(stages: Mapping[str, Stage]) -> str:
     facts = {stage.name: [stage.engine, stage.model_name, stage.function, stage.options] for stage in stages.values()}
-    text = json.dumps([WIRE_VERSION, facts], sort_keys=True)
+    text = json.dumps(facts, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 

@@ -12,7 +12,7 @@ import grpc
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import DeadlineError, InvalidRequestError, StagemeshError, UnavailableError
 from stagemesh.common.stage_config import OrchestratorAddress, StageConfig
-from stagemesh.common.versions import WIRE_VERSION
+from stagemesh.common.versions import OFFERS, check_version, own_protocol
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import membership_pb2, membership_pb2_grpc
@@ -40,7 +40,7 @@ async def registered(config: StageConfig, *, incarnation: str, port: int) -> Asy
         yield
         return
     identity = membership_pb2.ReplicaIdentity(
-        wire_version=WIRE_VERSION,
+        protocol=own_protocol(OFFERS),
         pipeline=config.pipeline,
         generation=config.generation,
         stage=config.stage,
@@ -111,6 +111,11 @@ class Registration:
         try:
             await call.write(membership_pb2.RegisterRequest(replica=self._identity))
             while isinstance(answer := await call.read(), membership_pb2.RegisterResponse):
+                check_version(
+                    answer.protocol,
+                    peer=f"orchestrator {self._orchestrator}",
+                    own_name=f"replica {self._identity.replica}",
+                )
                 self._note_registered()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(woken.wait(), answer.lease_s / _RENEWALS)

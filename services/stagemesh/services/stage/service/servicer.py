@@ -16,7 +16,8 @@ from stagemesh.common.errors import DeadlineError, InternalError, InvalidRequest
 from stagemesh.common.host import host_token
 from stagemesh.common.logs import bind_log_context
 from stagemesh.common.tensors import spec_to_wire
-from stagemesh.common.versions import WIRE_VERSION
+from stagemesh.common.unknown_kinds import unknown_kind
+from stagemesh.common.versions import OFFERS, check_version, own_protocol
 from stagemesh.connectors.stream.wire import error_to_wire, key_from_wire, probe_to_wire
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.rpc.handlers import answered, checked_time_left_s, streaming, time_left_s, to_error
@@ -88,6 +89,8 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
         return self._runtime.data_plane.replay(key, first_seq=request.first_seq)
 
     async def Describe(self, request: stage_pb2.DescribeRequest, context: _Context) -> stage_pb2.DescribeResponse:
+        if request.HasField("protocol"):
+            check_version(request.protocol, peer="the caller", own_name=f"replica {self._runtime.config.replica}")
         runtime, config, signature = self._runtime, self._runtime.config, self._runtime.signature
         return stage_pb2.DescribeResponse(
             pipeline=config.pipeline,
@@ -102,7 +105,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
             accepts=[spec_to_wire(name, spec) for name, spec in signature.accepts.items()],
             emits=[spec_to_wire(name, emitted.spec) for name, emitted in signature.emits.items()],
             connectors=[number_of(each.name) for each in descriptors().values() if not each.missing()],
-            wire_version=WIRE_VERSION,
+            protocol=own_protocol(OFFERS),
             host=host_token(),
             zone=settings.zone() if config.zone is None else config.zone,
         )
@@ -200,14 +203,20 @@ class StepSession:
             raise InvalidRequestError("the message is not an ExecuteStepsRequest") from exc
         number = request.call
         running = self._calls.get(number)
-        if not request.HasField("step"):
-            if running is not None:
-                running.cancel()
-            return
-        if running is not None:
-            raise InvalidRequestError(f"call {number} is already running; give each call of a stream its own number")
-        self._calls[number] = task = self._loop.create_task(self._run(request), name=request.step.step_id)
-        task.add_done_callback(lambda _: self._calls.pop(number))
+        match request.WhichOneof("action"):
+            case "start" if running is not None:
+                raise InvalidRequestError(
+                    f"call {number} is already running; give each call of a stream its own number"
+                )
+            case "start":
+                running = self._loop.create_task(self._run(number, request.start), name=request.start.step.step_id)
+                self._calls[number] = running
+                running.add_done_callback(lambda _: self._calls.pop(number))
+            case "cancel":
+                if running is not None:
+                    running.cancel()
+            case None:
+                self._refuse_unknown(request, running)
 
     def writable(self) -> None:
         self._write_waiting()
@@ -217,28 +226,40 @@ class StepSession:
 
     # -- internal
 
-    async def _run(self, request: stage_pb2.ExecuteStepsRequest) -> None:
-        where = {**self._where, "request_id": request.step.request_id}
+    def _refuse_unknown(self, request: stage_pb2.ExecuteStepsRequest, running: asyncio.Task[None] | None) -> None:
+        """Ends the call of an action of an unknown kind, unless the caller has marked the action as ignorable."""
+        error = unknown_kind(request, of="the caller")
+        if error is None:
+            return
+        if running is not None:
+            running.cancel()
+        self._end(request.call, _error_of(error, self._where))
+
+    async def _run(self, number: int, start: stage_pb2.StartStep) -> None:
+        where = {**self._where, "request_id": start.step.request_id}
         bind_log_context(**where)
         error: chunk_pb2.Error | None = None
         try:
-            await self._follow(request)
+            await self._follow(number, start)
         except Exception as exc:  # noqa: BLE001
             error = _error_of(exc, where)
-        self._respond(_serialized(stage_pb2.StepMessage(call=request.call, ended=stage_pb2.StepEnded(error=error))))
+        self._end(number, error)
 
-    async def _follow(self, request: stage_pb2.ExecuteStepsRequest) -> None:
-        time_left_s = checked_time_left_s(request.timeout_s if request.HasField("timeout_s") else None)
+    def _end(self, number: int, error: chunk_pb2.Error | None) -> None:
+        self._respond(_serialized(stage_pb2.StepMessage(call=number, ended=stage_pb2.StepEnded(error=error))))
+
+    async def _follow(self, number: int, start: stage_pb2.StartStep) -> None:
+        time_left_s = checked_time_left_s(start.timeout_s if start.HasField("timeout_s") else None)
         try:
             async with (
                 asyncio.timeout(time_left_s),
-                aclosing(self._execute(request.step, time_left_s)) as events,
+                aclosing(self._execute(start.step, time_left_s)) as events,
             ):
                 async for event in events:
                     while self._waiting_bytes >= _WAITING_BYTES:
                         self._has_space.clear()
                         await self._has_space.wait()
-                    response = _serialized(stage_pb2.StepMessage(call=request.call, event=event))
+                    response = _serialized(stage_pb2.StepMessage(call=number, event=event))
                     _check_size(response, event)
                     self._respond(response)
         except TimeoutError as exc:

@@ -18,6 +18,7 @@ from stagemesh.common.request_checks import (
     read_tensors,
 )
 from stagemesh.common.tensors import inline_tensor
+from stagemesh.common.unknown_kinds import refuse_unknown
 from stagemesh.connectors.edge import Packet
 from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.services.engines.base import (
@@ -375,6 +376,7 @@ def _policy(message: stage_pb2.OutputBinding) -> ChunkPolicy:
             except ValueError as exc:
                 raise InvalidRequestError(f"edge {message.edge}: {exc}", reason="INVALID_EDGE") from exc
         case _:
+            refuse_unknown(message.policy, of="the caller")
             return StepPolicy()
 
 

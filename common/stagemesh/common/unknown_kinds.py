@@ -1,0 +1,40 @@
+"""The refusal of messages whose kind, the set field of a oneof, is unknown because the sender is newer."""
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from stagemesh.common.errors import UnsupportedError
+
+UNKNOWN_KIND = "UNKNOWN_KIND"
+
+
+def unknown_fields(message: Message) -> list[tuple[int, object]]:
+    """Returns the fields of a message that this process does not know, each as its number and its value.
+
+    The value of a text, a message or bytes is its bytes.
+    """
+    fields = UnknownFieldSet(message)
+    return [(fields[index].field_number, fields[index].data) for index in range(len(fields))]
+
+
+def unknown_kind(message: Message, *, of: str) -> UnsupportedError | None:
+    """Returns the error for a message whose oneof has no field that this process knows.
+
+    Returns None if the message is empty, or if the sender has marked it as ignorable. `of` is the name of the sender.
+    """
+    name, fields = message.DESCRIPTOR.name, ", ".join(str(number) for number, _ in unknown_fields(message))
+    if not fields or getattr(message, "ignorable", False):
+        return None
+    return UnsupportedError(
+        f"{of} sent a {name} of an unknown kind (field {fields}); upgrade this "
+        "process, or let the sender use only what both versions know",
+        reason=UNKNOWN_KIND,
+        metadata={"message": name, "field": fields},
+    )
+
+
+def refuse_unknown(message: Message, *, of: str) -> None:
+    """Raises the error that `unknown_kind` returns. Does nothing if it returns None."""
+    error = unknown_kind(message, of=of)
+    if error is not None:
+        raise error
