@@ -277,121 +277,127 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The engine or its model could not be loaded. The message and the stage's log have the cause."""
     ERROR_REASON_MISSING_MODULE: _ErrorReason.ValueType  # 102
     """A Python package is missing. Install Stagemesh with the extra that the message names."""
-    ERROR_REASON_NO_MEMORY: _ErrorReason.ValueType  # 103
+    ERROR_REASON_NO_COMMON_VERSION: _ErrorReason.ValueType  # 103
+    """Two processes have no wire version in common. The message names both ranges and which side to upgrade."""
+    ERROR_REASON_NO_MEMORY: _ErrorReason.ValueType  # 104
     """The host has too little memory for the arena. Give the host or container more memory, or change
     data_plane.arena_bytes as the message says.
     """
-    ERROR_REASON_NO_PEER: _ErrorReason.ValueType  # 104
+    ERROR_REASON_NO_PEER: _ErrorReason.ValueType  # 105
     """The address does not serve `stagemesh probe-transport --serve`. Start it there."""
-    ERROR_REASON_NO_PROFILE: _ErrorReason.ValueType  # 105
+    ERROR_REASON_NO_PROFILE: _ErrorReason.ValueType  # 106
     """No profile is being recorded. Start one first."""
-    ERROR_REASON_PORT_IN_USE: _ErrorReason.ValueType  # 106
+    ERROR_REASON_PORT_IN_USE: _ErrorReason.ValueType  # 107
     """The port is in use, or no port is free. End the program that uses it, or choose another port."""
-    ERROR_REASON_PROFILES_DISABLED: _ErrorReason.ValueType  # 107
+    ERROR_REASON_PROFILES_DISABLED: _ErrorReason.ValueType  # 108
     """The stage records no profiles. Start it with the option profile_dir."""
-    ERROR_REASON_PROFILE_RUNNING: _ErrorReason.ValueType  # 108
+    ERROR_REASON_PROFILE_RUNNING: _ErrorReason.ValueType  # 109
     """The stage already records a profile. Stop that profile first."""
-    ERROR_REASON_REGISTRATION_CLOSED: _ErrorReason.ValueType  # 109
+    ERROR_REASON_REGISTRATION_CLOSED: _ErrorReason.ValueType  # 110
     """The orchestrator's configuration does not enable registration. List the replicas in it, or set `registration`."""
-    ERROR_REASON_REPLICA_REFUSED: _ErrorReason.ValueType  # 110
+    ERROR_REASON_REPLICA_REFUSED: _ErrorReason.ValueType  # 111
     """The replica does not belong to the pipeline that the orchestrator serves. Start it from the same pipeline file, in
     the same version.
     """
-    ERROR_REASON_REQUEST_ENDED: _ErrorReason.ValueType  # 111
+    ERROR_REASON_REQUEST_ENDED: _ErrorReason.ValueType  # 112
     """The request has already ended and cannot be cancelled."""
-    ERROR_REASON_ROWS_MISSING: _ErrorReason.ValueType  # 112
+    ERROR_REASON_ROWS_MISSING: _ErrorReason.ValueType  # 113
     """A rebound edge would skip rows that the consumer has not received. Start the producer from an earlier checkpoint or
     from the beginning.
     """
-    ERROR_REASON_SLEEP_DISABLED: _ErrorReason.ValueType  # 113
+    ERROR_REASON_SLEEP_DISABLED: _ErrorReason.ValueType  # 114
     """The stage was started without sleep mode. Start it with the option enable_sleep_mode."""
-    ERROR_REASON_STALE_INCARNATION: _ErrorReason.ValueType  # 114
+    ERROR_REASON_STALE_INCARNATION: _ErrorReason.ValueType  # 115
     """The flow belongs to another incarnation of its producer, which has restarted since."""
-    ERROR_REASON_START_FAILED: _ErrorReason.ValueType  # 115
+    ERROR_REASON_START_FAILED: _ErrorReason.ValueType  # 116
     """A process ended before it was ready. Its log has the cause."""
-    ERROR_REASON_STEPS_RUNNING: _ErrorReason.ValueType  # 116
+    ERROR_REASON_STEPS_RUNNING: _ErrorReason.ValueType  # 117
     """Steps run on the replica. Wait for them, or set drain."""
-    ERROR_REASON_UNSUPPORTED_MODEL: _ErrorReason.ValueType  # 117
+    ERROR_REASON_UNSUPPORTED_MODEL: _ErrorReason.ValueType  # 118
     """The engine does not support this model, or not with these options. The message names what it supports."""
-    ERROR_REASON_UNUSABLE_OPTION: _ErrorReason.ValueType  # 118
+    ERROR_REASON_UNUSABLE_OPTION: _ErrorReason.ValueType  # 119
     """An option of the stage cannot be used on this machine or with this model. The message names the remedy."""
-    ERROR_REASON_WRONG_GENERATION: _ErrorReason.ValueType  # 119
+    ERROR_REASON_WRONG_GENERATION: _ErrorReason.ValueType  # 120
     """Producer and consumer serve different generations of the pipeline. Deploy both from one pipeline file."""
-    ERROR_REASON_WRONG_PIPELINE: _ErrorReason.ValueType  # 120
+    ERROR_REASON_WRONG_PIPELINE: _ErrorReason.ValueType  # 121
     """Producer and consumer serve different pipelines. Deploy both from one pipeline file."""
-    ERROR_REASON_WRONG_VERSION: _ErrorReason.ValueType  # 121
+    ERROR_REASON_WRONG_VERSION: _ErrorReason.ValueType  # 122
     """The two hosts run different versions of Stagemesh. Install the same version on both."""
-    ERROR_REASON_UNSUPPORTED: _ErrorReason.ValueType  # 122
+    ERROR_REASON_UNSUPPORTED: _ErrorReason.ValueType  # 123
     """The engine, the model or this installation does not support what the request asks for. Omit it, or choose another
     engine or model.
     """
-    ERROR_REASON_OUTPUT_TOO_LARGE: _ErrorReason.ValueType  # 123
+    ERROR_REASON_UNKNOWN_KIND: _ErrorReason.ValueType  # 124
+    """A message has a kind that the receiver does not know, and the sender did not mark it as ignorable. Upgrade the
+    receiver. The message names the kind by its field number.
+    """
+    ERROR_REASON_OUTPUT_TOO_LARGE: _ErrorReason.ValueType  # 125
     """An output of a step exceeds the size limit of a message. Request another output, or a smaller one."""
-    ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 124
+    ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 126
     """A defect in Stagemesh, or in gRPC or a proxy that reported no reason. The log of the service has the details.
     Report it.
     """
-    ERROR_REASON_ENGINE_ERROR: _ErrorReason.ValueType  # 125
+    ERROR_REASON_ENGINE_ERROR: _ErrorReason.ValueType  # 127
     """An engine, its model or its function raised an error. The log of the stage has the details."""
-    ERROR_REASON_FAKE_FAULT: _ErrorReason.ValueType  # 126
+    ERROR_REASON_FAKE_FAULT: _ErrorReason.ValueType  # 128
     """The fake engine failed on purpose, because one of its options asks for it."""
-    ERROR_REASON_OUTPUT_OUT_OF_ORDER: _ErrorReason.ValueType  # 127
+    ERROR_REASON_OUTPUT_OUT_OF_ORDER: _ErrorReason.ValueType  # 129
     """A stage sent an output at a position that does not follow the previous one. This is a defect of the stage."""
-    ERROR_REASON_POISON_REQUEST: _ErrorReason.ValueType  # 128
+    ERROR_REASON_POISON_REQUEST: _ErrorReason.ValueType  # 130
     """Several processes of the stage died while they ran this request, the last of them while it ran no other request. Do
     not send the request again.
     """
-    ERROR_REASON_UNAVAILABLE: _ErrorReason.ValueType  # 129
+    ERROR_REASON_UNAVAILABLE: _ErrorReason.ValueType  # 131
     """The peer cannot be reached, or a proxy reported that it is unavailable. Retry with a growing delay."""
-    ERROR_REASON_ADMIN_UNREACHABLE: _ErrorReason.ValueType  # 130
+    ERROR_REASON_ADMIN_UNREACHABLE: _ErrorReason.ValueType  # 132
     """The command line cannot reach the orchestrator's address for operators. Start the pipeline, or correct --server."""
-    ERROR_REASON_CONNECTION_LOST: _ErrorReason.ValueType  # 131
+    ERROR_REASON_CONNECTION_LOST: _ErrorReason.ValueType  # 133
     """The connection to a peer broke, or the peer ended the stream."""
-    ERROR_REASON_CONNECTOR_FAILED: _ErrorReason.ValueType  # 132
+    ERROR_REASON_CONNECTOR_FAILED: _ErrorReason.ValueType  # 134
     """A connector failed while it ran. The flows continue with another connector if the pipeline file allows it."""
-    ERROR_REASON_DOWNLOAD_FAILED: _ErrorReason.ValueType  # 133
+    ERROR_REASON_DOWNLOAD_FAILED: _ErrorReason.ValueType  # 135
     """A download failed, or its checksum does not match. Check the network and pip's settings, then fetch again."""
-    ERROR_REASON_DRAINED: _ErrorReason.ValueType  # 134
+    ERROR_REASON_DRAINED: _ErrorReason.ValueType  # 136
     """The replica is drained and hands its steps over to other replicas. The orchestrator continues the request
     elsewhere.
     """
-    ERROR_REASON_ENGINE_DIED: _ErrorReason.ValueType  # 135
+    ERROR_REASON_ENGINE_DIED: _ErrorReason.ValueType  # 137
     """The engine of a replica failed for good, and the replica restarts. The orchestrator continues the request
     elsewhere.
     """
-    ERROR_REASON_ENGINE_FAILED: _ErrorReason.ValueType  # 136
+    ERROR_REASON_ENGINE_FAILED: _ErrorReason.ValueType  # 138
     """A call of the engine failed because the engine or one of its processes failed. The stage's log has the cause."""
-    ERROR_REASON_HIDDEN_STATES_LOST: _ErrorReason.ValueType  # 137
+    ERROR_REASON_HIDDEN_STATES_LOST: _ErrorReason.ValueType  # 139
     """Hidden states of the request did not arrive from the engine's worker. The worker's log has the cause."""
-    ERROR_REASON_NOT_ACCEPTED: _ErrorReason.ValueType  # 138
+    ERROR_REASON_NOT_ACCEPTED: _ErrorReason.ValueType  # 140
     """A stage did not accept the request in time. Retry, and see the stage's log."""
-    ERROR_REASON_NOT_REBOUND: _ErrorReason.ValueType  # 139
+    ERROR_REASON_NOT_REBOUND: _ErrorReason.ValueType  # 141
     """A stage cannot continue with replaced upstream or downstream replicas. The orchestrator restarts the step."""
-    ERROR_REASON_NOT_RUNNING: _ErrorReason.ValueType  # 140
+    ERROR_REASON_NOT_RUNNING: _ErrorReason.ValueType  # 142
     """The orchestrator is starting or stopping. Retry at this or another orchestrator with the same request_id."""
-    ERROR_REASON_NO_ANSWER: _ErrorReason.ValueType  # 141
+    ERROR_REASON_NO_ANSWER: _ErrorReason.ValueType  # 143
     """A peer did not answer in time."""
-    ERROR_REASON_PEER_LOST: _ErrorReason.ValueType  # 142
+    ERROR_REASON_PEER_LOST: _ErrorReason.ValueType  # 144
     """The replica at the other end of an edge died, restarted or became unreachable."""
-    ERROR_REASON_PEER_UNREACHABLE: _ErrorReason.ValueType  # 143
+    ERROR_REASON_PEER_UNREACHABLE: _ErrorReason.ValueType  # 145
     """No process answers at the address to measure. Start `stagemesh probe-transport --serve` there, and check the
     firewall.
     """
-    ERROR_REASON_REPLICA_LOST: _ErrorReason.ValueType  # 144
+    ERROR_REASON_REPLICA_LOST: _ErrorReason.ValueType  # 146
     """A replica terminated or became unreachable while it ran the request, or before. Retry: a supervised replica is
     restarted.
     """
-    ERROR_REASON_REPLICA_RESTARTED: _ErrorReason.ValueType  # 145
+    ERROR_REASON_REPLICA_RESTARTED: _ErrorReason.ValueType  # 147
     """A replica restarted while it ran the request. Retry."""
-    ERROR_REASON_SHUTTING_DOWN: _ErrorReason.ValueType  # 146
+    ERROR_REASON_SHUTTING_DOWN: _ErrorReason.ValueType  # 148
     """The replica or its engine is shutting down. Retry on another replica."""
-    ERROR_REASON_STAGE_NOT_READY: _ErrorReason.ValueType  # 147
+    ERROR_REASON_STAGE_NOT_READY: _ErrorReason.ValueType  # 149
     """No replica of the stage is ready, or no generation has a ready replica of every stage. Retry after the delay in
     RetryInfo.
     """
-    ERROR_REASON_STEP_HANGS: _ErrorReason.ValueType  # 148
+    ERROR_REASON_STEP_HANGS: _ErrorReason.ValueType  # 150
     """The step made no progress while the engine made progress on later steps, so that it was stopped."""
-    ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 149
+    ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 151
     """The caller's credentials are missing, invalid or expired. Present valid credentials. If the metadata names a replica,
     the replica rejected the orchestrator's credentials, which the operator must correct.
     """
@@ -657,121 +663,127 @@ ERROR_REASON_LOAD_FAILED: ErrorReason.ValueType  # 101
 """The engine or its model could not be loaded. The message and the stage's log have the cause."""
 ERROR_REASON_MISSING_MODULE: ErrorReason.ValueType  # 102
 """A Python package is missing. Install Stagemesh with the extra that the message names."""
-ERROR_REASON_NO_MEMORY: ErrorReason.ValueType  # 103
+ERROR_REASON_NO_COMMON_VERSION: ErrorReason.ValueType  # 103
+"""Two processes have no wire version in common. The message names both ranges and which side to upgrade."""
+ERROR_REASON_NO_MEMORY: ErrorReason.ValueType  # 104
 """The host has too little memory for the arena. Give the host or container more memory, or change
 data_plane.arena_bytes as the message says.
 """
-ERROR_REASON_NO_PEER: ErrorReason.ValueType  # 104
+ERROR_REASON_NO_PEER: ErrorReason.ValueType  # 105
 """The address does not serve `stagemesh probe-transport --serve`. Start it there."""
-ERROR_REASON_NO_PROFILE: ErrorReason.ValueType  # 105
+ERROR_REASON_NO_PROFILE: ErrorReason.ValueType  # 106
 """No profile is being recorded. Start one first."""
-ERROR_REASON_PORT_IN_USE: ErrorReason.ValueType  # 106
+ERROR_REASON_PORT_IN_USE: ErrorReason.ValueType  # 107
 """The port is in use, or no port is free. End the program that uses it, or choose another port."""
-ERROR_REASON_PROFILES_DISABLED: ErrorReason.ValueType  # 107
+ERROR_REASON_PROFILES_DISABLED: ErrorReason.ValueType  # 108
 """The stage records no profiles. Start it with the option profile_dir."""
-ERROR_REASON_PROFILE_RUNNING: ErrorReason.ValueType  # 108
+ERROR_REASON_PROFILE_RUNNING: ErrorReason.ValueType  # 109
 """The stage already records a profile. Stop that profile first."""
-ERROR_REASON_REGISTRATION_CLOSED: ErrorReason.ValueType  # 109
+ERROR_REASON_REGISTRATION_CLOSED: ErrorReason.ValueType  # 110
 """The orchestrator's configuration does not enable registration. List the replicas in it, or set `registration`."""
-ERROR_REASON_REPLICA_REFUSED: ErrorReason.ValueType  # 110
+ERROR_REASON_REPLICA_REFUSED: ErrorReason.ValueType  # 111
 """The replica does not belong to the pipeline that the orchestrator serves. Start it from the same pipeline file, in
 the same version.
 """
-ERROR_REASON_REQUEST_ENDED: ErrorReason.ValueType  # 111
+ERROR_REASON_REQUEST_ENDED: ErrorReason.ValueType  # 112
 """The request has already ended and cannot be cancelled."""
-ERROR_REASON_ROWS_MISSING: ErrorReason.ValueType  # 112
+ERROR_REASON_ROWS_MISSING: ErrorReason.ValueType  # 113
 """A rebound edge would skip rows that the consumer has not received. Start the producer from an earlier checkpoint or
 from the beginning.
 """
-ERROR_REASON_SLEEP_DISABLED: ErrorReason.ValueType  # 113
+ERROR_REASON_SLEEP_DISABLED: ErrorReason.ValueType  # 114
 """The stage was started without sleep mode. Start it with the option enable_sleep_mode."""
-ERROR_REASON_STALE_INCARNATION: ErrorReason.ValueType  # 114
+ERROR_REASON_STALE_INCARNATION: ErrorReason.ValueType  # 115
 """The flow belongs to another incarnation of its producer, which has restarted since."""
-ERROR_REASON_START_FAILED: ErrorReason.ValueType  # 115
+ERROR_REASON_START_FAILED: ErrorReason.ValueType  # 116
 """A process ended before it was ready. Its log has the cause."""
-ERROR_REASON_STEPS_RUNNING: ErrorReason.ValueType  # 116
+ERROR_REASON_STEPS_RUNNING: ErrorReason.ValueType  # 117
 """Steps run on the replica. Wait for them, or set drain."""
-ERROR_REASON_UNSUPPORTED_MODEL: ErrorReason.ValueType  # 117
+ERROR_REASON_UNSUPPORTED_MODEL: ErrorReason.ValueType  # 118
 """The engine does not support this model, or not with these options. The message names what it supports."""
-ERROR_REASON_UNUSABLE_OPTION: ErrorReason.ValueType  # 118
+ERROR_REASON_UNUSABLE_OPTION: ErrorReason.ValueType  # 119
 """An option of the stage cannot be used on this machine or with this model. The message names the remedy."""
-ERROR_REASON_WRONG_GENERATION: ErrorReason.ValueType  # 119
+ERROR_REASON_WRONG_GENERATION: ErrorReason.ValueType  # 120
 """Producer and consumer serve different generations of the pipeline. Deploy both from one pipeline file."""
-ERROR_REASON_WRONG_PIPELINE: ErrorReason.ValueType  # 120
+ERROR_REASON_WRONG_PIPELINE: ErrorReason.ValueType  # 121
 """Producer and consumer serve different pipelines. Deploy both from one pipeline file."""
-ERROR_REASON_WRONG_VERSION: ErrorReason.ValueType  # 121
+ERROR_REASON_WRONG_VERSION: ErrorReason.ValueType  # 122
 """The two hosts run different versions of Stagemesh. Install the same version on both."""
-ERROR_REASON_UNSUPPORTED: ErrorReason.ValueType  # 122
+ERROR_REASON_UNSUPPORTED: ErrorReason.ValueType  # 123
 """The engine, the model or this installation does not support what the request asks for. Omit it, or choose another
 engine or model.
 """
-ERROR_REASON_OUTPUT_TOO_LARGE: ErrorReason.ValueType  # 123
+ERROR_REASON_UNKNOWN_KIND: ErrorReason.ValueType  # 124
+"""A message has a kind that the receiver does not know, and the sender did not mark it as ignorable. Upgrade the
+receiver. The message names the kind by its field number.
+"""
+ERROR_REASON_OUTPUT_TOO_LARGE: ErrorReason.ValueType  # 125
 """An output of a step exceeds the size limit of a message. Request another output, or a smaller one."""
-ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 124
+ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 126
 """A defect in Stagemesh, or in gRPC or a proxy that reported no reason. The log of the service has the details.
 Report it.
 """
-ERROR_REASON_ENGINE_ERROR: ErrorReason.ValueType  # 125
+ERROR_REASON_ENGINE_ERROR: ErrorReason.ValueType  # 127
 """An engine, its model or its function raised an error. The log of the stage has the details."""
-ERROR_REASON_FAKE_FAULT: ErrorReason.ValueType  # 126
+ERROR_REASON_FAKE_FAULT: ErrorReason.ValueType  # 128
 """The fake engine failed on purpose, because one of its options asks for it."""
-ERROR_REASON_OUTPUT_OUT_OF_ORDER: ErrorReason.ValueType  # 127
+ERROR_REASON_OUTPUT_OUT_OF_ORDER: ErrorReason.ValueType  # 129
 """A stage sent an output at a position that does not follow the previous one. This is a defect of the stage."""
-ERROR_REASON_POISON_REQUEST: ErrorReason.ValueType  # 128
+ERROR_REASON_POISON_REQUEST: ErrorReason.ValueType  # 130
 """Several processes of the stage died while they ran this request, the last of them while it ran no other request. Do
 not send the request again.
 """
-ERROR_REASON_UNAVAILABLE: ErrorReason.ValueType  # 129
+ERROR_REASON_UNAVAILABLE: ErrorReason.ValueType  # 131
 """The peer cannot be reached, or a proxy reported that it is unavailable. Retry with a growing delay."""
-ERROR_REASON_ADMIN_UNREACHABLE: ErrorReason.ValueType  # 130
+ERROR_REASON_ADMIN_UNREACHABLE: ErrorReason.ValueType  # 132
 """The command line cannot reach the orchestrator's address for operators. Start the pipeline, or correct --server."""
-ERROR_REASON_CONNECTION_LOST: ErrorReason.ValueType  # 131
+ERROR_REASON_CONNECTION_LOST: ErrorReason.ValueType  # 133
 """The connection to a peer broke, or the peer ended the stream."""
-ERROR_REASON_CONNECTOR_FAILED: ErrorReason.ValueType  # 132
+ERROR_REASON_CONNECTOR_FAILED: ErrorReason.ValueType  # 134
 """A connector failed while it ran. The flows continue with another connector if the pipeline file allows it."""
-ERROR_REASON_DOWNLOAD_FAILED: ErrorReason.ValueType  # 133
+ERROR_REASON_DOWNLOAD_FAILED: ErrorReason.ValueType  # 135
 """A download failed, or its checksum does not match. Check the network and pip's settings, then fetch again."""
-ERROR_REASON_DRAINED: ErrorReason.ValueType  # 134
+ERROR_REASON_DRAINED: ErrorReason.ValueType  # 136
 """The replica is drained and hands its steps over to other replicas. The orchestrator continues the request
 elsewhere.
 """
-ERROR_REASON_ENGINE_DIED: ErrorReason.ValueType  # 135
+ERROR_REASON_ENGINE_DIED: ErrorReason.ValueType  # 137
 """The engine of a replica failed for good, and the replica restarts. The orchestrator continues the request
 elsewhere.
 """
-ERROR_REASON_ENGINE_FAILED: ErrorReason.ValueType  # 136
+ERROR_REASON_ENGINE_FAILED: ErrorReason.ValueType  # 138
 """A call of the engine failed because the engine or one of its processes failed. The stage's log has the cause."""
-ERROR_REASON_HIDDEN_STATES_LOST: ErrorReason.ValueType  # 137
+ERROR_REASON_HIDDEN_STATES_LOST: ErrorReason.ValueType  # 139
 """Hidden states of the request did not arrive from the engine's worker. The worker's log has the cause."""
-ERROR_REASON_NOT_ACCEPTED: ErrorReason.ValueType  # 138
+ERROR_REASON_NOT_ACCEPTED: ErrorReason.ValueType  # 140
 """A stage did not accept the request in time. Retry, and see the stage's log."""
-ERROR_REASON_NOT_REBOUND: ErrorReason.ValueType  # 139
+ERROR_REASON_NOT_REBOUND: ErrorReason.ValueType  # 141
 """A stage cannot continue with replaced upstream or downstream replicas. The orchestrator restarts the step."""
-ERROR_REASON_NOT_RUNNING: ErrorReason.ValueType  # 140
+ERROR_REASON_NOT_RUNNING: ErrorReason.ValueType  # 142
 """The orchestrator is starting or stopping. Retry at this or another orchestrator with the same request_id."""
-ERROR_REASON_NO_ANSWER: ErrorReason.ValueType  # 141
+ERROR_REASON_NO_ANSWER: ErrorReason.ValueType  # 143
 """A peer did not answer in time."""
-ERROR_REASON_PEER_LOST: ErrorReason.ValueType  # 142
+ERROR_REASON_PEER_LOST: ErrorReason.ValueType  # 144
 """The replica at the other end of an edge died, restarted or became unreachable."""
-ERROR_REASON_PEER_UNREACHABLE: ErrorReason.ValueType  # 143
+ERROR_REASON_PEER_UNREACHABLE: ErrorReason.ValueType  # 145
 """No process answers at the address to measure. Start `stagemesh probe-transport --serve` there, and check the
 firewall.
 """
-ERROR_REASON_REPLICA_LOST: ErrorReason.ValueType  # 144
+ERROR_REASON_REPLICA_LOST: ErrorReason.ValueType  # 146
 """A replica terminated or became unreachable while it ran the request, or before. Retry: a supervised replica is
 restarted.
 """
-ERROR_REASON_REPLICA_RESTARTED: ErrorReason.ValueType  # 145
+ERROR_REASON_REPLICA_RESTARTED: ErrorReason.ValueType  # 147
 """A replica restarted while it ran the request. Retry."""
-ERROR_REASON_SHUTTING_DOWN: ErrorReason.ValueType  # 146
+ERROR_REASON_SHUTTING_DOWN: ErrorReason.ValueType  # 148
 """The replica or its engine is shutting down. Retry on another replica."""
-ERROR_REASON_STAGE_NOT_READY: ErrorReason.ValueType  # 147
+ERROR_REASON_STAGE_NOT_READY: ErrorReason.ValueType  # 149
 """No replica of the stage is ready, or no generation has a ready replica of every stage. Retry after the delay in
 RetryInfo.
 """
-ERROR_REASON_STEP_HANGS: ErrorReason.ValueType  # 148
+ERROR_REASON_STEP_HANGS: ErrorReason.ValueType  # 150
 """The step made no progress while the engine made progress on later steps, so that it was stopped."""
-ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 149
+ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 151
 """The caller's credentials are missing, invalid or expired. Present valid credentials. If the metadata names a replica,
 the replica rejected the orchestrator's credentials, which the operator must correct.
 """
@@ -853,6 +865,14 @@ class _ErrorMetadataKeyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Erro
     """The tensor."""
     ERROR_METADATA_KEY_WAIT_S: _ErrorMetadataKey.ValueType  # 34
     """The seconds that the request would have waited."""
+    ERROR_METADATA_KEY_PEER_VERSIONS: _ErrorMetadataKey.ValueType  # 35
+    """The range of wire versions that the peer speaks, such as "1-2"."""
+    ERROR_METADATA_KEY_VERSIONS: _ErrorMetadataKey.ValueType  # 36
+    """The range of wire versions that the process that raised the error speaks."""
+    ERROR_METADATA_KEY_FIELD: _ErrorMetadataKey.ValueType  # 37
+    """The number of the field that contains the unknown kind."""
+    ERROR_METADATA_KEY_MESSAGE: _ErrorMetadataKey.ValueType  # 38
+    """The name of the message that contains the unknown kind."""
 
 class ErrorMetadataKey(_ErrorMetadataKey, metaclass=_ErrorMetadataKeyEnumTypeWrapper):
     """ErrorMetadataKey lists the keys of the metadata of errors. The key is the name of a value in lower case, without the
@@ -929,6 +949,14 @@ ERROR_METADATA_KEY_TENSOR: ErrorMetadataKey.ValueType  # 33
 """The tensor."""
 ERROR_METADATA_KEY_WAIT_S: ErrorMetadataKey.ValueType  # 34
 """The seconds that the request would have waited."""
+ERROR_METADATA_KEY_PEER_VERSIONS: ErrorMetadataKey.ValueType  # 35
+"""The range of wire versions that the peer speaks, such as "1-2"."""
+ERROR_METADATA_KEY_VERSIONS: ErrorMetadataKey.ValueType  # 36
+"""The range of wire versions that the process that raised the error speaks."""
+ERROR_METADATA_KEY_FIELD: ErrorMetadataKey.ValueType  # 37
+"""The number of the field that contains the unknown kind."""
+ERROR_METADATA_KEY_MESSAGE: ErrorMetadataKey.ValueType  # 38
+"""The name of the message that contains the unknown kind."""
 Global___ErrorMetadataKey: _TypeAlias = ErrorMetadataKey  # noqa: Y015
 
 class _ErrorSource:
