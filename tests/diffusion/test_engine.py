@@ -154,7 +154,7 @@ async def test_progress_is_in_order_and_usage_is_last(folder: Path) -> None:
     steps_reported = [event.steps for event in events if isinstance(event, Progress)]
     assert steps_reported == sorted(set(steps_reported))
     assert steps_reported[-1] == SMALL.steps
-    assert events[-1] == Usage(steps=SMALL.steps)
+    assert events[-1] == Usage(steps=SMALL.steps, images=1)
 
 
 # -- cancelling
@@ -265,20 +265,32 @@ PNG = MediaFile("image", b"\x89PNG", "image/png")
 @pytest.mark.parametrize(
     ("changed", "error"),
     [
-        (with_options(height=-64), "option 'height' is -64; it must be from 1 to 1024"),
-        (with_options(width=0), "option 'width' is 0; it must be from 1 to 1024"),
-        (with_options(height=1040), "option 'height' is 1040; it must be from 1 to 1024"),
-        (with_options(height=65), "option 'height' is 65; it must be a multiple of 16, such as 64 or 80"),
-        (with_options(width=8), "option 'width' is 8; it must be a multiple of 16, such as 16"),
-        (with_options(width=64.5), "option 'width' is 64.5; it must be an integer"),
-        (with_options(width=float("nan")), "option 'width' is nan; it must be from 1 to 1024"),
-        (with_options(num_inference_steps=0), "option 'num_inference_steps' is 0; it must be from 1 to 200"),
-        (with_options(num_inference_steps=1), "option 'num_inference_steps' is 1; this model's schedule needs 2"),
-        (with_options(num_inference_steps=201), "option 'num_inference_steps' is 201; it must be from 1 to 200"),
-        (with_options(guidance_scale=float("nan")), "option 'guidance_scale' is nan; it must be from 0 to 100"),
-        (with_options(guidance_scale=float("inf")), "option 'guidance_scale' is inf; it must be from 0 to 100"),
-        (with_options(guidance_scale=-1), "option 'guidance_scale' is -1; it must be from 0 to 100"),
-        (with_options(num_frames=2), "option 'num_frames' is 2; it must be from 1 to 1"),
+        (with_options(height=-64), "'height' is -64; it must be a whole number from 1 to 1024"),
+        (with_options(width=0), "'width' is 0; it must be a whole number from 1 to 1024"),
+        (with_options(height=1040), "'height' is 1040; it must be a whole number from 1 to 1024"),
+        (with_options(height=65), "'height' is 65; it must be a multiple of 16, such as 64 or 80"),
+        (with_options(width=8), "'width' is 8; it must be a multiple of 16, such as 16"),
+        (with_options(width=64.5), "'width' is 64.5; it must be a whole number from 1 to 1024"),
+        (with_options(width=float("nan")), "'width' is nan; it must be a whole number from 1 to 1024"),
+        (
+            with_options(num_inference_steps=0),
+            "'num_inference_steps' is 0; it must be a whole number from 1 to 200",
+        ),
+        (with_options(num_inference_steps=1), "'num_inference_steps' is 1; this model's schedule needs 2"),
+        (
+            with_options(num_inference_steps=201),
+            "'num_inference_steps' is 201; it must be a whole number from 1 to 200",
+        ),
+        (
+            with_options(guidance_scale=float("nan")),
+            "option 'guidance_scale' is nan; it must be a number from 0 to 100",
+        ),
+        (
+            with_options(guidance_scale=float("inf")),
+            "option 'guidance_scale' is inf; it must be a number from 0 to 100",
+        ),
+        (with_options(guidance_scale=-1), "option 'guidance_scale' is -1; it must be a number from 0 to 100"),
+        (with_options(num_frames=2), "option 'num_frames' is 2; it must be a whole number from 1 to 1"),
         (with_options(eta=1), "unknown option 'eta'"),
         ({"prompt": ""}, "the prompt is empty; describe the image"),
         ({"prompt": " \n\t"}, "the prompt is empty; describe the image"),

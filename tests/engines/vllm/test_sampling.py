@@ -21,6 +21,7 @@ from stagemesh.services.engines.base import (
     Checkpoint,
     Emission,
     EngineEvent,
+    Finish,
     Prompt,
     SamplingOptions,
     Structure,
@@ -388,6 +389,36 @@ async def test_structure_cannot_resume_from_a_checkpoint(engine: VllmEngine) -> 
         await collect(engine.submit(asked))
 
 
-async def test_usage_counts_the_sampled_tokens(engine: VllmEngine) -> None:
-    events = await collect(engine.submit(task(LONG, ignore_eos=True)))
-    assert events[-1] == Usage(prompt_tokens=len(LONG), output_tokens=24, steps=24)
+async def test_usage_counts_the_sampled_and_the_cached_tokens(engine: VllmEngine) -> None:
+    runs = [await collect(engine.submit(task(LONG, ignore_eos=True))) for _ in range(2)]
+    first, second = (_usage_of(events) for events in runs)
+    assert (first.prompt_tokens, first.output_tokens, first.steps) == (len(LONG), 24, 24)
+    assert 0 < second.cached_tokens < len(LONG)
+
+
+async def test_usage_says_why_the_output_ends(engine: VllmEngine) -> None:
+    plain = await tokens(engine, task())
+    choice = Structure("choice", ("abcdef",))
+    finishes = [
+        _usage_of(await collect(engine.submit(asked))).finish
+        for asked in (
+            task(ignore_eos=True),
+            task(stop_token_ids=(plain[5],)),
+            task(structure=choice, stop=("zz", "cd")),
+            task(structure=choice),
+            task(LONG, ignore_eos=True, max_tokens=None),
+        )
+    ]
+    assert finishes == [
+        Finish("length"),
+        Finish("stop", stop_token_id=plain[5]),
+        Finish("stop", stop_text="cd"),
+        Finish("end"),
+        Finish("limit"),
+    ]
+
+
+def _usage_of(events: Sequence[EngineEvent]) -> Usage:
+    last = events[-1]
+    assert isinstance(last, Usage)
+    return last

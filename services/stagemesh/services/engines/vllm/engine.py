@@ -137,8 +137,9 @@ class VllmEngine:
         async with AsyncExitStack() as held:
             request, hooks, outputs = await self._begin(task, held)
             usage = Usage(prompt_tokens=len(request.prompt.token_ids), media_tokens=media_tokens(request.prompt))
-            yield usage
             async for output in outputs:
+                if not usage.steps:
+                    yield usage
                 for event in self._count_output(request, output):
                     yield event
                 usage.output_tokens = usage.steps = len(request.sampled)
