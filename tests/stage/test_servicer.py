@@ -22,6 +22,7 @@ from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.services.engines.abilities import Adapter, AdapterControl, EngineAbilities
 from stagemesh.services.stage.step import run
 from stagemesh.v1 import chunk_pb2, stage_pb2
+from stagemesh.v1.signature_pb2 import TENSOR_KIND_TEXT
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import Replica, make_runtime, served, served_stage, stage_config, step_request
 
@@ -129,7 +130,9 @@ async def test_describe_returns_the_description_of_the_replica() -> None:
         "fake",
     )
     assert description.state == stage_pb2.REPLICA_STATE_READY
-    assert [(spec.name, list(spec.shape)) for spec in description.emits] == [("text", ["bytes"])]
+    (emitted,) = description.signature.emits
+    assert (emitted.spec.name, list(emitted.spec.shape), emitted.kind) == ("text", ["bytes"], TENSOR_KIND_TEXT)
+    assert (description.signature.sampling, description.signature.can_pause) == (True, True)
     assert {chunk_pb2.CONNECTOR_SHM, chunk_pb2.CONNECTOR_GRPC} <= set(description.connectors)
     assert description.protocol == own_protocol(OFFERS)
 

@@ -7,6 +7,7 @@ from google.protobuf.message import Message
 
 from stagemesh.common.connector_descriptors import number_of
 from stagemesh.common.replica_state import ReplicaState
+from stagemesh.common.signatures import kind_to_wire, signature_to_wire
 from stagemesh.common.versions import own_protocol
 from stagemesh.connectors.stream.wire import error_to_wire, probe_to_wire
 from stagemesh.orchestrator.fleet.edge_connectors import EdgeLink
@@ -39,7 +40,10 @@ def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePi
         generation=pipeline.generation,
         stages=[_stage(stage, replicas.get(stage.name, ())) for stage in pipeline.stages.values()],
         edges=[describe_edge(edge, orchestrator.fleet.edge_connectors.links_of(edge)) for edge in pipeline.edges],
-        outputs=[to_message(orchestrator_pb2.OutputDescription, output) for output in pipeline.outputs.values()],
+        outputs=[
+            to_message(orchestrator_pb2.OutputDescription, output, kind=kind_to_wire(output.kind))
+            for output in pipeline.outputs.values()
+        ],
         in_flight=orchestrator.admission.loads.running.requests,
         max_in_flight=pipeline.limits.max_in_flight,
         queued=orchestrator.admission.loads.waiting.requests,
@@ -50,7 +54,11 @@ def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePi
 
 def _stage(stage: Stage, replicas: tuple[Replica, ...]) -> orchestrator_pb2.StageDescription:
     return orchestrator_pb2.StageDescription(
-        name=stage.name, engine=stage.engine, model=stage.model_name, replicas=map(replica_status, replicas)
+        name=stage.name,
+        engine=stage.engine,
+        model=stage.model_name,
+        replicas=map(replica_status, replicas),
+        signature=signature_to_wire(stage.signature),
     )
 
 

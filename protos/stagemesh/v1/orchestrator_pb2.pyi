@@ -10,6 +10,7 @@ from google.protobuf.internal import containers as _containers
 from stagemesh.v1 import chunk_pb2 as _chunk_pb2
 from stagemesh.v1 import protocol_pb2 as _protocol_pb2
 from stagemesh.v1 import request_pb2 as _request_pb2
+from stagemesh.v1 import signature_pb2 as _signature_pb2
 from stagemesh.v1 import stage_pb2 as _stage_pb2
 import builtins as _builtins
 import sys
@@ -496,6 +497,7 @@ class StageDescription(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The stage's name."""
     engine: _builtins.str
@@ -506,6 +508,10 @@ class StageDescription(_message.Message):
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]:
         """The replicas."""
 
+    @_builtins.property
+    def signature(self) -> _signature_pb2.Signature:
+        """What the stage accepts and emits, and what a request may set for it. can_pause and can_resume are not set."""
+
     def __init__(
         self,
         *,
@@ -513,10 +519,11 @@ class StageDescription(_message.Message):
         engine: _builtins.str = ...,
         model: _builtins.str = ...,
         replicas: _abc.Iterable[Global___ReplicaStatus] | None = ...,
+        signature: _signature_pb2.Signature | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["signature", b"signature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "model", b"model", "name", b"name", "replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "model", b"model", "name", b"name", "replicas", b"replicas", "signature", b"signature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -696,8 +703,8 @@ class OutputDescription(_message.Message):
     """The output's name."""
     stage: _builtins.str
     """The stage that produces it."""
-    kind: _builtins.str
-    """Its kind: "text", "audio", "image" or "tensor"."""
+    kind: _signature_pb2.TensorKind.ValueType
+    """Its kind."""
     sample_rate_hz: _builtins.int
     """The number of samples per second. 0 unless the output is audio."""
     def __init__(
@@ -705,7 +712,7 @@ class OutputDescription(_message.Message):
         *,
         name: _builtins.str = ...,
         stage: _builtins.str = ...,
-        kind: _builtins.str = ...,
+        kind: _signature_pb2.TensorKind.ValueType = ...,
         sample_rate_hz: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015

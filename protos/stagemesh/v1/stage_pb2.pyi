@@ -11,6 +11,7 @@ from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from stagemesh.v1 import chunk_pb2 as _chunk_pb2
 from stagemesh.v1 import protocol_pb2 as _protocol_pb2
 from stagemesh.v1 import request_pb2 as _request_pb2
+from stagemesh.v1 import signature_pb2 as _signature_pb2
 from stagemesh.v1 import tensor_pb2 as _tensor_pb2
 import builtins as _builtins
 import sys
@@ -1700,8 +1701,7 @@ class DescribeResponse(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
-    ACCEPTS_FIELD_NUMBER: _builtins.int
-    EMITS_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
     CONNECTORS_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
@@ -1731,12 +1731,10 @@ class DescribeResponse(_message.Message):
     zone: _builtins.str
     """The zone of the host, as its operator named it. Replicas in one zone are treated as co-located. Empty if not known."""
     @_builtins.property
-    def accepts(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorSpec]:
-        """The tensors that it requires as input. Empty for a stage that accepts the client's input."""
-
-    @_builtins.property
-    def emits(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorSpec]:
-        """The tensors that it produces."""
+    def signature(self) -> _signature_pb2.Signature:
+        """What the stage accepts and emits, and what a request may set for it. An orchestrator compares it with the pipeline
+        file. If unset, it relies on the file.
+        """
 
     @_builtins.property
     def connectors(self) -> _containers.RepeatedScalarFieldContainer[_chunk_pb2.Connector.ValueType]:
@@ -1758,16 +1756,15 @@ class DescribeResponse(_message.Message):
         model: _builtins.str = ...,
         state: Global___ReplicaState.ValueType = ...,
         detail: _builtins.str = ...,
-        accepts: _abc.Iterable[_tensor_pb2.TensorSpec] | None = ...,
-        emits: _abc.Iterable[_tensor_pb2.TensorSpec] | None = ...,
+        signature: _signature_pb2.Signature | None = ...,
         connectors: _abc.Iterable[_chunk_pb2.Connector.ValueType] | None = ...,
         protocol: _protocol_pb2.Protocol | None = ...,
         host: _builtins.str = ...,
         zone: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol", "signature", b"signature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts", b"accepts", "connectors", b"connectors", "detail", b"detail", "emits", b"emits", "engine", b"engine", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "model", b"model", "pipeline", b"pipeline", "protocol", b"protocol", "replica", b"replica", "stage", b"stage", "state", b"state", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connectors", b"connectors", "detail", b"detail", "engine", b"engine", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "model", b"model", "pipeline", b"pipeline", "protocol", b"protocol", "replica", b"replica", "signature", b"signature", "stage", b"stage", "state", b"state", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,8 +13,9 @@ from stagemesh.orchestrator.fleet.stage_adapters import StageAdapters
 from stagemesh.orchestrator.membership.base import Member
 from stagemesh.orchestrator.planning.planner import NotReadyYetError, Planner
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
-from stagemesh.v1 import stage_pb2
+from stagemesh.v1 import signature_pb2, stage_pb2
 from stagemesh.v1.protocol_pb2 import Protocol
+from stagemesh.v1.signature_pb2 import TENSOR_KIND_TEXT
 from tests.orchestrator.mesh import CHAIN, mesh, until_health
 from tests.orchestrator.replicas import ready_replica
 from tests.rpc.health_calls import Request, Response, check
@@ -191,6 +192,7 @@ def test_the_end_of_a_replica_is_reported_to_its_callbacks(pipeline: Pipeline) -
         {"stage": "other"},
         {"protocol": Protocol(lowest_version=2, highest_version=3)},
         {"protocol": Protocol()},
+        {"signature": signature_pb2.Signature(sampling=True)},
     ],
     ids=str,
 )
@@ -209,6 +211,20 @@ def test_a_replica_of_another_pipeline_is_rejected(pipeline: Pipeline, fields: d
     replica.observe_description(description, pipeline)
     assert replica.state is ReplicaState.FAILED
     assert replica.detail.startswith("refused: replica a-0 speaks" if "protocol" in fields else "refused: its ")
+
+
+def test_the_signature_of_another_generation_is_not_compared(pipeline: Pipeline) -> None:
+    description = stage_pb2.DescribeResponse(
+        pipeline="chain",
+        generation="earlier",
+        stage="a",
+        protocol=own_protocol(),
+        state=stage_pb2.REPLICA_STATE_READY,
+        signature=signature_pb2.Signature(sampling=True),
+    )
+    replica = Replica(Member("a", "h:1", "a-0"), cast("ReplicaClient", None), on_change=lambda: None)
+    replica.observe_description(description, pipeline, generations=["earlier"])
+    assert replica.state is ReplicaState.READY
 
 
 async def test_the_orchestrator_serves_once_every_stage_is_ready(tmp_path: Path) -> None:
@@ -241,7 +257,9 @@ async def test_the_pipeline_is_described_as_it_is_now(tmp_path: Path) -> None:
         ("a->b", "a", "b"),
         ("b->c", "b", "c"),
     ]
-    assert {output.name: output.kind for output in described.outputs} == {"first": "text", "last": "text"}
+    assert {output.name: output.kind for output in described.outputs} == dict.fromkeys(
+        ["first", "last"], TENSOR_KIND_TEXT
+    )
 
 
 def test_an_unknown_state_counts_as_a_failure(pipeline: Pipeline) -> None:

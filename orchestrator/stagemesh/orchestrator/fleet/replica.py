@@ -8,6 +8,7 @@ from enum import Enum
 from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.notification import Notifier
 from stagemesh.common.replica_state import ReplicaState
+from stagemesh.common.signatures import differing_fields
 from stagemesh.common.versions import check_version
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient
 from stagemesh.orchestrator.membership.base import Member, find_refusal
@@ -301,8 +302,8 @@ class Replica:
     ) -> None:
         """Updates the replica from its description.
 
-        The state becomes FAILED if the replica has no wire version in common with this process, or does not belong to
-        its stage, the pipeline or one of the accepted generations.
+        The state becomes FAILED if the replica has no wire version in common with this process, does not belong to its
+        stage, the pipeline or one of the accepted generations, or reports another signature than the pipeline file.
         """
         if not self.is_described:
             self.is_described = True
@@ -312,12 +313,25 @@ class Replica:
         try:
             check_version(description.protocol, peer=f"replica {self.name}", own_name="the orchestrator")
             refusal = find_refusal(description, stage=self.stage, pipeline=pipeline, generations=generations)
+            refusal = refusal or self._signature_refusal(description, pipeline)
         except NotReadyError as exc:
             refusal = exc.message
         if refusal:
             self.observe(ReplicaState.FAILED, f"refused: {refusal}")
         else:
             self.observe(ReplicaState(description.state), description.detail)
+
+    def _signature_refusal(self, description: stage_pb2.DescribeResponse, pipeline: Pipeline) -> str:
+        """Returns why the replica's signature is refused, or an empty string."""
+        if not description.HasField("signature") or description.generation != pipeline.generation:
+            return ""
+        fields = differing_fields(description.signature, pipeline.stages[self.stage].signature)
+        if not fields:
+            return ""
+        return (
+            f"its signature differs from the pipeline file's in {', '.join(fields)}; install the same versions of the "
+            "engine and its functions everywhere"
+        )
 
     @property
     def _first_hold(self) -> Hold:

@@ -15,7 +15,7 @@ from stagemesh.common.connector_descriptors import descriptors, name_of, number_
 from stagemesh.common.errors import DeadlineError, InternalError, InvalidRequestError, UnsupportedError
 from stagemesh.common.host import host_token
 from stagemesh.common.logs import bind_log_context
-from stagemesh.common.tensors import spec_to_wire
+from stagemesh.common.signatures import signature_to_wire
 from stagemesh.common.unknown_kinds import unknown_kind
 from stagemesh.common.versions import OFFERS, check_version, own_protocol
 from stagemesh.connectors.stream.wire import error_to_wire, key_from_wire, probe_to_wire
@@ -91,7 +91,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     async def Describe(self, request: stage_pb2.DescribeRequest, context: _Context) -> stage_pb2.DescribeResponse:
         if request.HasField("protocol"):
             check_version(request.protocol, peer="the caller", own_name=f"replica {self._runtime.config.replica}")
-        runtime, config, signature = self._runtime, self._runtime.config, self._runtime.signature
+        runtime, config, abilities = self._runtime, self._runtime.config, self._runtime.engine.abilities
         return stage_pb2.DescribeResponse(
             pipeline=config.pipeline,
             generation=config.generation,
@@ -102,8 +102,9 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
             model=config.model or "",
             state=runtime.state.value,
             detail=runtime.detail,
-            accepts=[spec_to_wire(name, spec) for name, spec in signature.accepts.items()],
-            emits=[spec_to_wire(name, emitted.spec) for name, emitted in signature.emits.items()],
+            signature=signature_to_wire(
+                runtime.signature, can_pause=abilities.can_pause, can_resume=abilities.can_resume
+            ),
             connectors=[number_of(each.name) for each in descriptors().values() if not each.missing()],
             protocol=own_protocol(OFFERS),
             host=host_token(),
