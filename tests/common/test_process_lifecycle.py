@@ -61,7 +61,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize(
     ("what", "status", "line"),
-    [("port", 6, "port 1 is in use"), ("model", 3, "no model"), ("bug", 1, "ValueError: a bug")],
+    [("port", 6, "port 1 is in use"), ("model", 6, "no model"), ("bug", 1, "ValueError: a bug")],
 )
 def test_exit_status_shows_the_cause(what: str, status: int, line: str) -> None:
     result = _run(SERVICE, what)

@@ -52,7 +52,8 @@ class Position:
             self._counts[name] = end
         if output.HasField("finish"):
             self._finished.add(name)
-        elif end <= received:
+        elif end <= received and output.WhichOneof("content"):
+            # A receiver passes on content of an unknown kind, which has no length.
             return None
         return after(output, received - output.position)
 
