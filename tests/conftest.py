@@ -5,6 +5,7 @@ Tests check that nothing remains in /dev/shm, and choose free ports on the loopb
 
 import ctypes
 import os
+import signal
 import subprocess
 
 import pytest
@@ -18,6 +19,9 @@ def pytest_configure() -> None:
     """Called in each process before any test is imported."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         _leave_the_host()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell makes its background jobs ignore Ctrl-C. The commands under test would inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _leave_the_host() -> None:

@@ -147,11 +147,7 @@ def test_all_pages_of_a_list_can_be_printed_at_once(running: Deployment) -> None
 
 def _watched(*arguments: str, lines: int) -> list[str]:
     """Returns the first lines of a command that runs until Ctrl-C."""
-    # A process that a shell started in the background ignores Ctrl-C, and so would its children.
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    command = [*COMMAND, *arguments, "--watch", "--interval", "0.2"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        signal.signal(signal.SIGINT, previous)
+    with subprocess.Popen([*COMMAND, *arguments, "--watch", "--interval", "0.2"], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         shown = [process.stdout.readline().decode() for _ in range(lines)]
         process.send_signal(signal.SIGINT)
