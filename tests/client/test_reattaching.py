@@ -228,6 +228,14 @@ def test_every_kind_of_output_is_counted() -> None:
     assert dict(delivery.request().next_positions) == {"codes": 3, "picture": 1, "rows": 3, "scalar": 1}
 
 
+def test_a_part_that_arrives_twice_is_dropped_and_a_gap_is_an_error() -> None:
+    delivery = ClientPosition(GenerateRequest(), QUICK)
+    part = GenerateResponse(output=Output(name="text", text="Hi"))
+    assert [len(delivery.take(part)) for _ in range(2)] == [1, 0]
+    with pytest.raises(InternalError, match="continues at 5, but only 2 were received"):
+        delivery.take(GenerateResponse(output=Output(name="text", position=5, text="!")))
+
+
 async def test_a_rejected_call_does_not_count_as_an_earlier_call(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.extend([[OverloadedError("full", retry_after_s=0.01)], [_stops()], [admitted(), finished()]])
     await _events(orchestrator.endpoint)

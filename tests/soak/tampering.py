@@ -1,11 +1,13 @@
 """A relay in front of the orchestrator that tampers with responses, like a faulty orchestrator."""
 
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from enum import Enum
 
 import grpc
 
+from stagemesh.common.output_position import length_of
 from stagemesh.rpc.channels import SERVER_OPTIONS, open_channel
 from stagemesh.v1 import orchestrator_pb2
 from tests.soak.soak import Through
@@ -51,11 +53,26 @@ class _Tamperer:
         self._tampering, self._output, self._piece = tampering, output, piece
         self._seen = 0
         self._held: list[bytes] = []
+        self._positions = Counter[str]()
 
     def relay(self, message: bytes) -> list[bytes]:
         """Returns the messages to send instead. Raises EOFError if the stream must end, and ConnectionError if it must
         fail.
+
+        The positions are those of an undisturbed output. Otherwise, a client would drop or reject the messages.
         """
+        return [self._place(each) for each in self._changed(message)]
+
+    def _place(self, message: bytes) -> bytes:
+        response = orchestrator_pb2.GenerateResponse.FromString(message)
+        if not response.HasField("output"):
+            return message
+        output = response.output
+        output.position = self._positions[output.name]
+        self._positions[output.name] += length_of(output)
+        return response.SerializeToString()
+
+    def _changed(self, message: bytes) -> list[bytes]:
         response = orchestrator_pb2.GenerateResponse.FromString(message)
         if response.WhichOneof("event") == "finished" and self._tampering is Tampering.REPEAT_END:
             return [message, message]
