@@ -18,7 +18,7 @@ from stagemesh.common.errors import (
 )
 from stagemesh.common.tensors import inline_tensor
 from stagemesh.v1.orchestrator_pb2 import GenerateRequest, GenerateResponse
-from stagemesh.v1.request_pb2 import Image, Output, TokenIds
+from stagemesh.v1.request_pb2 import FINISH_REASON_FAILED, Finish, Image, Output, TokenIds
 from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, progress, queued, text
 
 QUICK = RetryPolicy(attempts=3, first_pause_s=0.01, max_pause_s=0.1, reattach_s=5)
@@ -234,6 +234,15 @@ def test_a_part_that_arrives_twice_is_dropped_and_a_gap_is_an_error() -> None:
     assert [len(delivery.take(part)) for _ in range(2)] == [1, 0]
     with pytest.raises(InternalError, match="continues at 5, but only 2 were received"):
         delivery.take(GenerateResponse(output=Output(name="text", position=5, text="!")))
+
+
+async def test_a_request_that_failed_while_the_connection_broke_may_succeed_elsewhere() -> None:
+    delivery = ClientPosition(GenerateRequest(), QUICK)
+    failed = Output(name="text", position=2, finish=Finish(reason=FINISH_REASON_FAILED))
+    for output in (Output(name="text", text="Hi"), failed, Output(name="text", position=2, text=" you")):
+        assert delivery.take(GenerateResponse(output=output))
+    assert delivery.take(finished())
+    assert not delivery.take(finished())
 
 
 async def test_a_rejected_call_does_not_count_as_an_earlier_call(orchestrator: ScriptedOrchestrator) -> None:

@@ -5,8 +5,19 @@ import weakref
 
 import pytest
 
-from stagemesh.client.responses import Admitted, Finished, Image, OutputFinished, Progress, ResultBuilder, Text, Timings
+from stagemesh.client.responses import (
+    Admitted,
+    Finished,
+    Image,
+    OutputFinished,
+    Progress,
+    ResultBuilder,
+    Text,
+    Timings,
+    decode_events,
+)
 from stagemesh.common.errors import InternalError
+from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 _ADMITTED = Admitted("r", 7, {"a": "a-0"})
 _FINISHED = Finished({}, Timings(0.0, 0.1, 0.2))
@@ -51,3 +62,10 @@ def test_a_result_without_the_last_event_is_an_error() -> None:
     builder.add(_ADMITTED)
     with pytest.raises(InternalError, match="finished"):
         builder.build()
+
+
+def test_an_unknown_finish_reason_is_unspecified() -> None:
+    output = request_pb2.Output(name="text")
+    output.finish.MergeFromString(b"\x08\x63")
+    (event,) = decode_events(orchestrator_pb2.GenerateResponse(output=output))
+    assert event == OutputFinished("text", "unspecified")

@@ -46,3 +46,10 @@ def test_the_order_of_lists_and_abilities_of_the_engine_make_no_difference() -> 
 )
 def test_another_signature_is_named_by_its_field(field: str, other: Signature) -> None:
     assert differing_fields(signature_to_wire(SIGNATURE), other) == [field]
+
+
+def test_descriptions_and_unknown_fields_make_no_difference() -> None:
+    message = signature_to_wire(SIGNATURE)
+    message.options[0].description = "faster or slower"
+    message.accepts[0].MergeFromString(b"\xc0\x3e\x01")
+    assert differing_fields(message, SIGNATURE) == []

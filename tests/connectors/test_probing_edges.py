@@ -50,9 +50,7 @@ async def test_probe_returns_better_connectors_with_their_errors(monkeypatch: py
 async def test_fixed_connector_that_cannot_work_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     _without_nixl(monkeypatch)
     async with two_hosts() as (a, b):
-        with pytest.raises(
-            NotReadyError, match=r"nixl cannot be used with replica b-0: .*stagemesh\[nixl"
-        ) as caught:
+        with pytest.raises(NotReadyError, match=r"nixl cannot be used with replica b-0: .*stagemesh\[nixl") as caught:
             await _probe(a, b, NIXL)
     assert caught.value.reason == "CONNECTOR_UNAVAILABLE"
 

@@ -12,6 +12,7 @@ from stagemesh.common.errors import InternalError, InvalidChunkError
 from stagemesh.common.tensors import checked_layout
 from stagemesh.v1 import request_pb2, tensor_pb2
 
+_INCOMPLETE = (request_pb2.FINISH_REASON_CANCELLED, request_pb2.FINISH_REASON_FAILED)
 _START: Mapping[str, int] = MappingProxyType({})
 
 
@@ -51,7 +52,9 @@ class Position:
         if end > received:
             self._counts[name] = end
         if output.HasField("finish"):
-            self._finished.add(name)
+            # A request that failed may be run again at another orchestrator, where its outputs continue.
+            if output.finish.reason not in _INCOMPLETE:
+                self._finished.add(name)
         elif end <= received and output.WhichOneof("content"):
             # A receiver passes on content of an unknown kind, which has no length.
             return None

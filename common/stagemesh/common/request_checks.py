@@ -185,6 +185,8 @@ def _describe_allowed(spec: OptionSpec) -> str:
             return f"one of {', '.join(map(repr, spec.choices))}"
         case str():
             return "text" if math.isinf(spec.maximum) else f"text of at most {spec.maximum:g} characters"
+        case _:
+            pass
     kind = "a whole number" if isinstance(spec.default, int) else "a number"
     return kind if math.isinf(spec.maximum) else f"{kind} from {spec.minimum:g} to {spec.maximum:g}"
 

@@ -43,10 +43,14 @@ def kind_to_wire(kind: descriptors.OutputKind) -> "signature_pb2.TensorKind.Valu
 def differing_fields(reported: signature_pb2.Signature, expected: descriptors.Signature) -> list[str]:
     """Returns the names of the fields in which a reported signature differs from the expected one.
 
-    Ignores `can_pause` and `can_resume`, which depend on the engine alone. Ignores the order of the lists.
+    Ignores `can_pause` and `can_resume`, which depend on the engine alone, the order of the lists, descriptions, and
+    fields that this process does not know.
     """
     theirs, ours = signature_pb2.Signature(), signature_to_wire(expected)
     theirs.CopyFrom(reported)
+    theirs.DiscardUnknownFields()
+    for option in (*theirs.options, *ours.options):
+        option.ClearField("description")
     theirs.can_pause = theirs.can_resume = False
     theirs.accepts.sort(key=lambda each: each.spec.name)
     theirs.emits.sort(key=lambda each: each.spec.name)

@@ -139,6 +139,7 @@ class OutputFinished:
 
     `reason` is "end" if the output is complete, "stop" if `stop_text` or `stop_token_id` stopped it, "length" if it
     reached `max_tokens`, "limit" if it reached a limit of the stage, and "cancelled" or "failed" if it is incomplete.
+    It is "unspecified" if this client does not know the reason.
     """
 
     output: str
@@ -379,7 +380,8 @@ def decode_events(response: orchestrator_pb2.GenerateResponse) -> Iterator[Event
 
 def _finish(message: request_pb2.Output) -> OutputFinished:
     finish = message.finish
-    reason = request_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
+    known = request_pb2.FinishReason.DESCRIPTOR.values_by_number.get(finish.reason)
+    reason = known.name.removeprefix("FINISH_REASON_").lower() if known is not None else "unspecified"
     return OutputFinished(
         message.name,
         reason,

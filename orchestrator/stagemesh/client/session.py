@@ -11,7 +11,7 @@ from typing import Generic, Self, TypeVar
 import grpc
 import grpc.aio
 
-from stagemesh.client.responses import Admitted, Event, Progress, Queued, decode_events
+from stagemesh.client.responses import Admitted, Event, Finished, Progress, Queued, decode_events
 from stagemesh.common.backoff import backoff_s
 from stagemesh.common.errors import (
     CancelledRequestError,
@@ -176,6 +176,7 @@ class ClientPosition:
         self._received = Position()
         self._steps = Counter[str]()
         self._admitted = False
+        self._finished: Finished | None = None
 
     def request(self) -> orchestrator_pb2.GenerateRequest:
         """Returns the request to send with the next call, which asks for the outputs that are still missing."""
@@ -190,7 +191,11 @@ class ClientPosition:
         """Returns the events in `response` that the caller does not have yet. Empty if their kind is unknown."""
         if response.HasField("output"):
             rest = self._received.remainder(response.output)
-            return () if rest is None else tuple(decode_events(orchestrator_pb2.GenerateResponse(output=rest)))
+            return (
+                ()
+                if rest is None
+                else tuple(decode_events(orchestrator_pb2.GenerateResponse(output=rest, ignorable=response.ignorable)))
+            )
         return tuple(filter(self._is_new, decode_events(response)))
 
     def _is_new(self, event: Event) -> bool:
@@ -205,6 +210,11 @@ class ClientPosition:
                 is_new = not self._request.earlier_calls or event.steps > self._steps[event.stage]
                 if is_new:
                     self._steps[event.stage] = event.steps
+                return is_new
+            case Finished():
+                # The same orchestrator repeats it if the connection broke after it.
+                is_new = event != self._finished
+                self._finished = event
                 return is_new
             case _:
                 pass

@@ -60,7 +60,7 @@ class Adapter(_message.Message):
     PINNED_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """The name by which requests select it (Parameters.adapter)."""
+    """The name by which requests select it (Parameters.adapter, StageParameters.adapter)."""
     path: _builtins.str
     """The folder from which it was loaded."""
     rank: _builtins.int

@@ -66,7 +66,7 @@ class GenerateRequest(_message.Message):
     pipeline: _builtins.str
     """The pipeline. Empty for the only one that is served. An unknown one fails (NOT_FOUND, UNKNOWN_PIPELINE)."""
     priority: _builtins.int
-    """The priority, from -10 to 10. Larger and smaller values count as these. Requests of a higher priority leave the
+    """The priority, from -10 to 10. Values outside the range are clamped. Requests of a higher priority leave the
     queue first, but every eighth admission takes the request that has waited longest.
     """
     caller: _builtins.str
@@ -153,8 +153,9 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def finished(self) -> Global___RequestFinished:
-        """The last event. If the status of the call is an error, the request had been admitted before it failed or was
-        cancelled.
+        """The last event of a request that was admitted, also if it failed or was cancelled. Before it, each output has had
+        its part with `finish`. Not sent if the call ends with UNAVAILABLE (NOT_RUNNING), because the request may continue
+        at another orchestrator.
         """
 
     @_builtins.property

@@ -37,20 +37,31 @@ class OrchestratorServiceStub:
     """Generate runs a request through a pipeline and streams its outputs while they are produced. A second call with the
     same request_id and content attaches to the running request. With other content it fails (ALREADY_EXISTS,
     REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
-    content. The request is cancelled when its last caller disconnects, or GenerateRequest.linger_s after that.
+    content. Neither do next_positions, linger_s, earlier_calls and the deadline. All other fields must be equal. The
+    deadline of the call that starts a request is the request's deadline. An orchestrator keeps an ended request for 30
+    seconds, or less if the records of ended requests exceed 64 MiB; a later call with its request_id runs it again. The
+    request is cancelled when its last caller disconnects, or GenerateRequest.linger_s after that.
 
     A caller loses nothing and receives nothing twice if it does the following:
 
     1. It chooses a random request_id and sets linger_s, for example to 30.
     2. It keeps the seed from RequestAdmitted. For each output, it keeps the end of the last part that it received: its
-       position plus its length in the same unit. It also keeps which outputs have had their part with `finish`.
-    3. If the connection breaks, or the call ends with UNAVAILABLE and reason NOT_RUNNING, it calls again within
-       linger_s, at the same or at another orchestrator of the pipeline, with the same content, the seed in parameters,
-       the kept ends in next_positions, and earlier_calls increased by one. It repeats this with growing pauses while
-       the endpoints are unreachable.
+       position plus its length in the same unit (Output.position). It also keeps which outputs have had a part with
+       `finish` whose reason is neither CANCELLED nor FAILED.
+    3. It calls again if the connection breaks, or if the call ends with UNAVAILABLE and reason NOT_RUNNING. The
+       connection broke if the status is UNAVAILABLE, CANCELLED, UNKNOWN or INTERNAL without a google.rpc.ErrorInfo of
+       the domain "stagemesh". Before an event other than queued has arrived in a call, it also calls again after
+       UNAVAILABLE with any reason, and after every status with a google.rpc.RetryInfo, whose delay it waits for. It
+       calls the same or another orchestrator of the pipeline, within linger_s if the running request is to continue,
+       with the same content, the seed in parameters, the kept ends in next_positions, and earlier_calls increased by
+       one. It repeats this with growing pauses while the endpoints are unreachable.
     4. It drops what it has already: queued and admitted events after the first admitted one, progress that is not
-       higher than before, and a second part with `finish` of an output.
-    5. It is done after `finished` and the status OK. Any other status than those of point 3 is final.
+       higher than before, a second part with `finish` of an output, and a second `finished`.
+    5. It is done after `finished` and the status OK. A status for which point 3 does not apply is final.
+    6. If it stops reading on purpose, it calls CancelRequest with when_left. Otherwise the request runs for linger_s
+       more.
+
+    A message has at most 8 MiB in each direction, which is more than the default limit of some gRPC libraries.
 
     An orchestrator that knows the request continues it. Any other orchestrator restarts it, and the stages stop what
     remains of the earlier run. The restarted request has the same outputs as far as its stages reproduce them from the
@@ -77,20 +88,31 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     """Generate runs a request through a pipeline and streams its outputs while they are produced. A second call with the
     same request_id and content attaches to the running request. With other content it fails (ALREADY_EXISTS,
     REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
-    content. The request is cancelled when its last caller disconnects, or GenerateRequest.linger_s after that.
+    content. Neither do next_positions, linger_s, earlier_calls and the deadline. All other fields must be equal. The
+    deadline of the call that starts a request is the request's deadline. An orchestrator keeps an ended request for 30
+    seconds, or less if the records of ended requests exceed 64 MiB; a later call with its request_id runs it again. The
+    request is cancelled when its last caller disconnects, or GenerateRequest.linger_s after that.
 
     A caller loses nothing and receives nothing twice if it does the following:
 
     1. It chooses a random request_id and sets linger_s, for example to 30.
     2. It keeps the seed from RequestAdmitted. For each output, it keeps the end of the last part that it received: its
-       position plus its length in the same unit. It also keeps which outputs have had their part with `finish`.
-    3. If the connection breaks, or the call ends with UNAVAILABLE and reason NOT_RUNNING, it calls again within
-       linger_s, at the same or at another orchestrator of the pipeline, with the same content, the seed in parameters,
-       the kept ends in next_positions, and earlier_calls increased by one. It repeats this with growing pauses while
-       the endpoints are unreachable.
+       position plus its length in the same unit (Output.position). It also keeps which outputs have had a part with
+       `finish` whose reason is neither CANCELLED nor FAILED.
+    3. It calls again if the connection breaks, or if the call ends with UNAVAILABLE and reason NOT_RUNNING. The
+       connection broke if the status is UNAVAILABLE, CANCELLED, UNKNOWN or INTERNAL without a google.rpc.ErrorInfo of
+       the domain "stagemesh". Before an event other than queued has arrived in a call, it also calls again after
+       UNAVAILABLE with any reason, and after every status with a google.rpc.RetryInfo, whose delay it waits for. It
+       calls the same or another orchestrator of the pipeline, within linger_s if the running request is to continue,
+       with the same content, the seed in parameters, the kept ends in next_positions, and earlier_calls increased by
+       one. It repeats this with growing pauses while the endpoints are unreachable.
     4. It drops what it has already: queued and admitted events after the first admitted one, progress that is not
-       higher than before, and a second part with `finish` of an output.
-    5. It is done after `finished` and the status OK. Any other status than those of point 3 is final.
+       higher than before, a second part with `finish` of an output, and a second `finished`.
+    5. It is done after `finished` and the status OK. A status for which point 3 does not apply is final.
+    6. If it stops reading on purpose, it calls CancelRequest with when_left. Otherwise the request runs for linger_s
+       more.
+
+    A message has at most 8 MiB in each direction, which is more than the default limit of some gRPC libraries.
 
     An orchestrator that knows the request continues it. Any other orchestrator restarts it, and the stages stop what
     remains of the earlier run. The restarted request has the same outputs as far as its stages reproduce them from the
@@ -120,20 +142,31 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Generate runs a request through a pipeline and streams its outputs while they are produced. A second call with the
         same request_id and content attaches to the running request. With other content it fails (ALREADY_EXISTS,
         REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
-        content. The request is cancelled when its last caller disconnects, or GenerateRequest.linger_s after that.
+        content. Neither do next_positions, linger_s, earlier_calls and the deadline. All other fields must be equal. The
+        deadline of the call that starts a request is the request's deadline. An orchestrator keeps an ended request for 30
+        seconds, or less if the records of ended requests exceed 64 MiB; a later call with its request_id runs it again. The
+        request is cancelled when its last caller disconnects, or GenerateRequest.linger_s after that.
 
         A caller loses nothing and receives nothing twice if it does the following:
 
         1. It chooses a random request_id and sets linger_s, for example to 30.
         2. It keeps the seed from RequestAdmitted. For each output, it keeps the end of the last part that it received: its
-           position plus its length in the same unit. It also keeps which outputs have had their part with `finish`.
-        3. If the connection breaks, or the call ends with UNAVAILABLE and reason NOT_RUNNING, it calls again within
-           linger_s, at the same or at another orchestrator of the pipeline, with the same content, the seed in parameters,
-           the kept ends in next_positions, and earlier_calls increased by one. It repeats this with growing pauses while
-           the endpoints are unreachable.
+           position plus its length in the same unit (Output.position). It also keeps which outputs have had a part with
+           `finish` whose reason is neither CANCELLED nor FAILED.
+        3. It calls again if the connection breaks, or if the call ends with UNAVAILABLE and reason NOT_RUNNING. The
+           connection broke if the status is UNAVAILABLE, CANCELLED, UNKNOWN or INTERNAL without a google.rpc.ErrorInfo of
+           the domain "stagemesh". Before an event other than queued has arrived in a call, it also calls again after
+           UNAVAILABLE with any reason, and after every status with a google.rpc.RetryInfo, whose delay it waits for. It
+           calls the same or another orchestrator of the pipeline, within linger_s if the running request is to continue,
+           with the same content, the seed in parameters, the kept ends in next_positions, and earlier_calls increased by
+           one. It repeats this with growing pauses while the endpoints are unreachable.
         4. It drops what it has already: queued and admitted events after the first admitted one, progress that is not
-           higher than before, and a second part with `finish` of an output.
-        5. It is done after `finished` and the status OK. Any other status than those of point 3 is final.
+           higher than before, a second part with `finish` of an output, and a second `finished`.
+        5. It is done after `finished` and the status OK. A status for which point 3 does not apply is final.
+        6. If it stops reading on purpose, it calls CancelRequest with when_left. Otherwise the request runs for linger_s
+           more.
+
+        A message has at most 8 MiB in each direction, which is more than the default limit of some gRPC libraries.
 
         An orchestrator that knows the request continues it. Any other orchestrator restarts it, and the stages stop what
         remains of the earlier run. The restarted request has the same outputs as far as its stages reproduce them from the

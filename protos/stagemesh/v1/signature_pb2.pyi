@@ -59,8 +59,8 @@ Global___TensorKind: _TypeAlias = TensorKind  # noqa: Y015
 @_typing.final
 class Signature(_message.Message):
     """Signature describes what a stage accepts and emits, and what a request may set for it. An orchestrator compares the
-    signature that a replica reports with that of the pipeline file, without can_pause and can_resume. A replica with
-    another signature gets no requests.
+    signature that a replica reports with that of the pipeline file, without can_pause, can_resume and descriptions. The
+    order of the lists does not matter. A replica with another signature gets no requests.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class StageServiceStub(object):
     """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad,
-    CancelStep and ProbeEdge. Other stages call PutChunk and GetChunk. Tools that run a single step call ExecuteStep.
+    CancelStep and ProbeEdge. Other stages call PutChunk. Tools that run a single step call ExecuteStep, and so do
+    orchestrators if a stage does not serve ExecuteSteps.
     """
 
     def __init__(self, channel):
@@ -85,7 +86,8 @@ class StageServiceStub(object):
 
 class StageServiceServicer(object):
     """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad,
-    CancelStep and ProbeEdge. Other stages call PutChunk and GetChunk. Tools that run a single step call ExecuteStep.
+    CancelStep and ProbeEdge. Other stages call PutChunk. Tools that run a single step call ExecuteStep, and so do
+    orchestrators if a stage does not serve ExecuteSteps.
     """
 
     def ExecuteStep(self, request, context):
@@ -131,7 +133,7 @@ class StageServiceServicer(object):
 
     def GetChunk(self, request, context):
         """GetChunk reads retained chunks of an edge from a sequence number on, byte for byte, and follows the flow to its
-        end. A consuming replica, a client or an orchestrator calls it. Edge "@state" contains the state at the request's
+        end. A consuming replica, an orchestrator or a tool calls it. Edge "@state" contains the state at the request's
         last pause or checkpoint.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -227,7 +229,8 @@ def add_StageServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class StageService(object):
     """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad,
-    CancelStep and ProbeEdge. Other stages call PutChunk and GetChunk. Tools that run a single step call ExecuteStep.
+    CancelStep and ProbeEdge. Other stages call PutChunk. Tools that run a single step call ExecuteStep, and so do
+    orchestrators if a stage does not serve ExecuteSteps.
     """
 
     @staticmethod

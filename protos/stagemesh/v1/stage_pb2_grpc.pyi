@@ -28,7 +28,8 @@ GRPC_VERSION: str
 
 class StageServiceStub:
     """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad,
-    CancelStep and ProbeEdge. Other stages call PutChunk and GetChunk. Tools that run a single step call ExecuteStep.
+    CancelStep and ProbeEdge. Other stages call PutChunk. Tools that run a single step call ExecuteStep, and so do
+    orchestrators if a stage does not serve ExecuteSteps.
     """
 
     @_typing.overload
@@ -62,7 +63,7 @@ class StageServiceStub:
     """
     GetChunk: _grpc.UnaryStreamMultiCallable[_stage_pb2.GetChunkRequest, _stage_pb2.GetChunkResponse]
     """GetChunk reads retained chunks of an edge from a sequence number on, byte for byte, and follows the flow to its
-    end. A consuming replica, a client or an orchestrator calls it. Edge "@state" contains the state at the request's
+    end. A consuming replica, an orchestrator or a tool calls it. Edge "@state" contains the state at the request's
     last pause or checkpoint.
     """
     Describe: _grpc.UnaryUnaryMultiCallable[_stage_pb2.DescribeRequest, _stage_pb2.DescribeResponse]
@@ -82,7 +83,8 @@ class StageServiceStub:
 @_typing.type_check_only
 class StageServiceAsyncStub(StageServiceStub):
     """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad,
-    CancelStep and ProbeEdge. Other stages call PutChunk and GetChunk. Tools that run a single step call ExecuteStep.
+    CancelStep and ProbeEdge. Other stages call PutChunk. Tools that run a single step call ExecuteStep, and so do
+    orchestrators if a stage does not serve ExecuteSteps.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -113,7 +115,7 @@ class StageServiceAsyncStub(StageServiceStub):
     """
     GetChunk: _aio.UnaryStreamMultiCallable[_stage_pb2.GetChunkRequest, _stage_pb2.GetChunkResponse]  # type: ignore[assignment]
     """GetChunk reads retained chunks of an edge from a sequence number on, byte for byte, and follows the flow to its
-    end. A consuming replica, a client or an orchestrator calls it. Edge "@state" contains the state at the request's
+    end. A consuming replica, an orchestrator or a tool calls it. Edge "@state" contains the state at the request's
     last pause or checkpoint.
     """
     Describe: _aio.UnaryUnaryMultiCallable[_stage_pb2.DescribeRequest, _stage_pb2.DescribeResponse]  # type: ignore[assignment]
@@ -132,7 +134,8 @@ class StageServiceAsyncStub(StageServiceStub):
 
 class StageServiceServicer(metaclass=_abc_1.ABCMeta):
     """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad,
-    CancelStep and ProbeEdge. Other stages call PutChunk and GetChunk. Tools that run a single step call ExecuteStep.
+    CancelStep and ProbeEdge. Other stages call PutChunk. Tools that run a single step call ExecuteStep, and so do
+    orchestrators if a stage does not serve ExecuteSteps.
     """
 
     @_abc_1.abstractmethod
@@ -191,7 +194,7 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_stage_pb2.GetChunkResponse], _abc.AsyncIterator[_stage_pb2.GetChunkResponse]]:
         """GetChunk reads retained chunks of an edge from a sequence number on, byte for byte, and follows the flow to its
-        end. A consuming replica, a client or an orchestrator calls it. Edge "@state" contains the state at the request's
+        end. A consuming replica, an orchestrator or a tool calls it. Edge "@state" contains the state at the request's
         last pause or checkpoint.
         """
 

@@ -180,3 +180,9 @@ def test_a_pipeline_with_several_stages_that_choose_tokens_names_its_main_stage(
     with pytest.raises(InvalidPipelineError) as caught:
         _load(tmp_path, OMNI.replace("main_stage: thinker\n", line))
     assert text in caught.value.message
+
+
+def test_plain_parameters_that_contradict_those_of_a_stage_are_rejected(omni: Pipeline) -> None:
+    own = request_pb2.StageParameters(sampling=request_pb2.Sampling(min_tokens=10))
+    parameters = request_pb2.Parameters(sampling=request_pb2.Sampling(max_tokens=5), stages={"thinker": own})
+    assert "min_tokens is 10 but max_tokens is 5" in _rejection(parameters, omni).message

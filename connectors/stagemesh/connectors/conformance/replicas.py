@@ -51,7 +51,8 @@ class Host(stage_pb2_grpc.StageServiceServicer):
     """
 
     def __init__(self, replica: str, **limits: Any) -> None:
-        self.plane = DataPlane(replica=replica, pipeline="p", generation="g", **{"arena_bytes": 16 << 20, **limits})
+        arguments: dict[str, Any] = {"arena_bytes": 16 << 20, **limits}
+        self.plane = DataPlane(replica=replica, pipeline="p", generation="g", **arguments)
         self.replica = replica
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
         add_stage_service(self, self.server)

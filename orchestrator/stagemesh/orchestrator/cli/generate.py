@@ -166,7 +166,8 @@ PARAMETERS: Mapping[str, Parameter] = {
     **_SAMPLING,
     "options": option(
         list[str],
-        "Set an option that a stage of the pipeline declares, such as steps=20 or voice=alto. Repeatable.",
+        "Set an option that a stage of the pipeline declares, such as steps=20 or voice=alto. Double quotes make any "
+        "value a text. Repeatable.",
         "--option",
         metavar="KEY=VALUE",
     ),
@@ -267,7 +268,12 @@ def client_arguments(values: Mapping[str, Any]) -> "GenerateArguments":
 
 
 def _typed(text: str) -> Any:
-    """Returns the value of an option in its type: a number, a flag if the text is true or false, or else the text."""
+    """Returns the value of an option in its type: a number, a flag if the text is true or false, or else the text.
+
+    Double quotes around the text make it a text in any case.
+    """
+    if len(text) > 1 and text[0] == text[-1] == '"':
+        return text[1:-1]
     if text in {"true", "false"}:
         return text == "true"
     for convert in (int, float):
@@ -282,13 +288,14 @@ def _stage_arguments(texts: Sequence[str]) -> Mapping[str, "StageArguments"]:
 
     known = SamplingArguments.__annotations__.keys()
     stages: dict[str, Any] = {}
-    for key, value in read_pairs(texts, option="--stage-parameter", convert=str).items():
+    pairs = (read_pairs([text], option="--stage-parameter", convert=str) for text in texts)
+    for key, value in chain.from_iterable(pair.items() for pair in pairs):
         stage, dot, name = key.partition(".")
         if not stage or not dot or not name:
             raise typer.BadParameter(f"{key!r} is not of the form STAGE.KEY", param_hint="--stage-parameter")
         given = stages.setdefault(stage, {})
         if name in _LISTS:
-            given[name] = [_typed(value)] if name == "stop_token_ids" else [value]
+            given.setdefault(name, []).append(_typed(value) if name == "stop_token_ids" else value)
         elif name in _TEXTS:
             given[name] = value
         elif name in known:

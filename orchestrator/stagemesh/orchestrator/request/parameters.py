@@ -33,6 +33,9 @@ def check_parameters(parameters: request_pb2.Parameters, pipeline: Pipeline) -> 
             )
         _check_stage(given, pipeline.stages[name])
     check_options(read_options(parameters.options), pipeline.options, owner=f"pipeline {pipeline.name!r}")
+    for stage in pipeline.stages.values():
+        # Plain parameters and those of the stage may contradict each other.
+        check_sampling(parameters_of(stage, parameters).sampling)
 
 
 def parameters_of(stage: Stage, parameters: request_pb2.Parameters) -> request_pb2.StageParameters:

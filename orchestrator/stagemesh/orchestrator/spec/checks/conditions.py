@@ -20,6 +20,7 @@ from stagemesh.orchestrator.spec.model import Stage
 from stagemesh.orchestrator.spec.schema import InputTerm, OptionTerm, OutputTerm
 from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Problems, suggest
 
+_LARGE = 1e300
 _MEDIA: Collection[InputKind] = ("image", "audio", "video")
 
 
@@ -99,7 +100,14 @@ class ConditionResolver:
 
 
 def _bounds_of(spec: OptionSpec) -> Bounds:
-    return Bounds(float(spec.default), spec.minimum, spec.maximum)
+    # Values between infinite bounds would not be numbers.
+    return Bounds(float(spec.default), max(spec.minimum, -_LARGE), min(spec.maximum, _LARGE))
+
+
+def _common_choices(one: OptionSpec, other: OptionSpec) -> tuple[str, ...]:
+    if not one.choices or not other.choices:
+        return one.choices or other.choices
+    return tuple(each for each in one.choices if each in other.choices)
 
 
 def merge_options(
@@ -132,9 +140,11 @@ def merge_options(
                 known,
                 minimum=max(known.minimum, spec.minimum),
                 maximum=min(known.maximum, spec.maximum),
-                choices=tuple(each for each in known.choices if each in spec.choices or not spec.choices)
-                or spec.choices,
+                choices=_common_choices(known, spec),
             )
+            if known.choices and spec.choices and not options[name].choices:
+                text = f"stages {' and '.join(owners[name])} have option {name!r} without a common choice; rename one"
+                problems.add(("stages", stage.name), text)
     for name in declared.keys() & owners.keys():
         problems.add(("options", name), f"stage {owners[name][0]!r} has option {name!r} already; choose another name")
     return {**options, **declared}, ambiguous

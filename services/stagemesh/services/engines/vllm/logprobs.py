@@ -70,7 +70,7 @@ class LogprobsReader:
 
     def state(self) -> Tensors:
         """Returns the part of a checkpoint from which `resume` continues."""
-        return {_STATE: np.frombuffer(msgspec.json.encode((self._text_length, self._waiting)), np.uint8)}
+        return {_STATE: np.frombuffer(msgspec.msgpack.encode((self._text_length, self._waiting)), np.uint8)}
 
     def resume(self, tokens: Sequence[int], state: Tensors) -> None:
         """Continues after the tokens of a checkpoint. `state` contains the tensors of the checkpoint.
@@ -82,7 +82,7 @@ class LogprobsReader:
         if (saved := state.get(_STATE)) is None:
             return
         try:
-            decoded = msgspec.json.decode(saved.tobytes(), type=tuple[int, list[TokenLogprobs]])
+            decoded = msgspec.msgpack.decode(saved.tobytes(), type=tuple[int, list[TokenLogprobs]])
         except msgspec.DecodeError as exc:
             raise InvalidRequestError(
                 f"the checkpoint has damaged log-probabilities: {exc}; send it back unchanged",
