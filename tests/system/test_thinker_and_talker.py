@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from stagemesh.client import Result
+from stagemesh.client import Result, StageArguments
 from tests.deployment import deployed, eventually
 from tests.engines.vllm.tiny_model import write_real_model
 from tests.system.renamed_states import add_transform
@@ -21,6 +21,7 @@ STEPS = 12
 PROMPTS = [[20 + (7 * number + at) % 200 for at in range(3 + 20 * number)] for number in range(4)]
 PIPELINE = """\
 pipeline: pair
+main_stage: thinker
 stages:
   thinker:
     engine: vllm
@@ -45,7 +46,9 @@ def test_the_talker_outputs_what_transformers_computes_from_the_hidden_states(
     with deployed(tmp_path / "pair.yaml") as up, up.client() as client, ThreadPoolExecutor(4) as pool:
 
         def generate(prompt: Sequence[int]) -> Result:
-            return client.generate(token_ids=prompt, seed=1, temperature=0.0, max_tokens=STEPS, logprobs=1).result()
+            greedy: StageArguments = {"temperature": 0.0, "max_tokens": STEPS, "logprobs": 1}
+            stages = {"thinker": greedy, "talker": greedy}
+            return client.generate(token_ids=prompt, seed=1, stages=stages).result()
 
         results = list(pool.map(generate, PROMPTS))
         eventually(up.idle, timeout_s=10)
