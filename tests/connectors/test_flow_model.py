@@ -329,7 +329,7 @@ async def _never_terminated(self: object) -> bool:
 
 
 @asynccontextmanager
-async def _no_channel(endpoint: str) -> AsyncIterator[None]:
+async def _no_channel(endpoint: str, **_: object) -> AsyncIterator[None]:
     yield None
 
 

@@ -1,7 +1,6 @@
 """The versions of the wire that this software speaks, and the check whether another process speaks one of them."""
 
 from functools import cache
-from importlib.metadata import version
 
 from stagemesh.common.errors import NotReadyError
 from stagemesh.v1 import protocol_pb2
@@ -16,6 +15,9 @@ OFFERS = "offers"
 @cache
 def own_protocol(*features: str) -> protocol_pb2.Protocol:
     """Returns the versions, the software version and these features, as this process reports them. Do not modify it."""
+    # Importing it here keeps the import of the client fast.
+    from importlib.metadata import version
+
     return protocol_pb2.Protocol(
         lowest_version=LOWEST_VERSION,
         highest_version=HIGHEST_VERSION,
