@@ -191,11 +191,9 @@ class ClientPosition:
         """Returns the events in `response` that the caller does not have yet. Empty if their kind is unknown."""
         if response.HasField("output"):
             rest = self._received.remainder(response.output)
-            return (
-                ()
-                if rest is None
-                else tuple(decode_events(orchestrator_pb2.GenerateResponse(output=rest, ignorable=response.ignorable)))
-            )
+            if rest is None:
+                return ()
+            response = orchestrator_pb2.GenerateResponse(output=rest, ignorable=response.ignorable)
         return tuple(filter(self._is_new, decode_events(response)))
 
     def _is_new(self, event: Event) -> bool:

@@ -17,13 +17,11 @@ def check_parameters(parameters: request_pb2.Parameters, pipeline: Pipeline) -> 
     the pipeline or a stage does not take the parameters.
     """
     main = [stage for stage in pipeline.stages.values() if stage.is_main]
-    owner = f"no stage of pipeline {pipeline.name!r}" if len(main) != 1 else f"stage {main[0].name!r}"
-    if parameters.HasField("sampling"):
-        if parameters.sampling.ByteSize() and not any(stage.signature.sampling for stage in main):
-            raise _unsupported(f"{owner} chooses tokens; omit the sampling parameters")
-        check_sampling(parameters.sampling)
+    owner = f"the main stage {main[0].name!r}" if len(main) == 1 else f"every stage of pipeline {pipeline.name!r}"
+    if parameters.sampling.ByteSize() and not any(stage.signature.sampling for stage in main):
+        raise _unsupported(f"{owner} works without sampling parameters; omit them")
     if parameters.adapter and not any(stage.signature.adapters for stage in main):
-        raise _unsupported(f"{owner} accepts adapters; leave adapter unset, or {_ENABLE_ADAPTERS}")
+        raise _unsupported(f"{owner} works without adapters; leave adapter unset, or {_ENABLE_ADAPTERS}")
     for name, given in parameters.stages.items():
         if name not in pipeline.stages:
             raise InvalidRequestError(
@@ -34,7 +32,7 @@ def check_parameters(parameters: request_pb2.Parameters, pipeline: Pipeline) -> 
         _check_stage(given, pipeline.stages[name])
     check_options(read_options(parameters.options), pipeline.options, owner=f"pipeline {pipeline.name!r}")
     for stage in pipeline.stages.values():
-        # Plain parameters and those of the stage may contradict each other.
+        # The merged parameters, because plain parameters and those of the stage may contradict each other.
         check_sampling(parameters_of(stage, parameters).sampling)
 
 
@@ -68,10 +66,8 @@ def _copy_options(target: request_pb2.StageParameters, options: Mapping[str, ten
 
 def _check_stage(given: request_pb2.StageParameters, stage: Stage) -> None:
     owner, signature = f"stage {stage.name!r}", stage.signature
-    if given.HasField("sampling"):
-        if not signature.sampling:
-            raise _unsupported(f"{owner} does not choose tokens; omit its sampling parameters", stage=stage.name)
-        check_sampling(given.sampling)
+    if given.HasField("sampling") and not signature.sampling:
+        raise _unsupported(f"{owner} does not choose tokens; omit its sampling parameters", stage=stage.name)
     if given.adapter and not signature.adapters:
         raise _unsupported(f"{owner} accepts no adapters; omit its adapter, or {_ENABLE_ADAPTERS}", stage=stage.name)
     check_options(read_options(given.options), signature.options, owner=owner)
