@@ -1272,7 +1272,8 @@ class Welcome(_message.Message):
     local_socket: _builtins.str
     """The abstract unix socket at which a producer on the same host can open a second, faster stream to this incarnation.
     On that stream, each message is preceded by its length (4 bytes, little-endian), the first byte carries the
-    descriptor of the arena's memory file, and Hello and Welcome are exchanged first as here. Empty if there is none.
+    descriptor of the arena's memory file unless the arena is private, and Hello and Welcome are exchanged first as here.
+    Empty if there is none.
     """
     @_builtins.property
     def protocol(self) -> _protocol_pb2.Protocol:
