@@ -15,10 +15,12 @@ from stagemesh.common.tensors import inline_tensor
 from stagemesh.common.versions import own_protocol
 from stagemesh.rpc.handlers import RpcContext, answering, streaming
 from stagemesh.v1.orchestrator_pb2 import (
+    AdmittedChoice,
     CancelRequestRequest,
     CancelRequestResponse,
     DescribePipelineRequest,
     DescribePipelineResponse,
+    FinishedChoice,
     GenerateRequest,
     GenerateResponse,
     RequestAdmitted,
@@ -61,7 +63,7 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
         async with answering(context):
             self.requests.append(request)
             self.deadlines_s.append(context.time_remaining())
-            positions = Counter[str](request.next_positions)
+            positions = Counter[str]({each.name: each.position for each in request.next_positions})
             for item in self.scripts.popleft() if len(self.scripts) > 1 else self.scripts[0]:
                 if isinstance(item, StagemeshError):
                     raise item
@@ -107,7 +109,9 @@ def _placed(event: GenerateResponse, positions: Counter[str]) -> GenerateRespons
 def admitted(request_id: str = "r", *, seed: int = 7) -> GenerateResponse:
     """Returns the first event of a request."""
     return GenerateResponse(
-        admitted=RequestAdmitted(request_id=request_id, seed=seed, replicas={"thinker": "thinker-0"})
+        admitted=RequestAdmitted(
+            request_id=request_id, seed=seed, choices=[AdmittedChoice(replicas={"thinker": "thinker-0"})]
+        )
     )
 
 
@@ -136,4 +140,5 @@ def finished() -> GenerateResponse:
     """Returns the last event of a request."""
     stage = StepFinished(usage=Usage(prompt_tokens=5, output_tokens=2, steps=2), timings=Timings(finished_s=0.5))
     stage.edges.add(edge="thinker->vocoder", connector="shm", chunks=3, size_bytes=300)
-    return GenerateResponse(finished=RequestFinished(stages={"thinker": stage}, timings=Timings(finished_s=0.6)))
+    choice = FinishedChoice(stages={"thinker": stage})
+    return GenerateResponse(finished=RequestFinished(choices=[choice], timings=Timings(finished_s=0.6)))

@@ -19,8 +19,8 @@ from stagemesh.client.responses import (
 from stagemesh.common.errors import InternalError
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
-_ADMITTED = Admitted("r", 7, {"a": "a-0"})
-_FINISHED = Finished({}, Timings(0.0, 0.1, 0.2))
+_ADMITTED = Admitted("r", 7, ({"a": "a-0"},))
+_FINISHED = Finished(({},), Timings(0.0, 0.1, 0.2))
 
 
 def test_a_result_contains_all_images_but_no_previews() -> None:

@@ -11,7 +11,7 @@ from tests.soak.workload import Request, requests, units
 
 UNITS = [f"Step {number} is {number:08x}. ".encode() for number in range(12)]
 REQUEST = Request("hello", seed=1, steps=4)
-FINISHED = Finished({}, Timings(0.0, None, 0.0))
+FINISHED = Finished(({},), Timings(0.0, None, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_the_units_of_a_request_differ_in_every_output() -> None:
 def _delivered(*, without: int = 0, cut: int = 1) -> Delivery:
     """A delivery of four units whose pieces are cut in other places than the units."""
     delivery = Delivery(REQUEST, {"text": UNITS[:4], "frames": UNITS[:4], "audio": UNITS[:4]})
-    delivery.add(Admitted("r", 1, {}))
+    delivery.add(Admitted("r", 1, ({},)))
     whole = b"".join(UNITS[:4])
     for at in range(0, len(whole), cut * 4):
         piece = whole[at : at + cut * 4]

@@ -24,10 +24,10 @@ SAID = "the river runs from the hills to the sea"
 
 def _delivery(text: str, *, sound: float = 0.5) -> Delivery:
     delivery = Delivery(REQUEST, {"text": (), "audio": ()})
-    delivery.add(Admitted("r", 1, {}))
+    delivery.add(Admitted("r", 1, ({},)))
     delivery.add(Text("text", text))
     delivery.add(AudioChunk("audio", np.full(8, sound, np.float32), 24_000))
-    delivery.add(Finished({}, Timings(0.0, None, 0.0)))
+    delivery.add(Finished(({},), Timings(0.0, None, 0.0)))
     return delivery
 
 

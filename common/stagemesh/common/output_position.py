@@ -1,4 +1,4 @@
-"""The position of a receiver: how much of each output of a request the receiver has received.
+"""The position of a receiver: how much of each output of a request the receiver has received, for each choice.
 
 Outputs are replayed if a connection breaks, a stage restarts or a client calls another orchestrator. The parts of the
 replay may have other boundaries. A position therefore counts units: code points of text, tokens, audio samples,
@@ -7,13 +7,16 @@ images, or rows of a tensor along its first axis. A tensor without axes counts a
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TypeAlias
 
 from stagemesh.common.errors import InternalError, InvalidChunkError
 from stagemesh.common.tensors import checked_layout
 from stagemesh.v1 import request_pb2, tensor_pb2
 
+OutputKey: TypeAlias = tuple[str, int]
+"""The name of an output, and the index of the choice to which the output belongs."""
 _INCOMPLETE = (request_pb2.FINISH_REASON_CANCELLED, request_pb2.FINISH_REASON_FAILED)
-_START: Mapping[str, int] = MappingProxyType({})
+_START: Mapping[OutputKey, int] = MappingProxyType({})
 
 
 class Position:
@@ -24,13 +27,13 @@ class Position:
 
     __slots__ = ("_counts", "_finished")
 
-    def __init__(self, counts: Mapping[str, int] = _START) -> None:
+    def __init__(self, counts: Mapping[OutputKey, int] = _START) -> None:
         self._counts = dict(counts)
-        self._finished = set[str]()
+        self._finished = set[OutputKey]()
 
     @property
-    def counts(self) -> Mapping[str, int]:
-        """The number of received units of each output, by output name, as in `GenerateRequest.next_positions`."""
+    def counts(self) -> Mapping[OutputKey, int]:
+        """The number of received units of each output of each choice, as in `GenerateRequest.next_positions`."""
         return self._counts
 
     def remainder(self, output: request_pb2.Output) -> request_pb2.Output | None:
@@ -39,22 +42,22 @@ class Position:
         Advances to the end of `output`. Raises InternalError (OUTPUT_OUT_OF_ORDER) if an earlier part is missing, and
         InvalidChunkError if a tensor's or the audio's number of bytes does not match its shape.
         """
-        name = output.name
-        received, end = self._counts.get(name, 0), output.position + length_of(output)
+        key = output.name, output.index
+        received, end = self._counts.get(key, 0), output.position + length_of(output)
         if output.position > received:
             raise InternalError(
-                f"output {name!r} continues at {output.position}, but only {received} were received; report this as a "
-                "defect",
+                f"output {output.name!r} continues at {output.position}, but only {received} were received; report "
+                "this as a defect",
                 reason="OUTPUT_OUT_OF_ORDER",
             )
-        if name in self._finished:
+        if key in self._finished:
             return None
         if end > received:
-            self._counts[name] = end
+            self._counts[key] = end
         if output.HasField("finish"):
             # A request that failed may be run again at another orchestrator, where its outputs continue.
             if output.finish.reason not in _INCOMPLETE:
-                self._finished.add(name)
+                self._finished.add(key)
         elif end <= received and output.WhichOneof("content"):
             # A receiver passes on content of an unknown kind, which has no length.
             return None
@@ -91,7 +94,7 @@ def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
     """
     if count <= 0:
         return output
-    rest = request_pb2.Output(name=output.name, position=output.position + count)
+    rest = request_pb2.Output(name=output.name, position=output.position + count, index=output.index)
     if output.HasField("finish"):
         rest.finish.CopyFrom(output.finish)
     if count >= length_of(output):

@@ -18,6 +18,7 @@ from stagemesh.common.typed_values import Value, from_message
 from stagemesh.v1 import request_pb2, tensor_pb2
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_CHOICE = re.compile(r"/[0-9]{1,10}$")
 _ROLES = ", ".join(request_pb2.Role.keys()[1:])
 _SAMPLING: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     "max_tokens": ("at least 1", lambda value: value >= 1),
@@ -28,6 +29,19 @@ _SAMPLING: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     "presence_penalty": ("from -2 to 2", lambda value: -2 <= value <= 2),
     "frequency_penalty": ("from -2 to 2", lambda value: -2 <= value <= 2),
 }
+
+
+def choice_id(request_id: str, index: int) -> str:
+    """Returns the id by which stages know a choice of a request. `index` is the index of the choice.
+
+    It is the request's own id for the first choice. No client can use the ids of the other choices.
+    """
+    return f"{request_id}/{index}" if index else request_id
+
+
+def check_choice_id(request_id: str) -> None:
+    """Raises InvalidRequestError (INVALID_ID) if `request_id` is not the id of a request or of one of its choices."""
+    check_request_id(_CHOICE.sub("", request_id))
 
 
 def check_request_id(request_id: str) -> None:

@@ -26,6 +26,7 @@ from stagemesh.client.requests import read_media as read_media
 from stagemesh.client.responses import Admitted as Admitted
 from stagemesh.client.responses import Audio as Audio
 from stagemesh.client.responses import AudioChunk as AudioChunk
+from stagemesh.client.responses import Choice as Choice
 from stagemesh.client.responses import EdgeUsage as EdgeUsage
 from stagemesh.client.responses import Event as Event
 from stagemesh.client.responses import Finished as Finished

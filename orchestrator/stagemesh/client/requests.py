@@ -175,6 +175,11 @@ class GenerateArguments(SamplingArguments, total=False):
 
     The event `Admitted` contains the seed.
     """
+    choices: int
+    """The number of times to run the request, each time with the next seed. If it is omitted, the request runs once.
+
+    `Result.choices` contains the outputs of each run. The `index` of an event is that of its choice, from 0.
+    """
     options: Mapping[str, OptionValue]
     """The values of options that the pipeline's stages declare, by option name."""
     stages: Mapping[str, StageArguments]
@@ -251,6 +256,7 @@ def build_request(prompt: Content | None, arguments: GenerateArguments) -> orche
                 options=to_messages(arguments.get("options", {})),
                 adapter=arguments.get("adapter"),
                 stages={name: _stage(given) for name, given in arguments.get("stages", {}).items()},
+                choices=arguments.get("choices"),
             ),
             outputs=arguments.get("outputs", ()),
             priority=arguments.get("priority", 0),

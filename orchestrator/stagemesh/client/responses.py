@@ -1,9 +1,13 @@
-"""The events of a request, in the order in which they happen, and the result, which contains all outputs."""
+"""The events of a request, in the order in which they happen, and the result, which contains all outputs.
+
+The `index` of an event is that of the choice to which the event belongs, from 0.
+"""
 
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -16,6 +20,8 @@ from stagemesh.common.errors import InternalError, InvalidChunkError, NotFoundEr
 from stagemesh.common.tensors import Array, read_inline
 from stagemesh.common.unknown_kinds import refuse_unknown
 from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
+
+_SEEDS = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -34,8 +40,14 @@ class Admitted:
 
     request_id: str
     seed: int
-    replicas: Mapping[str, str]
-    """The name of the chosen replica of each stage, by stage name."""
+    """The seed of the first choice. Each further choice has the next seed."""
+    choices: tuple[Mapping[str, str], ...]
+    """For each choice, the name of the chosen replica of each stage, by stage name."""
+
+    @property
+    def replicas(self) -> Mapping[str, str]:
+        """The name of the chosen replica of each stage for the first choice, by stage name."""
+        return self.choices[0]
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,7 @@ class Progress:
     stage: str
     steps: int
     total_steps: int | None
+    index: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,6 +96,7 @@ class Text:
     output: str
     delta: str
     logprobs: tuple[TokenLogprobs, ...] = ()
+    index: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,6 +109,7 @@ class Tokens:
     output: str
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    index: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +122,7 @@ class AudioChunk:
     output: str
     samples: npt.NDArray[np.float32]
     sample_rate_hz: int
+    index: int = 0
 
     @property
     def duration_s(self) -> float:
@@ -122,6 +138,7 @@ class Image:
     data: bytes
     media_type: str
     preview: bool = False
+    index: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +148,7 @@ class TensorOutput:
     output: str
     name: str
     tensor: Array
+    index: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,6 +164,7 @@ class OutputFinished:
     reason: str
     stop_text: str | None = None
     stop_token_id: int | None = None
+    index: int = 0
 
 
 @dataclass(frozen=True)
@@ -163,6 +182,10 @@ class Usage:
     audio_s: float = 0.0
     images: int = 0
     frames: int = 0
+
+    def __add__(self, other: "Usage") -> "Usage":
+        """Returns the work of both."""
+        return Usage(**{name: getattr(self, name) + getattr(other, name) for name in Usage.__annotations__})
 
 
 @dataclass(frozen=True)
@@ -199,18 +222,32 @@ class StageReport:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of a request. Contains a report for each stage that started, by stage name.
+    """The last event of a request. Contains the reports of the stages that started, and the times of the request.
 
     If the request failed or was cancelled, the iteration raises the error after this event.
     """
 
-    stages: Mapping[str, StageReport]
+    choices: tuple[Mapping[str, StageReport], ...]
+    """For each choice, the report of each stage, by stage name."""
     timings: Timings
 
     @property
+    def stages(self) -> Mapping[str, StageReport]:
+        """The report of each stage for the first choice, by stage name."""
+        return self.choices[0]
+
+    @property
+    def usage(self) -> Mapping[str, Usage]:
+        """The work of each stage for all choices together, by stage name."""
+        total = dict[str, Usage]()
+        for name, report in chain.from_iterable(stages.items() for stages in self.choices):
+            total[name] = total[name] + report.usage if name in total else report.usage
+        return total
+
+    @property
     def edges(self) -> tuple[EdgeUsage, ...]:
-        """The usage of all edges of the pipeline, as reported by the stages that sent data over them."""
-        return tuple(edge for stage in self.stages.values() for edge in stage.edges)
+        """The usage of all edges for each choice, as reported by the stages that sent data over them."""
+        return tuple(edge for stages in self.choices for stage in stages.values() for edge in stage.edges)
 
 
 Event: TypeAlias = (
@@ -234,15 +271,10 @@ class Audio:
         return len(self.samples) / self.sample_rate_hz
 
 
-@dataclass(frozen=True, eq=False)
-class Result:
-    """All outputs of a request, by output name.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Choice:
+    """All outputs of one choice of a request, by output name."""
 
-    `first_text_s`, `first_audio_s` and `first_image_s` are the times of the first text, audio and image, in seconds
-    since the call. Each of them is None if the request produced no such output.
-    """
-
-    request_id: str
     seed: int
     texts: Mapping[str, str]
     tokens: Mapping[str, tuple[int, ...]]
@@ -256,11 +288,6 @@ class Result:
     tensors: Mapping[str, tuple[TensorOutput, ...]]
     finishes: Mapping[str, OutputFinished]
     """Why each output ended."""
-    finished: Finished
-    first_text_s: float | None
-    first_audio_s: float | None
-    first_image_s: float | None
-    total_s: float
 
     @property
     def text(self) -> str:
@@ -288,6 +315,23 @@ class Result:
             writer.write(self.audio, sample_rate_hz=self.sample_rate_hz)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Result(Choice):
+    """All outputs of a request: those of the first choice, and in `choices` those of every choice.
+
+    `first_text_s`, `first_audio_s` and `first_image_s` are the times of the first text, audio and image of any choice,
+    in seconds since the call. Each of them is None if the request produced no such output.
+    """
+
+    request_id: str
+    choices: tuple[Choice, ...]
+    finished: Finished
+    first_text_s: float | None
+    first_audio_s: float | None
+    first_image_s: float | None
+    total_s: float
+
+
 class ResultBuilder:
     """A collector of the events of a request, which builds the Result.
 
@@ -311,18 +355,12 @@ class ResultBuilder:
         admitted, finished = self._last(Admitted), self._last(Finished)
         if admitted is None or finished is None:
             raise InternalError("the server ended the stream without a `finished` event; report this as a defect")
-        texts, tokens = self._by_output(Text), self._by_output(Tokens)
-        scored: Mapping[str, Sequence[Text | Tokens]] = {**texts, **tokens}
+        seeds = [(admitted.seed + index) % _SEEDS for index in range(len(admitted.choices))]
+        choices = tuple(self._choice(index, seed=seed) for index, seed in enumerate(seeds))
         return Result(
+            **vars(choices[0]),
             request_id=admitted.request_id,
-            seed=admitted.seed,
-            texts={output: "".join(each.delta for each in made) for output, made in texts.items()},
-            tokens={output: tuple(chain.from_iterable(each.ids for each in made)) for output, made in tokens.items()},
-            logprobs={output: logprobs for output, made in scored.items() if (logprobs := _logprobs(made))},
-            audios={output: _join(chunks) for output, chunks in self._by_output(AudioChunk).items()},
-            images={output: tuple(images) for output, images in self._by_output(Image).items()},
-            tensors={output: tuple(tensors) for output, tensors in self._by_output(TensorOutput).items()},
-            finishes={output: ends[-1] for output, ends in self._by_output(OutputFinished).items()},
+            choices=choices,
             finished=finished,
             first_text_s=self._first_s.get(Text),
             first_audio_s=self._first_s.get(AudioChunk),
@@ -330,14 +368,29 @@ class ResultBuilder:
             total_s=self._now_s(),
         )
 
+    def _choice(self, index: int, *, seed: int) -> Choice:
+        by_output = partial(self._by_output, index=index)
+        texts, tokens = by_output(Text), by_output(Tokens)
+        scored: Mapping[str, Sequence[Text | Tokens]] = {**texts, **tokens}
+        return Choice(
+            seed=seed,
+            texts={output: "".join(each.delta for each in made) for output, made in texts.items()},
+            tokens={output: tuple(chain.from_iterable(each.ids for each in made)) for output, made in tokens.items()},
+            logprobs={output: logprobs for output, made in scored.items() if (logprobs := _logprobs(made))},
+            audios={output: _join(chunks) for output, chunks in by_output(AudioChunk).items()},
+            images={output: tuple(images) for output, images in by_output(Image).items()},
+            tensors={output: tuple(tensors) for output, tensors in by_output(TensorOutput).items()},
+            finishes={output: ends[-1] for output, ends in by_output(OutputFinished).items()},
+        )
+
     def _last(self, kind: type[StartOrEnd]) -> StartOrEnd | None:
         return next((event for event in reversed(self._events) if isinstance(event, kind)), None)
 
-    def _by_output(self, kind: type[OutputEvent]) -> Mapping[str, Sequence[OutputEvent]]:
-        """Returns the events of the type `kind` in order of arrival, by output name."""
+    def _by_output(self, kind: type[OutputEvent], *, index: int) -> Mapping[str, Sequence[OutputEvent]]:
+        """Returns the events of the type `kind` of one choice in order of arrival, by output name."""
         events = defaultdict[str, list[OutputEvent]](list)
         for event in self._events:
-            if isinstance(event, kind):
+            if isinstance(event, kind) and event.index == index:
                 events[event.output].append(event)
         return events
 
@@ -355,14 +408,15 @@ def decode_events(response: orchestrator_pb2.GenerateResponse) -> Iterator[Event
     match response.WhichOneof("event"):
         case "admitted":
             admitted = response.admitted
-            yield Admitted(admitted.request_id, admitted.seed, dict(admitted.replicas))
+            replicas = tuple(dict(choice.replicas) for choice in admitted.choices)
+            yield Admitted(admitted.request_id, admitted.seed, replicas)
         case "queued":
             queued = response.queued
             yield Queued(queued.request_id, queued.position, queued.expected_wait_s)
         case "progress":
             done = response.progress.progress
             total_steps = done.total_steps if done.HasField("total_steps") else None
-            yield Progress(response.progress.stage, done.steps, total_steps)
+            yield Progress(response.progress.stage, done.steps, total_steps, response.progress.index)
         case "output":
             content, ends = _content(response.output), response.output.HasField("finish")
             if content is not None:
@@ -372,8 +426,9 @@ def decode_events(response: orchestrator_pb2.GenerateResponse) -> Iterator[Event
             if ends:
                 yield _finish(response.output)
         case "finished":
-            stages = {name: _report(stage) for name, stage in response.finished.stages.items()}
-            yield Finished(stages, _timings(response.finished.timings))
+            choices = response.finished.choices
+            reports = tuple({name: _report(stage) for name, stage in choice.stages.items()} for choice in choices)
+            yield Finished(reports, _timings(response.finished.timings))
         case None:
             refuse_unknown(response, of="the orchestrator")
 
@@ -387,33 +442,35 @@ def _finish(message: request_pb2.Output) -> OutputFinished:
         reason,
         finish.stop_text if finish.HasField("stop_text") else None,
         finish.stop_token_id if finish.HasField("stop_token_id") else None,
+        message.index,
     )
 
 
 def _content(message: request_pb2.Output) -> Event | None:
     match message.WhichOneof("content"):
         case "text":
-            return Text(message.name, message.text, _read_logprobs(message))
+            return Text(message.name, message.text, _read_logprobs(message), message.index)
         case "token_ids":
-            return Tokens(message.name, tuple(message.token_ids.ids), _read_logprobs(message))
+            return Tokens(message.name, tuple(message.token_ids.ids), _read_logprobs(message), message.index)
         case "audio":
-            return _audio(message.name, message.audio)
+            return _audio(message.name, message.audio, index=message.index)
         case "image":
-            return Image(message.name, message.image.data, message.image.media_type, message.image.preview)
+            image = message.image
+            return Image(message.name, image.data, image.media_type, image.preview, message.index)
         case "tensor":
-            return TensorOutput(message.name, message.tensor.name, read_inline(message.tensor))
+            return TensorOutput(message.name, message.tensor.name, read_inline(message.tensor), message.index)
         case None:
             return None
 
 
-def _audio(output: str, message: request_pb2.Audio) -> AudioChunk:
+def _audio(output: str, message: request_pb2.Audio, *, index: int) -> AudioChunk:
     samples = read_inline(message.samples)
     if samples.dtype != np.float32 or samples.ndim not in (1, 2) or message.sample_rate_hz < 1:
         raise InvalidChunkError(
             f"output {output!r} is {samples.dtype}{list(samples.shape)} at {message.sample_rate_hz} Hz; audio must be "
             "float32[samples] or float32[samples, channels] at 1 Hz or more; fix the stage that produces it"
         )
-    return AudioChunk(output, samples.view(np.float32), message.sample_rate_hz)
+    return AudioChunk(output, samples.view(np.float32), message.sample_rate_hz, index)
 
 
 def _report(message: stage_pb2.StepFinished) -> StageReport:

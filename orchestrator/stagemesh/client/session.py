@@ -174,13 +174,15 @@ class ClientPosition:
         self._request.CopyFrom(request)
         self._request.linger_s = min(_MAX_LINGER_S, ceil(policy.reattach_s))
         self._received = Position()
-        self._steps = Counter[str]()
+        self._steps = Counter[tuple[str, int]]()
         self._admitted = False
         self._finished: Finished | None = None
 
     def request(self) -> orchestrator_pb2.GenerateRequest:
         """Returns the request to send with the next call, which asks for the outputs that are still missing."""
-        self._request.next_positions.update(self._received.counts)
+        del self._request.next_positions[:]
+        for (name, index), position in self._received.counts.items():
+            self._request.next_positions.add(name=name, index=index, position=position)
         return self._request
 
     def note_lost(self) -> None:
@@ -205,9 +207,10 @@ class ClientPosition:
                 self._admitted = True
                 self._request.parameters.seed = event.seed
             case Progress():
-                is_new = not self._request.earlier_calls or event.steps > self._steps[event.stage]
+                key = event.stage, event.index
+                is_new = not self._request.earlier_calls or event.steps > self._steps[key]
                 if is_new:
-                    self._steps[event.stage] = event.steps
+                    self._steps[key] = event.steps
                 return is_new
             case Finished():
                 # The same orchestrator repeats it if the connection broke after it.

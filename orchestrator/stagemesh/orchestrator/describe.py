@@ -44,11 +44,12 @@ def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePi
             to_message(orchestrator_pb2.OutputDescription, output, kind=kind_to_wire(output.kind))
             for output in pipeline.outputs.values()
         ],
-        in_flight=orchestrator.admission.loads.running.requests,
+        in_flight=orchestrator.admission.loads.running.choices,
         max_in_flight=pipeline.limits.max_in_flight,
         queued=orchestrator.admission.loads.waiting.requests,
         max_queued=pipeline.limits.max_queued,
         protocol=own_protocol(),
+        max_choices=pipeline.limits.largest_request,
     )
 
 

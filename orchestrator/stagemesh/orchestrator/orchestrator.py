@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
@@ -98,7 +98,8 @@ class Orchestrator:
         if known is None:
             known = self._start(valid, content, time_left_s=time_left_s)
         known.record.expect(linger_s=request.linger_s)
-        return known.record.follow(next_positions=request.next_positions)
+        positions = {(each.name, each.index): each.position for each in request.next_positions}
+        return known.record.follow(next_positions=positions)
 
     async def cancel(self, request_id: str, *, when_left: bool = False) -> None:
         """Stops a request. Returns after every stage has released the request.
@@ -136,6 +137,7 @@ class Orchestrator:
             number=next(self._numbers),
             priority=request.priority,
             outputs=request.outputs,
+            choices=request.choices,
             timeout_s=timeout_s,
         )
         record = RequestRecord(timeline)
@@ -153,11 +155,13 @@ class Orchestrator:
         self._group.create_task(self._run(request, known), name=request.request_id)
         return known
 
-    def _plan(self, request: ValidRequest) -> Plan:
+    def _plan(self, request: ValidRequest, runs: int) -> Sequence[Plan]:
+        """Plans this number of runs of a request. Only the first one can raise an error, because nothing waits here."""
         route = self.pipeline.route(request.outputs, request.facts)
         self.fleet.edge_connectors.check(route.edges)
         adapters = {stage.name: parameters_of(stage, request.parameters).adapter for stage in route.stages}
-        return self._planner.plan(route, adapters={stage: adapter for stage, adapter in adapters.items() if adapter})
+        selected = {stage: adapter for stage, adapter in adapters.items() if adapter}
+        return [self._planner.plan(route, adapters=selected) for _ in range(runs)]
 
     async def _run(self, request: ValidRequest, known: RequestLifecycle) -> None:
         error: StagemeshError | None
@@ -204,12 +208,13 @@ def _to_admission_request(request: ValidRequest, *, deadline_s: float) -> Admiss
     the average of earlier requests of the same kind. An average suffices, because the limits apply to the total over
     all requests. Engine memory is not estimated here, because each engine limits its own memory.
 
-    Requests are of the same kind if they have the same outputs and options, and if their input sizes and token limits
-    have the same number of binary digits.
+    Requests are of the same kind if they have the same outputs, options and number of choices, and if their input sizes
+    and token limits have the same number of binary digits.
     """
     parameters, input_bytes = request.parameters, request.input.ByteSize()
     kind = (
         request.outputs,
+        request.choices,
         input_bytes.bit_length(),
         parameters.sampling.max_tokens.bit_length(),
         tuple(sorted(request.options.items())),
@@ -219,6 +224,7 @@ def _to_admission_request(request: ValidRequest, *, deadline_s: float) -> Admiss
         caller=request.caller,
         priority=request.priority,
         deadline_s=deadline_s,
+        choices=request.choices,
         input_bytes=input_bytes,
         kind=kind,
     )

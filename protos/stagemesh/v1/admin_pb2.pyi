@@ -228,7 +228,7 @@ class PipelineStatus(_message.Message):
     queued: _builtins.int
     """Requests that wait to be admitted."""
     in_flight: _builtins.int
-    """Running requests."""
+    """Running requests. A request with n choices counts n times."""
     max_in_flight: _builtins.int
     """The maximum number of running requests."""
     finished: _builtins.int
@@ -290,7 +290,7 @@ class CallerStatus(_message.Message):
     caller: _builtins.str
     """The caller's name. Empty for all requests without a caller."""
     in_flight: _builtins.int
-    """Running requests."""
+    """Running requests. A request with n choices counts n times."""
     in_flight_bytes: _builtins.int
     """The estimated bytes of the running requests."""
     queued: _builtins.int
@@ -679,6 +679,7 @@ class RequestStatus(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     AT_WORK_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     state: Global___RequestState.ValueType
@@ -695,6 +696,8 @@ class RequestStatus(_message.Message):
     """The number of output messages that it has produced."""
     size_bytes: _builtins.int
     """The bytes of these messages that this orchestrator keeps."""
+    choices: _builtins.int
+    """The number of its choices (Parameters.choices)."""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The names of the requested outputs."""
@@ -721,10 +724,11 @@ class RequestStatus(_message.Message):
         size_bytes: _builtins.int = ...,
         at_work: _abc.Iterable[_builtins.str] | None = ...,
         error: _chunk_pb2.Error | None = ...,
+        choices: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "at_work", b"at_work", "error", b"error", "left_s", b"left_s", "outputs", b"outputs", "pieces", b"pieces", "priority", b"priority", "received_at_s", b"received_at_s", "request_id", b"request_id", "size_bytes", b"size_bytes", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "at_work", b"at_work", "choices", b"choices", "error", b"error", "left_s", b"left_s", "outputs", b"outputs", "pieces", b"pieces", "priority", b"priority", "received_at_s", b"received_at_s", "request_id", b"request_id", "size_bytes", b"size_bytes", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -821,6 +825,7 @@ class StepStatus(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     RESUMED_STEPS_FIELD_NUMBER: _builtins.int
     REBINDINGS_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
     """The stage."""
     replica: _builtins.str
@@ -851,6 +856,8 @@ class StepStatus(_message.Message):
     """A text for people: what the step waits for. Empty while it computes and after its end."""
     resumed_steps: _builtins.int
     """The number of engine steps in the checkpoint from which it resumed. Absent if it started at the beginning."""
+    index: _builtins.int
+    """The choice of the request for which the stage works, from 0."""
     @_builtins.property
     def report(self) -> _control_pb2.StepReport:
         """The replica's report about it. Unset after its end, or if the replica did not answer."""
@@ -889,10 +896,11 @@ class StepStatus(_message.Message):
         error: _chunk_pb2.Error | None = ...,
         resumed_steps: _builtins.int | None = ...,
         rebindings: _abc.Iterable[Global___StepRebinding] | None = ...,
+        index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s", "_ended_s", b"_ended_s", "_first_output_s", b"_first_output_s", "_heard_s", b"_heard_s", "_resumed_steps", b"_resumed_steps", "_sent_s", b"_sent_s", "_total_steps", b"_total_steps", "accepted_s", b"accepted_s", "ended_s", b"ended_s", "error", b"error", "finished", b"finished", "first_output_s", b"first_output_s", "heard_s", b"heard_s", "report", b"report", "resumed_steps", b"resumed_steps", "sent_s", b"sent_s", "total_steps", b"total_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s", "_ended_s", b"_ended_s", "_first_output_s", b"_first_output_s", "_heard_s", b"_heard_s", "_resumed_steps", b"_resumed_steps", "_sent_s", b"_sent_s", "_total_steps", b"_total_steps", "accepted_s", b"accepted_s", "attempt", b"attempt", "ended_s", b"ended_s", "error", b"error", "finished", b"finished", "first_output_s", b"first_output_s", "heard_s", b"heard_s", "outputs", b"outputs", "planned_s", b"planned_s", "queue_position", b"queue_position", "rebindings", b"rebindings", "replica", b"replica", "report", b"report", "resumed_steps", b"resumed_steps", "sent_s", b"sent_s", "stage", b"stage", "steps", b"steps", "total_steps", b"total_steps", "waits_for", b"waits_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s", "_ended_s", b"_ended_s", "_first_output_s", b"_first_output_s", "_heard_s", b"_heard_s", "_resumed_steps", b"_resumed_steps", "_sent_s", b"_sent_s", "_total_steps", b"_total_steps", "accepted_s", b"accepted_s", "attempt", b"attempt", "ended_s", b"ended_s", "error", b"error", "finished", b"finished", "first_output_s", b"first_output_s", "heard_s", b"heard_s", "index", b"index", "outputs", b"outputs", "planned_s", b"planned_s", "queue_position", b"queue_position", "rebindings", b"rebindings", "replica", b"replica", "report", b"report", "resumed_steps", b"resumed_steps", "sent_s", b"sent_s", "stage", b"stage", "steps", b"steps", "total_steps", b"total_steps", "waits_for", b"waits_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accepted_s: _TypeAlias = _typing.Literal["accepted_s"]  # noqa: Y015
     _WhichOneofArgType__accepted_s: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s"]  # noqa: Y015
@@ -964,12 +972,15 @@ class FlowStatus(_message.Message):
     CONSUMER_FIELD_NUMBER: _builtins.int
     SENT_FIELD_NUMBER: _builtins.int
     RECEIVED_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     edge: _builtins.str
     """The edge."""
     producer: _builtins.str
     """The producing replica."""
     consumer: _builtins.str
     """The consuming replica."""
+    index: _builtins.int
+    """The choice of the request to which the flow belongs, from 0."""
     @_builtins.property
     def sent(self) -> _control_pb2.FlowReport:
         """The producer's report. Unset if the flow has ended there, or the producer did not answer."""
@@ -986,10 +997,11 @@ class FlowStatus(_message.Message):
         consumer: _builtins.str = ...,
         sent: _control_pb2.FlowReport | None = ...,
         received: _control_pb2.FlowReport | None = ...,
+        index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["received", b"received", "sent", b"sent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "edge", b"edge", "producer", b"producer", "received", b"received", "sent", b"sent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "edge", b"edge", "index", b"index", "producer", b"producer", "received", b"received", "sent", b"sent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -64,7 +64,7 @@ class EdgeKey(_message.Message):
     EDGE_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request's id, 1 to 128 characters."""
+    """The request's id, as in ExecuteStepRequest."""
     edge: _builtins.str
     """The edge's name. It is "from->to", unless the pipeline file sets another name."""
     attempt: _builtins.int

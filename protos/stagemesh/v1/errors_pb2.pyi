@@ -85,6 +85,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """`caller` contains characters that are not allowed, or has more than 128 characters."""
     ERROR_REASON_INVALID_CHECKPOINT: _ErrorReason.ValueType  # 21
     """The checkpoint to resume from does not belong to this stage, model or request. Start the step without resume_from."""
+    ERROR_REASON_INVALID_CHOICES: _ErrorReason.ValueType  # 152
+    """The number of choices is 0 or exceeds the limit of the pipeline, or next_positions names a choice that the request
+    does not have. Send several requests instead of a larger number of choices.
+    """
     ERROR_REASON_INVALID_CONFIG: _ErrorReason.ValueType  # 22
     """The configuration of a process or of a stage is invalid or cannot be read. The message names the entry and what is
     allowed.
@@ -471,6 +475,10 @@ ERROR_REASON_INVALID_CALLER: ErrorReason.ValueType  # 20
 """`caller` contains characters that are not allowed, or has more than 128 characters."""
 ERROR_REASON_INVALID_CHECKPOINT: ErrorReason.ValueType  # 21
 """The checkpoint to resume from does not belong to this stage, model or request. Start the step without resume_from."""
+ERROR_REASON_INVALID_CHOICES: ErrorReason.ValueType  # 152
+"""The number of choices is 0 or exceeds the limit of the pipeline, or next_positions names a choice that the request
+does not have. Send several requests instead of a larger number of choices.
+"""
 ERROR_REASON_INVALID_CONFIG: ErrorReason.ValueType  # 22
 """The configuration of a process or of a stage is invalid or cannot be read. The message names the entry and what is
 allowed.
@@ -873,6 +881,8 @@ class _ErrorMetadataKeyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Erro
     """The number of the field that contains the unknown kind."""
     ERROR_METADATA_KEY_MESSAGE: _ErrorMetadataKey.ValueType  # 38
     """The name of the message that contains the unknown kind."""
+    ERROR_METADATA_KEY_MAX_CHOICES: _ErrorMetadataKey.ValueType  # 39
+    """The maximum number of choices of a request."""
 
 class ErrorMetadataKey(_ErrorMetadataKey, metaclass=_ErrorMetadataKeyEnumTypeWrapper):
     """ErrorMetadataKey lists the keys of the metadata of errors. The key is the name of a value in lower case, without the
@@ -957,6 +967,8 @@ ERROR_METADATA_KEY_FIELD: ErrorMetadataKey.ValueType  # 37
 """The number of the field that contains the unknown kind."""
 ERROR_METADATA_KEY_MESSAGE: ErrorMetadataKey.ValueType  # 38
 """The name of the message that contains the unknown kind."""
+ERROR_METADATA_KEY_MAX_CHOICES: ErrorMetadataKey.ValueType  # 39
+"""The maximum number of choices of a request."""
 Global___ErrorMetadataKey: _TypeAlias = ErrorMetadataKey  # noqa: Y015
 
 class _ErrorSource:

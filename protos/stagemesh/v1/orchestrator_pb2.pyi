@@ -29,26 +29,6 @@ class GenerateRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    @_typing.final
-    class NextPositionsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.int
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.int = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PIPELINE_FIELD_NUMBER: _builtins.int
     INPUT_FIELD_NUMBER: _builtins.int
@@ -98,9 +78,9 @@ class GenerateRequest(_message.Message):
         """The names of the wanted outputs. Empty for all. Stages that contribute to none of them do not run."""
 
     @_builtins.property
-    def next_positions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+    def next_positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputPosition]:
         """When attaching again, to the same or another orchestrator of the pipeline: how much of each output has been
-        received, in the unit of Output.position. Earlier parts are not sent again.
+        received. Earlier parts are not sent again. An output that is not listed is sent from its start.
         """
 
     def __init__(
@@ -113,7 +93,7 @@ class GenerateRequest(_message.Message):
         outputs: _abc.Iterable[_builtins.str] | None = ...,
         priority: _builtins.int = ...,
         caller: _builtins.str = ...,
-        next_positions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        next_positions: _abc.Iterable[Global___OutputPosition] | None = ...,
         linger_s: _builtins.int = ...,
         earlier_calls: _builtins.int = ...,
     ) -> None: ...
@@ -124,6 +104,36 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class OutputPosition(_message.Message):
+    """OutputPosition says how much of an output a caller has received."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The output's name. An unknown one is rejected (UNKNOWN_OUTPUT)."""
+    index: _builtins.int
+    """The choice to which the output belongs, from 0. One that the request does not have is rejected (INVALID_CHOICES)."""
+    position: _builtins.int
+    """The end of the last part that was received, in the unit of Output.position."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        index: _builtins.int = ...,
+        position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "name", b"name", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OutputPosition: _TypeAlias = OutputPosition  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
@@ -153,8 +163,8 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def finished(self) -> Global___RequestFinished:
-        """The last event of a request that was admitted, also if it failed or was cancelled. Before it, each output has had
-        its part with `finish`. Not sent if the call ends with UNAVAILABLE (NOT_RUNNING), because the request may continue
+        """The last event of a request that was admitted, also if it failed or was cancelled. Before it, each output of each
+        choice has had its part with `finish`. Not sent if the call ends with UNAVAILABLE (NOT_RUNNING), because the request may continue
         at another orchestrator.
         """
 
@@ -220,6 +230,38 @@ class RequestAdmitted(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's id."""
+    seed: _builtins.int
+    """The seed in force, which is the seed of the first choice."""
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdmittedChoice]:
+        """The choices, in the order of their indexes. At least one."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        seed: _builtins.int = ...,
+        choices: _abc.Iterable[Global___AdmittedChoice] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestAdmitted: _TypeAlias = RequestAdmitted  # noqa: Y015
+
+@_typing.final
+class AdmittedChoice(_message.Message):
+    """AdmittedChoice reports where a choice of a request runs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
     @_typing.final
     class ReplicasEntry(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
@@ -240,13 +282,7 @@ class RequestAdmitted(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    SEED_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """The request's id."""
-    seed: _builtins.int
-    """The seed in force."""
     @_builtins.property
     def replicas(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The replica chosen for each stage that runs, by stage name."""
@@ -254,17 +290,15 @@ class RequestAdmitted(_message.Message):
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
-        seed: _builtins.int = ...,
         replicas: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RequestAdmitted: _TypeAlias = RequestAdmitted  # noqa: Y015
+Global___AdmittedChoice: _TypeAlias = AdmittedChoice  # noqa: Y015
 
 @_typing.final
 class RequestProgress(_message.Message):
@@ -274,8 +308,11 @@ class RequestProgress(_message.Message):
 
     STAGE_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
     """The stage."""
+    index: _builtins.int
+    """The choice for which the stage works, from 0."""
     @_builtins.property
     def progress(self) -> _stage_pb2.StepProgress:
         """Its progress."""
@@ -285,10 +322,11 @@ class RequestProgress(_message.Message):
         *,
         stage: _builtins.str = ...,
         progress: _stage_pb2.StepProgress | None = ...,
+        index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "progress", b"progress", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -297,6 +335,36 @@ Global___RequestProgress: _TypeAlias = RequestProgress  # noqa: Y015
 @_typing.final
 class RequestFinished(_message.Message):
     """RequestFinished reports the work of a request that has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICES_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___FinishedChoice]:
+        """The choices, in the order of their indexes. At least one."""
+
+    @_builtins.property
+    def timings(self) -> _request_pb2.Timings:
+        """The times of the whole request."""
+
+    def __init__(
+        self,
+        *,
+        choices: _abc.Iterable[Global___FinishedChoice] | None = ...,
+        timings: _request_pb2.Timings | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "timings", b"timings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestFinished: _TypeAlias = RequestFinished  # noqa: Y015
+
+@_typing.final
+class FinishedChoice(_message.Message):
+    """FinishedChoice reports the work for a choice of a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -322,30 +390,24 @@ class RequestFinished(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     STAGES_FIELD_NUMBER: _builtins.int
-    TIMINGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def stages(self) -> _containers.MessageMap[_builtins.str, _stage_pb2.StepFinished]:
         """The report of each stage that started, by stage name. The report of a stage that did not finish contains only its
         usage, as far as it is known.
         """
 
-    @_builtins.property
-    def timings(self) -> _request_pb2.Timings:
-        """The times of the whole request."""
-
     def __init__(
         self,
         *,
         stages: _abc.Mapping[_builtins.str, _stage_pb2.StepFinished] | None = ...,
-        timings: _request_pb2.Timings | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["stages", b"stages", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RequestFinished: _TypeAlias = RequestFinished  # noqa: Y015
+Global___FinishedChoice: _TypeAlias = FinishedChoice  # noqa: Y015
 
 @_typing.final
 class CancelRequestRequest(_message.Message):
@@ -438,18 +500,21 @@ class DescribePipelineResponse(_message.Message):
     QUEUED_FIELD_NUMBER: _builtins.int
     MAX_QUEUED_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    MAX_CHOICES_FIELD_NUMBER: _builtins.int
     pipeline: _builtins.str
     """The pipeline's name."""
     generation: _builtins.str
     """An identifier that changes whenever the pipeline's stages change."""
     in_flight: _builtins.int
-    """The number of running requests."""
+    """The number of running requests. A request with n choices counts n times."""
     max_in_flight: _builtins.int
     """The maximum number of running requests."""
     queued: _builtins.int
     """The number of queued requests."""
     max_queued: _builtins.int
     """The maximum number of queued requests."""
+    max_choices: _builtins.int
+    """The maximum number of choices of a request (Parameters.choices)."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageDescription]:
         """The stages, producers before consumers."""
@@ -479,10 +544,11 @@ class DescribePipelineResponse(_message.Message):
         queued: _builtins.int = ...,
         max_queued: _builtins.int = ...,
         protocol: _protocol_pb2.Protocol | None = ...,
+        max_choices: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["edges", b"edges", "generation", b"generation", "in_flight", b"in_flight", "max_in_flight", b"max_in_flight", "max_queued", b"max_queued", "outputs", b"outputs", "pipeline", b"pipeline", "protocol", b"protocol", "queued", b"queued", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["edges", b"edges", "generation", b"generation", "in_flight", b"in_flight", "max_choices", b"max_choices", "max_in_flight", b"max_in_flight", "max_queued", b"max_queued", "outputs", b"outputs", "pipeline", b"pipeline", "protocol", b"protocol", "queued", b"queued", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

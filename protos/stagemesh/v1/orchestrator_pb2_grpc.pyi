@@ -45,9 +45,9 @@ class OrchestratorServiceStub:
     A caller loses nothing and receives nothing twice if it does the following:
 
     1. It chooses a random request_id and sets linger_s, for example to 30.
-    2. It keeps the seed from RequestAdmitted. For each output, it keeps the end of the last part that it received: its
-       position plus its length in the same unit (Output.position). It also keeps which outputs have had a part with
-       `finish` whose reason is neither CANCELLED nor FAILED.
+    2. It keeps the seed from RequestAdmitted. For each output of each choice, it keeps the end of the last part that it
+       received: its position plus its length in the same unit (Output.position). It also keeps which of them have had a
+       part with `finish` whose reason is neither CANCELLED nor FAILED.
     3. It calls again if the connection breaks, or if the call ends with UNAVAILABLE and reason NOT_RUNNING. The
        connection broke if the status is UNAVAILABLE, CANCELLED, UNKNOWN or INTERNAL without a google.rpc.ErrorInfo of
        the domain "stagemesh". Before an event other than queued has arrived in a call, it also calls again after
@@ -56,7 +56,8 @@ class OrchestratorServiceStub:
        with the same content, the seed in parameters, the kept ends in next_positions, and earlier_calls increased by
        one. It repeats this with growing pauses while the endpoints are unreachable.
     4. It drops what it has already: queued and admitted events after the first admitted one, progress that is not
-       higher than before, a second part with `finish` of an output, and a second `finished`.
+       higher than before for its stage and choice, a second part with `finish` of an output of a choice, and a second
+       `finished`.
     5. It is done after `finished` and the status OK. A status for which point 3 does not apply is final.
     6. If it stops reading on purpose, it calls CancelRequest with when_left. Otherwise the request runs for linger_s
        more.
@@ -66,6 +67,11 @@ class OrchestratorServiceStub:
     An orchestrator that knows the request continues it. Any other orchestrator restarts it, and the stages stop what
     remains of the earlier run. The restarted request has the same outputs as far as its stages reproduce them from the
     seed.
+
+    A request with n choices (Parameters.choices) is one request that runs n times, at the same time and with different
+    seeds. Its choices are admitted together, and count as n requests in the limits on running requests. They share the
+    request's deadline, callers and cancellation. Parts of different choices arrive in any order. The first error of a
+    choice ends the request with this error, and stops its other choices.
 
     A request above the pipeline's limits waits in a bounded queue, and the caller receives its position. If the queue
     is full, the request is rejected (RESOURCE_EXHAUSTED, with reason ADMISSION_LIMIT, or CALLER_LIMIT for a limit of
@@ -96,9 +102,9 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     A caller loses nothing and receives nothing twice if it does the following:
 
     1. It chooses a random request_id and sets linger_s, for example to 30.
-    2. It keeps the seed from RequestAdmitted. For each output, it keeps the end of the last part that it received: its
-       position plus its length in the same unit (Output.position). It also keeps which outputs have had a part with
-       `finish` whose reason is neither CANCELLED nor FAILED.
+    2. It keeps the seed from RequestAdmitted. For each output of each choice, it keeps the end of the last part that it
+       received: its position plus its length in the same unit (Output.position). It also keeps which of them have had a
+       part with `finish` whose reason is neither CANCELLED nor FAILED.
     3. It calls again if the connection breaks, or if the call ends with UNAVAILABLE and reason NOT_RUNNING. The
        connection broke if the status is UNAVAILABLE, CANCELLED, UNKNOWN or INTERNAL without a google.rpc.ErrorInfo of
        the domain "stagemesh". Before an event other than queued has arrived in a call, it also calls again after
@@ -107,7 +113,8 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
        with the same content, the seed in parameters, the kept ends in next_positions, and earlier_calls increased by
        one. It repeats this with growing pauses while the endpoints are unreachable.
     4. It drops what it has already: queued and admitted events after the first admitted one, progress that is not
-       higher than before, a second part with `finish` of an output, and a second `finished`.
+       higher than before for its stage and choice, a second part with `finish` of an output of a choice, and a second
+       `finished`.
     5. It is done after `finished` and the status OK. A status for which point 3 does not apply is final.
     6. If it stops reading on purpose, it calls CancelRequest with when_left. Otherwise the request runs for linger_s
        more.
@@ -117,6 +124,11 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     An orchestrator that knows the request continues it. Any other orchestrator restarts it, and the stages stop what
     remains of the earlier run. The restarted request has the same outputs as far as its stages reproduce them from the
     seed.
+
+    A request with n choices (Parameters.choices) is one request that runs n times, at the same time and with different
+    seeds. Its choices are admitted together, and count as n requests in the limits on running requests. They share the
+    request's deadline, callers and cancellation. Parts of different choices arrive in any order. The first error of a
+    choice ends the request with this error, and stops its other choices.
 
     A request above the pipeline's limits waits in a bounded queue, and the caller receives its position. If the queue
     is full, the request is rejected (RESOURCE_EXHAUSTED, with reason ADMISSION_LIMIT, or CALLER_LIMIT for a limit of
@@ -150,9 +162,9 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         A caller loses nothing and receives nothing twice if it does the following:
 
         1. It chooses a random request_id and sets linger_s, for example to 30.
-        2. It keeps the seed from RequestAdmitted. For each output, it keeps the end of the last part that it received: its
-           position plus its length in the same unit (Output.position). It also keeps which outputs have had a part with
-           `finish` whose reason is neither CANCELLED nor FAILED.
+        2. It keeps the seed from RequestAdmitted. For each output of each choice, it keeps the end of the last part that it
+           received: its position plus its length in the same unit (Output.position). It also keeps which of them have had a
+           part with `finish` whose reason is neither CANCELLED nor FAILED.
         3. It calls again if the connection breaks, or if the call ends with UNAVAILABLE and reason NOT_RUNNING. The
            connection broke if the status is UNAVAILABLE, CANCELLED, UNKNOWN or INTERNAL without a google.rpc.ErrorInfo of
            the domain "stagemesh". Before an event other than queued has arrived in a call, it also calls again after
@@ -161,7 +173,8 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
            with the same content, the seed in parameters, the kept ends in next_positions, and earlier_calls increased by
            one. It repeats this with growing pauses while the endpoints are unreachable.
         4. It drops what it has already: queued and admitted events after the first admitted one, progress that is not
-           higher than before, a second part with `finish` of an output, and a second `finished`.
+           higher than before for its stage and choice, a second part with `finish` of an output of a choice, and a second
+           `finished`.
         5. It is done after `finished` and the status OK. A status for which point 3 does not apply is final.
         6. If it stops reading on purpose, it calls CancelRequest with when_left. Otherwise the request runs for linger_s
            more.
@@ -171,6 +184,11 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         An orchestrator that knows the request continues it. Any other orchestrator restarts it, and the stages stop what
         remains of the earlier run. The restarted request has the same outputs as far as its stages reproduce them from the
         seed.
+
+        A request with n choices (Parameters.choices) is one request that runs n times, at the same time and with different
+        seeds. Its choices are admitted together, and count as n requests in the limits on running requests. They share the
+        request's deadline, callers and cancellation. Parts of different choices arrive in any order. The first error of a
+        choice ends the request with this error, and stops its other choices.
 
         A request above the pipeline's limits waits in a bounded queue, and the caller receives its position. If the queue
         is full, the request is rejected (RESOURCE_EXHAUSTED, with reason ADMISSION_LIMIT, or CALLER_LIMIT for a limit of

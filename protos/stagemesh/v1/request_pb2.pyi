@@ -469,6 +469,7 @@ class Parameters(_message.Message):
     OPTIONS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     """The random seed of all stages. The same seed reproduces the outputs. If absent, the orchestrator chooses one at
     random and reports it in RequestAdmitted.
@@ -477,6 +478,11 @@ class Parameters(_message.Message):
     """The LoRA adapter of the main stage, by the name given to AdminService.LoadAdapter. If the pipeline file names no main
     stage, every stage with adapters uses it. The request runs on replicas that have loaded it, and fails if no replica
     of such a stage has (NOT_FOUND, UNKNOWN_ADAPTER). If absent, the model is used without an adapter.
+    """
+    choices: _builtins.int
+    """The number of choices: how many times the request runs, each time with another seed. Choice k, counted from 0, has
+    the seed + k, modulo 2^32, and equals the outputs of a request with that seed and one choice. 1 if absent. 0 and
+    more than DescribePipelineResponse.max_choices are rejected (INVALID_CHOICES).
     """
     @_builtins.property
     def sampling(self) -> Global___Sampling:
@@ -507,17 +513,22 @@ class Parameters(_message.Message):
         options: _abc.Mapping[_builtins.str, _tensor_pb2.TypedValue] | None = ...,
         adapter: _builtins.str | None = ...,
         stages: _abc.Mapping[_builtins.str, Global___StageParameters] | None = ...,
+        choices: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_seed", b"_seed", "adapter", b"adapter", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_choices", b"_choices", "_seed", b"_seed", "adapter", b"adapter", "choices", b"choices", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_seed", b"_seed", "adapter", b"adapter", "options", b"options", "sampling", b"sampling", "seed", b"seed", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_choices", b"_choices", "_seed", b"_seed", "adapter", b"adapter", "choices", b"choices", "options", b"options", "sampling", b"sampling", "seed", b"seed", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__adapter: _TypeAlias = _typing.Literal["adapter"]  # noqa: Y015
     _WhichOneofArgType__adapter: _TypeAlias = _typing.Literal["_adapter", b"_adapter"]  # noqa: Y015
+    _WhichOneofReturnType__choices: _TypeAlias = _typing.Literal["choices"]  # noqa: Y015
+    _WhichOneofArgType__choices: _TypeAlias = _typing.Literal["_choices", b"_choices"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__adapter) -> _WhichOneofReturnType__adapter | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__choices) -> _WhichOneofReturnType__choices | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
 
@@ -774,6 +785,7 @@ class Output(_message.Message):
     TENSOR_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The output's name: in StageService the name of a stage's tensor, in OrchestratorService the name of a pipeline's
     output.
@@ -785,6 +797,8 @@ class Output(_message.Message):
     """
     text: _builtins.str
     """Text to append."""
+    index: _builtins.int
+    """The choice to which the output belongs, from 0 (Parameters.choices). Not set in StageService."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Tokens to append."""
@@ -824,10 +838,11 @@ class Output(_message.Message):
         tensor: _tensor_pb2.Tensor | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         finish: Global___Finish | None = ...,
+        index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "content", b"content", "finish", b"finish", "image", b"image", "tensor", b"tensor", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "content", b"content", "finish", b"finish", "image", b"image", "logprobs", b"logprobs", "name", b"name", "position", b"position", "tensor", b"tensor", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "content", b"content", "finish", b"finish", "image", b"image", "index", b"index", "logprobs", b"logprobs", "name", b"name", "position", b"position", "tensor", b"tensor", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "token_ids", "audio", "image", "tensor"]  # noqa: Y015
     _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015

@@ -114,7 +114,9 @@ class ExecuteStepRequest(_message.Message):
     ABSENT_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request's id, 1 to 128 characters of letters, digits, '.', '_', ':' and '-'."""
+    """The request's id, 1 to 128 characters of letters, digits, '.', '_', ':' and '-'. If the request has several choices,
+    each of them except the first is a request of its own for stages: '/' and the index of the choice follow the id.
+    """
     step_id: _builtins.str
     """The id of this call, which makes it idempotent: 1 to 256 characters of the same set or '/'."""
     attempt: _builtins.int

@@ -54,7 +54,7 @@ async def _generate(mesh: Mesh, adapter: str = "x") -> str:
     """Runs a request with an adapter, and returns the replica of stage a."""
     events = await mesh.generate(parameters=request_pb2.Parameters(adapter=adapter))
     (admitted,) = (event.admitted for event in events if event.HasField("admitted"))
-    return admitted.replicas["a"]
+    return admitted.choices[0].replicas["a"]
 
 
 async def _replica(mesh: Mesh, name: str) -> orchestrator_pb2.ReplicaStatus:

@@ -108,9 +108,9 @@ def test_the_load_of_the_pipeline_and_of_each_caller_is_known() -> None:
     driver.ask(caller="a", input_bytes=5)
     driver.ask(caller="b", input_bytes=7)
     loads = driver.admission.loads
-    assert (loads.running, loads.waiting) == (Load(1, 5), Load(1, 7))
+    assert (loads.running, loads.waiting) == (Load(1, 1, 5), Load(1, 1, 7))
     by_caller = [(caller.name, caller.running, caller.waiting) for caller in driver.admission.callers]
-    assert by_caller == [("a", Load(1, 5), Load()), ("b", Load(), Load(1, 7))]
+    assert by_caller == [("a", Load(1, 1, 5), Load()), ("b", Load(), Load(1, 1, 7))]
 
 
 def test_callers_without_requests_are_dropped() -> None:

@@ -33,7 +33,7 @@ async def test_a_caller_resumes_at_its_next_part(tmp_path: Path) -> None:
     async with mesh(tmp_path) as chain:
         await chain.generate(request_id="r1")
         again = ask(request_id="r1")
-        again.next_positions["first"] = 2
+        again.next_positions.add(name="first", position=2)
         events = [event async for event in chain.stub.Generate(again)]
     assert (texts(events, "first"), texts(events, "last")) == ("done", "c done")
 
@@ -51,7 +51,8 @@ async def test_a_request_runs_until_its_last_caller_leaves(tmp_path: Path) -> No
 async def test_a_caller_resumes_after_its_position(tmp_path: Path) -> None:
     async with mesh(tmp_path) as chain:
         again = ask(request_id="r1")
-        again.next_positions.update({"first": 4, "last": 6})
+        again.next_positions.add(name="first", position=4)
+        again.next_positions.add(name="last", position=6)
         events = [event async for event in chain.stub.Generate(again)]
     assert (texts(events, "first"), texts(events, "last")) == ("ne", "")
 
@@ -115,7 +116,7 @@ async def test_a_caller_that_returns_too_late_starts_the_request_again(tmp_path:
         (await _joined(chain)).cancel()
         chain.stages["a"].script = chain.stages["b"].script = chain.stages["c"].script = say_hello
         again = ask(request_id="r1")
-        again.next_positions["last"] = 2
+        again.next_positions.add(name="last", position=2)
         again.earlier_calls = 1
         events = [event async for event in chain.stub.Generate(again)]
     assert (texts(events, "first"), texts(events, "last")) == ("a done", "done")

@@ -57,7 +57,8 @@ def test_a_caller_gets_every_output_once_however_often_its_call_breaks(
 ) -> None:
     delivery, received = ClientPosition(GenerateRequest(), RetryPolicy()), list[Event]()
     for outputs, lost_after in [*rounds, (last, len(last))]:
-        resumption = Resumption(delivery.request().next_positions)
+        positions = delivery.request().next_positions
+        resumption = Resumption({(each.name, each.index): each.position for each in positions})
         rests = [rest for output in outputs if (rest := resumption.remainder(output)) is not None]
         for rest in rests[:lost_after]:
             received += delivery.take(GenerateResponse(output=rest))

@@ -16,8 +16,8 @@ async def test_admission_comes_first_and_the_end_last(tmp_path: Path) -> None:
     async with mesh(tmp_path) as chain:
         events = await chain.generate(request_id="r1")
     assert events[0].admitted.request_id == "r1"
-    assert events[0].admitted.replicas == {"a": "a-0", "b": "b-0", "c": "c-0"}
-    assert set(events[-1].finished.stages) == {"a", "b", "c"}
+    assert events[0].admitted.choices[0].replicas == {"a": "a-0", "b": "b-0", "c": "c-0"}
+    assert set(events[-1].finished.choices[0].stages) == {"a", "b", "c"}
     assert events[-1].finished.timings.finished_s >= events[-1].finished.timings.first_output_s
 
 
@@ -81,7 +81,7 @@ async def test_a_stage_is_notified_of_absent_tensors(tmp_path: Path) -> None:
         events = await conditional.generate()
         assert not conditional.stages["text"].requests
         (asked,) = conditional.stages["join"].requests
-    assert set(events[0].admitted.replicas) == {"top", "frames", "join"}
+    assert set(events[0].admitted.choices[0].replicas) == {"top", "frames", "join"}
     assert list(asked.absent) == ["text"]
     assert [(binding.edge, binding.apart) for binding in asked.inputs] == [("frames->join", False)]
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -15,7 +14,7 @@ from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import TakeEvent
 from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import Plan, PlannedStep, Planner
-from stagemesh.orchestrator.request.lifecycle import RequestLifecycle
+from stagemesh.orchestrator.request.lifecycle import PlanRuns, RequestLifecycle
 from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.run import RequestRun
 from stagemesh.orchestrator.request.validation import ValidRequest
@@ -48,20 +47,21 @@ def _life_of(admission: Admission, request_id: str) -> RequestLifecycle:
     )
 
 
-def _nothing_to_do() -> Plan:
-    return Plan({}, Route((), (), {}))
+def _nothing_to_do(runs: int) -> list[Plan]:
+    return [Plan({}, Route((), (), {})) for _ in range(runs)]
 
 
-def _no_replica() -> Plan:
+def _no_replica(runs: int) -> list[Plan]:
+    del runs
     raise UnavailableError("no replica")
 
 
-async def _run(life: RequestLifecycle, request: ValidRequest, plan: Callable[[], Plan]) -> StagemeshError | None:
+async def _run(life: RequestLifecycle, request: ValidRequest, plan: PlanRuns) -> StagemeshError | None:
     return await life.run(request, plan, lambda record: record.size_bytes)
 
 
 @pytest.mark.parametrize("plan", [_nothing_to_do, _no_replica])
-async def test_an_ended_request_is_kept_without_its_input(plan: Callable[[], Plan], no_collector: None) -> None:
+async def test_an_ended_request_is_kept_without_its_input(plan: PlanRuns, no_collector: None) -> None:
     life, request = _life(), _request()
     given = weakref.ref(request)
     error = await _run(life, request, plan)
@@ -71,9 +71,7 @@ async def test_an_ended_request_is_kept_without_its_input(plan: Callable[[], Pla
 
 
 @pytest.mark.parametrize("plan", [_nothing_to_do, _no_replica])
-async def test_an_ended_request_without_references_is_freed_at_once(
-    plan: Callable[[], Plan], no_collector: None
-) -> None:
+async def test_an_ended_request_without_references_is_freed_at_once(plan: PlanRuns, no_collector: None) -> None:
     life = _life()
     await _run(life, _request(), plan)
     life.stop(CancelledRequestError("too late"))

@@ -26,7 +26,8 @@ async def test_outputs_take_as_many_bytes_as_on_the_wire() -> None:
 
 
 async def _received(record: RequestRecord, **next_positions: int) -> list[orchestrator_pb2.GenerateResponse]:
-    async with aclosing(record.follow(next_positions=next_positions)) as events:
+    positions = {(name, 0): position for name, position in next_positions.items()}
+    async with aclosing(record.follow(next_positions=positions)) as events:
         return [orchestrator_pb2.GenerateResponse.FromString(event) async for event in events]
 
 
@@ -94,7 +95,7 @@ async def test_outputs_of_a_failed_request_end_with_its_usage(
         "text": (3, reason),
         "audio": (0, reason),
     }
-    assert received[-1].finished.stages["writer"].usage.output_tokens == 3
+    assert received[-1].finished.choices[0].stages["writer"].usage.output_tokens == 3
 
 
 async def test_a_request_that_may_continue_elsewhere_does_not_end_its_outputs() -> None:

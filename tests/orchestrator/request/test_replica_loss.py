@@ -46,7 +46,7 @@ class _Mesh:
     def _add_event(self, event: orchestrator_pb2.GenerateResponse) -> None:
         match event.WhichOneof("event"):
             case "admitted":
-                self.replicas = dict(event.admitted.replicas)
+                self.replicas = dict(event.admitted.choices[0].replicas)
                 self.began.set()
             case "output":
                 self.spoken[event.output.name] = self.spoken.get(event.output.name, "") + event.output.text

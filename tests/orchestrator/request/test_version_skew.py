@@ -20,9 +20,17 @@ from tests.orchestrator.scripted_stage import Response, Script, ScriptedStage, h
 
 Event = orchestrator_pb2.GenerateResponse
 EVENTS = [
-    Event(admitted=orchestrator_pb2.RequestAdmitted(request_id="r", seed=7, replicas={"a": "a-0"})),
+    Event(
+        admitted=orchestrator_pb2.RequestAdmitted(
+            request_id="r", seed=7, choices=[orchestrator_pb2.AdmittedChoice(replicas={"a": "a-0"})]
+        )
+    ),
     Event(output=request_pb2.Output(name="text", text="hello")),
-    Event(finished=orchestrator_pb2.RequestFinished(stages={"a": stage_pb2.StepFinished()})),
+    Event(
+        finished=orchestrator_pb2.RequestFinished(
+            choices=[orchestrator_pb2.FinishedChoice(stages={"a": stage_pb2.StepFinished()})]
+        )
+    ),
 ]
 
 

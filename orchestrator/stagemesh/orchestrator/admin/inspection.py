@@ -7,6 +7,7 @@ from heapq import nlargest, nsmallest
 
 from stagemesh.common.errors import NotFoundError, NotReadyError, StagemeshError
 from stagemesh.common.replica_state import ReplicaState
+from stagemesh.common.request_checks import choice_id
 from stagemesh.connectors.stream.wire import error_to_wire
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admission.queue import Caller, Loads
@@ -116,7 +117,7 @@ class Inspector:
         timeline = self._find(request_id)
         # Further steps may start while replicas are asked.
         noted = tuple(timeline.steps)
-        reports = await asyncio.gather(*(self._report(request_id, notes) for notes in noted))
+        reports = await asyncio.gather(*(self._report(choice_id(request_id, notes.index), notes) for notes in noted))
         pairs = list(zip(noted, reports, strict=True))
         steps = [
             _step_status(notes, report, describe_wait(notes, report, unready=self._unready(timeline, notes)))
@@ -213,7 +214,7 @@ class Inspector:
         `notes` is the step's timeline entry. Omits stages for which the request has no step.
         """
         consumers = [edge.consumer for edge in self._directory.pipeline.outgoing(notes.stage)]
-        latest = {step.stage: step for step in timeline.steps}
+        latest = {step.stage: step for step in timeline.steps if step.index == notes.index}
         return [name for name in dict.fromkeys(consumers) if name in latest and latest[name].accepted_s is None]
 
 
@@ -234,13 +235,13 @@ def _step_status(notes: StepNotes, report: control_pb2.StepReport | None, waits_
 
 
 def _flow_statuses(steps: Sequence[tuple[StepNotes, control_pb2.StepReport | None]]) -> list[admin_pb2.FlowStatus]:
-    reported = [(notes.replica, report) for notes, report in steps if report is not None]
-    sent = {(flow.edge, name, flow.peer): flow for name, report in reported for flow in report.outlets}
-    received = {(flow.edge, flow.peer, name): flow for name, report in reported for flow in report.inlets}
+    reported = [(notes.index, notes.replica, report) for notes, report in steps if report is not None]
+    sent = {(index, flow.edge, name, flow.peer): flow for index, name, report in reported for flow in report.outlets}
+    received = {(index, flow.edge, flow.peer, name): flow for index, name, report in reported for flow in report.inlets}
     keys = dict.fromkeys((*sent, *received))
     return [
         admin_pb2.FlowStatus(
-            edge=key[0], producer=key[1], consumer=key[2], sent=sent.get(key), received=received.get(key)
+            index=key[0], edge=key[1], producer=key[2], consumer=key[3], sent=sent.get(key), received=received.get(key)
         )
         for key in keys
     ]
@@ -295,7 +296,7 @@ def _requests_of(caller: Caller) -> int:
 def _loads(loads: Loads) -> dict[str, int]:
     """Returns the fields of a status message for the number and the bytes of running and of waiting requests."""
     return {
-        "in_flight": loads.running.requests,
+        "in_flight": loads.running.choices,
         "in_flight_bytes": loads.running.size_bytes,
         "queued": loads.waiting.requests,
         "queued_bytes": loads.waiting.size_bytes,

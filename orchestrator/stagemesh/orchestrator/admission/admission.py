@@ -56,7 +56,7 @@ class Admission:
     @property
     def expected_wait_s(self) -> float:
         """The expected wait of a new request with priority 0, in seconds, if its caller has no other requests."""
-        if self.loads.running.requests < self.limits.max_in_flight and self._queue.next() is None:
+        if self.loads.running.choices < self.limits.max_in_flight and self._queue.next() is None:
             return 0.0
         return self._queue.position(AdmissionRequest("", caller="\0")) * self._interval_s(self.loads)
 
@@ -77,12 +77,13 @@ class Admission:
             request,
             listener,
             next(self._numbers),
-            size_bytes=request.input_bytes + self._estimates.made_bytes(request.kind),
+            size_bytes=request.input_bytes * request.choices + self._estimates.made_bytes(request.kind),
             latest_start_s=request.deadline_s - _MEASURED_FRACTION * self._estimates.fastest_s(request.kind, now_s),
         )
         caller = self._queue.caller(request.caller)
         may_run = caller.may_run(ticket, self.limits.per_caller) and self.loads.may_run(ticket, self.limits)
-        if may_run and self._queue.next() is None:
+        # An earlier request of the caller may wait for a limit of the caller that this smaller request does not reach.
+        if may_run and not caller.waiting.requests and self._queue.next() is None:
             _check_deadline(ticket, now_s, wait_s=0.0)
             self._admit(ticket, now_s)
         else:
@@ -264,7 +265,7 @@ class Admission:
         limits, loads = self.limits, self.loads
         retry_after_s = self._schedule.assign(request.request_id, now_s, interval_s=self._interval_s(loads))
         return OverloadedError(
-            f"{loads.running.requests} requests run and {loads.waiting.requests} wait, which reaches the pipeline's "
+            f"{loads.running.choices} requests run and {loads.waiting.requests} wait, which reaches the pipeline's "
             f"limits (max_in_flight {limits.max_in_flight}, max_queued {limits.max_queued}, or the limits on bytes); "
             f"retry in {retry_after_s:.1f} s with the same request_id",
             reason="ADMISSION_LIMIT",
@@ -279,7 +280,7 @@ class Admission:
             self._caller_schedules.popitem(last=False)
         retry_after_s = schedule.assign(request.request_id, now_s, interval_s=self._interval_s(caller))
         return OverloadedError(
-            f"{caller.running.requests} requests of caller {caller.name!r} run and {caller.waiting.requests} wait, "
+            f"{caller.running.choices} requests of caller {caller.name!r} run and {caller.waiting.requests} wait, "
             f"which reaches the pipeline's limits.per_caller; retry in {retry_after_s:.1f} s with the same request_id",
             reason="CALLER_LIMIT",
             metadata={"caller": caller.name},

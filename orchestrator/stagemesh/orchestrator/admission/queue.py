@@ -30,31 +30,34 @@ _MAX_RECORDED_TURNS = 4096
 
 @dataclass
 class Load:
-    """A number of requests, and their total size in bytes."""
+    """A number of requests, the number of their choices that the limits count, and their total size in bytes."""
 
     requests: int = 0
+    choices: int = 0
     size_bytes: int = 0
 
-    def add(self, size_bytes: int) -> None:
-        """Adds a request of `size_bytes` bytes."""
+    def add(self, size_bytes: int, choices: int = 1) -> None:
+        """Adds a request of `size_bytes` bytes that counts as `choices` requests."""
         self.requests += 1
+        self.choices += choices
         self.size_bytes += size_bytes
 
-    def subtract(self, size_bytes: int) -> None:
-        """Subtracts a request of `size_bytes` bytes."""
+    def subtract(self, size_bytes: int, choices: int = 1) -> None:
+        """Subtracts a request of `size_bytes` bytes that counts as `choices` requests."""
         self.requests -= 1
+        self.choices -= choices
         self.size_bytes -= size_bytes
 
-    def fits(self, size_bytes: int, *, most: int, most_bytes: int) -> bool:
-        """Returns whether a request can be added without exceeding `most` requests or `most_bytes` bytes.
+    def fits(self, size_bytes: int, choices: int = 1, *, most: int, most_bytes: int) -> bool:
+        """Returns whether a request can be added without exceeding `most` choices or `most_bytes` bytes.
 
         If no other request is counted, the limit on bytes is ignored, so that a large request can run alone.
         """
-        return self.requests < most and (not self.requests or self.size_bytes + size_bytes <= most_bytes)
+        return self.choices + choices <= most and (not self.requests or self.size_bytes + size_bytes <= most_bytes)
 
     def share(self, *, most: int, most_bytes: int) -> float:
-        """Returns the larger of the fractions `requests` / `most` and `size_bytes` / `most_bytes`."""
-        return max(self.requests / max(1, most), self.size_bytes / most_bytes)
+        """Returns the larger of the fractions `choices` / `most` and `size_bytes` / `most_bytes`."""
+        return max(self.choices / max(1, most), self.size_bytes / most_bytes)
 
 
 @dataclass(eq=False)
@@ -62,13 +65,18 @@ class Loads:
     """Counts of the running and waiting requests of the pipeline, of one priority, of one caller, or of one queue."""
 
     running: Load = field(default_factory=Load)
-    """The number of running requests, and their total estimated size in bytes."""
+    """The number of running requests and of their choices, and their total estimated size in bytes."""
     waiting: Load = field(default_factory=Load)
-    """The number of waiting requests, and their total input size in bytes."""
+    """The number of waiting requests, and their total input size in bytes. Each counts once."""
 
     def may_run(self, ticket: Ticket, bounds: Bounds) -> bool:
         """Returns whether the ticket's request may run in addition to the running requests within `bounds`."""
-        return self.running.fits(ticket.size_bytes, most=bounds.max_in_flight, most_bytes=bounds.max_in_flight_bytes)
+        return self.running.fits(
+            ticket.size_bytes,
+            ticket.request.choices,
+            most=bounds.max_in_flight,
+            most_bytes=bounds.max_in_flight_bytes,
+        )
 
     def may_wait(self, request: AdmissionRequest, bounds: Bounds, *, reserved: int) -> bool:
         """Returns whether the request may be queued and still leave `reserved` slots of the queue free."""
@@ -233,8 +241,9 @@ class AdmissionQueue:
                     continue
                 share = self._running_share(queue)
                 for i, ticket in enumerate(queue.by_deadline):
-                    key = share + i * unit, queue.turn + i, ticket.request.deadline_s, ticket.number
+                    key = share, queue.turn + i, ticket.request.deadline_s, ticket.number
                     order.append((*key, i + 1, ticket))
+                    share += ticket.request.choices * unit
             order.sort()
             for *_, in_caller_queue, ticket in order:
                 position += 1
@@ -267,7 +276,7 @@ class AdmissionQueue:
         """Counts a ticket as running, and removes it from the queue if it was waiting."""
         queue = self._queue_of(ticket)
         for loads in self._loads_of(queue):
-            loads.running.add(ticket.size_bytes)
+            loads.running.add(ticket.size_bytes, ticket.request.choices)
         if ticket.state is TicketState.WAITING:
             queue.within.serve(queue, by_age=self._is_by_age)
             self._turns += 1
@@ -278,7 +287,7 @@ class AdmissionQueue:
         """Stops counting a ticket as running."""
         queue = self._queue_of(ticket)
         for loads in self._loads_of(queue):
-            loads.running.subtract(ticket.size_bytes)
+            loads.running.subtract(ticket.size_bytes, ticket.request.choices)
         self._rank_all(queue.caller)
         self._drop_if_idle(queue)
 
@@ -350,7 +359,7 @@ class AdmissionQueue:
         """Returns the length that the caller's queue would have with the request, as a fraction of the queue limits."""
         queue = self.caller(request.caller).queues.get(_priority_of(request))
         waiting = queue.waiting if queue is not None else Load()
-        return self._length(Load(waiting.requests + 1, waiting.size_bytes + request.input_bytes))
+        return self._length(Load(choices=waiting.choices + 1, size_bytes=waiting.size_bytes + request.input_bytes))
 
 
 def _priority_of(request: AdmissionRequest) -> int:

@@ -22,7 +22,10 @@ class AdmissionRequest:
 
     Infinite if there is no deadline.
     """
+    choices: int = 1
+    """The number of choices. The request counts as this number of running requests."""
     input_bytes: int = 0
+    """The size of the input in bytes. Each choice has a copy of the input while it runs."""
     kind: Hashable = None
     """The kind of the request: any hashable key. Requests of one kind have similar durations and output sizes."""
 

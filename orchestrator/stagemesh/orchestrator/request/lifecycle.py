@@ -8,10 +8,10 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import ExistsError, StagemeshError
@@ -34,12 +34,15 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.25
 KEEP_S = 30.0
 KEEP_BYTES = 64 << 20
 
+PlanRuns: TypeAlias = Callable[[int], Sequence[Plan]]
+"""A function that plans this number of runs of a request. Raises an error if it cannot plan one of them."""
+
 # The reasons for which a stage rejects a step because another or a later attempt of the request exists.
 _OTHER_ATTEMPT_REASONS = ("STEP_EXISTS", "STALE_ATTEMPT")
 
 
 class RequestLifecycle:
-    """Runs one request from admission to its end.
+    """Runs one request with all of its choices from admission to its end.
 
     The constructor passes the request to admission. If admission rejects the request, the constructor raises the error
     of `Admission.enter` and reserves nothing.
@@ -74,7 +77,7 @@ class RequestLifecycle:
         self._failover, self._clock = failover, clock
         self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stopped: StagemeshError | None = None
-        self._run: RequestRun | None = None
+        self._runs: tuple[RequestRun, ...] = ()
         self._ticket = admission.enter(admission_request, self)
 
     def stop(self, error: StagemeshError) -> None:
@@ -83,13 +86,13 @@ class RequestLifecycle:
         Does nothing if the request has ended or was already stopped.
         """
         self._stopped = self._stopped or error
-        if self._run is not None:
-            self._run.stop(self._stopped)
-        elif self._admission.withdraw(self._ticket):
+        for run in self._runs:
+            run.stop(self._stopped)
+        if not self._runs and self._admission.withdraw(self._ticket):
             self.refused(self._stopped)
 
     async def run(
-        self, request: ValidRequest, plan: Callable[[], Plan], made_bytes: Callable[[RequestRecord], int]
+        self, request: ValidRequest, plan: PlanRuns, made_bytes: Callable[[RequestRecord], int]
     ) -> StagemeshError | None:
         """Waits for admission and runs the request. Returns the error of a failed request, or None if it succeeded.
 
@@ -101,7 +104,7 @@ class RequestLifecycle:
         made: int | None = None
         try:
             await self._admitted
-            error = await self._run_or_take_over(request, plan)
+            error = await self._run_choices(request, plan)
             made = made_bytes(self.record) if error is None else None
         except StagemeshError as exc:
             # A traceback refers to the frames that the error passed, and these frames refer to the request.
@@ -109,31 +112,61 @@ class RequestLifecycle:
         else:
             return error
         finally:
-            self._run = None
+            self._runs = ()
             self._admission.withdraw(self._ticket)
             if self._ticket.state is TicketState.RUNNING:
                 self._admission.release(self._ticket, made_bytes=made)
 
-    async def _run_or_take_over(self, request: ValidRequest, plan: Callable[[], Plan]) -> StagemeshError | None:
-        """Runs the request. Returns the error of a failed request, or None if it succeeded.
+    async def _run_choices(self, request: ValidRequest, plan: PlanRuns) -> StagemeshError | None:
+        """Plans all choices of the request and runs them at the same time.
 
-        If a stage rejects the request because of an attempt of another orchestrator, runs the request a second time
-        with higher attempt numbers. Does not do so if the request has outputs already or has no caller.
+        The first error of a choice stops the other choices. Returns this error, or None if all choices succeeded.
         """
-        error = await self._run_when_ready(request, plan)
+        plans = await self._plan_when_ready(plan, request.choices)
+        if not plans:
+            return self._stopped
+        self._note_admitted(request, plans)
+        if len(plans) == 1:
+            return await self._run_or_take_over(request, plans[0], plan)
+        async with asyncio.TaskGroup() as group:
+            runs = [
+                group.create_task(self._run_choice(replace(request, index=index), planned, plan))
+                for index, planned in enumerate(plans)
+            ]
+        return self._stopped if any(run.result() for run in runs) else None
+
+    async def _run_choice(self, request: ValidRequest, planned: Plan, plan: PlanRuns) -> StagemeshError | None:
+        """Runs one of several choices. Stops the request if the choice fails. Returns the error, or None."""
+        try:
+            error = await self._run_or_take_over(request, planned, plan)
+        except StagemeshError as exc:
+            error = copy(exc)
+        if error is not None:
+            self.stop(error)
+        return error
+
+    async def _run_or_take_over(self, request: ValidRequest, planned: Plan, plan: PlanRuns) -> StagemeshError | None:
+        """Runs one choice of the request. Returns the error of a failed choice, or None if it succeeded.
+
+        If a stage rejects the choice because of an attempt of another orchestrator, plans and runs it a second time
+        with higher attempt numbers. Does not do so if the choice has outputs already or the request has no caller.
+        """
+        error = await self._run_planned(request, planned)
         latest = _attempt_elsewhere(error)
         journal = self.record.journal
         # If no caller follows or outputs exist, the other orchestrator has taken over from this orchestrator.
-        if latest is None or self.record.has_outputs or journal.closed or not journal.readers:
+        if latest is None or self.record.has_outputs(request.index) or journal.closed or not journal.readers:
             return error
         _log.warning(
-            "request %s has attempt %d of another orchestrator; this one takes over", request.request_id, latest
+            "request %s has attempt %d of another orchestrator; this one takes over", request.choice_id, latest
         )
-        request = replace(request, first_attempt=latest + 1)
-        return await self._run_when_ready(request, plan)
+        plans = await self._plan_when_ready(plan, 1)
+        if not plans:
+            return self._stopped
+        return await self._run_planned(replace(request, first_attempt=latest + 1), plans[0])
 
-    async def _run_when_ready(self, request: ValidRequest, plan: Callable[[], Plan]) -> StagemeshError | None:
-        """Plans the request and runs it. Returns the error of a failed request, or None if it succeeded.
+    async def _plan_when_ready(self, plan: PlanRuns, runs: int) -> Sequence[Plan]:
+        """Plans this number of runs of the request. Returns no plans if the request was stopped.
 
         If a stage has no ready replica but may have one soon, waits at most STAGE_WAIT_S seconds for the replica. After
         that, raises the error of `plan`.
@@ -142,27 +175,28 @@ class RequestLifecycle:
         backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         while self._stopped is None:
             try:
-                planned = plan()
+                return plan(runs)
             except NotReadyYetError:
                 if self._clock() >= ends_s:
                     raise
                 await asyncio.sleep(backoff.next_s())
-            else:
-                return await self._run_planned(request, planned)
-        return self._stopped
+        return ()
+
+    def _note_admitted(self, request: ValidRequest, plans: Sequence[Plan]) -> None:
+        self.has_run = True
+        self.record.timeline.note_planned()
+        choices = [orchestrator_pb2.AdmittedChoice(replicas=plan.replicas) for plan in plans]
+        admitted = orchestrator_pb2.RequestAdmitted(request_id=request.request_id, seed=request.seed, choices=choices)
+        self.record.add(orchestrator_pb2.GenerateResponse(admitted=admitted))
 
     async def _run_planned(self, request: ValidRequest, plan: Plan) -> StagemeshError | None:
         try:
-            self.record.timeline.note_planned()
-            if not self.has_run:
-                admitted = orchestrator_pb2.RequestAdmitted(
-                    request_id=request.request_id, seed=request.seed, replicas=plan.replicas
-                )
-                self.record.add(orchestrator_pb2.GenerateResponse(admitted=admitted))
-            self.has_run = True
             timeout_s = self._admission_request.deadline_s - self._clock()
-            self._run = RequestRun(request, plan, self.record, failover=self._failover, timeout_s=timeout_s)
-            return await self._run.run()
+            run = RequestRun(request, plan, self.record, failover=self._failover, timeout_s=timeout_s)
+            self._runs += (run,)
+            if self._stopped is not None:
+                run.stop(self._stopped)
+            return await run.run()
         finally:
             plan.release()
 

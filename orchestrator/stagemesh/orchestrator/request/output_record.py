@@ -4,10 +4,11 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
+from itertools import product
 
 from stagemesh.common.errors import CancelledRequestError, OverloadedError, StagemeshError
 from stagemesh.common.notification import Journal
-from stagemesh.common.output_position import Position, length_of
+from stagemesh.common.output_position import OutputKey, Position, length_of
 from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
@@ -17,7 +18,7 @@ NOT_RUNNING = "NOT_RUNNING"
 
 
 class RequestRecord:
-    """The events of one request, merged over all stages: queued, admitted, progress, output and finished.
+    """The events of one request, merged over all stages and choices: queued, admitted, progress, output and finished.
 
     Contains each part of an output once, although a restarted stage repeats parts. The record stops the request if all
     callers have disconnected, or if even the fastest caller has too many unread bytes.
@@ -34,7 +35,7 @@ class RequestRecord:
         """
         self._first_output_s: float | None = None
         self.position = Position()
-        """The end of each output in the record."""
+        """The end of each output of each choice in the record."""
         self._stop: Callable[[StagemeshError], None] = _ignore
         self._max_unread_bytes = sys.maxsize
         self._read_bytes = 0
@@ -67,12 +68,12 @@ class RequestRecord:
     @property
     def edges(self) -> Iterator[request_pb2.EdgeUsage]:
         """The numbers of chunks and bytes that finished stages have sent, for each of their outgoing edges."""
-        return (edge for finished in self.timeline.finished_steps.values() for edge in finished.edges)
+        choices = map(self.timeline.finished_steps, range(self.timeline.choices))
+        return (edge for stages in choices for finished in stages.values() for edge in finished.edges)
 
-    @property
-    def has_outputs(self) -> bool:
-        """Whether any output fragment was added."""
-        return self._first_output_s is not None
+    def has_outputs(self, index: int) -> bool:
+        """Returns whether any output fragment of a choice was added. `index` is the index of the choice."""
+        return any(key[1] == index for key in self.position.counts)
 
     def close(self, error: StagemeshError | None) -> None:
         """Adds the last events, and closes the record. This ends all iterators that `follow` has returned. Idempotent.
@@ -90,18 +91,23 @@ class RequestRecord:
                 first_output_s=self._first_output_s,
                 finished_s=self.timeline.elapsed_s(),
             )
-            finished = orchestrator_pb2.RequestFinished(stages=self.timeline.finished_steps, timings=timings)
+            choices = [
+                orchestrator_pb2.FinishedChoice(stages=self.timeline.finished_steps(index))
+                for index in range(self.timeline.choices)
+            ]
+            finished = orchestrator_pb2.RequestFinished(choices=choices, timings=timings)
             self.add(orchestrator_pb2.GenerateResponse(finished=finished))
         self.journal.close(error)
 
     def _finish_outputs(self, error: StagemeshError | None) -> None:
-        """Adds the last part of each output whose stage has not sent it. `error` is None if the request succeeded."""
+        """Adds the last part of each output of which it is missing. `error` is None if the request succeeded."""
         reason = request_pb2.FINISH_REASON_FAILED if error is not None else request_pb2.FINISH_REASON_END
         if isinstance(error, CancelledRequestError):
             reason = request_pb2.FINISH_REASON_CANCELLED
-        for name in self.timeline.outputs:
-            position = self.position.counts.get(name, 0)
-            self.add_output(request_pb2.Output(name=name, position=position, finish=request_pb2.Finish(reason=reason)))
+        finish = request_pb2.Finish(reason=reason)
+        for name, index in product(self.timeline.outputs, range(self.timeline.choices)):
+            position = self.position.counts.get((name, index), 0)
+            self.add_output(request_pb2.Output(name=name, index=index, position=position, finish=finish))
 
     def stop_by(self, stop: Callable[[StagemeshError], None], *, max_unread_bytes: int = sys.maxsize) -> None:
         """Sets the function that stops the request.
@@ -126,7 +132,7 @@ class RequestRecord:
         if not self.journal.readers:
             self._abandon()
 
-    async def follow(self, *, next_positions: Mapping[str, int]) -> AsyncGenerator[bytes]:
+    async def follow(self, *, next_positions: Mapping[OutputKey, int]) -> AsyncGenerator[bytes]:
         """Yields all past and future events of the request, each as a serialized GenerateResponse.
 
         Omits what the caller already has: an output in `next_positions` starts at that position, for example the index
@@ -179,9 +185,9 @@ class Resumption:
     the beginning.
     """
 
-    def __init__(self, next_positions: Mapping[str, int]) -> None:
+    def __init__(self, next_positions: Mapping[OutputKey, int]) -> None:
         self._position = Position(next_positions)
-        self._behind = {name: position for name, position in next_positions.items() if position}
+        self._behind = {key: position for key, position in next_positions.items() if position}
         """The outputs whose replay has not reached the caller's position yet, with this position."""
 
     @property
@@ -191,11 +197,12 @@ class Resumption:
 
     def remainder(self, output: request_pb2.Output) -> request_pb2.Output | None:
         """Returns the part of `output` that the caller does not have yet, or None if the caller has all of `output`."""
-        wanted = self._behind.get(output.name)
+        key = output.name, output.index
+        wanted = self._behind.get(key)
         if wanted is None:
             return output
         if output.position + length_of(output) >= wanted:
-            del self._behind[output.name]
+            del self._behind[key]
         return self._position.remainder(output)
 
 

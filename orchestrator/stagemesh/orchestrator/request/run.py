@@ -1,4 +1,4 @@
-"""Runs one planned request: starts its steps, restarts lost steps, and stops all steps if the request fails."""
+"""Runs one choice of a planned request: starts its steps, restarts lost steps, and stops all steps if it fails."""
 
 import asyncio
 import logging
@@ -38,7 +38,9 @@ _SUSPECT_DEATHS = 2
 
 
 class RequestRun:
-    """Runs one planned request. Adds the events of its steps to the request's record.
+    """Runs one choice of a planned request. Adds the events of its steps to the request's record.
+
+    `request.index` is the index of the choice.
 
     A loop asks the module `recovery` which actions are possible in the current state of the stages, and starts a task
     for each action. Each task wakes the loop after it has changed the state of its stage.
@@ -75,7 +77,7 @@ class RequestRun:
 
         Before returning, waits until every reachable stage has released the request.
         """
-        bind_log_context(request_id=self._request.request_id)
+        bind_log_context(request_id=self._request.choice_id)
         self._deadline_s = asyncio.get_running_loop().time() + self._timeout_s
         try:
             async with asyncio.TaskGroup() as group:
@@ -194,7 +196,9 @@ class RequestRun:
         belongs.
         """
         replica, attempt = state.replica, state.attempt
-        state.notes = self._record.timeline.begin(state.name, replica=replica.name, attempt=attempt)
+        state.notes = self._record.timeline.begin(
+            state.name, replica=replica.name, attempt=attempt, index=self._request.index
+        )
         if state.resumed is not None:
             state.notes.resumed_steps = state.resumed.steps
         state.arrangements.callback(replica.on_end(lambda cause: self._failures.add(state, attempt, cause)))

@@ -1,4 +1,4 @@
-"""Calls the replicas of one request's stages: executes, rebinds and cancels steps, and processes their events."""
+"""Calls the replicas of one choice's stages: executes, rebinds and cancels steps, and processes their events."""
 
 import asyncio
 import logging
@@ -53,7 +53,7 @@ _BINDINGS_BYTES = 256 << 10
 
 
 class StepCalls:
-    """Calls the replicas of a request's stages.
+    """Calls the replicas of the stages of one choice of a request.
 
     Builds the messages from the current states of the stages. Applies each event that arrives to the state of its stage
     and to the request's record.
@@ -88,7 +88,7 @@ class StepCalls:
     def execute(self, state: StepState) -> stage_pb2.ExecuteStepRequest:
         """Returns the message that starts the newest attempt of a stage. Omits edges to finished consumers."""
         return stage_pb2.ExecuteStepRequest(
-            request_id=self._request.request_id,
+            request_id=self._request.choice_id,
             step_id=self._step_id(state),
             attempt=state.attempt,
             input=self._input(state) if not self._route.incoming[state.name] else None,
@@ -118,7 +118,7 @@ class StepCalls:
         outgoing = [edge for edge in self._route.outgoing[state.name] if edge.name in edges]
         attempts = {edge.name: attempt_of(edge, self._states) for edge in (*incoming, *outgoing)}
         request = stage_pb2.RebindStepRequest(
-            request_id=self._request.request_id,
+            request_id=self._request.choice_id,
             step_id=self._step_id(state),
             inputs=map(self._input_rebinding, incoming),
             outputs=map(self._output_binding, outgoing),
@@ -137,7 +137,7 @@ class StepCalls:
         if attempt.replica.end_cause is not None:
             return
         request = stage_pb2.CancelStepRequest(
-            request_id=self._request.request_id,
+            request_id=self._request.choice_id,
             attempt=attempt.attempt,
             reason=error.message if error is not None else "a newer attempt has replaced it",
         )
@@ -201,7 +201,7 @@ class StepCalls:
         self._changed.fire()
 
     def _step_id(self, state: StepState) -> str:
-        return f"{self._request.request_id}/{state.name}/{state.attempt}"
+        return f"{self._request.choice_id}/{state.name}/{state.attempt}"
 
     def _open_edges(self, state: StepState) -> list[Edge]:
         return [edge for edge in self._route.outgoing[state.name] if is_open(edge, self._states)]
@@ -247,7 +247,7 @@ class StepCalls:
         # A restarted stage repeats earlier progress, which the client must not see again.
         if progress.steps > state.shown_steps or not state.restarts:
             state.shown_steps = max(state.shown_steps, progress.steps)
-            shown = orchestrator_pb2.RequestProgress(stage=state.name, progress=progress)
+            shown = orchestrator_pb2.RequestProgress(stage=state.name, index=self._request.index, progress=progress)
             self._record.add(orchestrator_pb2.GenerateResponse(progress=shown))
 
     def _take_output(self, state: StepState, output: request_pb2.Output, notes: StepNotes) -> None:
@@ -263,7 +263,7 @@ class StepCalls:
             self._failures.add_final(state.name, InternalError(message, reason="OUTPUT_OUT_OF_ORDER"))
             return
         state.positions[tensor] = begin + length_of(output)
-        output.name = self._output_names[state.name].get(tensor, "")
+        output.name, output.index = self._output_names[state.name].get(tensor, ""), self._request.index
         if output.name:
             self._record.add_output(output)
 

@@ -48,6 +48,8 @@ class StepNotes:
     stage: str
     replica: str
     attempt: int
+    index: int = 0
+    """The index of the choice for which the stage works."""
     began_s: float
     """The time at which the request was received, in seconds on `clock`."""
     clock: Callable[[], float]
@@ -130,6 +132,7 @@ class Timeline:
     number: int = 0
     priority: int = 0
     outputs: tuple[str, ...] = ()
+    choices: int = 1
     timeout_s: float = 0.0
     clock: Callable[[], float] = time.monotonic
     received_at_s: float = field(default_factory=time.time)
@@ -166,26 +169,32 @@ class Timeline:
         """The time at which the first stage accepted the request, in seconds, or 0 if no stage has accepted it."""
         return min((step.accepted_s for step in self.steps if step.accepted_s is not None), default=0.0)
 
-    @property
-    def finished_steps(self) -> Mapping[str, stage_pb2.StepFinished]:
-        """The final statistics of each stage's newest attempt, by stage name.
-
-        The statistics of an attempt that has not finished contain only its work, as far as it is known.
-        """
-        return {step.stage: step.finished or stage_pb2.StepFinished(usage=step.usage) for step in self.steps}
-
     def elapsed_s(self) -> float:
         """Returns the seconds since the request was received."""
         return self.clock() - self._began_s
+
+    def finished_steps(self, index: int = 0) -> Mapping[str, stage_pb2.StepFinished]:
+        """Returns the final statistics of each stage's newest attempt for a choice, by stage name.
+
+        `index` is the index of the choice. The statistics of an attempt that has not finished contain only its work, as
+        far as it is known.
+        """
+        steps = (step for step in self.steps if step.index == index)
+        return {step.stage: step.finished or stage_pb2.StepFinished(usage=step.usage) for step in steps}
 
     def note_planned(self) -> None:
         """Records the time at which the request was first planned. Ignores further calls."""
         if self.planned_s is None:
             self.planned_s = self.elapsed_s()
 
-    def begin(self, stage: str, *, replica: str, attempt: int) -> StepNotes:
-        """Adds an entry for a new attempt of a stage to the timeline, and returns the entry."""
-        notes = StepNotes(stage=stage, replica=replica, attempt=attempt, began_s=self._began_s, clock=self.clock)
+    def begin(self, stage: str, *, replica: str, attempt: int, index: int = 0) -> StepNotes:
+        """Adds an entry for a new attempt of a stage to the timeline, and returns the entry.
+
+        `index` is the index of the choice for which the stage works.
+        """
+        notes = StepNotes(
+            stage=stage, replica=replica, attempt=attempt, index=index, began_s=self._began_s, clock=self.clock
+        )
         self.steps.append(notes)
         return notes
 

@@ -10,6 +10,7 @@ from stagemesh.common.errors import InvalidRequestError, NotFoundError, Unsuppor
 from stagemesh.common.request_checks import (
     check_input,
     check_request_id,
+    choice_id,
     empty_prompt_error,
     has_prompt,
     is_medium,
@@ -25,6 +26,7 @@ from stagemesh.v1 import orchestrator_pb2, request_pb2
 _CALLER = re.compile(r"[A-Za-z0-9._:@/-]{0,128}")
 _MAX_EARLIER_CALLS = 1_000_000
 _ATTEMPTS_A_CALL = 1000
+_SEEDS = 1 << 32
 _INPUT_KINDS: Mapping[str, InputKind] = {
     "text": "text",
     "image": "image",
@@ -50,10 +52,23 @@ class ValidRequest:
     This number exceeds all attempt numbers that earlier calls of the same request may have used. The attempts of this
     call therefore replace the earlier attempts.
     """
+    index: int = 0
+    """The index of the choice that a run of the request produces."""
+
+    @property
+    def choices(self) -> int:
+        """The number of choices. The request runs once for each of them."""
+        return self.parameters.choices or 1
+
+    @property
+    def choice_id(self) -> str:
+        """The id by which stages know the choice with the index `index`."""
+        return choice_id(self.request_id, self.index)
 
     @property
     def seed(self) -> int:
-        return self.parameters.seed
+        """The random seed of the choice with the index `index`."""
+        return (self.parameters.seed + self.index) % _SEEDS
 
     @property
     def options(self) -> Mapping[str, Value]:
@@ -84,7 +99,8 @@ def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> V
         check_request_id(request.request_id)
     _check_caller(request)
     outputs = _check_outputs(request.outputs, pipeline)
-    _check_outputs(request.next_positions, pipeline)
+    _check_outputs((each.name for each in request.next_positions), pipeline)
+    _check_choices(request, most=pipeline.limits.largest_request)
     check_input(request.input)
     if not has_prompt(request.input) and (request.input.WhichOneof("prompt") or not request.input.tensors):
         raise empty_prompt_error()
@@ -137,6 +153,21 @@ def _check_outputs(names: Iterable[str], pipeline: Pipeline) -> tuple[str, ...]:
             metadata={"output": unknown[0]},
         )
     return tuple(dict.fromkeys(names)) or tuple(pipeline.outputs)
+
+
+def _check_choices(request: orchestrator_pb2.GenerateRequest, *, most: int) -> None:
+    """Raises InvalidRequestError (INVALID_CHOICES) if the number of choices is not from 1 to `most`.
+
+    Also raises this error if the caller's positions name a choice that the request does not have.
+    """
+    choices = request.parameters.choices if request.parameters.HasField("choices") else 1
+    if not 1 <= choices <= most:
+        problem = f"choices is {choices}; use 1 to {most} (limits.max_choices), or send several requests"
+    elif (highest := max((each.index for each in request.next_positions), default=0)) >= choices:
+        problem = f"next_positions names choice {highest}, but the request has {choices} choices, counted from 0"
+    else:
+        return
+    raise InvalidRequestError(problem, reason="INVALID_CHOICES", metadata={"max_choices": str(most)})
 
 
 def _check_support(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> None:

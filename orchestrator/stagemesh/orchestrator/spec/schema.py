@@ -253,11 +253,18 @@ class Limits(Bounds, frozen=True):
     max_queued: Count = 256
     max_queued_bytes: Size = 256 << 20
     per_caller: Annotated[Bounds, _WRITTEN] = Bounds()
+    max_choices: Positive = 16
+    """The maximum number of choices of a request, each of which counts as a running request."""
     max_unread_bytes: Size = 256 << 20
     """The maximum number of output bytes that a request's callers may leave unread.
 
     Only the caller that has read the most bytes is considered. The request is stopped if the maximum is exceeded.
     """
+
+    @property
+    def largest_request(self) -> int:
+        """The maximum number of choices of a request that the limits on running requests can admit."""
+        return min(self.max_choices, self.max_in_flight, self.per_caller.max_in_flight)
 
 
 class PipelineFile(Entry, frozen=True):

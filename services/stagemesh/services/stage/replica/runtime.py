@@ -20,7 +20,7 @@ from stagemesh.common.errors import (
 )
 from stagemesh.common.host import available_bytes
 from stagemesh.common.replica_state import ReplicaState
-from stagemesh.common.request_checks import check_request_id
+from stagemesh.common.request_checks import check_choice_id
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.arena.memory_file import pin_if_cuda
 from stagemesh.connectors.data_plane import DataPlane
@@ -228,7 +228,7 @@ class StageRuntime:
         Stops only steps of `attempt` and of earlier attempts. An attempt of 0 means all attempts. `reason` is the
         message of the steps' error, or empty for a default message.
         """
-        check_request_id(request_id)
+        check_choice_id(request_id)
         self.states.forget(request_id)
         self._runs.release_edges(request_id, up_to_attempt=attempt)
         runs = self._runs.running(request_id, up_to_attempt=attempt)

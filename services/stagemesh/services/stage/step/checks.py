@@ -8,7 +8,7 @@ import numpy as np
 
 from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
-from stagemesh.common.request_checks import check_options, check_request_id, empty_prompt_error
+from stagemesh.common.request_checks import check_choice_id, check_options, empty_prompt_error
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import MEDIA_TYPES, MediaFile, Medium, Samples, SamplingOptions, Task, media_of
 from stagemesh.services.stage.step.spec import STATE_EDGE, OutputBinding, Rebinding, StepSpec
@@ -23,7 +23,7 @@ def check_spec(spec: StepSpec, signature: Signature, *, engine: str, abilities: 
 
     The error names the invalid value and the allowed values. `engine` is the name of the stage's engine.
     """
-    check_request_id(spec.request_id)
+    check_choice_id(spec.request_id)
     if not _STEP_ID.fullmatch(spec.step_id):
         raise InvalidRequestError(
             f"step_id is {spec.step_id[:270]!r}; use 1 to 256 letters, digits, '.', '_', ':', '-' and '/'",
@@ -46,7 +46,7 @@ def check_spec(spec: StepSpec, signature: Signature, *, engine: str, abilities: 
 
 def check_rebinding(rebinding: Rebinding) -> None:
     """Raises InvalidRequestError if a rebinding is not valid. The error names the invalid value."""
-    check_request_id(rebinding.request_id)
+    check_choice_id(rebinding.request_id)
     _check_edge_names("inputs", [each.edge for each in rebinding.inputs])
     _check_edge_names("outputs", [each.edge for each in rebinding.outputs])
     _check_consumers(rebinding.outputs)
