@@ -141,14 +141,18 @@ class GenerateResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    QUEUED_FIELD_NUMBER: _builtins.int
     ADMITTED_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
-    QUEUED_FIELD_NUMBER: _builtins.int
     IGNORABLE_FIELD_NUMBER: _builtins.int
     ignorable: _builtins.bool
     """Whether a client that does not know the kind of the event ignores the event instead."""
+    @_builtins.property
+    def queued(self) -> Global___RequestQueued:
+        """Sent before admitted if the request has to wait, and again each time its position changes."""
+
     @_builtins.property
     def admitted(self) -> Global___RequestAdmitted:
         """The first event, apart from queued."""
@@ -164,29 +168,25 @@ class GenerateResponse(_message.Message):
     @_builtins.property
     def finished(self) -> Global___RequestFinished:
         """The last event of a request that was admitted, also if it failed or was cancelled. Before it, each output of each
-        choice has had its part with `finish`. Not sent if the call ends with UNAVAILABLE (NOT_RUNNING), because the request may continue
-        at another orchestrator.
+        choice has had its part with `finish`. Not sent if the call ends with UNAVAILABLE (NOT_RUNNING), because the
+        request may continue at another orchestrator.
         """
-
-    @_builtins.property
-    def queued(self) -> Global___RequestQueued:
-        """Sent before admitted if the request has to wait, and again each time its position changes."""
 
     def __init__(
         self,
         *,
+        queued: Global___RequestQueued | None = ...,
         admitted: Global___RequestAdmitted | None = ...,
         progress: Global___RequestProgress | None = ...,
         output: _request_pb2.Output | None = ...,
         finished: Global___RequestFinished | None = ...,
-        queued: Global___RequestQueued | None = ...,
         ignorable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "finished", b"finished", "output", b"output", "progress", b"progress", "queued", b"queued"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "finished", b"finished", "ignorable", b"ignorable", "output", b"output", "progress", b"progress", "queued", b"queued"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "progress", "output", "finished", "queued"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["queued", "admitted", "progress", "output", "finished"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -307,8 +307,8 @@ class RequestProgress(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STAGE_FIELD_NUMBER: _builtins.int
-    PROGRESS_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
     """The stage."""
     index: _builtins.int
@@ -321,8 +321,8 @@ class RequestProgress(_message.Message):
         self,
         *,
         stage: _builtins.str = ...,
-        progress: _stage_pb2.StepProgress | None = ...,
         index: _builtins.int = ...,
+        progress: _stage_pb2.StepProgress | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

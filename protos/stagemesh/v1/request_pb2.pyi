@@ -777,6 +777,7 @@ class Output(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
@@ -785,11 +786,12 @@ class Output(_message.Message):
     TENSOR_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
-    INDEX_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The output's name: in StageService the name of a stage's tensor, in OrchestratorService the name of a pipeline's
     output.
     """
+    index: _builtins.int
+    """The choice to which the output belongs, from 0 (Parameters.choices). Not set in StageService."""
     position: _builtins.int
     """How much of the output precedes this part: Unicode code points of text (not bytes, not UTF-16 units), tokens, audio
     samples of one channel, images including previews, or rows of a tensor along its first axis. A tensor without axes
@@ -797,8 +799,6 @@ class Output(_message.Message):
     """
     text: _builtins.str
     """Text to append."""
-    index: _builtins.int
-    """The choice to which the output belongs, from 0 (Parameters.choices). Not set in StageService."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Tokens to append."""
@@ -830,6 +830,7 @@ class Output(_message.Message):
         self,
         *,
         name: _builtins.str = ...,
+        index: _builtins.int = ...,
         position: _builtins.int = ...,
         text: _builtins.str = ...,
         token_ids: Global___TokenIds | None = ...,
@@ -838,7 +839,6 @@ class Output(_message.Message):
         tensor: _tensor_pb2.Tensor | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         finish: Global___Finish | None = ...,
-        index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "content", b"content", "finish", b"finish", "image", b"image", "tensor", b"tensor", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
