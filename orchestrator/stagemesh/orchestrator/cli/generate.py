@@ -171,6 +171,13 @@ PARAMETERS: Mapping[str, Parameter] = {
         "--option",
         metavar="KEY=VALUE",
     ),
+    "choices": option(
+        int,
+        "Run the request this number of times, each time with the next seed. Each text is printed once it is complete, "
+        "and the number of the choice, from 0, is added to the name of each file, such as audio.1.wav. Runs it once if "
+        "omitted.",
+        min=1,
+    ),
     "stage_parameters": option(
         list[str],
         "Set a parameter of one stage, such as talker.max_tokens=200 or talker.voice=alto. Takes precedence over the "
@@ -201,7 +208,7 @@ PARAMETERS: Mapping[str, Parameter] = {
 _LISTS = frozenset({"stop", "stop_token_ids", "bad_words", "choice"})
 _TEXTS = frozenset({"adapter", "json_schema", "regex", "grammar"})
 # The parameters that are passed unchanged to the client.
-_CLIENT_ARGUMENTS = {*_SAMPLING, "negative_prompt", "priority", "caller", "request_id", "template_arguments"}
+_CLIENT_ARGUMENTS = {*_SAMPLING, "choices", "negative_prompt", "priority", "caller", "request_id", "template_arguments"}
 
 
 def generate(**values: Any) -> None:
@@ -354,12 +361,14 @@ def show_result(result: "Result", sinks: "Sinks", *, as_json: bool) -> None:
         print_json(_document(result, sinks))
         return
     console = Console(stderr=True, highlight=False)
-    for image in chain.from_iterable(result.images.values()) if console.is_terminal else ():
+    images = chain.from_iterable(chain.from_iterable(choice.images.values()) for choice in result.choices)
+    for image in images if console.is_terminal else ():
         console.print(_terminal_image(image) or "")
     for table in _summary(result):
         console.print(table)
-    for finish in (each for each in result.finishes.values() if each.reason != "end"):
-        console.print(_describe_finish(finish), markup=False)
+    finishes = chain.from_iterable(choice.finishes.values() for choice in result.choices)
+    for finish in (each for each in finishes if each.reason != "end"):
+        console.print(_describe_finish(finish, several=len(result.choices) > 1), markup=False)
     for path in chain.from_iterable(sinks.files.values()):
         console.print(f"wrote {path}", markup=False, soft_wrap=True)
     if result.audios and not sinks.files:
@@ -385,17 +394,19 @@ def _summary(result: "Result") -> "Sequence[Table]":
     return timings, make_table(edges, result.finished.edges)
 
 
-def _describe_finish(finish: "OutputFinished") -> str:
+def _describe_finish(finish: "OutputFinished", *, several: bool) -> str:
+    choice = f" of choice {finish.index}" if several else ""
     stop = finish.stop_text if finish.stop_token_id is None else f"token {finish.stop_token_id}"
-    return f"output {finish.output} ended early: {finish.reason}" + (f" ({stop})" if finish.reason == "stop" else "")
+    detail = f" ({stop})" if finish.reason == "stop" else ""
+    return f"output {finish.output}{choice} ended early: {finish.reason}{detail}"
 
 
 def _audio_s(result: "Result") -> float:
-    return sum(audio.duration_s for audio in result.audios.values())
+    return sum(audio.duration_s for choice in result.choices for audio in choice.audios.values())
 
 
 def _real_time_factor(result: "Result") -> float | None:
-    """Returns the request's total time divided by the playing time of the request's audio outputs.
+    """Returns the request's total time divided by the playing time of the request's audio outputs of all choices.
 
     Returns None if there is no audio.
     """
@@ -423,20 +434,32 @@ def _terminal_image(image: "Image") -> "RenderableType | None":
 def _document(result: "Result", sinks: "Sinks") -> dict[str, object]:
     from dataclasses import asdict
 
+    choices = [_choice_document(result, index, sinks) for index in range(len(result.choices))]
     return {
         "request_id": result.request_id,
-        "seed": result.seed,
-        "texts": dict(result.texts),
-        "tokens": dict(result.tokens),
-        "logprobs": {output: [asdict(each) for each in logprobs] for output, logprobs in result.logprobs.items()},
-        "finishes": {output: asdict(each) for output, each in result.finishes.items()},
-        "files": {output: [str(path) for path in paths] for output, paths in sinks.files.items()},
+        **choices[0],
+        **({"choices": choices} if len(choices) > 1 else {}),
         "first_text_s": result.first_text_s,
         "first_audio_s": result.first_audio_s,
         "first_image_s": result.first_image_s,
         "audio_s": _audio_s(result),
         "total_s": result.total_s,
         "real_time_factor": _real_time_factor(result),
-        "stages": {name: asdict(report) for name, report in result.finished.stages.items()},
         "edges": [asdict(edge) for edge in result.finished.edges],
+    }
+
+
+def _choice_document(result: "Result", index: int, sinks: "Sinks") -> dict[str, object]:
+    """Returns the outputs of the choice with this index, and the reports of its stages, for JSON."""
+    from dataclasses import asdict
+
+    choice = result.choices[index]
+    return {
+        "seed": choice.seed,
+        "texts": dict(choice.texts),
+        "tokens": dict(choice.tokens),
+        "logprobs": {output: [asdict(each) for each in logprobs] for output, logprobs in choice.logprobs.items()},
+        "finishes": {output: asdict(each) for output, each in choice.finishes.items()},
+        "files": {key[0]: [str(path) for path in paths] for key, paths in sinks.files.items() if key[1] == index},
+        "stages": {name: asdict(report) for name, report in result.finished.choices[index].items()},
     }

@@ -188,11 +188,16 @@ def _summary(request: "admin_pb2.RequestStatus") -> "RenderableType":
         Text(
             f"received {received}, age {duration(request.age_s)}{left}; priority {request.priority}; "
             f"outputs {', '.join(request.outputs)}: {request.output_parts:,} messages, {size(request.size_bytes)}"
+            + (f"; {request.choices} choices" if request.choices > 1 else "")
         ),
     ]
     if request.HasField("error"):
         lines.append(Text(request.error.message, "red"))
     return Group(*lines)
+
+
+def _of_choice(text: str, index: int) -> str:
+    return f"{text}, choice {index}" if index else text
 
 
 def _step_count(step: Any) -> str:
@@ -210,7 +215,8 @@ def _step_state(step: Any) -> Cell:
 
 
 _STEPS = (
-    *fields("stage", "replica"),
+    Column("stage", lambda step: _of_choice(step.stage, step.index)),
+    Column("replica", lambda step: step.replica),
     *numbers("attempt", "outputs"),
     number("steps", _step_count),
     number("last report", lambda step: f"at {duration(step.last_event_s)}" if step.HasField("last_event_s") else ""),
@@ -232,7 +238,7 @@ def _waiting(flow: Any, end: str) -> str:
 
 
 _FLOWS = (
-    Column("edge", lambda flow: flow.edge),
+    Column("edge", lambda flow: _of_choice(flow.edge, flow.index)),
     Column("from", lambda flow: flow.producer),
     Column("to", lambda flow: flow.consumer),
     Column("connector", lambda flow: connector_name(_newest(flow).connector)),
@@ -248,7 +254,7 @@ _TIMELINE = (number("time", lambda moment: duration(moment.at_s)), *fields("sour
 
 
 def _step_moments(step: "admin_pb2.StepStatus") -> Iterator[Moment]:
-    source = step.replica if step.attempt == 1 else f"{step.replica} (attempt {step.attempt})"
+    source = _of_choice(step.replica if step.attempt == 1 else f"{step.replica} (attempt {step.attempt})", step.index)
     if step.HasField("sent_s"):
         yield Moment(step.sent_s, source, "was sent the step")
     if step.HasField("accepted_s"):
