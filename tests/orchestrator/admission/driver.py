@@ -90,6 +90,7 @@ class AdmissionDriver:
         caller: str = "",
         priority: int = 0,
         within_s: float = math.inf,
+        choices: int = 1,
         input_bytes: int = 0,
         kind: Hashable = None,
     ) -> RecordedRequest:
@@ -99,6 +100,7 @@ class AdmissionDriver:
             caller=caller,
             priority=priority,
             deadline_s=self.clock.now_s + within_s,
+            choices=choices,
             input_bytes=input_bytes,
             kind=kind,
         )

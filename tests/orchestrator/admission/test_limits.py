@@ -151,12 +151,46 @@ def test_closing_rejects_waiting_requests_only() -> None:
     assert driver.admission.loads.waiting.requests == 0
 
 
-_ASKS = st.tuples(st.sampled_from("abc"), st.integers(-1, 1), st.sampled_from([1.0, 9.0, 99.0]), st.integers(0, 40))
+def test_a_request_counts_once_for_each_choice() -> None:
+    driver = AdmissionDriver(4, max_queued=2)
+    first, second, third = (driver.ask(choices=choices) for choices in (2, 3, 1))
+    # A request that waits for more slots is not overtaken.
+    assert (first.runs, second.waits, third.waits) == (True, True, True)
+    assert (driver.admission.loads.running, driver.admission.loads.waiting) == (Load(1, 2), Load(2, 2))
+    driver.end(first)
+    assert (second.runs, third.runs) == (True, True)
+
+
+def test_a_request_that_waits_for_slots_of_its_caller_is_not_overtaken() -> None:
+    driver = AdmissionDriver(9, per_caller=Bounds(max_in_flight=3))
+    first, second = driver.ask(caller="a", choices=2), driver.ask(caller="a", choices=3)
+    third, other = driver.ask(caller="a"), driver.ask(caller="b", choices=3)
+    assert (first.runs, second.waits, third.waits, other.runs) == (True, True, True, True)
+    driver.end(first)
+    assert (second.runs, third.waits) == (True, True)
+
+
+def test_a_caller_with_several_choices_has_a_larger_share() -> None:
+    driver = AdmissionDriver(4)
+    driver.ask(caller="a", choices=3)
+    last = driver.ask(caller="b")
+    waiting = [driver.ask("a2", caller="a"), driver.ask("b2", caller="b")]
+    driver.end(last)
+    assert [recorded.runs for recorded in waiting] == [False, True]
+
+
+_ASKS = st.tuples(
+    st.sampled_from("abc"),
+    st.integers(-1, 1),
+    st.sampled_from([1.0, 9.0, 99.0]),
+    st.integers(0, 30),
+    st.sampled_from([1, 1, 1, 2, 3]),
+)
 
 
 @settings(deadline=None)
 @given(st.lists(st.one_of(_ASKS, st.sampled_from(["end", "leave", "tick"])), max_size=120))
-def test_limits_hold_for_any_sequence_of_arrivals_and_ends(steps: list[tuple[str, int, float, int] | str]) -> None:
+def test_limits_hold_for_any_sequence_of_arrivals_and_ends(steps: list[tuple[str, int, float, int, int] | str]) -> None:
     driver = AdmissionDriver(
         4, max_queued=6, max_in_flight_bytes=100, max_queued_bytes=90, per_caller=Bounds(max_in_flight=3)
     )
@@ -164,8 +198,16 @@ def test_limits_hold_for_any_sequence_of_arrivals_and_ends(steps: list[tuple[str
     for number, step in enumerate(steps):
         driver.clock.now_s += 0.5
         if isinstance(step, tuple):
-            caller, priority, within_s, size_bytes = step
-            _try_to_ask(driver, here, caller=caller, priority=priority, within_s=within_s, input_bytes=size_bytes)
+            caller, priority, within_s, size_bytes, choices = step
+            _try_to_ask(
+                driver,
+                here,
+                caller=caller,
+                priority=priority,
+                within_s=within_s,
+                input_bytes=size_bytes,
+                choices=choices,
+            )
         elif step == "tick":
             driver.admission.tick()
         else:
@@ -196,15 +238,20 @@ def _check(driver: AdmissionDriver, here: list[RecordedRequest]) -> None:
         [recorded for recorded in here if recorded.waits],
     )
     loads = driver.admission.loads
+    slots, by_caller = 0, Counter[str]()
+    for recorded in running:
+        slots += recorded.request.choices
+        by_caller[recorded.request.caller] += recorded.request.choices
+    sizes = [recorded.request.input_bytes * recorded.request.choices for recorded in running]
     assert (loads.running.requests, loads.waiting.requests) == (len(running), len(waiting))
-    assert loads.running.size_bytes == sum(recorded.request.input_bytes for recorded in running) <= 100
+    assert (loads.running.choices, loads.running.size_bytes) == (slots, sum(sizes))
     assert loads.waiting.size_bytes == sum(recorded.request.input_bytes for recorded in waiting) <= 90
-    assert len(running) <= 4
+    assert sum(sizes) <= 100
+    assert slots <= 4
     assert len(waiting) <= 6
-    assert all(count <= 3 for count in Counter(recorded.request.caller for recorded in running).values())
-    could_run = [
-        recorded
-        for recorded in waiting
-        if sum(other.request.caller == recorded.request.caller for other in running) < 3
-    ]
-    assert not could_run or len(running) == 4 or loads.running.size_bytes > 60
+    assert all(count <= 3 for count in by_caller.values())
+    if any(recorded.request.choices > 1 for recorded in waiting):
+        # Requests may wait behind one that needs several slots.
+        return
+    could_run = [recorded for recorded in waiting if by_caller[recorded.request.caller] < 3]
+    assert not could_run or slots == 4 or loads.running.size_bytes > 70

@@ -1,0 +1,202 @@
+"""Requests with several choices, over scripted stages."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from stagemesh.common.errors import CancelledRequestError, InternalError, InvalidRequestError
+from stagemesh.v1 import admin_pb2, admin_pb2_grpc, orchestrator_pb2, request_pb2, stage_pb2
+from tests.orchestrator.mesh import CHAIN, Mesh, ask, mesh
+from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, ScriptedStage, hang, text_output
+
+Events = list[orchestrator_pb2.GenerateResponse]
+HANG = dict.fromkeys("abc", hang)
+
+
+def _choices(choices: int, *, seed: int | None = None) -> request_pb2.Parameters:
+    return request_pb2.Parameters(choices=choices, seed=seed)
+
+
+def _texts(events: Events, name: str) -> dict[int, str]:
+    """Returns the whole text of an output for each choice, by index."""
+    texts: dict[int, str] = {}
+    for event in events:
+        if event.output.name == name:
+            texts[event.output.index] = texts.get(event.output.index, "") + event.output.text
+    return texts
+
+
+async def _say_seed(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+    yield ACCEPTED
+    await stage.until_fed(request)
+    yield Response(progress=stage_pb2.StepProgress(steps=1))
+    for tensor in request.streamed:
+        yield text_output(tensor, f"{stage.name} {request.seed}")
+    yield FINISHED
+
+
+SEEDS = dict.fromkeys("abc", _say_seed)
+
+
+async def test_each_choice_runs_with_the_next_seed(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts=SEEDS) as chain:
+        events = await chain.generate(request_id="r", parameters=_choices(3, seed=2**32 - 2))
+        steps = chain.stages["b"].requests
+    assert _texts(events, "last") == {0: f"c {2**32 - 2}", 1: f"c {2**32 - 1}", 2: "c 0"}
+    assert {step.request_id: step.step_id for step in steps} == {"r": "r/b/1", "r/1": "r/1/b/1", "r/2": "r/2/b/1"}
+
+
+async def test_every_event_names_its_choice(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts=SEEDS) as chain:
+        events = await chain.generate(parameters=_choices(2, seed=5))
+    admitted, finished = events[0].admitted, events[-1].finished
+    assert (admitted.seed, [dict(each.replicas) for each in admitted.choices]) == (
+        5,
+        [{"a": "a-0", "b": "b-0", "c": "c-0"}] * 2,
+    )
+    assert [{name: each.usage.steps for name, each in choice.stages.items()} for choice in finished.choices] == [
+        {"a": 3, "b": 3, "c": 3}
+    ] * 2
+    progress = [(event.progress.stage, event.progress.index) for event in events if event.HasField("progress")]
+    assert sorted(progress) == [(stage, index) for stage in "abc" for index in range(2)]
+    ends = [(event.output.name, event.output.index) for event in events if event.output.HasField("finish")]
+    assert sorted(ends) == [("first", 0), ("first", 1), ("last", 0), ("last", 1)]
+
+
+async def test_a_returning_caller_gets_what_it_lacks_of_each_choice(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts=SEEDS) as chain:
+        await chain.generate(request_id="r", parameters=_choices(2, seed=5))
+        again = ask(request_id="r", parameters=_choices(2))
+        again.next_positions.add(name="first", position=2)
+        again.next_positions.add(name="first", index=1, position=3)
+        again.next_positions.add(name="last", index=1, position=1)
+        events = [event async for event in chain.stub.Generate(again)]
+    assert (_texts(events, "first"), _texts(events, "last")) == ({0: "5", 1: ""}, {0: "c 5", 1: " 6"})
+
+
+async def _fail_second(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+    """Fails for the second choice, once the stage runs all three choices. Never ends for the others."""
+    yield ACCEPTED
+    await stage.until_fed(request)
+    for tensor in request.streamed:
+        yield text_output(tensor, "c ")
+    if request.request_id.endswith("/1"):
+        await asyncio.gather(*(stage.started_steps[f"r{suffix}"].wait() for suffix in ("", "/2")))
+        raise InternalError("out of luck")
+    await asyncio.Event().wait()
+
+
+async def test_the_error_of_one_choice_ends_the_request(tmp_path: Path) -> None:
+    events: Events = []
+    async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": _fail_second}) as chain:
+        call = chain.stub.Generate(ask(request_id="r", parameters=_choices(3)), timeout=20)
+        with pytest.raises(grpc.aio.AioRpcError, match="out of luck"):
+            async for event in call:
+                events.append(event)
+        await chain.until_idle()
+        assert (await chain.describe()).in_flight == 0
+        cancelled = {name: sorted(each.request_id for each in stage.cancels) for name, stage in chain.stages.items()}
+    assert cancelled == {"a": ["r", "r/1", "r/2"], "b": ["r", "r/1", "r/2"], "c": ["r", "r/2"]}
+    ends = {(event.output.name, event.output.index): event.output.finish.reason for event in events}
+    del ends["", 0]
+    assert ends == {(name, index): request_pb2.FINISH_REASON_FAILED for name in ("first", "last") for index in range(3)}
+    assert len(events[-1].finished.choices) == 3
+
+
+async def test_a_cancellation_stops_every_choice(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts=HANG) as chain, asyncio.TaskGroup() as group:
+        failure = group.create_task(chain.failure(request_id="r", parameters=_choices(3)))
+        await _until_running(chain, "r", "r/1", "r/2")
+        assert (await chain.describe()).in_flight == 3
+        await chain.cancel("r")
+        assert [len(stage.cancels) for stage in chain.stages.values()] == [3, 3, 3]
+        assert isinstance(await failure, CancelledRequestError)
+        assert (await chain.describe()).in_flight == 0
+
+
+async def test_the_deadline_ends_every_choice(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts=HANG, max_request_s=1.0) as chain:
+        error = await chain.failure(parameters=_choices(2))
+        await chain.until_idle()
+    assert error.reason == "DEADLINE_EXCEEDED"
+
+
+async def test_a_caller_that_leaves_stops_every_choice(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts=HANG) as chain:
+        call = chain.stub.Generate(ask(request_id="r", parameters=_choices(2)))
+        await _until_running(chain, "r", "r/1")
+        call.cancel()
+        await chain.until_idle()
+        assert [len(stage.cancels) for stage in chain.stages.values()] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("limits", "choices", "most"),
+    [
+        ("", 0, 16),
+        ("", 17, 16),
+        ("limits: {max_choices: 3}", 4, 3),
+        ("limits: {max_in_flight: 2}", 3, 2),
+        ("limits: {per_caller: {max_in_flight: 5}}", 6, 5),
+    ],
+)
+async def test_a_number_of_choices_that_can_never_run_is_rejected(
+    tmp_path: Path, limits: str, choices: int, most: int
+) -> None:
+    async with mesh(tmp_path, CHAIN + limits, scripts=SEEDS) as chain:
+        error = await chain.failure(parameters=_choices(choices))
+        assert (await chain.describe()).max_choices == most
+        assert len(_texts(await chain.generate(parameters=_choices(most)), "last")) == most
+    assert isinstance(error, InvalidRequestError)
+    assert (error.reason, error.metadata["max_choices"]) == ("INVALID_CHOICES", str(most))
+    assert f"choices is {choices}; use 1 to {most}" in error.message
+
+
+async def test_a_position_of_an_unknown_choice_is_rejected(tmp_path: Path) -> None:
+    position = orchestrator_pb2.OutputPosition(name="first", index=2, position=1)
+    async with mesh(tmp_path) as chain:
+        request = ask(parameters=_choices(2))
+        request.next_positions.append(position)
+        with pytest.raises(grpc.aio.AioRpcError, match="next_positions names choice 2, but the request has 2 choices"):
+            await chain.stub.Generate(request).read()
+
+
+async def test_another_number_of_choices_is_another_request(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        await chain.generate(request_id="r", parameters=_choices(2))
+        error = await chain.failure(request_id="r", parameters=_choices(3))
+    assert error.reason == "REQUEST_EXISTS"
+
+
+async def test_choices_wait_until_all_of_them_fit(tmp_path: Path) -> None:
+    async with mesh(tmp_path, CHAIN + "limits: {max_in_flight: 3}", scripts=HANG) as chain:
+        first = chain.stub.Generate(ask(request_id="r1", parameters=_choices(2)))
+        await _until_running(chain, "r1", "r1/1")
+        second = chain.stub.Generate(ask(request_id="r2", parameters=_choices(2)))
+        third = chain.stub.Generate(ask(request_id="r3"))
+        assert [(await anext(aiter(call))).queued.position for call in (second, third)] == [1, 2]
+        chain.stages["a"].script = chain.stages["b"].script = chain.stages["c"].script = _say_seed
+        first.cancel()
+        assert {len(_texts([event async for event in call], "last")) for call in (second, third)} == {1, 2}
+
+
+async def test_operators_see_the_choices_of_each_step_and_flow(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts=HANG) as chain:
+        call = chain.stub.Generate(ask(request_id="r", parameters=_choices(2)))
+        await _until_running(chain, "r", "r/1")
+        admin = admin_pb2_grpc.AdminServiceStub(chain.admin)
+        answer = await admin.GetRequest(admin_pb2.GetRequestRequest(request_id="r"), timeout=10)
+        (listed,) = (await admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=10)).requests
+        call.cancel()
+    assert (answer.request.choices, listed.request_id, listed.choices) == (2, "r", 2)
+    assert sorted((step.index, step.stage) for step in answer.steps) == [
+        (i, stage) for i in range(2) for stage in "abc"
+    ]
+
+
+async def _until_running(chain: Mesh, *ids: str) -> None:
+    """Waits until the last stage to start runs a step for each of these ids of choices."""
+    await asyncio.gather(*(chain.stages["a"].started_steps[each].wait() for each in ids))
