@@ -9,7 +9,7 @@ from stagemesh.common.exit_codes import ExitCode
 from stagemesh.v1 import request_pb2
 from stagemesh.v1.orchestrator_pb2 import GenerateRequest
 from tests.cli.commands import stagemesh
-from tests.client.scripted import ScriptedOrchestrator, admitted, audio, finished, queued, text
+from tests.client.scripted import ScriptedOrchestrator, admitted, audio, ended, finished, queued, text
 
 
 async def test_text_goes_to_stdout_and_the_rest_to_stderr(orchestrator: ScriptedOrchestrator) -> None:
@@ -33,6 +33,29 @@ async def test_a_folder_receives_every_output(orchestrator: ScriptedOrchestrator
     orchestrator.scripts.append([admitted(), audio([0.0]), finished()])
     await stagemesh("generate", "hello", "--server", orchestrator.endpoint, "--output", str(tmp_path))
     assert (tmp_path / "audio.wav").exists()
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+async def test_choices_are_printed_one_after_another_and_their_files_are_numbered(
+    orchestrator: ScriptedOrchestrator, tmp_path: Path
+) -> None:
+    parts = [text("a", index=1), text("b"), text("c", index=1), audio([0.0], index=1), audio([0.0, 0.0])]
+    script = [admitted(choices=2), *parts, ended(index=1), text("d\n"), ended(), finished(2)]
+    orchestrator.scripts.append(script)
+    arguments = ["generate", "hello", "--server", orchestrator.endpoint, "--choices", "2", "--output", str(tmp_path)]
+    ran = await stagemesh(*arguments, "--image", str(tmp_path / "x.png"))
+    assert (ran.exit_code, ran.stdout) == (0, "choice 1:\nac\nchoice 0:\nbd\n")
+    assert _names(tmp_path) == ["audio.0.wav", "audio.1.wav"]
+    assert orchestrator.requests[0].parameters.choices == 2
+    await stagemesh(*arguments, "--audio", str(tmp_path / "mine.wav"))
+    assert _names(tmp_path) == ["audio.0.wav", "audio.1.wav", "mine.0.wav", "mine.1.wav"]
+    document = json.loads((await stagemesh(*arguments, "--json")).stdout)
+    assert document["texts"] == {"text": "bd\n"}
+    assert [(choice["seed"], choice["texts"]["text"]) for choice in document["choices"]] == [(7, "bd\n"), (8, "ac")]
+    assert [choice["files"]["audio"][0][-5:] for choice in document["choices"]] == ["0.wav", "1.wav"]
 
 
 async def test_options_reach_the_server(orchestrator: ScriptedOrchestrator) -> None:

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 
 from stagemesh.common.errors import NotFoundError, StagemeshError
-from stagemesh.common.output_position import length_of
+from stagemesh.common.output_position import OutputKey, length_of
 from stagemesh.common.tensors import inline_tensor
 from stagemesh.common.versions import own_protocol
 from stagemesh.rpc.handlers import RpcContext, answering, streaming
@@ -29,7 +29,7 @@ from stagemesh.v1.orchestrator_pb2 import (
     RequestQueued,
 )
 from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceServicer
-from stagemesh.v1.request_pb2 import Audio, Output, Timings, Usage
+from stagemesh.v1.request_pb2 import FINISH_REASON_END, Audio, Finish, Output, Timings, Usage
 from stagemesh.v1.stage_pb2 import StepFinished, StepProgress
 
 
@@ -63,7 +63,7 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
         async with answering(context):
             self.requests.append(request)
             self.deadlines_s.append(context.time_remaining())
-            positions = Counter[str]({each.name: each.position for each in request.next_positions})
+            positions = Counter[OutputKey]({(each.name, each.index): each.position for each in request.next_positions})
             for item in self.scripts.popleft() if len(self.scripts) > 1 else self.scripts[0]:
                 if isinstance(item, StagemeshError):
                     raise item
@@ -95,24 +95,22 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
             self.hung_up.set()
 
 
-def _placed(event: GenerateResponse, positions: Counter[str]) -> GenerateResponse:
+def _placed(event: GenerateResponse, positions: Counter[OutputKey]) -> GenerateResponse:
     """Returns the event. If it is an output, it continues at the output's position."""
     if event.HasField("output"):
         placed = GenerateResponse()
         placed.CopyFrom(event)
-        placed.output.position = positions[event.output.name]
-        positions[event.output.name] += length_of(event.output)
+        key = event.output.name, event.output.index
+        placed.output.position = positions[key]
+        positions[key] += length_of(event.output)
         return placed
     return event
 
 
-def admitted(request_id: str = "r", *, seed: int = 7) -> GenerateResponse:
+def admitted(request_id: str = "r", *, seed: int = 7, choices: int = 1) -> GenerateResponse:
     """Returns the first event of a request."""
-    return GenerateResponse(
-        admitted=RequestAdmitted(
-            request_id=request_id, seed=seed, choices=[AdmittedChoice(replicas={"thinker": "thinker-0"})]
-        )
-    )
+    placed = [AdmittedChoice(replicas={"thinker": "thinker-0"})] * choices
+    return GenerateResponse(admitted=RequestAdmitted(request_id=request_id, seed=seed, choices=placed))
 
 
 def queued(position: int, *, expected_wait_s: float = 1.5) -> GenerateResponse:
@@ -120,25 +118,30 @@ def queued(position: int, *, expected_wait_s: float = 1.5) -> GenerateResponse:
     return GenerateResponse(queued=RequestQueued(request_id="r", position=position, expected_wait_s=expected_wait_s))
 
 
-def progress(stage: str, *, steps: int) -> GenerateResponse:
+def progress(stage: str, *, steps: int, index: int = 0) -> GenerateResponse:
     """Returns the progress of a stage."""
-    return GenerateResponse(progress=RequestProgress(stage=stage, progress=StepProgress(steps=steps)))
+    return GenerateResponse(progress=RequestProgress(stage=stage, index=index, progress=StepProgress(steps=steps)))
 
 
-def text(delta: str, *, output: str = "text") -> GenerateResponse:
+def text(delta: str, *, output: str = "text", index: int = 0) -> GenerateResponse:
     """Returns a part of a text output."""
-    return GenerateResponse(output=Output(name=output, text=delta))
+    return GenerateResponse(output=Output(name=output, text=delta, index=index))
 
 
-def audio(samples: Sequence[float], *, sample_rate_hz: int = 24000) -> GenerateResponse:
+def ended(output: str = "text", *, index: int = 0) -> GenerateResponse:
+    """Returns the last part of an output."""
+    return GenerateResponse(output=Output(name=output, index=index, finish=Finish(reason=FINISH_REASON_END)))
+
+
+def audio(samples: Sequence[float], *, sample_rate_hz: int = 24000, index: int = 0) -> GenerateResponse:
     """Returns a part of an audio output."""
-    tensor = inline_tensor("samples", np.array(samples, np.float32))
-    return GenerateResponse(output=Output(name="audio", audio=Audio(samples=tensor, sample_rate_hz=sample_rate_hz)))
+    content = Audio(samples=inline_tensor("samples", np.array(samples, np.float32)), sample_rate_hz=sample_rate_hz)
+    return GenerateResponse(output=Output(name="audio", index=index, audio=content))
 
 
-def finished() -> GenerateResponse:
+def finished(choices: int = 1) -> GenerateResponse:
     """Returns the last event of a request."""
     stage = StepFinished(usage=Usage(prompt_tokens=5, output_tokens=2, steps=2), timings=Timings(finished_s=0.5))
     stage.edges.add(edge="thinker->vocoder", connector="shm", chunks=3, size_bytes=300)
     choice = FinishedChoice(stages={"thinker": stage})
-    return GenerateResponse(finished=RequestFinished(choices=[choice], timings=Timings(finished_s=0.6)))
+    return GenerateResponse(finished=RequestFinished(choices=[choice] * choices, timings=Timings(finished_s=0.6)))

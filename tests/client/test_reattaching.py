@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from stagemesh.client import Admitted, AsyncClient, Client, Event, Finished, Progress, RetryPolicy, Text
+from stagemesh.client.responses import ResultBuilder
 from stagemesh.client.session import ClientPosition
 from stagemesh.common.errors import (
     CancelledRequestError,
@@ -230,6 +231,29 @@ def test_every_kind_of_output_is_counted() -> None:
     for output in outputs:
         delivery.take(GenerateResponse(output=output))
     assert _positions(delivery.request()) == {"codes": 3, "picture": 1, "rows": 3, "scalar": 1}
+
+
+async def test_each_choice_continues_where_it_was(orchestrator: ScriptedOrchestrator) -> None:
+    first = [text("Hi ", index=1), text("You"), progress("thinker", steps=2), progress("thinker", steps=3, index=1)]
+    orchestrator.scripts.append([admitted(choices=2, seed=2**32 - 1), *first, Pause.BREAK])
+    repeated = [progress("thinker", steps=3), progress("thinker", steps=3, index=1), text("there", index=1)]
+    orchestrator.scripts.append([admitted(choices=2, seed=2**32 - 1), *repeated, text("?"), finished(2)])
+    async with AsyncClient(orchestrator.endpoint, retry_policy=QUICK) as client:
+        generation = client.generate("hello", choices=2)
+        builder, steps = ResultBuilder(), list[tuple[int, int]]()
+        async for event in generation:
+            builder.add(event)
+            if isinstance(event, Progress):
+                steps.append((event.index, event.steps))
+    result = builder.build()
+    assert [(choice.seed, choice.text) for choice in result.choices] == [(2**32 - 1, "You?"), (0, "Hi there")]
+    assert (result.text, result.seed, steps) == ("You?", 2**32 - 1, [(0, 2), (1, 3), (0, 3)])
+    sent = orchestrator.requests
+    assert [(each.name, each.index, each.position) for each in sent[1].next_positions] == [
+        ("text", 1, 3),
+        ("text", 0, 3),
+    ]
+    assert [each.parameters.choices for each in sent] == [2, 2]
 
 
 def test_a_part_that_arrives_twice_is_dropped_and_a_gap_is_an_error() -> None:

@@ -12,7 +12,7 @@ from subprocess import Popen
 import grpc
 import pytest
 
-from stagemesh.client import AsyncClient, Client, Generation, Result, Text
+from stagemesh.client import AsyncClient, Choice, Client, Generation, Result, Text
 from stagemesh.client.responses import ResultBuilder
 from stagemesh.common.errors import UnavailableError
 from stagemesh.common.process_config import dump_config
@@ -66,21 +66,23 @@ def test_a_restarted_orchestrator_changes_nothing(up: Deployment, undisturbed: R
 
 
 # One orchestrator is killed, and one hangs: the steps of that one continue until they are taken over.
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("blow", "choices"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 1), (signal.SIGSTOP, 3)])
 async def test_another_orchestrator_continues_the_request(
-    up: Deployment, undisturbed: Result, tmp_path: Path, blow: signal.Signals
+    up: Deployment, tmp_path: Path, blow: signal.Signals, choices: int
 ) -> None:
+    with up.client() as client:
+        undisturbed = client.generate("hello", seed=7, choices=choices).result()
     with _orchestrator(up, tmp_path) as (endpoint, process):
         builder = ResultBuilder()
         async with AsyncClient(endpoint, up.endpoint) as client:
             texts = 0
-            async for event in client.generate("hello", seed=7):
+            async for event in client.generate("hello", seed=7, choices=choices):
                 builder.add(event)
                 texts += isinstance(event, Text)
                 if texts == STEPS // 4:
                     process.send_signal(blow)
             assert client.endpoint == up.endpoint
-    assert _contents(builder.build()) == _contents(undisturbed)
+    assert list(map(_contents, builder.build().choices)) == list(map(_contents, undisturbed.choices))
     eventually(up.idle, timeout_s=10)
 
 
@@ -123,7 +125,7 @@ def _nothing() -> None:
     pass
 
 
-def _contents(result: Result) -> tuple[str, bytes]:
+def _contents(result: Choice) -> tuple[str, bytes]:
     return result.text, b"".join(output.tensor.tobytes() for output in result.tensors["frames"])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from stagemesh.common.errors import CancelledRequestError, InternalError, InvalidRequestError
+from stagemesh.common.errors import CancelledRequestError, InternalError, InvalidRequestError, StaleAttemptError
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, orchestrator_pb2, request_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN, Mesh, ask, mesh
 from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, ScriptedStage, hang, text_output
@@ -78,13 +78,13 @@ async def test_a_returning_caller_gets_what_it_lacks_of_each_choice(tmp_path: Pa
 
 
 async def _fail_second(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-    """Fails for the second choice, once the stage runs all three choices. Never ends for the others."""
+    """Fails for the second choice, once every stage runs all three choices. Never ends for the others."""
     yield ACCEPTED
     await stage.until_fed(request)
     for tensor in request.streamed:
         yield text_output(tensor, "c ")
     if request.request_id.endswith("/1"):
-        await asyncio.gather(*(stage.started_steps[f"r{suffix}"].wait() for suffix in ("", "/2")))
+        await asyncio.gather(*(stage.peers["a-0"].started_steps[f"r{suffix}"].wait() for suffix in ("", "/1", "/2")))
         raise InternalError("out of luck")
     await asyncio.Event().wait()
 
@@ -104,6 +104,29 @@ async def test_the_error_of_one_choice_ends_the_request(tmp_path: Path) -> None:
     del ends["", 0]
     assert ends == {(name, index): request_pb2.FINISH_REASON_FAILED for name in ("first", "last") for index in range(3)}
     assert len(events[-1].finished.choices) == 3
+
+
+async def _second_is_taken(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+    """Rejects the first attempt of the second choice, once the first choice has an output. Ends after the second."""
+    yield ACCEPTED
+    await stage.until_fed(request)
+    if request.request_id.endswith("/1"):
+        if request.attempt == 1:
+            await stage.started.wait()
+            raise StaleAttemptError("it is over", metadata={"attempt": "41"})
+        stage.closing.set()
+    yield text_output(request.streamed[0], f"c {request.seed}")
+    await stage.closing.wait()
+    yield FINISHED
+
+
+async def test_a_choice_takes_over_from_another_orchestrator_alone(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"c": _second_is_taken}) as chain:
+        events = await chain.generate(request_id="r", parameters=_choices(2, seed=5))
+        attempts = sorted((step.request_id, step.attempt) for step in chain.stages["c"].requests)
+    assert attempts == [("r", 1), ("r/1", 1), ("r/1", 42)]
+    assert _texts(events, "last") == {0: "c 5", 1: "c 6"}
+    assert [event.WhichOneof("event") for event in events].count("admitted") == 1
 
 
 async def test_a_cancellation_stops_every_choice(tmp_path: Path) -> None:

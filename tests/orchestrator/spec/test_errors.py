@@ -106,6 +106,8 @@ CASES: dict[str, tuple[str, str, str]] = {
         "song.yaml:9: unknown key 'limits.max_queue'; did you mean 'max_queued'?"),
     "limit of no bytes": ("outputs:", "limits: {max_in_flight_bytes: 0}\noutputs:",
         "song.yaml:9: limits.max_in_flight_bytes is 0; input should be greater than or equal to 1"),
+    "choices that never run": ("outputs:", "limits: {max_in_flight: 3, max_choices: 4}\noutputs:",
+        "song.yaml:9: limits.max_choices is 4, but max_in_flight allows 3; lower it"),
     "unknown limit by caller": ("outputs:", "limits:\n  per_caller: {queued: 3}\noutputs:",
         "song.yaml:10: unknown key 'limits.per_caller.queued'; did you mean 'max_queued'?"),
     "caller's limit that is never reached": ("outputs:", "limits:\n  per_caller: {max_queued: 300}\noutputs:",
