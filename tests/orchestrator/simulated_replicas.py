@@ -199,7 +199,7 @@ class SimulatedReplica:
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> stage_pb2.CancelStepResponse:
         self._check()
         for step_id, step in list(self.steps.items()):
-            if step.request.attempt <= request.attempt:
+            if step.request.request_id == request.request_id and step.request.attempt <= request.attempt:
                 self.tasks.pop(step_id).cancel()
                 del self.steps[step_id]
         return stage_pb2.CancelStepResponse()
@@ -255,12 +255,16 @@ class SimulatedReplica:
             return
         expected = [
             each.inlets[target.edge]
-            for each in consumer.steps.values()
+            for each in consumer.steps_of(step.request.request_id)
             if target.edge in each.inlets and each.inlets[target.edge].attempt == target.attempt
         ]
         assert expected, f"{target.consumer} does not expect edge {target.edge} in attempt {target.attempt}"
         assert expected[0].producer == self.member.name
         assert expected[0].begins == step.begins
+
+    def steps_of(self, request_id: str) -> list[Step]:
+        """Returns the steps of one request, or of one of its choices."""
+        return [step for step in self.steps.values() if step.request.request_id == request_id]
 
     async def _work(self, step: Step) -> None:
         world = self.world
@@ -297,7 +301,7 @@ class SimulatedReplica:
     def _take(self, step: Step, edge: str) -> int:
         """Takes the rows that have been made. Returns the number of rows taken in all."""
         inlet = step.inlets[edge]
-        for producer in self.world.replicas[inlet.producer].steps.values():
+        for producer in self.world.replicas[inlet.producer].steps_of(step.request.request_id):
             target = producer.outlets.get(edge)
             if target is not None and (target.attempt, target.consumer) == (inlet.attempt, self.member.name):
                 assert inlet.begins == producer.begins
@@ -310,7 +314,7 @@ class SimulatedReplica:
         return any(
             consumer.inlets[target.edge].attempt == target.attempt
             and (consumer.finished or self.world.replicas[target.consumer]._take(consumer, target.edge) >= step.made)
-            for consumer in self.world.replicas[target.consumer].steps.values()
+            for consumer in self.world.replicas[target.consumer].steps_of(step.request.request_id)
             if target.edge in consumer.inlets
         )
 

@@ -16,7 +16,7 @@ from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.lifecycle import STAGE_WAIT_S
 from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
-from stagemesh.v1 import orchestrator_pb2
+from stagemesh.v1 import orchestrator_pb2, request_pb2
 from tests.orchestrator.mesh import CHAIN, DIAMOND, ask
 from tests.orchestrator.simulated_replicas import Members, SimulatedReplica, Step, World
 
@@ -33,12 +33,14 @@ class _Mesh:
     replicas: dict[str, str] = field(default_factory=dict[str, str])
     """The replica that was chosen first, by stage."""
     spoken: dict[str, str] = field(default_factory=dict[str, str])
-    """The text that the client received, by output."""
+    """The text that the client received, by output. The index of a choice precedes the outputs of further choices."""
+    choices: int = 1
     began: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def ask(self, request_id: str = "r") -> dict[str, str]:
         """Runs a request and returns the text of each output."""
-        async with aclosing(await self.orchestrator.generate(ask(request_id=request_id), time_left_s=60.0)) as events:
+        request = ask(request_id=request_id, parameters=request_pb2.Parameters(choices=self.choices))
+        async with aclosing(await self.orchestrator.generate(request, time_left_s=60.0)) as events:
             async for event in events:
                 self._add_event(orchestrator_pb2.GenerateResponse.FromString(event))
         return self.spoken
@@ -49,7 +51,9 @@ class _Mesh:
                 self.replicas = dict(event.admitted.choices[0].replicas)
                 self.began.set()
             case "output":
-                self.spoken[event.output.name] = self.spoken.get(event.output.name, "") + event.output.text
+                index, name = event.output.index, event.output.name
+                key = f"{index} {name}" if index else name
+                self.spoken[key] = self.spoken.get(key, "") + event.output.text
             case _:
                 pass
 
@@ -80,21 +84,23 @@ def _pipeline(folder: Path, text: str) -> Pipeline:
 
 
 @asynccontextmanager
-async def _mesh(world: World, *, replicas: int = 2) -> AsyncGenerator[_Mesh]:
+async def _mesh(world: World, *, replicas: int = 2, choices: int = 1) -> AsyncGenerator[_Mesh]:
     clock = asyncio.get_running_loop().time
     fleet = Fleet(world.pipeline, [Members(world.pipeline, replicas)], connect=world.connect, clock=clock)
     orchestrator = Orchestrator(world.pipeline, fleet, max_request_s=60.0, drain_s=60.0, clock=clock)
     async with fleet.watched(), orchestrator.running():
         await asyncio.sleep(0.5)
         assert fleet.ready
-        yield _Mesh(orchestrator, world)
+        yield _Mesh(orchestrator, world, choices=choices)
 
 
-def _run(world: World, fault: Callable[[_Mesh], Coroutine[object, object, None]], *, replicas: int = 2) -> _Mesh:
+def _run(
+    world: World, fault: Callable[[_Mesh], Coroutine[object, object, None]], *, replicas: int = 2, choices: int = 1
+) -> _Mesh:
     """Runs a request together with `fault`. The request must succeed."""
 
     async def main() -> _Mesh:
-        async with _mesh(world, replicas=replicas) as mesh, asyncio.TaskGroup() as group:
+        async with _mesh(world, replicas=replicas, choices=choices) as mesh, asyncio.TaskGroup() as group:
             asking = group.create_task(mesh.ask())
             await mesh.began.wait()
             await fault(mesh)
@@ -251,11 +257,13 @@ def test_a_request_that_waits_for_a_replica_can_be_cancelled(chain: Pipeline) ->
     virtual_time.run(main())
 
 
-def test_random_losses_do_not_change_the_outputs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("choices", "rounds"), [(1, 40), (3, 15)])
+def test_random_losses_do_not_change_the_outputs(tmp_path: Path, choices: int, rounds: int) -> None:
     for text in (CHAIN, _DIAMOND):
         pipeline = _pipeline(tmp_path, text)
-        expected = _run(World(pipeline), _nothing).spoken
-        for seed in range(40):
+        expected = _run(World(pipeline), _nothing, choices=choices).spoken
+        assert len(expected) == choices * len(pipeline.outputs)
+        for seed in range(rounds):
             rng = random.Random(seed)
 
             async def fault(mesh: _Mesh, rng: random.Random = rng) -> None:
@@ -269,7 +277,8 @@ def test_random_losses_do_not_change_the_outputs(tmp_path: Path) -> None:
                         await replica.sever(rng.choice([0.3, 4.0]))
 
             world = World(pipeline, checkpoints=rng.random() < 0.5)
-            assert _run(world, fault, replicas=3).spoken == expected, f"seed {seed} of {pipeline.name}"
+            spoken = _run(world, fault, replicas=3, choices=choices).spoken
+            assert spoken == expected, f"seed {seed} of {pipeline.name}"
 
 
 def test_a_dying_process_that_is_chosen_again_counts_as_one_death(chain: Pipeline) -> None:
@@ -302,11 +311,12 @@ def test_a_dying_process_that_is_chosen_alone_is_not_a_third_death(chain: Pipeli
     assert tried.count((tried[-1][0], "ENGINE_DIED")) > 1
 
 
-def test_a_request_that_kills_its_replicas_fails_alone(chain: Pipeline) -> None:
+@pytest.mark.parametrize("choices", [1, 3])
+def test_a_request_that_kills_its_replicas_fails_alone(chain: Pipeline, choices: int) -> None:
     world = World(chain)
 
     def kill(step: Step) -> None:
-        if step.request.request_id == "poison" and step.replica.member.stage == "b":
+        if step.request.request_id.startswith("poison") and step.replica.member.stage == "b":
             asyncio.get_running_loop().call_soon(step.replica.die)
 
     world.on_row = kill
@@ -315,9 +325,10 @@ def test_a_request_that_kills_its_replicas_fails_alone(chain: Pipeline) -> None:
         async with _mesh(world, replicas=3) as mesh, asyncio.TaskGroup() as group:
             good = group.create_task(mesh.ask("good"))
             with pytest.raises(InternalError, match="the request is probably the cause") as error:
-                await _Mesh(mesh.orchestrator, world).ask("poison")
+                await _Mesh(mesh.orchestrator, world, choices=choices).ask("poison")
             assert error.value.reason == "POISON_REQUEST"
             assert await good == _SPOKEN
-            assert sum(replica.deaths for replica in world.replicas.values()) == 3
+            # Each choice may have killed two processes before one of them runs alone.
+            assert 3 <= sum(replica.deaths for replica in world.replicas.values()) <= 2 * choices + 1
 
     virtual_time.run(main())
