@@ -92,9 +92,10 @@ class OrchestratorServiceServicer(object):
         seed.
 
         A request with n choices (Parameters.choices) is one request that runs n times, at the same time and with different
-        seeds. Its choices are admitted together, and count as n requests in the limits on running requests. They share the
-        request's deadline, callers and cancellation. Parts of different choices arrive in any order. The first error of a
-        choice ends the request with this error, and stops its other choices.
+        seeds. Its choices are admitted together. They count as n requests in the limits on running requests, and as one in
+        the limits on waiting requests. They share the request's deadline, callers and cancellation. Parts of different
+        choices arrive in any order. The first error of a choice ends the request with this error, and stops its other
+        choices.
 
         A request above the pipeline's limits waits in a bounded queue, and the caller receives its position. If the queue
         is full, the request is rejected (RESOURCE_EXHAUSTED, with reason ADMISSION_LIMIT, or CALLER_LIMIT for a limit of
