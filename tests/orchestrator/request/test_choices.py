@@ -10,7 +10,7 @@ import pytest
 from stagemesh.common.errors import CancelledRequestError, InternalError, InvalidRequestError, StaleAttemptError
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, orchestrator_pb2, request_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN, Mesh, ask, mesh
-from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, ScriptedStage, hang, text_output
+from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, Script, ScriptedStage, hang, text_output
 
 Events = list[orchestrator_pb2.GenerateResponse]
 HANG = dict.fromkeys("abc", hang)
@@ -106,22 +106,29 @@ async def test_the_error_of_one_choice_ends_the_request(tmp_path: Path) -> None:
     assert len(events[-1].finished.choices) == 3
 
 
-async def _second_is_taken(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-    """Rejects the first attempt of the second choice, once the first choice has an output. Ends after the second."""
-    yield ACCEPTED
-    await stage.until_fed(request)
-    if request.request_id.endswith("/1"):
-        if request.attempt == 1:
-            await stage.started.wait()
+def _taken_second(first_spoke: asyncio.Event, taken_over: asyncio.Event) -> Script:
+    async def script(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+        """Rejects the second choice's first attempt, after an output of the first choice, which the next one ends."""
+        yield ACCEPTED
+        await stage.until_fed(request)
+        if request.request_id == "r":
+            yield text_output(request.streamed[0], f"c {request.seed}")
+            first_spoke.set()
+            await taken_over.wait()
+        elif request.attempt == 1:
+            await first_spoke.wait()
             raise StaleAttemptError("it is over", metadata={"attempt": "41"})
-        stage.closing.set()
-    yield text_output(request.streamed[0], f"c {request.seed}")
-    await stage.closing.wait()
-    yield FINISHED
+        else:
+            yield text_output(request.streamed[0], f"c {request.seed}")
+            taken_over.set()
+        yield FINISHED
+
+    return script
 
 
 async def test_a_choice_takes_over_from_another_orchestrator_alone(tmp_path: Path) -> None:
-    async with mesh(tmp_path, scripts={"c": _second_is_taken}) as chain:
+    script = _taken_second(asyncio.Event(), asyncio.Event())
+    async with mesh(tmp_path, scripts={"c": script}) as chain:
         events = await chain.generate(request_id="r", parameters=_choices(2, seed=5))
         attempts = sorted((step.request_id, step.attempt) for step in chain.stages["c"].requests)
     assert attempts == [("r", 1), ("r/1", 1), ("r/1", 42)]
