@@ -108,19 +108,15 @@ async def test_the_error_of_one_choice_ends_the_request(tmp_path: Path) -> None:
 
 def _taken_second(first_spoke: asyncio.Event, taken_over: asyncio.Event) -> Script:
     async def script(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-        """Rejects the second choice's first attempt, after an output of the first choice, which the next one ends."""
-        yield ACCEPTED
-        await stage.until_fed(request)
-        if request.request_id == "r":
-            yield text_output(request.streamed[0], f"c {request.seed}")
-            first_spoke.set()
-            await taken_over.wait()
-        elif request.attempt == 1:
+        """Rejects the second choice's first attempt after an output of the first choice, which ends after the next."""
+        if request.request_id == "r/1" and request.attempt == 1:
             await first_spoke.wait()
             raise StaleAttemptError("it is over", metadata={"attempt": "41"})
-        else:
-            yield text_output(request.streamed[0], f"c {request.seed}")
-            taken_over.set()
+        yield ACCEPTED
+        await stage.until_fed(request)
+        yield text_output(request.streamed[0], f"c {request.seed}")
+        (taken_over if request.request_id == "r/1" else first_spoke).set()
+        await taken_over.wait()
         yield FINISHED
 
     return script
