@@ -19,7 +19,7 @@ from stagemesh.common.errors import NotFoundError
 from stagemesh.common.tensors import TensorSpec
 from stagemesh.common.typed_values import Value
 
-OutputKind = Literal["text", "tokens", "audio", "image", "tensor"]
+OutputKind = Literal["text", "tokens", "audio", "image", "tensor", "media"]
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,13 @@ class Emitted:
     - "audio": float32[samples] at `sample_rate_hz`
     - "image": an encoded image as uint8[bytes]
     - "tensor": no further interpretation
+    - "media": a part of one encoded file of the type `media_type`, as uint8[bytes]
     """
 
     spec: TensorSpec
     kind: OutputKind = "tensor"
     sample_rate_hz: int = 0
+    media_type: str = ""
 
 
 @dataclass(frozen=True)

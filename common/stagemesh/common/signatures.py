@@ -22,6 +22,7 @@ def signature_to_wire(
                 spec=spec_to_wire(name, emitted.spec),
                 kind=kind_to_wire(emitted.kind),
                 sample_rate_hz=emitted.sample_rate_hz,
+                media_type=emitted.media_type,
             )
             for name, emitted in sorted(signature.emits.items())
         ],

@@ -27,14 +27,17 @@ from stagemesh.client.responses import Admitted as Admitted
 from stagemesh.client.responses import Audio as Audio
 from stagemesh.client.responses import AudioChunk as AudioChunk
 from stagemesh.client.responses import EdgeUsage as EdgeUsage
+from stagemesh.client.responses import EncodedMedia as EncodedMedia
 from stagemesh.client.responses import Event as Event
 from stagemesh.client.responses import Finished as Finished
 from stagemesh.client.responses import Image as Image
+from stagemesh.client.responses import MediaChunk as MediaChunk
 from stagemesh.client.responses import OutputFinished as OutputFinished
 from stagemesh.client.responses import Progress as Progress
 from stagemesh.client.responses import Queued as Queued
 from stagemesh.client.responses import Result as Result
 from stagemesh.client.responses import StageReport as StageReport
+from stagemesh.client.responses import StoredFile as StoredFile
 from stagemesh.client.responses import TensorOutput as TensorOutput
 from stagemesh.client.responses import Text as Text
 from stagemesh.client.responses import Timings as Timings

@@ -357,7 +357,7 @@ def _part(part: Part) -> request_pb2.Part:
         case str():
             return request_pb2.Part(text=part)
         case ImageFile():
-            return request_pb2.Part(image=request_pb2.Image(data=part.data, media_type=part.media_type))
+            return request_pb2.Part(image=request_pb2.MediaFile(data=part.data, media_type=part.media_type))
         case AudioFile():
             return request_pb2.Part(audio_file=request_pb2.MediaFile(data=part.data, media_type=part.media_type))
         case VideoFile():

@@ -41,7 +41,12 @@ def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePi
         stages=[_stage(stage, replicas.get(stage.name, ())) for stage in pipeline.stages.values()],
         edges=[describe_edge(edge, orchestrator.fleet.edge_connectors.links_of(edge)) for edge in pipeline.edges],
         outputs=[
-            to_message(orchestrator_pb2.OutputDescription, output, kind=kind_to_wire(output.kind))
+            to_message(
+                orchestrator_pb2.OutputDescription,
+                output,
+                kind=kind_to_wire(output.kind),
+                media_type=output.file_type,
+            )
             for output in pipeline.outputs.values()
         ],
         in_flight=orchestrator.admission.loads.running.requests,

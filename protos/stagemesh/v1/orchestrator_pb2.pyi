@@ -700,6 +700,8 @@ class OutputDescription(_message.Message):
     STAGE_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     SAMPLE_RATE_HZ_FIELD_NUMBER: _builtins.int
+    MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The output's name."""
     stage: _builtins.str
@@ -708,6 +710,12 @@ class OutputDescription(_message.Message):
     """Its kind."""
     sample_rate_hz: _builtins.int
     """The number of samples per second. 0 unless the output is audio."""
+    media_type: _builtins.str
+    """The media type of the file that the output is, for example "video/mp4". Empty if the output is not one file, or is
+    an image whose media type is determined for each image.
+    """
+    stored: _builtins.bool
+    """Whether the output is stored in the pipeline's object store (Output.file) instead of sent."""
     def __init__(
         self,
         *,
@@ -715,10 +723,12 @@ class OutputDescription(_message.Message):
         stage: _builtins.str = ...,
         kind: _signature_pb2.TensorKind.ValueType = ...,
         sample_rate_hz: _builtins.int = ...,
+        media_type: _builtins.str = ...,
+        stored: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "name", b"name", "sample_rate_hz", b"sample_rate_hz", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "media_type", b"media_type", "name", b"name", "sample_rate_hz", b"sample_rate_hz", "stage", b"stage", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

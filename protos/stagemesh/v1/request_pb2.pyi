@@ -331,7 +331,7 @@ class Part(_message.Message):
     no other audio with it (UNSUPPORTED).
     """
     @_builtins.property
-    def image(self) -> Global___Image:
+    def image(self) -> Global___MediaFile:
         """An image: image/png, image/jpeg, image/webp, image/gif (its first frame) or image/bmp."""
 
     @_builtins.property
@@ -350,7 +350,7 @@ class Part(_message.Message):
         self,
         *,
         text: _builtins.str = ...,
-        image: Global___Image | None = ...,
+        image: Global___MediaFile | None = ...,
         audio: Global___Audio | None = ...,
         audio_file: Global___MediaFile | None = ...,
         video_file: Global___MediaFile | None = ...,
@@ -368,27 +368,41 @@ Global___Part: _TypeAlias = Part  # noqa: Y015
 
 @_typing.final
 class MediaFile(_message.Message):
-    """MediaFile is an encoded audio or video file."""
+    """MediaFile is a whole encoded image, audio or video file, or any other stored file."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    DATA_FIELD_NUMBER: _builtins.int
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
-    data: _builtins.bytes
-    """The encoded bytes. Must not be empty."""
+    DATA_FIELD_NUMBER: _builtins.int
+    URI_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
     media_type: _builtins.str
     """The media type, for example "audio/wav"."""
+    data: _builtins.bytes
+    """The bytes themselves. Must not be empty."""
+    uri: _builtins.str
+    """The object in an object store, as UploadMedia or an output returned it, or one that the operator allowed."""
+    size_bytes: _builtins.int
+    """The size in bytes. In a request, 0 if it is not to be checked."""
+    sha256: _builtins.bytes
+    """The SHA-256 digest of the bytes, 32 bytes. In a request, empty if it is not to be checked."""
     def __init__(
         self,
         *,
-        data: _builtins.bytes = ...,
         media_type: _builtins.str = ...,
+        data: _builtins.bytes = ...,
+        uri: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        sha256: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "data", b"data", "uri", b"uri"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "media_type", b"media_type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "data", b"data", "media_type", b"media_type", "sha256", b"sha256", "size_bytes", b"size_bytes", "uri", b"uri"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["data", "uri"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
 
 Global___MediaFile: _TypeAlias = MediaFile  # noqa: Y015
 
@@ -771,6 +785,8 @@ class Output(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     AUDIO_FIELD_NUMBER: _builtins.int
     IMAGE_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
     TENSOR_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
@@ -780,8 +796,9 @@ class Output(_message.Message):
     """
     position: _builtins.int
     """How much of the output precedes this part: Unicode code points of text (not bytes, not UTF-16 units), tokens, audio
-    samples of one channel, images including previews, or rows of a tensor along its first axis. A tensor without axes
-    is one row. Parts follow each other without a gap.
+    samples of one channel, whole images including previews, bytes of an encoded file, stored files, or rows of a tensor
+    along its first axis. A tensor without axes is one row. Parts follow each other without a gap. All parts of an image
+    have the same position.
     """
     text: _builtins.str
     """Text to append."""
@@ -794,8 +811,18 @@ class Output(_message.Message):
         """Audio samples to append."""
 
     @_builtins.property
-    def image(self) -> Global___Image:
-        """A complete image. A preview shows an earlier state of the image that follows it."""
+    def image(self) -> Global___Media:
+        """A part of an image. The image is complete, and counts, when the part with `last` arrives. A preview shows an
+        earlier state of the image that follows it.
+        """
+
+    @_builtins.property
+    def media(self) -> Global___Media:
+        """A part of the one audio or video file that is the output, sent while the file is made. Its offset is `position`."""
+
+    @_builtins.property
+    def file(self) -> Global___MediaFile:
+        """A whole file in the pipeline's object store. Always with a uri, size_bytes and sha256."""
 
     @_builtins.property
     def tensor(self) -> _tensor_pb2.Tensor:
@@ -820,16 +847,18 @@ class Output(_message.Message):
         text: _builtins.str = ...,
         token_ids: Global___TokenIds | None = ...,
         audio: Global___Audio | None = ...,
-        image: Global___Image | None = ...,
+        image: Global___Media | None = ...,
+        media: Global___Media | None = ...,
+        file: Global___MediaFile | None = ...,
         tensor: _tensor_pb2.Tensor | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         finish: Global___Finish | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "content", b"content", "finish", b"finish", "image", b"image", "tensor", b"tensor", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "content", b"content", "file", b"file", "finish", b"finish", "image", b"image", "media", b"media", "tensor", b"tensor", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "content", b"content", "finish", b"finish", "image", b"image", "logprobs", b"logprobs", "name", b"name", "position", b"position", "tensor", b"tensor", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "content", b"content", "file", b"file", "finish", b"finish", "image", b"image", "logprobs", b"logprobs", "media", b"media", "name", b"name", "position", b"position", "tensor", b"tensor", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "token_ids", "audio", "image", "tensor"]  # noqa: Y015
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "token_ids", "audio", "image", "media", "file", "tensor"]  # noqa: Y015
     _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
 
@@ -968,34 +997,44 @@ class Audio(_message.Message):
 Global___Audio: _TypeAlias = Audio  # noqa: Y015
 
 @_typing.final
-class Image(_message.Message):
-    """Image is an encoded image."""
+class Media(_message.Message):
+    """Media is a part of an encoded image, audio or video file. The parts of a file follow each other without a gap."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    DATA_FIELD_NUMBER: _builtins.int
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
     PREVIEW_FIELD_NUMBER: _builtins.int
-    data: _builtins.bytes
-    """The encoded bytes."""
     media_type: _builtins.str
-    """The media type, for example "image/png"."""
+    """The media type of the file, for example "image/png"."""
+    data: _builtins.bytes
+    """The bytes of this part, at most 1 MiB."""
+    offset: _builtins.int
+    """The number of bytes of the file before this part. A part with offset 0 begins the file. It does so even if earlier
+    parts have arrived, because the stage that makes the file may restart.
+    """
+    last: _builtins.bool
+    """Whether this part ends the file."""
     preview: _builtins.bool
-    """Whether the image is a preview of a later image."""
+    """Whether the file is an image that previews a later image of the same output."""
     def __init__(
         self,
         *,
-        data: _builtins.bytes = ...,
         media_type: _builtins.str = ...,
+        data: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        last: _builtins.bool = ...,
         preview: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "media_type", b"media_type", "preview", b"preview"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "last", b"last", "media_type", b"media_type", "offset", b"offset", "preview", b"preview"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Image: _TypeAlias = Image  # noqa: Y015
+Global___Media: _TypeAlias = Media  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):

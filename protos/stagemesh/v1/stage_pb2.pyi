@@ -149,8 +149,8 @@ class ExecuteStepRequest(_message.Message):
         """The outgoing edges of this stage."""
 
     @_builtins.property
-    def streamed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The names of the emitted tensors to return as Output."""
+    def streamed(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamedOutput]:
+        """The emitted tensors to return as Output, each at most once."""
 
     @_builtins.property
     def resume_from(self) -> Global___Checkpoint:
@@ -176,7 +176,7 @@ class ExecuteStepRequest(_message.Message):
         seed: _builtins.int = ...,
         inputs: _abc.Iterable[Global___InputBinding] | None = ...,
         outputs: _abc.Iterable[Global___OutputBinding] | None = ...,
-        streamed: _abc.Iterable[_builtins.str] | None = ...,
+        streamed: _abc.Iterable[Global___StreamedOutput] | None = ...,
         max_steps: _builtins.int | None = ...,
         resume_from: Global___Checkpoint | None = ...,
         priority: _builtins.int = ...,
@@ -191,6 +191,51 @@ class ExecuteStepRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_steps) -> _WhichOneofReturnType__max_steps | None: ...
 
 Global___ExecuteStepRequest: _TypeAlias = ExecuteStepRequest  # noqa: Y015
+
+@_typing.final
+class StreamedOutput(_message.Message):
+    """StreamedOutput is an emitted tensor that the caller receives as Output. Outputs that the stage encodes or stores are
+    complete files. A step with such an output reports no checkpoints, cannot pause and cannot resume (UNSUPPORTED). It
+    must repeat the same bytes if it is run again. A stage that cannot serve an output rejects the step (UNSUPPORTED).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSOR_FIELD_NUMBER: _builtins.int
+    MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    FRAME_RATE_FIELD_NUMBER: _builtins.int
+    URI_FIELD_NUMBER: _builtins.int
+    tensor: _builtins.str
+    """The name of the tensor. Must not occur twice (INVALID_ARGUMENT)."""
+    media_type: _builtins.str
+    """The media type in which the stage encodes the tensors of the step as one file: audio/wav, audio/flac, audio/ogg
+    (Opus) or audio/mpeg for audio samples, video/mp4 or video/webm for frames (float32[frames, 3, height, width] with
+    values in [0, 1], or uint8[frames, height, width, 3]), or application/octet-stream for the bytes of any tensors, in
+    order. Empty to send or store the tensors as their kind says.
+    """
+    frame_rate: _builtins.float
+    """The number of frames per second of a video. Must be above 0 for video, and 0 otherwise (INVALID_ARGUMENT)."""
+    uri: _builtins.str
+    """The object in which the stage stores the output, within the store of its configuration. The object must become
+    visible as a whole, after all chunks of the step have arrived. The stage then returns it as Output.file. A step that
+    fails or is cancelled leaves no object. If the output consists of several images, each is an object, and the stage
+    appends "-2", "-3" and so on to the URIs of those after the first. Previews are not stored. Empty to send the output.
+    """
+    def __init__(
+        self,
+        *,
+        tensor: _builtins.str = ...,
+        media_type: _builtins.str = ...,
+        frame_rate: _builtins.float = ...,
+        uri: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame_rate", b"frame_rate", "media_type", b"media_type", "tensor", b"tensor", "uri", b"uri"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamedOutput: _TypeAlias = StreamedOutput  # noqa: Y015
 
 @_typing.final
 class InputBinding(_message.Message):

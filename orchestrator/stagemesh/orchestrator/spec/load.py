@@ -10,6 +10,7 @@ from typing import cast
 
 from stagemesh.common import settings
 from stagemesh.common.errors import InvalidPipelineError, NotFoundError
+from stagemesh.common.media_config import parse_root
 from stagemesh.orchestrator.spec.checks.conditions import ConditionResolver, merge_options
 from stagemesh.orchestrator.spec.checks.edges import EdgeResolver, topological_order
 from stagemesh.orchestrator.spec.checks.flows import check_flows
@@ -58,7 +59,8 @@ def load_pipeline(
     catalog = catalog or Catalog()
     problems = document.problems
     stages = StageResolver(catalog, problems, check_models, _fetch_hint(name_or_path)).resolve(file)
-    outputs = resolve_outputs(file, stages, problems)
+    store_uri = parse_root(file.media.store).uri if file.media is not None and file.media.store else ""
+    outputs = resolve_outputs(file, stages, problems, store_uri=store_uri)
     options, ambiguous = merge_options(stages, file.options, problems)
     media = any(stage.signature.media for stage in stages.values())
     conditions = ConditionResolver(problems, options, ambiguous, file.outputs, media=media)

@@ -64,11 +64,20 @@ class Edge(EdgeEntry, frozen=True):
 
 
 class PipelineOutput(OutputEntry, frozen=True):
-    """An output of a pipeline that clients may request: a tensor that a stage emits."""
+    """An output of a pipeline that clients may request: a tensor that a stage emits. `source` names the tensor."""
 
     name: str
     kind: OutputKind
     sample_rate_hz: int
+    emitted_type: str = ""
+    """The media type of the file that the tensors form. Empty unless `kind` is "media"."""
+    folder_uri: str = ""
+    """The URI of the folder in which the output is stored. Empty if the output is sent."""
+
+    @property
+    def file_type(self) -> str:
+        """The media type of the output if it is one file, otherwise empty."""
+        return self.media_type or self.emitted_type
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from pydantic import (
     Field,
     JsonValue,
     PlainSerializer,
+    SerializerFunctionWrapHandler,
     StringConstraints,
     Tag,
     ValidationError,
@@ -27,6 +28,7 @@ from pydantic.dataclasses import dataclass
 
 from stagemesh.common.connector_descriptors import AUTO
 from stagemesh.common.descriptors import OptionSpec
+from stagemesh.common.encodings import MAX_FRAME_RATE
 from stagemesh.common.stage_config import STALL_S, DataPlaneConfig
 from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.orchestrator.spec.conditions import Comparison, InputKind
@@ -218,22 +220,38 @@ class EdgeEntry(Entry, frozen=True):
 
 
 class OutputEntry(Entry, frozen=True):
-    """An item of `outputs`, written "stage" or "stage.tensor"."""
+    """An item of `outputs`: a tensor of a stage, and the file that the stage makes of it.
 
-    stage: str
-    tensor: str = ""
+    An output that is sent as it is may be written as the text of `source` alone.
+    """
+
+    source: Annotated[str, Field(validation_alias="from", serialization_alias="from")]
+    """The output's origin, written "stage" or "stage.tensor"."""
+    media_type: str | None = None
+    """The media type in which the stage encodes the output. None if the stage does not encode it."""
+    frame_rate: Annotated[Number, Field(gt=0, le=MAX_FRAME_RATE)] | None = None
+    """The number of frames per second of a video."""
+    stored: Annotated[bool, Field(strict=True)] = False
+    """Whether the stage stores the output in the pipeline's object store instead of sending it."""
+
+    @property
+    def stage(self) -> str:
+        """The name of the stage that produces the output."""
+        return self.source.partition(".")[0]
+
+    @property
+    def tensor(self) -> str:
+        """The name of the stage's tensor. Empty in a file that names only the stage."""
+        return self.source.partition(".")[2]
 
     @model_validator(mode="before")
     @classmethod
-    def _split(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        stage, _, tensor = value.partition(".")
-        return {"stage": stage, "tensor": tensor}
+    def _from_text(cls, value: object) -> object:
+        return {"from": value} if isinstance(value, str) else value
 
-    @model_serializer
-    def _join(self) -> str:
-        return f"{self.stage}.{self.tensor}" if self.tensor else self.stage
+    @model_serializer(mode="wrap")
+    def _to_text(self, serialize: SerializerFunctionWrapHandler) -> object:
+        return self.source if self.model_fields_set <= {"source"} else serialize(self)
 
 
 class Bounds(Entry, frozen=True):
@@ -260,6 +278,12 @@ class Limits(Bounds, frozen=True):
     """
 
 
+class MediaEntry(Entry, frozen=True):
+    """STUB"""
+
+    store: str = ""
+
+
 class PipelineFile(Entry, frozen=True):
     """The content of a pipeline file, with the types of the schema."""
 
@@ -271,6 +295,7 @@ class PipelineFile(Entry, frozen=True):
     main_stage: Name | None = None
     """The stage that a request's sampling parameters and adapter mean if the request does not name a stage."""
     limits: Limits = Limits()
+    media: MediaEntry | None = None
 
 
 _TERMS = {"(option)": OptionTerm, "(input)": InputTerm, "(output)": OutputTerm}
@@ -327,6 +352,8 @@ def _known_keys(path: KeyPath) -> set[str]:
             entry = FramesEntry
         case ("stages" | "edges", _, "when", _, str() as tag):
             entry = _TERMS[tag]
+        case ("outputs", _):
+            entry = OutputEntry
         case ("options", _):
             entry = OptionEntry
         case ("limits",):

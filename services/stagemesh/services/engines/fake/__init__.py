@@ -10,6 +10,7 @@ relay    text                       the same text
 frames   text                       float32 frames, one for each byte
 mix      text or frames, or both    the frames plus the sum of the text's bytes
 sound    frames                     audio at 24 kHz, 8 samples per frame
+video    text                       square RGB frames, one of one color for each byte
 =======  =========================  ===========================================
 
 `source` and `talk` take sampling parameters (`sampling`), as stages do that choose tokens.
@@ -42,6 +43,9 @@ _SIGNATURES = {
         optional=frozenset({"text", "frames"}),
     ),
     "sound": Signature(accepts={"frames": _FRAMES}, emits={"audio": _AUDIO}),
+    "video": Signature(
+        accepts={"text": _TEXT}, emits={"frames": Emitted(TensorSpec("uint8", ("frames", "height", "width", 3)))}
+    ),
 }
 
 

@@ -132,7 +132,7 @@ class FakeRun:
         async with aclosing(self._inputs()) as inputs:
             async for given in inputs:
                 size_bytes += sum(tensor.nbytes for tensor in given.values())
-                limited = self._limited(compute_output(self._function, given))
+                limited = self._limited(compute_output(self._function, given, frame_side=self._options.frame_side))
                 made = None if limited is None else self._after_checkpoint(limited)
                 if made is None:
                     self._step += 1

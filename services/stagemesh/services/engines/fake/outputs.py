@@ -24,9 +24,9 @@ def resize_text(text: Array, size_bytes: int) -> Array:
     return np.resize(text, size_bytes) if size_bytes and text.size else text
 
 
-def compute_output(function: str, given: Tensors) -> Mapping[str, Array]:
+def compute_output(function: str, given: Tensors, *, frame_side: int) -> Mapping[str, Array]:
     """Returns the tensors that a stage with this function emits for one input. `given` contains the input's
-    tensors.
+    tensors. `frame_side` is the width and the height of video frames, in pixels.
     """
     match function:
         case "frames":
@@ -35,6 +35,11 @@ def compute_output(function: str, given: Tensors) -> Mapping[str, Array]:
             return {"frames": mix(given.get("text"), given.get("frames"))}
         case "sound":
             return {"audio": np.divide(given["frames"].reshape(-1), 256 * FRAME_WIDTH, dtype=np.float32)}
+        case "video":
+            text = given["text"]
+            return {
+                "frames": np.repeat(text, frame_side * frame_side * 3).reshape(len(text), frame_side, frame_side, 3)
+            }
         case _:
             return {"text": given["text"]}
 
