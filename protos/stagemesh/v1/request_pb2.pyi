@@ -331,7 +331,7 @@ class Part(_message.Message):
     no other audio with it (UNSUPPORTED).
     """
     @_builtins.property
-    def image(self) -> Global___Image:
+    def image(self) -> Global___MediaFile:
         """An image: image/png, image/jpeg, image/webp, image/gif (its first frame) or image/bmp."""
 
     @_builtins.property
@@ -350,7 +350,7 @@ class Part(_message.Message):
         self,
         *,
         text: _builtins.str = ...,
-        image: Global___Image | None = ...,
+        image: Global___MediaFile | None = ...,
         audio: Global___Audio | None = ...,
         audio_file: Global___MediaFile | None = ...,
         video_file: Global___MediaFile | None = ...,
@@ -368,27 +368,51 @@ Global___Part: _TypeAlias = Part  # noqa: Y015
 
 @_typing.final
 class MediaFile(_message.Message):
-    """MediaFile is an encoded audio or video file."""
+    """MediaFile is a whole encoded file: inline, or an object in a store."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    DATA_FIELD_NUMBER: _builtins.int
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    URI_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    media_type: _builtins.str
+    """The media type, for example "image/png"."""
     data: _builtins.bytes
     """The encoded bytes. Must not be empty."""
-    media_type: _builtins.str
-    """The media type, for example "audio/wav"."""
+    uri: _builtins.str
+    """The URI of an object in the pipeline's store, as an upload or an output returned it, or of an object in another
+    location to which the pipeline file lets requests refer, for example "s3://bucket/key". At most 2048 characters.
+    Nothing in it is percent-encoded. A URI outside these locations is rejected (PERMISSION_DENIED,
+    REFERENCE_NOT_ALLOWED), and so is one in a pipeline that has none (UNSUPPORTED). The stage that receives the
+    prompt reads the object, and fails if it does not exist (NOT_FOUND, UNKNOWN_MEDIA) or cannot be read
+    (FAILED_PRECONDITION, STORE_UNREACHABLE or STORE_DENIED).
+    """
+    size_bytes: _builtins.int
+    """The size in bytes. 0 in a request if it is not known. Another actual size is rejected (MEDIA_MISMATCH), and so is
+    one above PipelineLimits.max_file_bytes (FILE_TOO_LARGE).
+    """
+    sha256: _builtins.bytes
+    """The SHA-256 digest, 32 bytes. Empty in a request if it is not known. Another actual digest is rejected
+    (MEDIA_MISMATCH) before the model receives anything of the file.
+    """
     def __init__(
         self,
         *,
-        data: _builtins.bytes = ...,
         media_type: _builtins.str = ...,
+        data: _builtins.bytes = ...,
+        uri: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        sha256: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "data", b"data", "uri", b"uri"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "media_type", b"media_type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "data", b"data", "media_type", b"media_type", "sha256", b"sha256", "size_bytes", b"size_bytes", "uri", b"uri"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["data", "uri"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
 
 Global___MediaFile: _TypeAlias = MediaFile  # noqa: Y015
 
@@ -996,6 +1020,46 @@ class Image(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Image: _TypeAlias = Image  # noqa: Y015
+
+@_typing.final
+class Media(_message.Message):
+    """Media is a part of an encoded image, audio or video file. The parts of a file follow each other without a gap."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    PREVIEW_FIELD_NUMBER: _builtins.int
+    media_type: _builtins.str
+    """The media type of the file, for example "image/png"."""
+    data: _builtins.bytes
+    """The bytes of this part, at most 1 MiB."""
+    offset: _builtins.int
+    """The number of bytes of the file before this part. A part with offset 0 begins the file. It does so even if earlier
+    parts have arrived, because the stage that makes the file may restart.
+    """
+    last: _builtins.bool
+    """Whether this part ends the file."""
+    preview: _builtins.bool
+    """Whether the file is an image that previews a later image of the same output."""
+    def __init__(
+        self,
+        *,
+        media_type: _builtins.str = ...,
+        data: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        last: _builtins.bool = ...,
+        preview: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "last", b"last", "media_type", b"media_type", "offset", b"offset", "preview", b"preview"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Media: _TypeAlias = Media  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):

@@ -23,10 +23,12 @@ from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import Packet
 from stagemesh.connectors.flow.packet_queue import add_rows
 from stagemesh.services.engines.base import Checkpoint, Emission, Engine, Paused, Progress, Task, Usage
+from stagemesh.services.media.store import MediaStore
 from stagemesh.services.stage.replica.paused_states import PausedStates, without_large_state, without_state
 from stagemesh.services.stage.step.edges import EdgeInput, StepEdges
 from stagemesh.services.stage.step.outputs import ProgressThrottle, StreamedOutputs
 from stagemesh.services.stage.step.spec import STATE_EDGE, StepSpec, checkpoint_to_wire
+from stagemesh.services.stage.step.stored_media import opened_media
 from stagemesh.v1 import control_pb2, request_pb2, stage_pb2
 
 _log = logging.getLogger(__name__)
@@ -98,10 +100,12 @@ class StepRun:
         data_plane: DataPlane,
         signature: Signature,
         states: PausedStates,
+        store: MediaStore | None,
         where: Mapping[str, str],
     ) -> None:
         """`signature` describes the stage's inputs and outputs. `states` retains the states from which requests can
-        resume. `where` contains the names of the stage and of the replica, for log records and errors.
+        resume. `store` is the pipeline's store for media, or None if it has none. `where` contains the names of the
+        stage and of the replica, for log records and errors.
         """
         if spec.task.resume_from is not None:
             spec = states.with_state(spec)
@@ -111,6 +115,7 @@ class StepRun:
         """The events of the step as serialized messages. Message objects would need ten times as much memory."""
         self._spec = spec
         self._engine, self._data_plane, self._signature, self._states = engine, data_plane, signature, states
+        self._store = store
         self._where = {**where, "request_id": spec.request_id}
         resume_from = spec.task.resume_from or Checkpoint(0)
         self._outputs = StreamedOutputs(spec.streamed, signature.emits, made=resume_from.outputs)
@@ -256,18 +261,20 @@ class StepRun:
         spec = self._spec
         if not spec.inputs:
             self._stopwatch.start()
-        await self._compute(
-            replace(
-                spec.task,
-                inlets=inputs,
-                apart=frozenset(binding.edge for binding in spec.inputs if binding.apart),
-                resume_from=await self._resumed_from(),
-                pause_requested=self._pause_requested,
-                wanted=spec.wanted_tensors,
-                tokens=spec.wanted_rows(self._signature),
-                deadline_s=self._timer.when() if self._timer is not None else None,
+        async with opened_media(spec.task.prompt, self._store) as prompt:
+            await self._compute(
+                replace(
+                    spec.task,
+                    prompt=prompt,
+                    inlets=inputs,
+                    apart=frozenset(binding.edge for binding in spec.inputs if binding.apart),
+                    resume_from=await self._resumed_from(),
+                    pause_requested=self._pause_requested,
+                    wanted=spec.wanted_tensors,
+                    tokens=spec.wanted_rows(self._signature),
+                    deadline_s=self._timer.when() if self._timer is not None else None,
+                )
             )
-        )
         await self._finish()
 
     async def _resumed_from(self) -> Checkpoint | None:
