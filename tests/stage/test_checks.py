@@ -124,8 +124,12 @@ SEEING = Signature(media=True)
     ("change", "reason", "message"),
     [
         (_part(), "INVALID_PROMPT", "a part without content"),
-        (_part(image=request_pb2.Image(data=b"x", media_type="image/tiff")), "INVALID_MEDIA", "use one of image/png"),
-        (_part(image=request_pb2.Image(media_type="image/png")), "INVALID_MEDIA", "image has no data"),
+        (
+            _part(image=request_pb2.MediaFile(data=b"x", media_type="image/tiff")),
+            "INVALID_MEDIA",
+            "use one of image/png",
+        ),
+        (_part(image=request_pb2.MediaFile(media_type="image/png")), "INVALID_MEDIA", "image has no data"),
         (_part(audio_file=request_pb2.MediaFile(data=b"x")), "INVALID_MEDIA", "audio of media type ''"),
         (
             _part(video_file=request_pb2.MediaFile(data=b"x", media_type="audio/wav")),

@@ -14,6 +14,7 @@ from stagemesh.client.requests import Content as Content
 from stagemesh.client.requests import Conversation as Conversation
 from stagemesh.client.requests import GenerateArguments as GenerateArguments
 from stagemesh.client.requests import ImageFile as ImageFile
+from stagemesh.client.requests import MediaFile as MediaFile
 from stagemesh.client.requests import Medium as Medium
 from stagemesh.client.requests import Message as Message
 from stagemesh.client.requests import OptionValue as OptionValue

@@ -56,7 +56,24 @@ class AudioSamples:
     sample_rate_hz: int
 
 
-Medium: TypeAlias = ImageFile | AudioFile | VideoFile | AudioSamples
+@dataclass(frozen=True)
+class MediaFile:
+    """An image, audio or video file in an object store: one that `upload` or an output returned, or another one to
+    which the pipeline lets requests refer.
+    """
+
+    uri: str
+    media_type: str
+    """The file's media type, for example "image/png". It determines the kind of medium; "image/gif" is an image."""
+    size_bytes: int = 0
+    """The size of the file in bytes, or 0 if it is not known. The stage compares it with the file."""
+    sha256: bytes = b""
+    """The SHA-256 digest of the file, or empty if it is not known. The stage compares it with the file."""
+    use_audio_in_video: bool = False
+    """Whether the audio track of a video belongs to the input. If false, the track is ignored."""
+
+
+Medium: TypeAlias = ImageFile | AudioFile | VideoFile | AudioSamples | MediaFile
 """An image, audio or a video."""
 Part: TypeAlias = str | Medium
 """One part of a prompt or of a message: text, or an image, audio or video."""
@@ -363,6 +380,26 @@ def _part(part: Part) -> request_pb2.Part:
         case VideoFile():
             video = request_pb2.MediaFile(data=part.data, media_type=part.media_type)
             return request_pb2.Part(video_file=video, use_audio_in_video=part.use_audio_in_video)
+        case MediaFile():
+            return _stored_part(part)
         case AudioSamples():
             samples = inline_tensor("samples", np.asarray(part.samples, np.float32))
             return request_pb2.Part(audio=request_pb2.Audio(samples=samples, sample_rate_hz=part.sample_rate_hz))
+
+
+def _stored_part(file: MediaFile) -> request_pb2.Part:
+    message = request_pb2.MediaFile(
+        uri=file.uri, media_type=file.media_type, size_bytes=file.size_bytes, sha256=file.sha256
+    )
+    match file.media_type.partition("/")[0]:
+        case "image":
+            return request_pb2.Part(image=message)
+        case "audio":
+            return request_pb2.Part(audio_file=message)
+        case "video":
+            return request_pb2.Part(video_file=message, use_audio_in_video=file.use_audio_in_video)
+        case _:
+            raise InvalidRequestError(
+                f"the media type of {file.uri} is {file.media_type!r}; a prompt accepts images, audio and video",
+                reason="INVALID_MEDIA",
+            )

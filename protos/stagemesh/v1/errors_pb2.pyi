@@ -99,6 +99,14 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A request_id or step_id is empty, too long or contains characters that are not allowed."""
     ERROR_REASON_INVALID_MEDIA: _ErrorReason.ValueType  # 27
     """An image, audio or video is empty, damaged, of another type than stated, or not accepted by the model."""
+    ERROR_REASON_FILE_TOO_LARGE: _ErrorReason.ValueType  # 152
+    """A file to which a request refers, or that is uploaded, exceeds the size limit of the pipeline (media.max_file_bytes).
+    Send a smaller file.
+    """
+    ERROR_REASON_MEDIA_MISMATCH: _ErrorReason.ValueType  # 153
+    """The size or the digest of a media file is not the one that its description states. Send the file again, or correct
+    the description.
+    """
     ERROR_REASON_INVALID_OPTION: _ErrorReason.ValueType  # 28
     """An option has a value of the wrong type or outside its bounds. The message names the allowed values."""
     ERROR_REASON_INVALID_PAGE_TOKEN: _ErrorReason.ValueType  # 29
@@ -203,6 +211,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """No replica or stage has this name. List the replicas."""
     ERROR_REASON_UNKNOWN_TRANSFORM: _ErrorReason.ValueType  # 71
     """No installed package provides this transform. The message lists the known transforms."""
+    ERROR_REASON_UNKNOWN_MEDIA: _ErrorReason.ValueType  # 154
+    """A media file does not exist in its store. It may have been deleted. Upload it again, or refer to another file."""
     ERROR_REASON_ALREADY_EXISTS: _ErrorReason.ValueType  # 72
     """A peer or a proxy reported that an object exists already, without a reason."""
     ERROR_REASON_ADAPTER_EXISTS: _ErrorReason.ValueType  # 73
@@ -221,6 +231,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The step_id was used with other content. Use another step_id, or repeat the original call."""
     ERROR_REASON_CALLER_MISMATCH: _ErrorReason.ValueType  # 79
     """The request names a caller that is not in the connection's credentials. Omit the caller, or use its credentials."""
+    ERROR_REASON_REFERENCE_NOT_ALLOWED: _ErrorReason.ValueType  # 155
+    """A URI is malformed, or outside the locations to which the pipeline file lets requests refer, directly or by a
+    symbolic link. Upload the file, or refer to one in an allowed location.
+    """
     ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 80
     """The caller's credentials do not permit the call. Use credentials whose role permits it. If the metadata names a
     replica, the replica rejected the orchestrator's credentials, which the operator must correct.
@@ -241,6 +255,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The device had too little memory for the request in addition to the running requests. Retry later, request less, or
     lower the stage's max_running.
     """
+    ERROR_REASON_STORAGE_FULL: _ErrorReason.ValueType  # 156
+    """The object store, or the disk for copies of its files, is full. The operator must free space."""
     ERROR_REASON_NOT_READY: _ErrorReason.ValueType  # 87
     """The replica loads, drains, sleeps or shuts down, or the object that the call needs is not ready. Retry when it is
     ready.
@@ -313,6 +329,12 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A process ended before it was ready. Its log has the cause."""
     ERROR_REASON_STEPS_RUNNING: _ErrorReason.ValueType  # 117
     """Steps run on the replica. Wait for them, or set drain."""
+    ERROR_REASON_STORE_DENIED: _ErrorReason.ValueType  # 157
+    """The object store denies a service the access, for example because it is read-only. The operator must correct the
+    store's permissions or the service's credentials.
+    """
+    ERROR_REASON_STORE_UNREACHABLE: _ErrorReason.ValueType  # 158
+    """The object store cannot be reached, or is too slow. Retry later."""
     ERROR_REASON_UNSUPPORTED_MODEL: _ErrorReason.ValueType  # 118
     """The engine does not support this model, or not with these options. The message names what it supports."""
     ERROR_REASON_UNUSABLE_OPTION: _ErrorReason.ValueType  # 119
@@ -485,6 +507,14 @@ ERROR_REASON_INVALID_ID: ErrorReason.ValueType  # 26
 """A request_id or step_id is empty, too long or contains characters that are not allowed."""
 ERROR_REASON_INVALID_MEDIA: ErrorReason.ValueType  # 27
 """An image, audio or video is empty, damaged, of another type than stated, or not accepted by the model."""
+ERROR_REASON_FILE_TOO_LARGE: ErrorReason.ValueType  # 152
+"""A file to which a request refers, or that is uploaded, exceeds the size limit of the pipeline (media.max_file_bytes).
+Send a smaller file.
+"""
+ERROR_REASON_MEDIA_MISMATCH: ErrorReason.ValueType  # 153
+"""The size or the digest of a media file is not the one that its description states. Send the file again, or correct
+the description.
+"""
 ERROR_REASON_INVALID_OPTION: ErrorReason.ValueType  # 28
 """An option has a value of the wrong type or outside its bounds. The message names the allowed values."""
 ERROR_REASON_INVALID_PAGE_TOKEN: ErrorReason.ValueType  # 29
@@ -589,6 +619,8 @@ ERROR_REASON_UNKNOWN_TARGET: ErrorReason.ValueType  # 70
 """No replica or stage has this name. List the replicas."""
 ERROR_REASON_UNKNOWN_TRANSFORM: ErrorReason.ValueType  # 71
 """No installed package provides this transform. The message lists the known transforms."""
+ERROR_REASON_UNKNOWN_MEDIA: ErrorReason.ValueType  # 154
+"""A media file does not exist in its store. It may have been deleted. Upload it again, or refer to another file."""
 ERROR_REASON_ALREADY_EXISTS: ErrorReason.ValueType  # 72
 """A peer or a proxy reported that an object exists already, without a reason."""
 ERROR_REASON_ADAPTER_EXISTS: ErrorReason.ValueType  # 73
@@ -607,6 +639,10 @@ ERROR_REASON_STEP_EXISTS: ErrorReason.ValueType  # 78
 """The step_id was used with other content. Use another step_id, or repeat the original call."""
 ERROR_REASON_CALLER_MISMATCH: ErrorReason.ValueType  # 79
 """The request names a caller that is not in the connection's credentials. Omit the caller, or use its credentials."""
+ERROR_REASON_REFERENCE_NOT_ALLOWED: ErrorReason.ValueType  # 155
+"""A URI is malformed, or outside the locations to which the pipeline file lets requests refer, directly or by a
+symbolic link. Upload the file, or refer to one in an allowed location.
+"""
 ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 80
 """The caller's credentials do not permit the call. Use credentials whose role permits it. If the metadata names a
 replica, the replica rejected the orchestrator's credentials, which the operator must correct.
@@ -627,6 +663,8 @@ ERROR_REASON_OUT_OF_MEMORY: ErrorReason.ValueType  # 86
 """The device had too little memory for the request in addition to the running requests. Retry later, request less, or
 lower the stage's max_running.
 """
+ERROR_REASON_STORAGE_FULL: ErrorReason.ValueType  # 156
+"""The object store, or the disk for copies of its files, is full. The operator must free space."""
 ERROR_REASON_NOT_READY: ErrorReason.ValueType  # 87
 """The replica loads, drains, sleeps or shuts down, or the object that the call needs is not ready. Retry when it is
 ready.
@@ -699,6 +737,12 @@ ERROR_REASON_START_FAILED: ErrorReason.ValueType  # 116
 """A process ended before it was ready. Its log has the cause."""
 ERROR_REASON_STEPS_RUNNING: ErrorReason.ValueType  # 117
 """Steps run on the replica. Wait for them, or set drain."""
+ERROR_REASON_STORE_DENIED: ErrorReason.ValueType  # 157
+"""The object store denies a service the access, for example because it is read-only. The operator must correct the
+store's permissions or the service's credentials.
+"""
+ERROR_REASON_STORE_UNREACHABLE: ErrorReason.ValueType  # 158
+"""The object store cannot be reached, or is too slow. Retry later."""
 ERROR_REASON_UNSUPPORTED_MODEL: ErrorReason.ValueType  # 118
 """The engine does not support this model, or not with these options. The message names what it supports."""
 ERROR_REASON_UNUSABLE_OPTION: ErrorReason.ValueType  # 119
@@ -972,7 +1016,7 @@ class _ErrorSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorSour
     ERROR_SOURCE_ORCHESTRATOR: _ErrorSource.ValueType  # 2
     """The orchestrator: OrchestratorService, AdminService and MembershipService."""
     ERROR_SOURCE_STAGE: _ErrorSource.ValueType  # 3
-    """A replica of a stage and its engine: StageService and StageControlService."""
+    """A replica of a stage and its engine: StageService and StageControlService. The media service: MediaService."""
     ERROR_SOURCE_DATA_PLANE: _ErrorSource.ValueType  # 4
     """The data plane between two replicas: PutChunk and GetChunk, and the connectors."""
     ERROR_SOURCE_COMMAND: _ErrorSource.ValueType  # 5
@@ -988,7 +1032,7 @@ ERROR_SOURCE_CLIENT: ErrorSource.ValueType  # 1
 ERROR_SOURCE_ORCHESTRATOR: ErrorSource.ValueType  # 2
 """The orchestrator: OrchestratorService, AdminService and MembershipService."""
 ERROR_SOURCE_STAGE: ErrorSource.ValueType  # 3
-"""A replica of a stage and its engine: StageService and StageControlService."""
+"""A replica of a stage and its engine: StageService and StageControlService. The media service: MediaService."""
 ERROR_SOURCE_DATA_PLANE: ErrorSource.ValueType  # 4
 """The data plane between two replicas: PutChunk and GetChunk, and the connectors."""
 ERROR_SOURCE_COMMAND: ErrorSource.ValueType  # 5

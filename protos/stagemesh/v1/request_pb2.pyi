@@ -368,7 +368,7 @@ Global___Part: _TypeAlias = Part  # noqa: Y015
 
 @_typing.final
 class MediaFile(_message.Message):
-    """MediaFile is a whole encoded image, audio or video file, or any other stored file."""
+    """MediaFile is a whole encoded file: inline, or an object in a store."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -378,15 +378,25 @@ class MediaFile(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
     media_type: _builtins.str
-    """The media type, for example "audio/wav"."""
+    """The media type, for example "image/png"."""
     data: _builtins.bytes
-    """The bytes themselves. Must not be empty."""
+    """The encoded bytes. Must not be empty."""
     uri: _builtins.str
-    """The object in an object store, as UploadMedia or an output returned it, or one that the operator allowed."""
+    """The URI of an object in the pipeline's store, as an upload or an output returned it, or of an object in another
+    location to which the pipeline file lets requests refer, for example "s3://bucket/key". At most 2048 characters.
+    Nothing in it is percent-encoded. A URI outside these locations is rejected (PERMISSION_DENIED,
+    REFERENCE_NOT_ALLOWED), and so is one in a pipeline that has none (UNSUPPORTED). The stage that receives the
+    prompt reads the object, and fails if it does not exist (NOT_FOUND, UNKNOWN_MEDIA) or cannot be read
+    (FAILED_PRECONDITION, STORE_UNREACHABLE or STORE_DENIED).
+    """
     size_bytes: _builtins.int
-    """The size in bytes. In a request, 0 if it is not to be checked."""
+    """The size in bytes. 0 in a request if it is not known. Another actual size is rejected (MEDIA_MISMATCH), and so is
+    one above PipelineLimits.max_file_bytes (FILE_TOO_LARGE).
+    """
     sha256: _builtins.bytes
-    """The SHA-256 digest of the bytes, 32 bytes. In a request, empty if it is not to be checked."""
+    """The SHA-256 digest, 32 bytes. Empty in a request if it is not known. Another actual digest is rejected
+    (MEDIA_MISMATCH) before the model receives anything of the file.
+    """
     def __init__(
         self,
         *,

@@ -199,8 +199,8 @@ def _check_medium(medium: Medium) -> None:
             f"{', '.join(MEDIA_TYPES[medium.kind])}",
             reason="INVALID_MEDIA",
         )
-    elif not medium.data:
-        raise InvalidRequestError(f"{medium.kind} has no data; omit it", reason="INVALID_MEDIA")
+    elif not medium.data and medium.reference is None:
+        raise InvalidRequestError(f"{medium.kind} has no data and no uri; omit it", reason="INVALID_MEDIA")
 
 
 def _check_samples(audio: Samples) -> None:

@@ -29,6 +29,7 @@ from stagemesh.services.stage.step.edges import EdgeInput, StepEdges
 from stagemesh.services.stage.step.file_outputs import FileOutputs
 from stagemesh.services.stage.step.outputs import ProgressThrottle, StreamedOutputs
 from stagemesh.services.stage.step.spec import STATE_EDGE, StepSpec, checkpoint_to_wire
+from stagemesh.services.stage.step.stored_media import opened_media
 from stagemesh.v1 import control_pb2, request_pb2, stage_pb2
 
 _log = logging.getLogger(__name__)
@@ -104,8 +105,8 @@ class StepRun:
         where: Mapping[str, str],
     ) -> None:
         """`signature` describes the stage's inputs and outputs. `states` retains the states from which requests can
-        resume. `store` is the object store for outputs, or None if the stage has none. `where` contains the names of
-        the stage and of the replica, for log records and errors.
+        resume. `store` is the pipeline's store for media, or None if it has none. `where` contains the names of the
+        stage and of the replica, for log records and errors.
         """
         if spec.task.resume_from is not None:
             spec = states.with_state(spec)
@@ -115,6 +116,7 @@ class StepRun:
         """The events of the step as serialized messages. Message objects would need ten times as much memory."""
         self._spec = spec
         self._engine, self._data_plane, self._signature, self._states = engine, data_plane, signature, states
+        self._store = store
         self._where = {**where, "request_id": spec.request_id}
         resume_from = spec.task.resume_from or Checkpoint(0)
         sent = [each.tensor for each in spec.streamed if not each.is_file]
@@ -267,18 +269,20 @@ class StepRun:
         if not spec.inputs:
             self._stopwatch.start()
         await self._files.open()
-        await self._compute(
-            replace(
-                spec.task,
-                inlets=inputs,
-                apart=frozenset(binding.edge for binding in spec.inputs if binding.apart),
-                resume_from=await self._resumed_from(),
-                pause_requested=self._pause_requested,
-                wanted=spec.wanted_tensors,
-                tokens=spec.wanted_rows(self._signature),
-                deadline_s=self._timer.when() if self._timer is not None else None,
+        async with opened_media(spec.task.prompt, self._store) as prompt:
+            await self._compute(
+                replace(
+                    spec.task,
+                    prompt=prompt,
+                    inlets=inputs,
+                    apart=frozenset(binding.edge for binding in spec.inputs if binding.apart),
+                    resume_from=await self._resumed_from(),
+                    pause_requested=self._pause_requested,
+                    wanted=spec.wanted_tensors,
+                    tokens=spec.wanted_rows(self._signature),
+                    deadline_s=self._timer.when() if self._timer is not None else None,
+                )
             )
-        )
         await self._finish()
 
     async def _resumed_from(self) -> Checkpoint | None:

@@ -26,6 +26,7 @@ from stagemesh.services.engines.base import (
     Checkpoint,
     Conversation,
     MediaFile,
+    MediaKind,
     Medium,
     Part,
     Prompt,
@@ -311,16 +312,20 @@ def _part(message: request_pb2.Part) -> Part:
 def _medium(message: request_pb2.Part) -> Medium:
     match message.WhichOneof("content"):
         case "image":
-            return MediaFile("image", message.image.data, message.image.media_type)
+            return _media_file("image", message.image)
         case "audio":
             return Samples(read_samples(message.audio), message.audio.sample_rate_hz)
         case "audio_file":
-            return MediaFile("audio", message.audio_file.data, message.audio_file.media_type)
+            return _media_file("audio", message.audio_file)
         case "video_file":
-            video = message.video_file
-            return MediaFile("video", video.data, video.media_type, use_audio=message.use_audio_in_video)
+            return _media_file("video", message.video_file, use_audio=message.use_audio_in_video)
         case other:
             raise AssertionError(f"`check_input` has rejected parts with {other}")
+
+
+def _media_file(kind: MediaKind, file: request_pb2.MediaFile, *, use_audio: bool = False) -> MediaFile:
+    reference = file if file.WhichOneof("content") == "uri" else None
+    return MediaFile(kind, file.data, file.media_type, use_audio=use_audio, reference=reference)
 
 
 def _sampling(message: request_pb2.Sampling) -> SamplingOptions:
