@@ -57,7 +57,7 @@ def _tensor(**fields: object) -> tensor_pb2.Tensor:
         (lambda r: r.input.conversation.SetInParent(), "EMPTY_PROMPT", "the prompt is empty"),
         (lambda r: r.input.token_ids.SetInParent(), "EMPTY_PROMPT", "the prompt is empty"),
         (lambda r: r.input.conversation.messages.add(role=9), "INVALID_PROMPT", "ROLE_SYSTEM, ROLE_DEV"),
-        (lambda r: r.streamed.append("video"), "UNKNOWN_TENSOR", "unknown tensor 'video'"),
+        (lambda r: r.streamed.add(tensor="video"), "UNKNOWN_TENSOR", "unknown tensor 'video'"),
         (lambda r: setattr(r.parameters.options["pitch"], "number", 1.0), "UNKNOWN_OPTION", "this stage has speed"),
         (
             lambda r: setattr(r.parameters.options["speed"], "number", 3.0),

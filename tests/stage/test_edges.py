@@ -189,7 +189,7 @@ def _requests(
         step_id="r/talker/1",
         attempt=1,
         inputs=[stage_pb2.InputBinding(edge=EDGE, producer="thinker-0", transform=transform)],
-        streamed=["text"],
+        streamed=[stage_pb2.StreamedOutput(tensor="text")],
     )
     return thinking, talking
 

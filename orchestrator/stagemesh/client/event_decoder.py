@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from stagemesh.client.requests import MediaFile
 from stagemesh.client.responses import (
     Admitted,
     AudioChunk,
@@ -83,7 +84,8 @@ class EventDecoder:
                 yield MediaChunk(message.name, media.data, media.media_type, media.offset)
             case "file":
                 file = message.file
-                yield StoredFile(message.name, file.uri, file.media_type, file.size_bytes, file.sha256)
+                stored = MediaFile(file.uri, file.media_type, size_bytes=file.size_bytes, sha256=file.sha256)
+                yield StoredFile(message.name, stored)
             case "tensor":
                 yield TensorOutput(message.name, message.tensor.name, read_inline(message.tensor))
             case None if not message.HasField("finish") and not ignorable:

@@ -11,6 +11,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from stagemesh.client.requests import MediaFile
 from stagemesh.client.wav import WavWriter
 from stagemesh.common.errors import InternalError, NotFoundError
 from stagemesh.common.tensors import Array
@@ -137,16 +138,10 @@ class MediaChunk:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """An event with an output, or one image of an output, that a stage has stored in the pipeline's object store.
-
-    `sha256` is the SHA-256 digest of the file, 32 bytes.
-    """
+    """An event with an output, or one image of an output, that a stage has stored in the pipeline's object store."""
 
     output: str
-    uri: str
-    media_type: str
-    size_bytes: int
-    sha256: bytes
+    file: MediaFile
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,7 +296,7 @@ class Result:
     """The images of each output, without previews."""
     media: Mapping[str, EncodedMedia]
     """The outputs that are one encoded audio or video file each."""
-    files: Mapping[str, tuple[StoredFile, ...]]
+    files: Mapping[str, tuple[MediaFile, ...]]
     """The stored files of each output."""
     tensors: Mapping[str, tuple[TensorOutput, ...]]
     finishes: Mapping[str, OutputFinished]
@@ -372,7 +367,7 @@ class ResultBuilder:
             audios={output: _join(chunks) for output, chunks in self._by_output(AudioChunk).items()},
             images={output: tuple(images) for output, images in self._by_output(Image).items()},
             media={output: _join_media(chunks) for output, chunks in self._by_output(MediaChunk).items()},
-            files={output: tuple(files) for output, files in self._by_output(StoredFile).items()},
+            files={output: tuple(each.file for each in made) for output, made in self._by_output(StoredFile).items()},
             tensors={output: tuple(tensors) for output, tensors in self._by_output(TensorOutput).items()},
             finishes={output: ends[-1] for output, ends in self._by_output(OutputFinished).items()},
             finished=finished,
