@@ -354,7 +354,13 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     receiver. The message names the kind by its field number.
     """
     ERROR_REASON_OUTPUT_TOO_LARGE: _ErrorReason.ValueType  # 125
-    """An output of a step exceeds the size limit of a message. Request another output, or a smaller one."""
+    """An output of a step exceeds the size limit of a message. Request another output or a smaller one, or let the stage
+    store it (`stored: true` in the pipeline file).
+    """
+    ERROR_REASON_OUTPUT_NOT_ENCODABLE: _ErrorReason.ValueType  # 180
+    """A stage cannot encode its output in the requested media type, for example frames with an odd width as video/mp4.
+    Request another size, or change the output's media_type in the pipeline file.
+    """
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 126
     """A defect in Stagemesh, or in gRPC or a proxy that reported no reason. The log of the service has the details.
     Report it.
@@ -762,7 +768,13 @@ ERROR_REASON_UNKNOWN_KIND: ErrorReason.ValueType  # 124
 receiver. The message names the kind by its field number.
 """
 ERROR_REASON_OUTPUT_TOO_LARGE: ErrorReason.ValueType  # 125
-"""An output of a step exceeds the size limit of a message. Request another output, or a smaller one."""
+"""An output of a step exceeds the size limit of a message. Request another output or a smaller one, or let the stage
+store it (`stored: true` in the pipeline file).
+"""
+ERROR_REASON_OUTPUT_NOT_ENCODABLE: ErrorReason.ValueType  # 180
+"""A stage cannot encode its output in the requested media type, for example frames with an odd width as video/mp4.
+Request another size, or change the output's media_type in the pipeline file.
+"""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 126
 """A defect in Stagemesh, or in gRPC or a proxy that reported no reason. The log of the service has the details.
 Report it.
@@ -917,6 +929,8 @@ class _ErrorMetadataKeyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Erro
     """The number of the field that contains the unknown kind."""
     ERROR_METADATA_KEY_MESSAGE: _ErrorMetadataKey.ValueType  # 38
     """The name of the message that contains the unknown kind."""
+    ERROR_METADATA_KEY_MEDIA_TYPE: _ErrorMetadataKey.ValueType  # 39
+    """The media type of a file, for example "video/mp4"."""
 
 class ErrorMetadataKey(_ErrorMetadataKey, metaclass=_ErrorMetadataKeyEnumTypeWrapper):
     """ErrorMetadataKey lists the keys of the metadata of errors. The key is the name of a value in lower case, without the
@@ -1001,6 +1015,8 @@ ERROR_METADATA_KEY_FIELD: ErrorMetadataKey.ValueType  # 37
 """The number of the field that contains the unknown kind."""
 ERROR_METADATA_KEY_MESSAGE: ErrorMetadataKey.ValueType  # 38
 """The name of the message that contains the unknown kind."""
+ERROR_METADATA_KEY_MEDIA_TYPE: ErrorMetadataKey.ValueType  # 39
+"""The media type of a file, for example "video/mp4"."""
 Global___ErrorMetadataKey: _TypeAlias = ErrorMetadataKey  # noqa: Y015
 
 class _ErrorSource:

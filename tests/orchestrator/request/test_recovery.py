@@ -32,7 +32,9 @@ def _edge(name: str, producer: str, consumer: str, chunk: Chunk = "step") -> Edg
 
 
 def _route(stages: Iterable[str], *edges: Edge, output_stages: Iterable[str] = ()) -> Route:
-    outputs = {stage: PipelineOutput(source=stage, name=stage, kind="text", sample_rate_hz=0) for stage in output_stages}
+    outputs = {
+        stage: PipelineOutput(source=stage, name=stage, kind="text", sample_rate_hz=0) for stage in output_stages
+    }
     return Route(tuple(cast("Stage", SimpleNamespace(name=name)) for name in stages), edges, outputs)
 
 

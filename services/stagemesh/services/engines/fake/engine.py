@@ -77,6 +77,7 @@ class FakeEngine:
             async with self._slots, aclosing(run.events()) as events:
                 async for event in events:
                     yield event
+                    del event  # a variable would retain the memory of an emission while the next one is computed
         finally:
             self._runs.discard(run)
 
@@ -132,8 +133,7 @@ class FakeRun:
         async with aclosing(self._inputs()) as inputs:
             async for given in inputs:
                 size_bytes += sum(tensor.nbytes for tensor in given.values())
-                limited = self._limited(compute_output(self._function, given, frame_side=self._options.frame_side))
-                made = None if limited is None else self._after_checkpoint(limited)
+                made = self._made(given)
                 if made is None:
                     self._step += 1
                     continue
@@ -147,9 +147,11 @@ class FakeRun:
                 if disordered and not pauses:
                     delayed.append(emission)
                     continue
-                for each in (emission, *delayed):
-                    yield each
+                ready = [emission, *delayed]
                 delayed.clear()
+                del made, emission
+                while ready:
+                    yield ready.pop(0)
                 yield Progress(self._step)
                 if self._options.checkpoint_steps and not self._step % self._options.checkpoint_steps:
                     yield Checkpoint(self._step, tensors=step_state(self._step))
@@ -183,6 +185,11 @@ class FakeRun:
     def _before_checkpoint(self) -> bool:
         """Whether the task has not yet reached the checkpoint from which it resumes."""
         return self._step < self._resumed or any(self._rows_to_skip.values())
+
+    def _made(self, given: Tensors) -> Tensors | None:
+        """Returns the tensors of a step, or None if the output has ended or the checkpoint includes them."""
+        limited = self._limited(compute_output(self._function, given, frame_side=self._options.frame_side))
+        return None if limited is None else self._after_checkpoint(limited)
 
     def _limited(self, made: Tensors) -> Tensors | None:
         """Returns a step's tensors under the task's sampling parameters, or None if they have ended the output."""
