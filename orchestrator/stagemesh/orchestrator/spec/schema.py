@@ -6,10 +6,12 @@ entry to its type in `spec.model`.
 
 import sys
 from collections.abc import Mapping
+from dataclasses import field
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -27,6 +29,7 @@ from pydantic.dataclasses import dataclass
 
 from stagemesh.common.connector_descriptors import AUTO
 from stagemesh.common.descriptors import OptionSpec
+from stagemesh.common.media_config import MediaConfig, parse_root
 from stagemesh.common.stage_config import STALL_S, DataPlaneConfig
 from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.orchestrator.spec.conditions import Comparison, InputKind
@@ -260,6 +263,25 @@ class Limits(Bounds, frozen=True):
     """
 
 
+def _checked_root(root: str) -> str:
+    parse_root(root)
+    return root
+
+
+Root: TypeAlias = Annotated[str, AfterValidator(_checked_root)]
+"""A folder or a URL of fsspec below which media files are stored."""
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class MediaEntry(MediaConfig):
+    """The value of `media`: where media files are stored, and to which files requests may refer."""
+
+    store: Root | Literal[""] = ""
+    allowed: tuple[Root, ...] = ()
+    storage_options: dict[str, dict[str, JsonValue]] = field(default_factory=dict[str, dict[str, JsonValue]])
+    max_file_bytes: Size = MediaConfig.max_file_bytes
+
+
 class PipelineFile(Entry, frozen=True):
     """The content of a pipeline file, with the types of the schema."""
 
@@ -271,6 +293,7 @@ class PipelineFile(Entry, frozen=True):
     main_stage: Name | None = None
     """The stage that a request's sampling parameters and adapter mean if the request does not name a stage."""
     limits: Limits = Limits()
+    media: MediaEntry | None = None
 
 
 _TERMS = {"(option)": OptionTerm, "(input)": InputTerm, "(output)": OutputTerm}
@@ -310,7 +333,7 @@ def _describe(error: "ErrorDetails", path: KeyPath) -> str:
         case "too_short":
             return f"{dotted(path)} is empty; add at least one item"
         case _:
-            message = error["msg"]
+            message = error["msg"].removeprefix("Value error, ")
             return f"{dotted(path)} is {error['input']!r}; {message[:1].lower()}{message[1:]}"
 
 
@@ -333,6 +356,8 @@ def _known_keys(path: KeyPath) -> set[str]:
             entry = Limits
         case ("limits", "per_caller"):
             entry = Bounds
+        case ("media",):
+            entry = MediaEntry
         case _:
             pass
     fields = entry.__pydantic_fields__

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from stagemesh.common.tensors import Array, Tensors
-from stagemesh.services.engines.base import Task
+from stagemesh.services.engines.base import MediaFile, Medium, Task
 from stagemesh.services.engines.fake import FRAME_WIDTH
 
 _LENGTHS, _ABSENT = ".lengths", -1
@@ -17,6 +17,19 @@ def source_text(task: Task, step: int) -> Array:
     """Returns the text that a source emits at `step`, as uint8[bytes]: a short ASCII sentence."""
     digest = hashlib.sha256(f"{task.seed}/{task.prompt}/{step}".encode()).hexdigest()[:8]
     return np.frombuffer(f"Step {step} is {digest}. ".encode(), np.uint8)
+
+
+def media_text(medium: Medium) -> Array:
+    """Returns a line of text about an image, audio or a video: its kind, size in bytes and SHA-256 digest.
+
+    Reads a file in small blocks.
+    """
+    if isinstance(medium, MediaFile):
+        with medium.open() as content:
+            size_bytes, digest = medium.size_bytes, hashlib.file_digest(content, "sha256").hexdigest()
+    else:
+        size_bytes, digest = medium.samples.nbytes, hashlib.sha256(medium.samples.tobytes()).hexdigest()
+    return np.frombuffer(f"{medium.kind} {size_bytes} {digest}\n".encode(), np.uint8)
 
 
 def resize_text(text: Array, size_bytes: int) -> Array:
