@@ -150,7 +150,7 @@ class Direct:
                 )
                 for edge in outgoing
             ],
-            streamed=["text"],
+            streamed=[stage_pb2.StreamedOutput(tensor="text")],
         )
         request.parameters.sampling.max_tokens = outputs
         if not incoming:

@@ -28,7 +28,7 @@ def test_audio_is_readable_and_does_not_depend_on_its_division(media_type: str, 
     samples = TONE if channels == 1 else np.stack([TONE, TONE], axis=1)
     file = encode(media_type, [samples[:100], samples[100:]], sample_rate_hz=RATE_HZ)
     assert file == encode(media_type, np.array_split(samples, 7), sample_rate_hz=RATE_HZ)
-    with av.open(io.BytesIO(file)) as container:
+    with av.open(io.BytesIO(file), "r") as container:
         stream = container.streams.audio[0]
         decoded = list(container.decode(stream))
         assert sum(frame.samples for frame in decoded) / stream.rate == pytest.approx(2, abs=0.1)
@@ -40,7 +40,7 @@ def test_video_is_readable_and_does_not_depend_on_its_division(media_type: str) 
     file = encode(media_type, np.array_split(FRAMES, 3), frame_rate=24)
     pixels = (FRAMES.transpose(0, 2, 3, 1) * 255).round().astype(np.uint8)
     assert file == encode(media_type, np.array_split(pixels, 5), frame_rate=24)
-    with av.open(io.BytesIO(file)) as container:
+    with av.open(io.BytesIO(file), "r") as container:
         decoded = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
         assert container.streams.video[0].average_rate == 24
     assert decoded.shape == pixels.shape

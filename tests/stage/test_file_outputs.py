@@ -122,7 +122,7 @@ async def test_a_stored_output_is_a_file_with_its_size_and_digest(tmp_path: Path
 async def test_a_stored_video_can_be_played(tmp_path: Path) -> None:
     async with stage(emitting("frames", *np.array_split(FRAMES, 4)), tmp_path) as runtime:
         await events_of(runtime, wanted("frames", "video/mp4", store=tmp_path, frame_rate=12))
-    with av.open(str(tmp_path / "outputs/r/file")) as container:
+    with av.open(str(tmp_path / "outputs/r/file"), "r") as container:
         assert sum(1 for _ in container.decode(video=0)) == len(FRAMES)
 
 
@@ -203,7 +203,7 @@ async def test_a_step_that_does_not_finish_leaves_nothing(tmp_path: Path, ends: 
     assert files_in(tmp_path) == []
 
 
-async def test_a_full_store_fails_the_step_and_nobody_else(tmp_path: Path) -> None:
+async def test_a_full_store_fails_no_other_step(tmp_path: Path) -> None:
     async with stage(emitting("frames", *np.array_split(FRAMES, 4)), tmp_path) as runtime:
         with files_of_at_most(8 << 10), pytest.raises(StagemeshError) as caught:
             await events_of(runtime, wanted("frames", RAW, store=tmp_path))
@@ -215,7 +215,7 @@ async def test_a_full_store_fails_the_step_and_nobody_else(tmp_path: Path) -> No
 
 async def test_a_store_that_denies_writing_fails_the_step_before_the_engine_computes(tmp_path: Path) -> None:
     engine = emitting("frames", FRAMES)
-    # Nobody can create a folder here, not even root.
+    # Not even root can create a folder here.
     async with stage(engine, "/sys/stagemesh") as runtime:
         with pytest.raises(StagemeshError) as caught:
             await events_of(runtime, wanted("frames", RAW, store=Path("/sys/stagemesh")))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from stagemesh.common.errors import InvalidRequestError, PermissionDeniedError
+from stagemesh.common.errors import PermissionDeniedError
 
 LOCAL = "file"
 """The protocol of files in folders."""
@@ -106,10 +106,31 @@ class MediaConfig:
         return Location(protocol, path)
 
 
+@dataclass(frozen=True)
+class MediaServiceConfig:
+    """The configuration of a process that serves MediaService for one pipeline."""
+
+    pipeline: str
+    listen: str
+    """The address on which the process listens, as "host:port"."""
+    media: MediaConfig
+    name: str = "media"
+    """The name of the process. Processes with the same store need different names."""
+    parent_pid: int | None = None
+    """The id of the parent process. If the parent terminates, this process terminates too.
+
+    None if this process may outlive its parent.
+    """
+
+    def __post_init__(self) -> None:
+        if not self.media.store:
+            raise ValueError("media.store is not set; name the folder or the URL in which uploads are stored")
+
+
 def parse_root(root: str) -> Location:
     """Returns the location of a root that an operator wrote: an absolute folder, or a URL of fsspec.
 
-    Raises InvalidRequestError (INVALID_CONFIG) if it is neither.
+    Raises ValueError if it is neither.
     """
     protocol, separator, path = root.partition("://")
     if not separator:
@@ -117,10 +138,7 @@ def parse_root(root: str) -> Location:
     stripped = path.rstrip("/")
     names = stripped.removeprefix("/").split("/")
     if {"", ".", ".."}.intersection(names) or not protocol.isalnum() or (protocol == LOCAL) != path.startswith("/"):
-        raise InvalidRequestError(
-            f"{root!r} is not a location for media; write an absolute folder, or a URL such as s3://bucket/prefix",
-            reason="INVALID_CONFIG",
-        )
+        raise ValueError(f"{root!r} is not a location; write an absolute folder, or a URL such as s3://bucket/prefix")
     return Location(protocol, stripped)
 
 

@@ -14,6 +14,7 @@ from stagemesh.orchestrator.fleet.edge_connectors import EdgeLink
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.spec import Edge, Stage
+from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.v1 import orchestrator_pb2, stage_pb2
 
 _Message = TypeVar("_Message", bound=Message)
@@ -54,6 +55,11 @@ def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePi
         queued=orchestrator.admission.loads.waiting.requests,
         max_queued=pipeline.limits.max_queued,
         protocol=own_protocol(),
+        limits=orchestrator_pb2.PipelineLimits(
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            max_file_bytes=0 if pipeline.media is None else pipeline.media.max_file_bytes,
+        ),
+        media_endpoint=orchestrator.media_endpoint,
     )
 
 

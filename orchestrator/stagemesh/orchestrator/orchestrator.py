@@ -44,11 +44,14 @@ class Orchestrator:
         max_request_s: float,
         drain_s: float,
         max_kept_state_bytes: int = 256 << 20,
+        media_endpoint: str = "",
         choice: Choice | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pipeline = pipeline
         self.fleet = fleet
+        self.media_endpoint = media_endpoint
+        """The address of the media service for clients. Empty if the pipeline accepts no uploads."""
         self.admission = Admission(pipeline.limits, clock=clock)
         self.requests = RequestRegistry()
         self.totals = Totals()

@@ -438,6 +438,8 @@ class DescribePipelineResponse(_message.Message):
     QUEUED_FIELD_NUMBER: _builtins.int
     MAX_QUEUED_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    MEDIA_ENDPOINT_FIELD_NUMBER: _builtins.int
     pipeline: _builtins.str
     """The pipeline's name."""
     generation: _builtins.str
@@ -450,6 +452,8 @@ class DescribePipelineResponse(_message.Message):
     """The number of queued requests."""
     max_queued: _builtins.int
     """The maximum number of queued requests."""
+    media_endpoint: _builtins.str
+    """The address of MediaService, "host:port". Empty if the pipeline accepts no uploads."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageDescription]:
         """The stages, producers before consumers."""
@@ -466,6 +470,10 @@ class DescribePipelineResponse(_message.Message):
     def protocol(self) -> _protocol_pb2.Protocol:
         """What the orchestrator speaks. A client without a version in common does not send requests to it."""
 
+    @_builtins.property
+    def limits(self) -> Global___PipelineLimits:
+        """The limits of sizes."""
+
     def __init__(
         self,
         *,
@@ -479,14 +487,42 @@ class DescribePipelineResponse(_message.Message):
         queued: _builtins.int = ...,
         max_queued: _builtins.int = ...,
         protocol: _protocol_pb2.Protocol | None = ...,
+        limits: Global___PipelineLimits | None = ...,
+        media_endpoint: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["edges", b"edges", "generation", b"generation", "in_flight", b"in_flight", "max_in_flight", b"max_in_flight", "max_queued", b"max_queued", "outputs", b"outputs", "pipeline", b"pipeline", "protocol", b"protocol", "queued", b"queued", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["edges", b"edges", "generation", b"generation", "in_flight", b"in_flight", "limits", b"limits", "max_in_flight", b"max_in_flight", "max_queued", b"max_queued", "media_endpoint", b"media_endpoint", "outputs", b"outputs", "pipeline", b"pipeline", "protocol", b"protocol", "queued", b"queued", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribePipelineResponse: _TypeAlias = DescribePipelineResponse  # noqa: Y015
+
+@_typing.final
+class PipelineLimits(_message.Message):
+    """PipelineLimits are the largest sizes that a pipeline accepts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_FILE_BYTES_FIELD_NUMBER: _builtins.int
+    max_message_bytes: _builtins.int
+    """The size of a message in bytes, in each direction."""
+    max_file_bytes: _builtins.int
+    """The size of an uploaded file, and of a file to which a request refers, in bytes. 0 if requests cannot refer to files."""
+    def __init__(
+        self,
+        *,
+        max_message_bytes: _builtins.int = ...,
+        max_file_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_file_bytes", b"max_file_bytes", "max_message_bytes", b"max_message_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PipelineLimits: _TypeAlias = PipelineLimits  # noqa: Y015
 
 @_typing.final
 class StageDescription(_message.Message):

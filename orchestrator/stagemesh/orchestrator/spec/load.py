@@ -14,6 +14,7 @@ from stagemesh.common.media_config import parse_root
 from stagemesh.orchestrator.spec.checks.conditions import ConditionResolver, merge_options
 from stagemesh.orchestrator.spec.checks.edges import EdgeResolver, topological_order
 from stagemesh.orchestrator.spec.checks.flows import check_flows
+from stagemesh.orchestrator.spec.checks.media import check_media
 from stagemesh.orchestrator.spec.checks.stages_and_outputs import (
     Catalog,
     StageResolver,
@@ -77,6 +78,8 @@ def load_pipeline(
     }
     _check_main_stage(file.main_stage, stages, problems)
     _check_limits(file.limits, problems)
+    if file.media is not None:
+        check_media(file.media, problems, check_packages=check_models)
     problems.raise_any()
     stages = {name: stages[name] for name in topological_order(list(stages), {edge.arc for edge in edges})}
     pipeline = Pipeline(
@@ -86,6 +89,7 @@ def load_pipeline(
         edges=edges,
         outputs=outputs,
         limits=file.limits,
+        media=file.media,
         source=source,
         options=options,
         explanation=tuple(_explain(file, problems.origins)),

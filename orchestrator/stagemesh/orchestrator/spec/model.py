@@ -12,6 +12,7 @@ from typing import NamedTuple
 from pydantic import SkipValidation
 
 from stagemesh.common.descriptors import OptionSpec, OutputKind, Signature
+from stagemesh.common.media_config import MediaConfig
 from stagemesh.orchestrator.spec.conditions import Condition, Fact, Facts, holds
 from stagemesh.orchestrator.spec.schema import EdgeEntry, Limits, OutputEntry, StageEntry
 
@@ -134,6 +135,8 @@ class Pipeline:
     outputs: Mapping[str, PipelineOutput]
     limits: Limits
     source: Path
+    media: MediaConfig | None = None
+    """The locations of media files, or None if requests cannot refer to files and outputs cannot be stored."""
     options: Mapping[str, OptionSpec] = field(default_factory=dict[str, OptionSpec])
     """The options that requests may set, by name. An option is defined by stages or declared by the file."""
     explanation: tuple[ExplainedValue, ...] = field(default=(), repr=False, compare=False)

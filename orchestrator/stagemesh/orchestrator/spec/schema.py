@@ -6,10 +6,12 @@ entry to its type in `spec.model`.
 
 import sys
 from collections.abc import Mapping
+from dataclasses import field
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -29,6 +31,7 @@ from pydantic.dataclasses import dataclass
 from stagemesh.common.connector_descriptors import AUTO
 from stagemesh.common.descriptors import OptionSpec
 from stagemesh.common.encodings import MAX_FRAME_RATE
+from stagemesh.common.media_config import MediaConfig, parse_root
 from stagemesh.common.stage_config import STALL_S, DataPlaneConfig
 from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.orchestrator.spec.conditions import Comparison, InputKind
@@ -278,10 +281,23 @@ class Limits(Bounds, frozen=True):
     """
 
 
-class MediaEntry(Entry, frozen=True):
-    """STUB"""
+def _checked_root(root: str) -> str:
+    parse_root(root)
+    return root
 
-    store: str = ""
+
+Root: TypeAlias = Annotated[str, AfterValidator(_checked_root)]
+"""A folder or a URL of fsspec below which media files are stored."""
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class MediaEntry(MediaConfig):
+    """The value of `media`: where media files are stored, and to which files requests may refer."""
+
+    store: Root | Literal[""] = ""
+    allowed: tuple[Root, ...] = ()
+    storage_options: dict[str, dict[str, JsonValue]] = field(default_factory=dict[str, dict[str, JsonValue]])
+    max_file_bytes: Size = MediaConfig.max_file_bytes
 
 
 class PipelineFile(Entry, frozen=True):
@@ -298,6 +314,13 @@ class PipelineFile(Entry, frozen=True):
     media: MediaEntry | None = None
 
 
+_ITEMS: Mapping[str, Any] = {
+    "stages": StageEntry,
+    "edges": EdgeEntry,
+    "outputs": OutputEntry,
+    "options": OptionEntry,
+}
+"""The types of the items of the file's mappings and lists, by key."""
 _TERMS = {"(option)": OptionTerm, "(input)": InputTerm, "(output)": OutputTerm}
 _TAGS = frozenset({*_TERMS, "(frames)", "(names)", "(word)"})
 _NAME_REMEDY = "use lower-case letters, digits and '-', a letter first"
@@ -335,31 +358,27 @@ def _describe(error: "ErrorDetails", path: KeyPath) -> str:
         case "too_short":
             return f"{dotted(path)} is empty; add at least one item"
         case _:
-            message = error["msg"]
+            message = error["msg"].removeprefix("Value error, ")
             return f"{dotted(path)} is {error['input']!r}; {message[:1].lower()}{message[1:]}"
 
 
 def _known_keys(path: KeyPath) -> set[str]:
     entry: Any = PipelineFile
     match path:
-        case ("stages", _):
-            entry = StageEntry
+        case (str() as section, _) if section in _ITEMS:
+            entry = _ITEMS[section]
         case ("stages", _, "data_plane"):
             entry = DataPlaneEntry
-        case ("edges", _):
-            entry = EdgeEntry
         case ("edges", _, "chunk", "(frames)"):
             entry = FramesEntry
         case ("stages" | "edges", _, "when", _, str() as tag):
             entry = _TERMS[tag]
-        case ("outputs", _):
-            entry = OutputEntry
-        case ("options", _):
-            entry = OptionEntry
         case ("limits",):
             entry = Limits
         case ("limits", "per_caller"):
             entry = Bounds
+        case ("media",):
+            entry = MediaEntry
         case _:
             pass
     fields = entry.__pydantic_fields__

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import BytesIO
-from typing import BinaryIO, Literal, NamedTuple, Protocol, TypeAlias
+from io import BufferedReader, BytesIO
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from pydantic import JsonValue
 
@@ -67,7 +67,7 @@ class MediaFile:
     stored: FetchedFile | None = None
     """The opened file in a store, whose digest has been checked. Engines receive it if there is a `reference`."""
 
-    def open(self) -> BinaryIO:
+    def open(self) -> BufferedReader | BytesIO:
         """Returns a new reader at the start of the file. Close it after use. Reading never waits for a store."""
         return BytesIO(self.data) if self.stored is None else self.stored.open()
 

@@ -50,6 +50,12 @@ class MediaStore:
         if self.config.store and parse_root(self.config.store).protocol == LOCAL:
             shutil.rmtree(self._partial_folder, ignore_errors=True)
 
+    def check_packages(self) -> None:
+        """Raises NotReadyError (MISSING_MODULE) if a Python package that a root needs is not installed."""
+        for root in map(parse_root, self.config.roots):
+            if root.protocol != LOCAL:
+                self._file_system(root)
+
     async def fetch(self, reference: request_pb2.MediaFile) -> "FetchedFile":
         """Opens the file at `reference.uri`, and compares its size and its digest with `reference` if they are set.
 

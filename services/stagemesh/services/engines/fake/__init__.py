@@ -5,6 +5,7 @@ faults. The columns of this table are the function, its input, and its output:
 
 =======  =========================  ===========================================
 source   the client's prompt        text
+look     the prompt's media         text: the kind, size and SHA-256 digest of each image, audio and video
 talk     text                       the same text
 relay    text                       the same text
 frames   text                       float32 frames, one for each byte
@@ -34,6 +35,7 @@ _FRAMES = TensorSpec("float32", ("frames", FRAME_WIDTH))
 _AUDIO = Emitted(TensorSpec("float32", ("samples",)), kind="audio", sample_rate_hz=SAMPLE_RATE_HZ)
 _SIGNATURES = {
     "source": Signature(emits={"text": Emitted(_TEXT, kind="text")}, sampling=True),
+    "look": Signature(emits={"text": Emitted(_TEXT, kind="text")}, media=True),
     "talk": Signature(accepts={"text": _TEXT}, emits={"text": Emitted(_TEXT, kind="text")}, sampling=True),
     "relay": Signature(accepts={"text": _TEXT}, emits={"text": Emitted(_TEXT, kind="text")}),
     "frames": Signature(accepts={"text": _TEXT}, emits={"frames": Emitted(_FRAMES)}),

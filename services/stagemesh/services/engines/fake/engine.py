@@ -34,12 +34,14 @@ from stagemesh.services.engines.base import (
     RawPrompt,
     Task,
     Usage,
+    media_of,
 )
 from stagemesh.services.engines.fake import signature
 from stagemesh.services.engines.fake.options import FakeOptions, Fault, FaultKind, SeededRandom, fake_options
 from stagemesh.services.engines.fake.outputs import (
     compute_output,
     is_packed,
+    media_text,
     pack,
     resize_text,
     source_text,
@@ -178,6 +180,8 @@ class FakeRun:
 
     @property
     def _source_steps(self) -> int:
+        if self._signature.media:
+            return len(media_of(self._task.prompt))
         asked = self._task.sampling.max_tokens
         return self._random.count(self._options.steps, "steps") if asked is None else asked
 
@@ -216,7 +220,7 @@ class FakeRun:
         """
         if self._is_source:
             for step in range(self._source_steps):
-                yield {"text": self._sized(source_text(self._task, step), step)}
+                yield {"text": await self._source_text(step)}
             return
         resume_from = self._task.resume_from
         if resume_from is not None and is_packed(resume_from.tensors):
@@ -233,6 +237,11 @@ class FakeRun:
                     for name, tensor in packet.tensors.items()
                 }
                 step += 1
+
+    async def _source_text(self, step: int) -> Array:
+        if self._signature.media:
+            return await asyncio.to_thread(media_text, media_of(self._task.prompt)[step])
+        return self._sized(source_text(self._task, step), step)
 
     def _sized(self, text: Array, step: int) -> Array:
         return resize_text(text, self._random.count(self._options.size_bytes, "size", step))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from stagemesh.common.tensors import Array, Tensors
-from stagemesh.services.engines.base import Task
+from stagemesh.services.engines.base import MediaFile, Medium, Task
 from stagemesh.services.engines.fake import FRAME_WIDTH
 
 _LENGTHS, _ABSENT = ".lengths", -1
@@ -19,12 +19,25 @@ def source_text(task: Task, step: int) -> Array:
     return np.frombuffer(f"Step {step} is {digest}. ".encode(), np.uint8)
 
 
+def media_text(medium: Medium) -> Array:
+    """Returns a line of text about an image, audio or a video: its kind, size in bytes and SHA-256 digest.
+
+    Reads a file in small blocks.
+    """
+    if isinstance(medium, MediaFile):
+        with medium.open() as content:
+            size_bytes, digest = medium.size_bytes, hashlib.file_digest(content, "sha256").hexdigest()
+    else:
+        size_bytes, digest = medium.samples.nbytes, hashlib.sha256(medium.samples.tobytes()).hexdigest()
+    return np.frombuffer(f"{medium.kind} {size_bytes} {digest}\n".encode(), np.uint8)
+
+
 def resize_text(text: Array, size_bytes: int) -> Array:
     """Returns the text, repeated or cut to `size_bytes` bytes. If `size_bytes` is 0, returns the text unchanged."""
     return np.resize(text, size_bytes) if size_bytes and text.size else text
 
 
-def compute_output(function: str, given: Tensors, *, frame_side: int) -> Mapping[str, Array]:
+def compute_output(function: str, given: Tensors, *, frame_side: int = 16) -> Mapping[str, Array]:
     """Returns the tensors that a stage with this function emits for one input. `given` contains the input's
     tensors. `frame_side` is the width and the height of video frames, in pixels.
     """

@@ -83,9 +83,10 @@ class StageRuntime:
         """Loads the engine and sets the replica's state to READY. If the engine fails to load, sets the state to FAILED
         and raises a StagemeshError.
         """
-        if self.store is not None:
-            self.store.sweep()
         try:
+            if self.store is not None:
+                self.store.check_packages()
+                self.store.sweep()
             if use_partitions := self.engine.abilities.use_partitions:
                 use_partitions(self.data_plane.arena)
             await self.engine.start(self._report)
