@@ -173,7 +173,9 @@ def _check_file(path: KeyPath, entry: OutputEntry, emitted: Emitted, *, store_ur
     """Reports an error for each key that does not fit to the tensor that the stage emits."""
     encodings = encodings_of(emitted)
     is_video = entry.media_type in VIDEO_ENCODINGS
-    remedy = f"use {' or '.join(encodings)}" if encodings else "remove media_type, because the stage emits whole files"
+    remedy = (
+        f"use one of {', '.join(encodings)}" if encodings else "remove media_type, because the stage emits whole files"
+    )
     if entry.media_type is not None and entry.media_type not in encodings:
         text = f"{entry.source} ({emitted.kind}, {emitted.spec}) cannot be encoded as {entry.media_type!r}; {remedy}"
         problems.add((*path, "media_type"), text)
@@ -183,7 +185,7 @@ def _check_file(path: KeyPath, entry: OutputEntry, emitted: Emitted, *, store_ur
         text = f"frame_rate is given for {entry.media_type or emitted.kind}; remove it, or use a video's media_type"
         problems.add((*path, "frame_rate"), text)
     if entry.stored and not store_uri:
-        text = "the output is to be stored, but the pipeline has no object store; add `media: {store: FOLDER or URL}`"
+        text = "the output is to be stored, but the pipeline has no object store; add `media: {store: FOLDER OR URL}`"
         problems.add((*path, "stored"), text)
     if entry.stored and entry.media_type is None and encodings:
         problems.add(path, f"{dotted(path)} is stored without a media type; add `media_type: {encodings[0]}`")

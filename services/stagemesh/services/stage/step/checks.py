@@ -161,11 +161,11 @@ def _check_file(output: StreamedOutput, emitted: Emitted) -> None:
     if output.media_type and output.media_type not in encodings:
         raise UnsupportedError(
             f"output {output.tensor} ({emitted.kind}, {emitted.spec}) cannot be encoded as "
-            f"{output.media_type[:100]!r}; use {' or '.join(encodings) or 'no media_type'}"
+            f"{output.media_type[:100]!r}; use {_one_of(encodings)}"
         )
     if output.uri and not output.media_type and encodings:
         raise InvalidRequestError(
-            f"output {output.tensor} is to be stored without a media_type; use {' or '.join(encodings)}"
+            f"output {output.tensor} is to be stored without a media_type; use {_one_of(encodings)}"
         )
     is_video = output.media_type in VIDEO_ENCODINGS
     if is_video != (output.frame_rate != 0) or not 0 <= output.frame_rate <= MAX_FRAME_RATE:
@@ -173,6 +173,10 @@ def _check_file(output: StreamedOutput, emitted: Emitted) -> None:
             f"output {output.tensor} has frame_rate {output.frame_rate:g}; use a number above 0, at most "
             f"{MAX_FRAME_RATE:g}, for video, and 0 for any other output"
         )
+
+
+def _one_of(media_types: Sequence[str]) -> str:
+    return f"one of {', '.join(media_types)}" if media_types else "no media_type"
 
 
 def _check_prompt(task: Task, signature: Signature, *, engine: str) -> None:
