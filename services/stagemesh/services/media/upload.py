@@ -5,9 +5,10 @@ from types import TracebackType
 from typing import Self
 
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.media_checks import check_content
 from stagemesh.common.media_config import suffix_of
 from stagemesh.rpc.channels import MEDIA_PART_BYTES
-from stagemesh.services.media.store import MediaStore, check_content
+from stagemesh.services.media.store import MediaStore
 from stagemesh.services.media.stored_file import StoredFileWriter
 from stagemesh.v1 import media_pb2, request_pb2
 
