@@ -256,7 +256,7 @@ def client_arguments(values: Mapping[str, Any]) -> "GenerateArguments":
     `values` are the values of the command's parameters by name. Raises BadParameter if a file cannot be read or an
     option is malformed.
     """
-    given = {name: value for name, value in values.items() if value not in (None, [], "")}
+    given = {name: value for name, value in values.items() if value not in (None, [], "") and value is not False}
     arguments = {name: value for name, value in given.items() if name in _CLIENT_ARGUMENTS}
     for name in arguments.keys() & {"json_schema", "grammar"}:
         arguments[name] = _read_text(given[name], option=f"--{name.replace('_', '-')}")
