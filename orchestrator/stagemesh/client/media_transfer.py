@@ -76,7 +76,7 @@ class UploadMessages:
 class Download:
     """The local file of a download. Use it within `with`: without `finish`, nothing remains.
 
-    Raises InvalidRequestError (INVALID_MEDIA) if the file cannot be written.
+    Raises InvalidRequestError (CANNOT_WRITE) if the file cannot be written.
     """
 
     def __init__(self, file: MediaFile | str, path: Path | str, *, on_bytes: OnBytes | None) -> None:
@@ -133,7 +133,7 @@ class Download:
         self._temporary.unlink(missing_ok=True)
 
     def _unwritable(self, exc: OSError) -> InvalidRequestError:
-        return InvalidRequestError(f"cannot write {self._path}: {exc.strerror}", reason="INVALID_MEDIA")
+        return InvalidRequestError(f"cannot write {self._path}: {exc.strerror}", reason="CANNOT_WRITE")
 
 
 def stored_file(message: request_pb2.MediaFile) -> MediaFile:

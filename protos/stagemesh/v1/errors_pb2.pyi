@@ -98,7 +98,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_INVALID_ID: _ErrorReason.ValueType  # 26
     """A request_id or step_id is empty, too long or contains characters that are not allowed."""
     ERROR_REASON_INVALID_MEDIA: _ErrorReason.ValueType  # 27
-    """An image, audio or video is empty, damaged, of another type than stated, or not accepted by the model."""
+    """An image, audio or video is empty, damaged, of another type than stated, or not accepted by the model; or an upload
+    is incomplete or its parts are not in order.
+    """
     ERROR_REASON_FILE_TOO_LARGE: _ErrorReason.ValueType  # 152
     """A file to which a request refers, or that is uploaded, exceeds the size limit of the pipeline (media.max_file_bytes).
     Send a smaller file.
@@ -506,7 +508,9 @@ ERROR_REASON_INVALID_FOLDER: ErrorReason.ValueType  # 25
 ERROR_REASON_INVALID_ID: ErrorReason.ValueType  # 26
 """A request_id or step_id is empty, too long or contains characters that are not allowed."""
 ERROR_REASON_INVALID_MEDIA: ErrorReason.ValueType  # 27
-"""An image, audio or video is empty, damaged, of another type than stated, or not accepted by the model."""
+"""An image, audio or video is empty, damaged, of another type than stated, or not accepted by the model; or an upload
+is incomplete or its parts are not in order.
+"""
 ERROR_REASON_FILE_TOO_LARGE: ErrorReason.ValueType  # 152
 """A file to which a request refers, or that is uploaded, exceeds the size limit of the pipeline (media.max_file_bytes).
 Send a smaller file.

@@ -276,7 +276,7 @@ Root: TypeAlias = Annotated[str, AfterValidator(_checked_root)]
 class MediaEntry(MediaConfig):
     """The value of `media`: where media files are stored, and to which files requests may refer."""
 
-    store: Root | Literal[""] = ""
+    store: Root = ""
     allowed: tuple[Root, ...] = ()
     storage_options: dict[str, dict[str, JsonValue]] = field(default_factory=dict[str, dict[str, JsonValue]])
     max_file_bytes: Size = MediaConfig.max_file_bytes
