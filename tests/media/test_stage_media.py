@@ -89,7 +89,9 @@ async def test_an_object_that_is_deleted_before_the_step_is_reported(tmp_path: P
         assert await reason_of(replica, step(uri)) == "UNKNOWN_MEDIA"
 
 
-async def test_a_store_that_never_answers_is_bounded_by_the_deadline_and_delays_nobody(tmp_path: Path) -> None:
+async def test_a_store_that_never_answers_is_bounded_by_the_deadline_and_delays_no_other_request(
+    tmp_path: Path,
+) -> None:
     with web_server(None) as url:
         async with looking_stage(tmp_path, url) as replica:
             slow = asyncio.create_task(reason_of(replica, step(f"{url}/a.png", request_id="slow"), timeout_s=1))

@@ -6,7 +6,7 @@ from stagemesh.common.errors import InvalidRequestError
 
 
 class FileDescription(Protocol):
-    """What is stated about a file, for example by `MediaFile` of request.proto."""
+    """The stated properties of a file, for example by `MediaFile` of request.proto."""
 
     @property
     def uri(self) -> str:

@@ -23,7 +23,7 @@ class Upload:
     def __init__(self, store: MediaStore) -> None:
         self._store = store
         self._stated = request_pb2.MediaFile()
-        """What the client states about the whole file."""
+        """The properties of the whole file that the client states."""
         self._writer: StoredFileWriter | None = None
         self._is_complete = self._is_stored = False
 
