@@ -3,7 +3,7 @@ import hashlib
 import os
 import resource
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,13 @@ def messages(
 async def failure(store: MediaStore, sent: list[media_pb2.UploadMediaRequest]) -> StagemeshError:
     async with served(store) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.UploadMedia(iter(sent))
+            # An iterator of messages would cancel the call, and lose its status, if the server ends it early.
+            call = stub.UploadMedia()
+            with suppress(asyncio.InvalidStateError):
+                for message in sent:
+                    await call.write(message)
+                await call.done_writing()
+            await call
     return from_rpc_error(caught.value, peer="media")
 
 
