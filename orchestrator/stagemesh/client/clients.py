@@ -127,25 +127,28 @@ class AsyncClient(BaseClient):
         may contain.
 
         - `media_type` is the file's media type. If None, the suffix of its name determines it.
-        - `on_bytes` is called during the transfer with the number of bytes sent so far.
+        - `on_bytes` is called in another thread, during the transfer, with the number of bytes sent so far.
         - `timeout_s` is the time limit in seconds, or None for no limit.
 
         Raises InvalidRequestError if the file cannot be read (INVALID_MEDIA) or is too large (FILE_TOO_LARGE), and
         UnsupportedError if the pipeline has no media service. After an error, nothing is stored.
         """
         messages = UploadMessages(path, media_type=media_type, on_bytes=on_bytes)
-        endpoint, iterator = media_endpoint(await self.describe()), iter(messages)
-        async with grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS) as channel:
-            call = MediaServiceStub(channel).UploadMedia(timeout=timeout_s)
+        endpoint = media_endpoint(await self.describe())
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def end(_: object) -> None:
+            loop.call_soon_threadsafe(ended.set)
+
+        # A call of grpc.aio loses its status if the server ends it while a message is written.
+        with grpc.insecure_channel(endpoint, options=_CHANNEL_OPTIONS) as channel:
+            call = MediaServiceStub(channel).UploadMedia.future(iter(messages), timeout=timeout_s)
+            call.add_done_callback(end)
             try:
-                # A finished call accepts no further message. Its status says why.
-                with suppress(asyncio.InvalidStateError):
-                    while (message := await asyncio.to_thread(next, iterator, None)) is not None:
-                        await call.write(message)
-                    await call.done_writing()
-                return stored_file((await call).file)
-            except grpc.aio.AioRpcError as exc:
-                raise from_rpc_error(exc, peer=f"the media service at {endpoint}") from exc
+                await ended.wait()
+                return stored_file(call.result().file)
+            except grpc.RpcError as exc:
+                raise messages.error or from_rpc_error(exc, peer=f"the media service at {endpoint}") from exc
             finally:
                 call.cancel()
 
