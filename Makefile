@@ -72,6 +72,7 @@ bench: models ## Measure the speech pipeline, the edges, the stages, the orchest
 	python -m benchmarks.orchestrator --json out/bench-orchestrator.json
 	python -m benchmarks.orchestrator_idle --json out/bench-orchestrator-idle.json
 	python -m benchmarks.simulate --json out/bench-simulate.json
+	python -m benchmarks.media_uploads --json out/bench-media-uploads.json
 	python -m benchmarks.client_import --json out/bench-client-import.json
 	python -m benchmarks.media --json out/bench-media.json
 

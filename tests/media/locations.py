@@ -1,8 +1,10 @@
 """Stores for tests: folders, and web servers that answer, never answer, or do not exist."""
 
-import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from stagemesh.common.media_config import MediaConfig
@@ -23,20 +25,35 @@ def placed(folder: Path, name: str = "a.png", content: bytes = b"content") -> st
     return f"file://{path}"
 
 
-@asynccontextmanager
-async def web_server(content: bytes | None) -> AsyncGenerator[str]:
+@contextmanager
+def web_server(content: bytes | None) -> Iterator[str]:
     """Serves `content` at every path of a web server. If it is None, the server never answers. Yields its URL."""
+    if content is None:
+        # The system accepts the connections, and nothing reads them.
+        with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        return
+    body = content
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        request = await reader.readuntil(b"\r\n\r\n")
-        if content is None:
-            await reader.read()
-        else:
-            body = b"" if request.startswith(b"HEAD") else content
-            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(content) + body)
-            await writer.drain()
-        writer.close()
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        def do_GET(self) -> None:
+            self.do_HEAD()
+            with suppress(ConnectionError):
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Prints nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()

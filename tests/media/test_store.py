@@ -141,7 +141,7 @@ async def test_a_fetched_file_survives_its_deletion(tmp_path: Path) -> None:
 
 async def test_a_remote_file_is_copied_to_the_spool_folder_without_a_name(tmp_path: Path) -> None:
     content = os.urandom(3 << 20)
-    async with web_server(content) as url:
+    with web_server(content) as url:
         store = make_store(tmp_path, allowed=(url,))
         file = await store.fetch(reference(f"{url}/a.png", sha256=hashlib.sha256(content).digest()))
         with file.open() as opened:
@@ -151,20 +151,20 @@ async def test_a_remote_file_is_copied_to_the_spool_folder_without_a_name(tmp_pa
 
 
 async def test_a_remote_file_above_the_limit_is_rejected(tmp_path: Path) -> None:
-    async with web_server(bytes(100)) as url:
+    with web_server(bytes(100)) as url:
         store = make_store(tmp_path, allowed=(url,), max_file_bytes=99)
         assert await failure(store, reference(f"{url}/a.png")) == "FILE_TOO_LARGE"
 
 
 async def test_an_unreachable_store_is_reported(tmp_path: Path) -> None:
-    async with web_server(b"") as url:
+    with web_server(b"") as url:
         pass
     store = make_store(tmp_path, allowed=(url,))
     assert await failure(store, reference(f"{url}/a.png")) == "STORE_UNREACHABLE"
 
 
 async def test_a_store_that_never_answers_delays_no_other_caller(tmp_path: Path) -> None:
-    async with web_server(None) as url:
+    with web_server(None) as url:
         store = make_store(tmp_path, allowed=(url,))
         waiting = [asyncio.create_task(store.fetch(reference(f"{url}/{number}"))) for number in range(50)]
         assert await fetched(store, reference(placed(tmp_path))) == b"content"

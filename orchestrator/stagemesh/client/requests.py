@@ -6,7 +6,7 @@ All arguments are checked before anything is sent.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeAlias, TypedDict
 from uuid import uuid4
 
@@ -239,16 +239,25 @@ def read_media(path: Path | str) -> ImageFile | AudioFile | VideoFile:
     Raises InvalidRequestError (INVALID_MEDIA) if the suffix is unknown or the file cannot be read.
     """
     path = Path(path)
+    media_type = media_type_of(path)
+    kind = _SUFFIXES[path.suffix.lower()][0]
+    try:
+        return kind(path.read_bytes(), media_type)
+    except OSError as exc:
+        raise InvalidRequestError(f"cannot read {path}: {exc.strerror}", reason="INVALID_MEDIA") from exc
+
+
+def media_type_of(path: PurePath) -> str:
+    """Returns the media type of an image, audio or video file. The suffix of its name determines it.
+
+    Raises InvalidRequestError (INVALID_MEDIA) if the suffix is unknown.
+    """
     if path.suffix.lower() not in _SUFFIXES:
         raise InvalidRequestError(
             f"{path} has none of the suffixes of images, audio and video: {', '.join(_SUFFIXES)}",
             reason="INVALID_MEDIA",
         )
-    kind, media_type = _SUFFIXES[path.suffix.lower()]
-    try:
-        return kind(path.read_bytes(), media_type)
-    except OSError as exc:
-        raise InvalidRequestError(f"cannot read {path}: {exc.strerror}", reason="INVALID_MEDIA") from exc
+    return _SUFFIXES[path.suffix.lower()][1]
 
 
 def build_request(prompt: Content | None, arguments: GenerateArguments) -> orchestrator_pb2.GenerateRequest:
@@ -323,7 +332,8 @@ def _check_size(request: orchestrator_pb2.GenerateRequest) -> None:
     size_bytes = request.ByteSize()
     if size_bytes > MAX_MESSAGE_BYTES:
         raise InvalidRequestError(
-            f"the request is {size_bytes} bytes long; the limit is {MAX_MESSAGE_BYTES}; shorten the input",
+            f"the request is {size_bytes} bytes long; the limit is {MAX_MESSAGE_BYTES}; shorten the input, or upload "
+            "its media",
             reason="MESSAGE_TOO_LARGE",
             metadata={"size_bytes": str(size_bytes), "limit_bytes": str(MAX_MESSAGE_BYTES)},
         )

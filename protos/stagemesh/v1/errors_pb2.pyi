@@ -98,7 +98,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_INVALID_ID: _ErrorReason.ValueType  # 26
     """A request_id or step_id is empty, too long or contains characters that are not allowed."""
     ERROR_REASON_INVALID_MEDIA: _ErrorReason.ValueType  # 27
-    """An image, audio or video is empty, damaged, of another type than stated, or not accepted by the model."""
+    """An image, audio or video is empty, damaged, of another type than stated, or not accepted by the model; or an upload
+    is incomplete or its parts are not in order.
+    """
     ERROR_REASON_FILE_TOO_LARGE: _ErrorReason.ValueType  # 152
     """A file to which a request refers, or that is uploaded, exceeds the size limit of the pipeline (media.max_file_bytes).
     Send a smaller file.
@@ -357,7 +359,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """An output of a step exceeds the size limit of a message. Request another output or a smaller one, or let the stage
     store it (`stored: true` in the pipeline file).
     """
-    ERROR_REASON_OUTPUT_NOT_ENCODABLE: _ErrorReason.ValueType  # 180
+    ERROR_REASON_OUTPUT_NOT_ENCODABLE: _ErrorReason.ValueType  # 159
     """A stage cannot encode its output in the requested media type, for example frames with an odd width as video/mp4.
     Request another size, or change the output's media_type in the pipeline file.
     """
@@ -512,7 +514,9 @@ ERROR_REASON_INVALID_FOLDER: ErrorReason.ValueType  # 25
 ERROR_REASON_INVALID_ID: ErrorReason.ValueType  # 26
 """A request_id or step_id is empty, too long or contains characters that are not allowed."""
 ERROR_REASON_INVALID_MEDIA: ErrorReason.ValueType  # 27
-"""An image, audio or video is empty, damaged, of another type than stated, or not accepted by the model."""
+"""An image, audio or video is empty, damaged, of another type than stated, or not accepted by the model; or an upload
+is incomplete or its parts are not in order.
+"""
 ERROR_REASON_FILE_TOO_LARGE: ErrorReason.ValueType  # 152
 """A file to which a request refers, or that is uploaded, exceeds the size limit of the pipeline (media.max_file_bytes).
 Send a smaller file.
@@ -771,7 +775,7 @@ ERROR_REASON_OUTPUT_TOO_LARGE: ErrorReason.ValueType  # 125
 """An output of a step exceeds the size limit of a message. Request another output or a smaller one, or let the stage
 store it (`stored: true` in the pipeline file).
 """
-ERROR_REASON_OUTPUT_NOT_ENCODABLE: ErrorReason.ValueType  # 180
+ERROR_REASON_OUTPUT_NOT_ENCODABLE: ErrorReason.ValueType  # 159
 """A stage cannot encode its output in the requested media type, for example frames with an odd width as video/mp4.
 Request another size, or change the output's media_type in the pipeline file.
 """

@@ -133,9 +133,10 @@ PARAMETERS: Mapping[str, Parameter] = {
         metavar="NAMES",
     ),
     "attach": option(
-        list[Path],
-        "Attach an image, audio or video file to the request. The model receives it before the prompt. Repeatable.",
-        metavar="FILE",
+        list[str],
+        "Attach an image, audio or video file to the request, or a stored one by its URI, such as s3://bucket/key. "
+        "Uploads a file that is too large for the request. The model receives it before the prompt. Repeatable.",
+        metavar="FILE|URI",
     ),
     "messages": option(
         Path,
@@ -224,7 +225,7 @@ def _read_prompt(values: Mapping[str, Any]) -> "tuple[Content | None, GenerateAr
 
     Raises BadParameter if the options contradict each other or if a file cannot be read.
     """
-    from stagemesh.client import read_media
+    from stagemesh.orchestrator.cli.attachments import read_attachments
     from stagemesh.orchestrator.cli.conversation_files import read_messages, read_tools
 
     prompt, messages = values["prompt"], values["messages"]
@@ -241,7 +242,8 @@ def _read_prompt(values: Mapping[str, Any]) -> "tuple[Content | None, GenerateAr
         arguments["messages"] = read_messages(messages)
         return None, arguments
     text: str = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
-    media = [*map(read_media, values["attach"] or ())]
+    endpoints = split_addresses(values["server"])
+    media = read_attachments(values["attach"] or (), endpoints=endpoints, quiet=values["as_json"])
     if values["raw"]:
         arguments |= {"raw_text": text, "media": media}
         return None, arguments
@@ -254,7 +256,7 @@ def client_arguments(values: Mapping[str, Any]) -> "GenerateArguments":
     `values` are the values of the command's parameters by name. Raises BadParameter if a file cannot be read or an
     option is malformed.
     """
-    given = {name: value for name, value in values.items() if value not in (None, [], "")}
+    given = {name: value for name, value in values.items() if value not in (None, [], "") and value is not False}
     arguments = {name: value for name, value in given.items() if name in _CLIENT_ARGUMENTS}
     for name in arguments.keys() & {"json_schema", "grammar"}:
         arguments[name] = _read_text(given[name], option=f"--{name.replace('_', '-')}")

@@ -13,7 +13,8 @@ from stagemesh.common.errors import StagemeshError
 from stagemesh.common.media_config import MediaServiceConfig
 from stagemesh.common.process_config import dump_config
 from stagemesh.common.stage_config import StageConfig
-from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
+from stagemesh.orchestrator.config import OrchestratorConfig, Registration, ReplicaAddress
+from stagemesh.orchestrator.launcher.external_stages import ExternalStages
 from stagemesh.orchestrator.launcher.ports import HOST, PortPicker, check_listen
 from stagemesh.orchestrator.launcher.probes import (
     ORCHESTRATOR,
@@ -34,7 +35,7 @@ _MEDIA = "media"
 
 
 class Launcher:
-    """Starts, supervises and stops the processes of one pipeline.
+    """Starts, supervises and stops the processes of one pipeline. Only reports the state of external stages.
 
     Use `async with launcher.running():` once, in the main thread of the program.
 
@@ -63,6 +64,7 @@ class Launcher:
         self._ports = PortPicker()
         self.endpoint = self._with_port(listen)
         self.admin_endpoint = self._next_to_clients() if admin_listen is None else self._with_port(admin_listen)
+        self._external = ExternalStages(pipeline, admin_endpoint=self.admin_endpoint)
         self.processes: dict[str, ProcessStatus] = {}
         self._ready = asyncio.Event()
 
@@ -78,15 +80,16 @@ class Launcher:
         folder = RunFolder(settings.runs_dir())
         try:
             specs = self._plan_processes(folder)
-            self.processes = {
-                spec.name: ProcessStatus(spec.name, spec.stage, spec.endpoint, ProcessState.STARTING) for spec in specs
-            }
-            async with asyncio.TaskGroup() as group:
+            starting = [ProcessStatus(spec.name, spec.stage, spec.endpoint, ProcessState.STARTING) for spec in specs]
+            self.processes = {each.name: each for each in (*starting, *self._external.statuses.values())}
+            async with open_channel(self.endpoint) as channel, asyncio.TaskGroup() as group:
+                watching = group.create_task(self._external.watch(channel, self._update))
                 tasks = {
                     spec.name: group.create_task(Supervisor(spec, policy=self._policy, listener=self._update).run())
                     for spec in specs
                 }
                 yield
+                watching.cancel()
                 await _stop(tasks)
         except BaseExceptionGroup as group:
             raise _root_cause(group) from group
@@ -121,6 +124,7 @@ class Launcher:
             listen=self.endpoint,
             admin_listen=self.admin_endpoint,
             media_endpoint=media[0].endpoint if media else "",
+            registration=Registration() if self._external.register else None,
             parent_pid=os.getpid(),
         )
         command = _command("stagemesh.orchestrator", folder.write_config(ORCHESTRATOR, dump_config(config)))
@@ -140,7 +144,7 @@ class Launcher:
         return (ProcessSpec(_MEDIA, "", endpoint, command, folder.log_path(_MEDIA), probe_health),)
 
     def _addresses(self, stage: Stage) -> tuple[ReplicaAddress, ...]:
-        count = range(stage.replicas)
+        count = range(0 if stage.is_external else stage.replicas)
         return tuple(ReplicaAddress(f"{stage.name}-{i}", f"{HOST}:{self._ports.pick()}") for i in count)
 
     def _plan_replica(self, stage: Stage, address: ReplicaAddress, folder: RunFolder) -> ProcessSpec:

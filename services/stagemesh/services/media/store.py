@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from urllib.parse import quote
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, PermissionDeniedError
+from stagemesh.common.media_checks import check_content
 from stagemesh.common.media_config import LOCAL, Location, MediaConfig, parse_root
 from stagemesh.rpc.channels import MEDIA_PART_BYTES
 from stagemesh.services.media.store_calls import call_store
@@ -219,23 +220,6 @@ class FetchedFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-def check_content(reference: request_pb2.MediaFile, *, size_bytes: int, sha256: bytes) -> None:
-    """Compares a file's size in bytes and its digest with those of `reference`, as far as they are set there.
-
-    Raises InvalidRequestError (MEDIA_MISMATCH) if they differ.
-    """
-    problem = ""
-    if reference.size_bytes and reference.size_bytes != size_bytes:
-        problem = f"{size_bytes} bytes; its size_bytes says {reference.size_bytes}"
-    elif reference.sha256 and reference.sha256 != sha256:
-        problem = f"the SHA-256 digest {sha256.hex()}; its sha256 says {reference.sha256.hex()[:64]}"
-    if problem:
-        raise InvalidRequestError(
-            f"{reference.uri or 'the file'} has {problem}; send the file again, or correct the description",
-            reason="MEDIA_MISMATCH",
-        )
 
 
 async def _check_content(reference: request_pb2.MediaFile, file: FetchedFile) -> None:

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TypeVar
 
 from stagemesh.common.errors import NotFoundError, NotReadyError, OverloadedError, StagemeshError
@@ -46,7 +47,7 @@ async def call_store(
         if not future.done():
             future.set_result(result)
         elif release is not None:
-            _start(lambda: release(result), what)
+            _start(partial(release, result), what)
 
     def fail(exc: Exception) -> None:
         if not future.done():

@@ -5,9 +5,10 @@ from types import TracebackType
 from typing import Self
 
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.media_checks import check_content
 from stagemesh.common.media_config import suffix_of
 from stagemesh.rpc.channels import MEDIA_PART_BYTES
-from stagemesh.services.media.store import MediaStore, check_content
+from stagemesh.services.media.store import MediaStore
 from stagemesh.services.media.stored_file import StoredFileWriter
 from stagemesh.v1 import media_pb2, request_pb2
 
@@ -22,7 +23,7 @@ class Upload:
     def __init__(self, store: MediaStore) -> None:
         self._store = store
         self._stated = request_pb2.MediaFile()
-        """What the client states about the whole file."""
+        """The properties of the whole file that the client states."""
         self._writer: StoredFileWriter | None = None
         self._is_complete = self._is_stored = False
 
