@@ -3,20 +3,19 @@
     python -m benchmarks.media_uploads --json out/bench-media-uploads.json
 
 The processes are the real ones of `stagemesh up`, with a fake engine that reads the file. The memory is the resident
-memory of a process without the pages of files (RssAnon and RssShmem of /proc), sampled every 5 ms. Its growth is the
-highest sample minus the memory after a small upload and request.
+memory of a process without the pages of files. Its growth is the highest memory during the upload and the request,
+minus the memory after a small upload and request.
 """
 
 import argparse
 import asyncio
 import hashlib
 import os
-import re
 import tempfile
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks.memory import growth
 from benchmarks.report import Figure, report
 from stagemesh.client import AsyncClient, MediaFile
 from stagemesh.orchestrator.launcher import Launcher
@@ -29,7 +28,6 @@ stages:
   eye: {{engine: fake, function: look}}
 outputs: {{text: eye}}
 """
-_SAMPLE_S = 0.005
 _MIB = 1 << 20
 _NAMES = {"orchestrator": "orchestrator", "media": "media service", "eye-0": "stage"}
 
@@ -45,10 +43,9 @@ async def measure(*, size_bytes: int) -> tuple[Mapping[str, float], float]:
             async with AsyncClient(launcher.endpoint) as client:
                 await _upload_and_look(client, folder / "small.mp4", size_bytes=_MIB)
                 process_ids = {name: launcher.processes[name].process_id or 0 for name in _NAMES}
-                before = {name: _memory_bytes(process_id) for name, process_id in process_ids.items()}
-                async with _sampled(process_ids) as most:
+                with growth(process_ids) as grown:
                     upload_s = await _upload_and_look(client, folder / "large.mp4", size_bytes=size_bytes)
-                return {name: most[name] - before[name] for name in _NAMES}, upload_s
+                return {name: grown(name) for name in _NAMES}, upload_s
 
 
 async def _upload_and_look(client: AsyncClient, path: Path, *, size_bytes: int) -> float:
@@ -66,30 +63,6 @@ async def _upload_and_look(client: AsyncClient, path: Path, *, size_bytes: int) 
     return upload_s
 
 
-@asynccontextmanager
-async def _sampled(process_ids: Mapping[str, int]) -> AsyncGenerator[Mapping[str, int]]:
-    """Yields the highest memory of each process in bytes, which is complete at the end of the block."""
-    most = dict.fromkeys(process_ids, 0)
-
-    async def sample() -> None:
-        while True:
-            for name, process_id in process_ids.items():
-                most[name] = max(most[name], _memory_bytes(process_id))
-            await asyncio.sleep(_SAMPLE_S)
-
-    task = asyncio.create_task(sample())
-    try:
-        yield most
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-
-
-def _memory_bytes(process_id: int) -> int:
-    status = Path(f"/proc/{process_id}/status").read_text()
-    return sum(1024 * int(kib) for kib in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", status, re.MULTILINE))
-
-
 def main() -> None:
     """Reads the command line, measures, and reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -97,10 +70,10 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=100, help="Upload a file of this size, in MiB.")
     arguments = parser.parse_args()
     size_bytes = arguments.mib * _MIB
-    growth, upload_s = asyncio.run(measure(size_bytes=size_bytes))
+    grown, upload_s = asyncio.run(measure(size_bytes=size_bytes))
     subject = f"a file of {arguments.mib} MiB"
     figures = [
-        Figure(f"memory of the {label}", growth[name] / _MIB, "MiB", "<=16", subject) for name, label in _NAMES.items()
+        Figure(f"memory of the {label}", grown[name] / _MIB, "MiB", "<=16", subject) for name, label in _NAMES.items()
     ]
     figures.append(Figure("upload", size_bytes / _MIB / upload_s, "MiB/s", "", subject))
     report("media_uploads", figures, json_file=arguments.json)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from stagemesh.client.requests import MediaFile
+from stagemesh.client.media_transfer import stored_file
 from stagemesh.client.responses import (
     Admitted,
     AudioChunk,
@@ -83,9 +83,7 @@ class EventDecoder:
                 media = message.media
                 yield MediaChunk(message.name, media.data, media.media_type, media.offset)
             case "file":
-                file = message.file
-                stored = MediaFile(file.uri, file.media_type, size_bytes=file.size_bytes, sha256=file.sha256)
-                yield StoredFile(message.name, stored)
+                yield StoredFile(message.name, stored_file(message.file))
             case "tensor":
                 yield TensorOutput(message.name, message.tensor.name, read_inline(message.tensor))
             case None if not message.HasField("finish") and not ignorable:

@@ -1,19 +1,16 @@
-"""Measures how much memory large media need in the processes that handle them.
+"""Measures the memory that a large stored output costs the processes of a pipeline.
 
-    python -m benchmarks.media --json out/bench-media.json
+    python -m benchmarks.media_outputs --json out/bench-media-outputs.json
 
-A deployed pipeline stores 1 GiB of video frames, as raw bytes and as an encoded video. The growth of a process is the
-highest value of its memory during the request, minus its memory after a small warm-up request. Memory is RssAnon plus
-RssShmem of /proc/PID/status, which is the resident memory without file pages.
+A deployed pipeline stores 1 GiB of video frames, as raw bytes and as an encoded video. The growth of a process is its
+highest memory during the request, minus its memory after a request of one chunk.
 """
 
 import argparse
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.memory import growth
 from benchmarks.report import Figure, report
 from tests.deployment import Deployment, deployed
 
@@ -30,34 +27,7 @@ media: {{store: {store}}}
 _SIDE, _FRAMES = 1024, 16
 _CHUNK_BYTES = _FRAMES * _SIDE * _SIDE * 3
 _CHUNKS = -(-(1 << 30) // _CHUNK_BYTES)
-_SAMPLE_S = 0.002
 _MIB = 1 << 20
-
-
-def memory_bytes(process_id: int) -> int:
-    """Returns the resident memory of a process without file pages."""
-    lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
-
-
-@contextmanager
-def growth(process_ids: Mapping[str, int]) -> Iterator[Callable[[str], int]]:
-    """Samples the memory of processes during the block. Yields a function that returns a process's growth in bytes."""
-    before = {name: memory_bytes(each) for name, each in process_ids.items()}
-    most, over = dict(before), threading.Event()
-
-    def sample() -> None:
-        while not over.wait(_SAMPLE_S):
-            for name, each in process_ids.items():
-                most[name] = max(most[name], memory_bytes(each))
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
-    try:
-        yield lambda name: most[name] - before[name]
-    finally:
-        over.set()
-        sampler.join()
 
 
 def store_frames(deployment: Deployment, *, chunks: int) -> int:
@@ -93,7 +63,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="Write the figures to this file.")
     arguments = parser.parse_args()
     figures = [figure for each in ("application/octet-stream", "video/mp4") for figure in measure_stored(each)]
-    report("media", figures, json_file=arguments.json)
+    report("media_outputs", figures, json_file=arguments.json)
 
 
 if __name__ == "__main__":
