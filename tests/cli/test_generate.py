@@ -8,6 +8,8 @@ from stagemesh.common.errors import OverloadedError, UnavailableError
 from stagemesh.common.exit_codes import ExitCode
 from stagemesh.v1 import request_pb2
 from stagemesh.v1.orchestrator_pb2 import GenerateRequest
+from stagemesh.v1.orchestrator_pb2 import GenerateResponse as Response
+from stagemesh.v1.request_pb2 import Media
 from tests.cli.commands import stagemesh
 from tests.client.scripted import ScriptedOrchestrator, admitted, audio, finished, queued, text
 
@@ -27,6 +29,29 @@ async def test_audio_is_written_to_the_file(orchestrator: ScriptedOrchestrator, 
     assert ran.exit_code == 0
     with wave.open(str(tmp_path / "out" / "a.wav")) as file:
         assert (file.getnframes(), file.getframerate()) == (15, 24000)
+
+
+async def test_encoded_media_are_written_as_they_are(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
+    names = {"song": "audio/ogg", "film": "video/mp4", "clip": "video/webm"}
+    parts = [
+        Response(output=request_pb2.Output(name=name, position=at, media=Media(media_type=each, data=data, offset=at)))
+        for name, each in names.items()
+        for at, data in ((0, b"ab"), (2, b"c"))
+    ]
+    orchestrator.scripts.append([admitted(), *parts, finished()])
+    arguments = ["--output", str(tmp_path), "--audio", str(tmp_path / "a.ogg"), "--image", str(tmp_path / "new" / "v")]
+    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint, *arguments)
+    assert ran.exit_code == 0
+    for name in ("a.ogg", "new/v", "clip.webm"):
+        assert (tmp_path / name).read_bytes() == b"abc"
+    assert not (tmp_path / "song.ogg").exists()
+
+
+async def test_a_stored_output_is_named(orchestrator: ScriptedOrchestrator) -> None:
+    file = request_pb2.MediaFile(uri="s3://b/a.mp4", media_type="video/mp4", size_bytes=7, sha256=b"\x0f" * 32)
+    orchestrator.scripts.append([admitted(), Response(output=request_pb2.Output(name="film", file=file)), finished()])
+    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint)
+    assert f"stored s3://b/a.mp4 (video/mp4, 7 bytes, SHA-256 {'0f' * 32})" in ran.stderr
 
 
 async def test_a_folder_receives_every_output(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:

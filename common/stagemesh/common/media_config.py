@@ -16,26 +16,6 @@ from stagemesh.common.errors import PermissionDeniedError
 LOCAL = "file"
 """The protocol of files in folders."""
 _MAX_URI_LENGTH = 2048
-_SUFFIXES: Mapping[str, str] = {
-    "application/octet-stream": ".bin",
-    "audio/aac": ".aac",
-    "audio/flac": ".flac",
-    "audio/mp4": ".m4a",
-    "audio/mpeg": ".mp3",
-    "audio/ogg": ".ogg",
-    "audio/wav": ".wav",
-    "audio/webm": ".webm",
-    "image/bmp": ".bmp",
-    "image/gif": ".gif",
-    "image/jpeg": ".jpg",
-    "image/png": ".png",
-    "image/webp": ".webp",
-    "video/mp4": ".mp4",
-    "video/quicktime": ".mov",
-    "video/webm": ".webm",
-    "video/x-matroska": ".mkv",
-    "video/x-msvideo": ".avi",
-}
 
 
 class Location(NamedTuple):
@@ -140,8 +120,3 @@ def parse_root(root: str) -> Location:
     if {"", ".", ".."}.intersection(names) or not protocol.isalnum() or (protocol == LOCAL) != path.startswith("/"):
         raise ValueError(f"{root!r} is not a location; write an absolute folder, or a URL such as s3://bucket/prefix")
     return Location(protocol, stripped)
-
-
-def suffix_of(media_type: str) -> str:
-    """Returns the suffix of names of files of a media type, for example ".png", or "" if the type is not known."""
-    return _SUFFIXES.get(media_type, "")

@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from stagemesh.client import Content, GenerateArguments, Image, OutputFinished, Result, StageArguments
+    from stagemesh.client import (
+        Content,
+        GenerateArguments,
+        Image,
+        MediaFile,
+        OutputFinished,
+        Result,
+        StageArguments,
+    )
     from stagemesh.orchestrator.cli.output_sinks import Sinks
 
 _IMAGE_COLUMNS = 48
@@ -119,11 +127,15 @@ PARAMETERS: Mapping[str, Parameter] = {
     **SERVER,
     "output": option(
         Path,
-        "Write all audio, images and tensors to files in this folder, named after their outputs. If omitted, "
-        "only the files given by --audio and --image are written.",
+        "Write all audio, images, videos and tensors to files in this folder, named after their outputs, and download "
+        "stored outputs to it. If omitted, only the files given by --audio and --image are written.",
         metavar="FOLDER",
     ),
-    "audio": option(Path, "Write the audio output to this WAV file as the audio arrives.", metavar="FILE"),
+    "audio": option(
+        Path,
+        "Write the audio output to this file as the audio arrives: as a WAV file, or as the pipeline has encoded it.",
+        metavar="FILE",
+    ),
     "image": option(
         Path, "Write the image or video output to this file. An existing file is replaced.", "--image", metavar="FILE"
     ),
@@ -217,6 +229,7 @@ def generate(**values: Any) -> None:
     with Sinks(folder=values["output"], audio=values["audio"], image=values["image"], quiet=as_json) as sinks:
         endpoints, timeout_s = split_addresses(values["server"]), values["timeout"]
         result = asyncio.run(run_request(endpoints, content, arguments=arguments, timeout_s=timeout_s, sinks=sinks))
+        sinks.download(result.files, endpoints=endpoints)
     show_result(result, sinks, as_json=as_json)
 
 
@@ -362,10 +375,15 @@ def show_result(result: "Result", sinks: "Sinks", *, as_json: bool) -> None:
         console.print(table)
     for finish in (each for each in result.finishes.values() if each.reason != "end"):
         console.print(_describe_finish(finish), markup=False)
+    for file in chain.from_iterable(result.files.values()):
+        text = f"stored {file.uri} ({file.media_type}, {file.size_bytes} bytes, SHA-256 {file.sha256.hex()})"
+        console.print(text, markup=False, soft_wrap=True)
     for path in chain.from_iterable(sinks.files.values()):
         console.print(f"wrote {path}", markup=False, soft_wrap=True)
     if result.audios and not sinks.files:
         console.print("the audio was not saved; --audio FILE writes it to a WAV file", style="yellow")
+    if result.media.keys() - sinks.files.keys():
+        console.print("a media file was not saved; --output FOLDER writes it to a folder", style="yellow")
     if result.images and not sinks.files:
         console.print("the image was not saved; --image FILE writes it to a file", style="yellow")
 
@@ -422,6 +440,15 @@ def _terminal_image(image: "Image") -> "RenderableType | None":
     return pixels
 
 
+def _stored(file: "MediaFile") -> dict[str, object]:
+    return {
+        "uri": file.uri,
+        "media_type": file.media_type,
+        "size_bytes": file.size_bytes,
+        "sha256": file.sha256.hex(),
+    }
+
+
 def _document(result: "Result", sinks: "Sinks") -> dict[str, object]:
     from dataclasses import asdict
 
@@ -433,6 +460,7 @@ def _document(result: "Result", sinks: "Sinks") -> dict[str, object]:
         "logprobs": {output: [asdict(each) for each in logprobs] for output, logprobs in result.logprobs.items()},
         "finishes": {output: asdict(each) for output, each in result.finishes.items()},
         "files": {output: [str(path) for path in paths] for output, paths in sinks.files.items()},
+        "stored": {output: [_stored(each) for each in files] for output, files in result.files.items()},
         "first_text_s": result.first_text_s,
         "first_audio_s": result.first_audio_s,
         "first_image_s": result.first_image_s,

@@ -10,7 +10,7 @@ from copy import copy
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.connector_descriptors import number_of
 from stagemesh.common.errors import InternalError, StagemeshError, UnavailableError
-from stagemesh.common.media_config import suffix_of
+from stagemesh.common.media_types import suffix_of
 from stagemesh.common.notification import Notifier
 from stagemesh.common.output_position import length_of
 from stagemesh.common.unknown_kinds import refuse_unknown

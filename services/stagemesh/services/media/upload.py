@@ -6,7 +6,7 @@ from typing import Self
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.media_checks import check_content
-from stagemesh.common.media_config import suffix_of
+from stagemesh.common.media_types import suffix_of
 from stagemesh.rpc.channels import MEDIA_PART_BYTES
 from stagemesh.services.media.store import MediaStore
 from stagemesh.services.media.stored_file import StoredFileWriter
