@@ -5,7 +5,7 @@ The memory is RssAnon plus RssShmem of /proc/PID/status: the resident memory of 
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +13,7 @@ _SAMPLE_S = 0.002
 
 
 @contextmanager
-def growth(process_ids: Mapping[str, int]) -> Iterator[Callable[[str], int]]:
+def growth(process_ids: Mapping[str, int]) -> Generator[Callable[[str], int]]:
     """Samples the memory of processes, by name, during the block, every 2 ms.
 
     Yields a function that returns the growth of a process in bytes: its highest memory so far, minus its memory at the

@@ -46,7 +46,8 @@ class OrchestratorServiceStub:
 
     1. It chooses a random request_id and sets linger_s, for example to 30.
     2. It keeps the seed from RequestAdmitted. For each output, it keeps the end of the last part that it received: its
-       position plus its length in the same unit (Output.position). It also keeps which outputs have had a part with
+       position plus its length in the same unit (Output.position). An image has the length 1 when its last part has
+       arrived, and until then 0: a part with offset 0 begins it again. It also keeps which outputs have had a part with
        `finish` whose reason is neither CANCELLED nor FAILED.
     3. It calls again if the connection breaks, or if the call ends with UNAVAILABLE and reason NOT_RUNNING. The
        connection broke if the status is UNAVAILABLE, CANCELLED, UNKNOWN or INTERNAL without a google.rpc.ErrorInfo of
@@ -97,7 +98,8 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
 
     1. It chooses a random request_id and sets linger_s, for example to 30.
     2. It keeps the seed from RequestAdmitted. For each output, it keeps the end of the last part that it received: its
-       position plus its length in the same unit (Output.position). It also keeps which outputs have had a part with
+       position plus its length in the same unit (Output.position). An image has the length 1 when its last part has
+       arrived, and until then 0: a part with offset 0 begins it again. It also keeps which outputs have had a part with
        `finish` whose reason is neither CANCELLED nor FAILED.
     3. It calls again if the connection breaks, or if the call ends with UNAVAILABLE and reason NOT_RUNNING. The
        connection broke if the status is UNAVAILABLE, CANCELLED, UNKNOWN or INTERNAL without a google.rpc.ErrorInfo of
@@ -151,7 +153,8 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
 
         1. It chooses a random request_id and sets linger_s, for example to 30.
         2. It keeps the seed from RequestAdmitted. For each output, it keeps the end of the last part that it received: its
-           position plus its length in the same unit (Output.position). It also keeps which outputs have had a part with
+           position plus its length in the same unit (Output.position). An image has the length 1 when its last part has
+           arrived, and until then 0: a part with offset 0 begins it again. It also keeps which outputs have had a part with
            `finish` whose reason is neither CANCELLED nor FAILED.
         3. It calls again if the connection breaks, or if the call ends with UNAVAILABLE and reason NOT_RUNNING. The
            connection broke if the status is UNAVAILABLE, CANCELLED, UNKNOWN or INTERNAL without a google.rpc.ErrorInfo of

@@ -30,17 +30,17 @@ def test_an_output_has_its_tensor_and_kind(tmp_path: Path) -> None:
     assert (output.stage, output.tensor, output.kind) == ("singer", "audio", "audio")
 
 
-def _film(tensor: str, entry: str) -> str:
-    """Returns a file whose output `film` is this tensor of a stage that makes a video and images."""
-    film = f"film: {{from: singer.{tensor}, {entry}}}}}"
-    return GOOD.replace("sing}", "film}").replace("audio: singer}", film) + "media: {store: /srv/media}\n"
+def _with_video(tensor: str, keys: str) -> str:
+    """Returns a file with an output of a stage that makes a video and images, and with these further keys."""
+    entry = f"film: {{from: singer.{tensor}, {keys}}}}}"
+    return GOOD.replace("sing}", "film}").replace("audio: singer}", entry) + "media: {store: /srv/media}\n"
 
 
 def test_an_output_may_be_a_stored_file(tmp_path: Path) -> None:
-    pipeline = _load(tmp_path, _film("video", "media_type: video/mp4, frame_rate: 24, stored: true"))
-    film = pipeline.outputs["film"]
-    assert (film.stage, film.tensor, film.file_type, film.frame_rate) == ("singer", "video", "video/mp4", 24)
-    assert film.folder_uri == "file:///srv/media/outputs"
+    pipeline = _load(tmp_path, _with_video("video", "media_type: video/mp4, frame_rate: 24, stored: true"))
+    video = pipeline.outputs["film"]
+    assert (video.stage, video.tensor, video.file_type, video.frame_rate) == ("singer", "video", "video/mp4", 24)
+    assert video.folder_uri == "file:///srv/media/outputs"
     rows = {row.key: (row.value, row.origin.rpartition(":")[2]) for row in pipeline.explanation}
     assert rows["outputs.film.from"] == ("singer.video", "9")
     assert rows["outputs.film.stored"] == ("true", "9")
@@ -62,11 +62,11 @@ def test_an_output_may_be_a_stored_file(tmp_path: Path) -> None:
 )
 def test_a_file_must_fit_the_tensor(tmp_path: Path, tensor: str, entry: str, said: str) -> None:
     with pytest.raises(InvalidPipelineError, match=re.escape(said)):
-        _load(tmp_path, _film(tensor, entry))
+        _load(tmp_path, _with_video(tensor, entry))
 
 
 def test_images_are_stored_as_they_are(tmp_path: Path) -> None:
-    assert _load(tmp_path, _film("poster", "stored: true")).outputs["film"].file_type == ""
+    assert _load(tmp_path, _with_video("poster", "stored: true")).outputs["film"].file_type == ""
 
 
 def test_a_chunk_policy_is_a_word_or_frames(tmp_path: Path) -> None:

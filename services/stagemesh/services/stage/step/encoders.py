@@ -4,7 +4,7 @@ The memory of an encoder does not depend on the length of the file. The same ten
 are divided, because a stage that restarts repeats its file.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
@@ -112,16 +112,22 @@ class _FileEncoder:
             self._container.close()
         return self._take()
 
+    def _add_stream(self, rate: int | Fraction) -> Any:
+        container: Any = self._container
+        return container.add_stream(self._format.codec, rate=rate, options=dict(self._format.codec_options))
+
     def _take(self) -> bytes:
         taken = bytes(self._complete)
         self._complete.clear()
         return taken
 
     @contextmanager
-    def _encoding(self) -> Iterator[None]:
+    def _encoding(self) -> Generator[None]:
+        from av.error import FFmpegError
+
         try:
             yield
-        except self._av.error.FFmpegError as exc:
+        except FFmpegError as exc:
             raise self._not_encodable(exc.strerror or str(exc)) from exc
 
     def _not_encodable(self, problem: str) -> UnsupportedError:
@@ -160,9 +166,7 @@ class AudioEncoder(_FileEncoder):
         rate_hz = self._rate_hz if not rates or self._rate_hz in rates else max(rates)
         self._layout = "mono" if channels == _MONO else "stereo"
         with self._encoding():
-            stream = self._container.add_stream(
-                cast("Any", self._format.codec), rate=rate_hz, options=dict(self._format.codec_options)
-            )
+            stream = cast("AudioStream", self._add_stream(rate_hz))
             stream.codec_context.layout = self._layout
             _make_bitexact(stream)
         self._stream, self._channels = stream, channels
@@ -201,9 +205,7 @@ class VideoEncoder(_FileEncoder):
     def _open(self, height: int, width: int) -> None:
         if not height or not width or height % 2 or width % 2:
             raise self._not_encodable(f"its frames have {width} by {height} pixels, but both must be even numbers")
-        stream = self._container.add_stream(
-            cast("Any", self._format.codec), rate=self._frame_rate, options=dict(self._format.codec_options)
-        )
+        stream = cast("VideoStream", self._add_stream(self._frame_rate))
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         # A keyframe each second is where players can seek to, and where a fragment of the file begins.
         stream.codec_context.gop_size = max(1, round(self._frame_rate))
