@@ -1,5 +1,6 @@
 """Replicas of external stages: processes that `stagemesh up` does not start."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,12 +9,15 @@ from pathlib import Path
 
 from stagemesh.common.process_config import dump_config
 from stagemesh.common.stage_config import OrchestratorAddress, StageConfig
-from stagemesh.orchestrator.spec import load_pipeline
 
 SONG = """\
 pipeline: song
 stages:
-  writer: {{engine: fake, function: source, options: {{steps: {steps}, step_s: {step_s}}}}}
+  writer:
+    engine: fake
+    function: source
+    replicas: {writers}
+    options: {{steps: {steps}, step_s: {step_s}, size_bytes: 30, checkpoint_steps: 1}}
   upper:
     engine: external
     {addresses}
@@ -30,14 +34,16 @@ outputs: {{text: upper, frames: frames}}
 """
 
 
-def song(folder: Path, *, addresses: str = "", edge: str = "", steps: int = 10, step_s: float = 0.0) -> Path:
+def song(
+    folder: Path, *, addresses: str = "", edge: str = "", steps: int = 10, step_s: float = 0.0, writers: int = 1
+) -> Path:
     """Writes the pipeline writer → upper → frames, in which `upper` is external and returns its text.
 
     `addresses` is the YAML of a list of addresses, and `edge` the YAML of further keys of the edge to `upper`.
     """
     path = folder / "song.yaml"
     listed = f"addresses: {addresses}" if addresses else ""
-    path.write_text(SONG.format(addresses=listed, edge=edge, steps=steps, step_s=step_s))
+    path.write_text(SONG.format(addresses=listed, edge=edge, steps=steps, step_s=step_s, writers=writers))
     return path
 
 
@@ -52,10 +58,14 @@ def external_replica(
     function: str = "relay",
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """Runs a replica of the stage `upper` in a process of its own. Registers it at `admin` if that is not empty."""
-    loaded = load_pipeline(str(pipeline))
+    program = str(Path(sys.executable).with_name("stagemesh"))
+    described = subprocess.run(
+        [program, "pipeline", "validate", str(pipeline), "--json"], capture_output=True, check=True
+    )
+    loaded = json.loads(described.stdout)
     config = StageConfig(
-        pipeline=loaded.name,
-        generation=loaded.generation,
+        pipeline=loaded["pipeline"],
+        generation=loaded["generation"],
         stage="upper",
         replica=name,
         engine=engine,
@@ -63,7 +73,6 @@ def external_replica(
         listen=listen,
         orchestrators=(OrchestratorAddress(admin),) if admin else (),
     )
-    program = str(Path(sys.executable).with_name("stagemesh"))
     process = subprocess.Popen([program, "serve", "stage", "-"], stdin=subprocess.PIPE)
     try:
         assert process.stdin is not None
