@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from stagemesh.common.process_config import dump_config
 from stagemesh.common.stage_config import OrchestratorAddress, StageConfig
+from tests.system.stub_stage import ReplicaFault
 
 SONG = """\
 pipeline: song
@@ -58,14 +59,10 @@ def external_replica(
     function: str = "relay",
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """Runs a replica of the stage `upper` in a process of its own. Registers it at `admin` if that is not empty."""
-    program = str(Path(sys.executable).with_name("stagemesh"))
-    described = subprocess.run(
-        [program, "pipeline", "validate", str(pipeline), "--json"], capture_output=True, check=True
-    )
-    loaded = json.loads(described.stdout)
+    described = _describe(pipeline)
     config = StageConfig(
-        pipeline=loaded["pipeline"],
-        generation=loaded["generation"],
+        pipeline=described["pipeline"],
+        generation=described["generation"],
         stage="upper",
         replica=name,
         engine=engine,
@@ -73,10 +70,44 @@ def external_replica(
         listen=listen,
         orchestrators=(OrchestratorAddress(admin),) if admin else (),
     )
-    process = subprocess.Popen([program, "serve", "stage", "-"], stdin=subprocess.PIPE)
+    with _running([_STAGEMESH, "serve", "stage", "-"], stdin=dump_config(config)) as process:
+        yield process
+
+
+@contextmanager
+def stub_replica(
+    pipeline: Path, *, listen: str, name: str = "upper-0", fault: ReplicaFault = ReplicaFault.NONE
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """Runs a replica of the stage `upper` that is made of generated stubs alone."""
+    described = _describe(pipeline)
+    config = {
+        "pipeline": described["pipeline"],
+        "generation": described["generation"],
+        "replica": name,
+        "listen": listen,
+        "fault": fault.value,
+    }
+    with _running([sys.executable, "-m", "tests.system.stub_stage", json.dumps(config)]) as process:
+        yield process
+
+
+_STAGEMESH = str(Path(sys.executable).with_name("stagemesh"))
+
+
+def _describe(pipeline: Path) -> Mapping[str, str]:
+    validated = subprocess.run(
+        [_STAGEMESH, "pipeline", "validate", str(pipeline), "--json"], capture_output=True, check=True
+    )
+    described: Mapping[str, str] = json.loads(validated.stdout)
+    return described
+
+
+@contextmanager
+def _running(command: Sequence[str], *, stdin: bytes = b"") -> Iterator["subprocess.Popen[bytes]"]:
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
     try:
         assert process.stdin is not None
-        process.stdin.write(dump_config(config))
+        process.stdin.write(stdin)
         process.stdin.close()
         yield process
     finally:
