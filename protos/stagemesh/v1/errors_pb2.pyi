@@ -368,7 +368,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     Report it.
     """
     ERROR_REASON_ENGINE_ERROR: _ErrorReason.ValueType  # 127
-    """An engine, its model or its function raised an error. The log of the stage has the details."""
+    """An engine, its model, its function or a transform raised an error. The log of the stage has the details."""
     ERROR_REASON_FAKE_FAULT: _ErrorReason.ValueType  # 128
     """The fake engine failed on purpose, because one of its options asks for it."""
     ERROR_REASON_OUTPUT_OUT_OF_ORDER: _ErrorReason.ValueType  # 129
@@ -784,7 +784,7 @@ ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 126
 Report it.
 """
 ERROR_REASON_ENGINE_ERROR: ErrorReason.ValueType  # 127
-"""An engine, its model or its function raised an error. The log of the stage has the details."""
+"""An engine, its model, its function or a transform raised an error. The log of the stage has the details."""
 ERROR_REASON_FAKE_FAULT: ErrorReason.ValueType  # 128
 """The fake engine failed on purpose, because one of its options asks for it."""
 ERROR_REASON_OUTPUT_OUT_OF_ORDER: ErrorReason.ValueType  # 129

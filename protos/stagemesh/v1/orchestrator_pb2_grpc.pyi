@@ -38,7 +38,8 @@ class OrchestratorServiceStub:
     same request_id and content attaches to the running request. With other content it fails (ALREADY_EXISTS,
     REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
     content. Neither do next_positions, linger_s, earlier_calls and the deadline. All other fields must be equal. The
-    deadline of the call that starts a request is the request's deadline. An orchestrator keeps an ended request for 30
+    deadline of the call that starts a request is the request's deadline. The request ends a tenth of that time earlier,
+    at most half a second, so that its error reaches the caller. An orchestrator keeps an ended request for 30
     seconds, or less if the records of ended requests exceed 64 MiB; a later call with its request_id runs it again. The
     request is cancelled when its last caller disconnects, or GenerateRequest.linger_s after that.
 
@@ -90,7 +91,8 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     same request_id and content attaches to the running request. With other content it fails (ALREADY_EXISTS,
     REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
     content. Neither do next_positions, linger_s, earlier_calls and the deadline. All other fields must be equal. The
-    deadline of the call that starts a request is the request's deadline. An orchestrator keeps an ended request for 30
+    deadline of the call that starts a request is the request's deadline. The request ends a tenth of that time earlier,
+    at most half a second, so that its error reaches the caller. An orchestrator keeps an ended request for 30
     seconds, or less if the records of ended requests exceed 64 MiB; a later call with its request_id runs it again. The
     request is cancelled when its last caller disconnects, or GenerateRequest.linger_s after that.
 
@@ -145,7 +147,8 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         same request_id and content attaches to the running request. With other content it fails (ALREADY_EXISTS,
         REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
         content. Neither do next_positions, linger_s, earlier_calls and the deadline. All other fields must be equal. The
-        deadline of the call that starts a request is the request's deadline. An orchestrator keeps an ended request for 30
+        deadline of the call that starts a request is the request's deadline. The request ends a tenth of that time earlier,
+        at most half a second, so that its error reaches the caller. An orchestrator keeps an ended request for 30
         seconds, or less if the records of ended requests exceed 64 MiB; a later call with its request_id runs it again. The
         request is cancelled when its last caller disconnects, or GenerateRequest.linger_s after that.
 

@@ -253,7 +253,9 @@ class InputBinding(_message.Message):
     producer: _builtins.str
     """The name of the producing replica. Chunks from other replicas are rejected."""
     transform: _builtins.str
-    """The transform that converts packets into the engine's input. Empty for none."""
+    """The transform that the consuming stage applies to the packets that arrive. Empty for none, and always for an
+    external stage. Rejected if it is not installed (UNKNOWN_TRANSFORM).
+    """
     apart: _builtins.bool
     """Whether each packet of this edge is an input of its own, processed on arrival. Otherwise a packet waits until each
     other edge that is not apart has a packet, and together they form one input.
@@ -292,6 +294,7 @@ class OutputBinding(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    TRANSFORM_FIELD_NUMBER: _builtins.int
     edge: _builtins.str
     """The edge's name."""
     consumer: _builtins.str
@@ -306,6 +309,10 @@ class OutputBinding(_message.Message):
     """The tokens whose rows the edge carries, for tensors that have one row per token, such as hidden states."""
     attempt: _builtins.int
     """The flow's attempt, by which both ends identify it. 0 means the step's attempt."""
+    transform: _builtins.str
+    """The transform that the producing stage applies to the selected tensors and tokens before the policy divides them.
+    Empty for none. Set if the consumer is an external stage. Rejected if it is not installed (UNKNOWN_TRANSFORM).
+    """
     @_builtins.property
     def policy(self) -> Global___ChunkPolicy:
         """The policy that divides the flow into chunks."""
@@ -328,10 +335,11 @@ class OutputBinding(_message.Message):
         tensors: _abc.Iterable[_builtins.str] | None = ...,
         tokens: Global___TokenSelection.ValueType = ...,
         attempt: _builtins.int = ...,
+        transform: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "connector", b"connector", "consumer", b"consumer", "edge", b"edge", "endpoint", b"endpoint", "policy", b"policy", "server_name", b"server_name", "tensors", b"tensors", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "connector", b"connector", "consumer", b"consumer", "edge", b"edge", "endpoint", b"endpoint", "policy", b"policy", "server_name", b"server_name", "tensors", b"tensors", "tokens", b"tokens", "transform", b"transform"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -529,7 +537,9 @@ class RebindStepRequest(_message.Message):
 
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputBinding]:
-        """The outgoing edges, each with its new consumer. The new consumer receives all chunks from the first one on."""
+        """The outgoing edges, each with its new consumer. The new consumer receives all chunks from the first one on. The
+        transform cannot change.
+        """
 
     def __init__(
         self,

@@ -110,6 +110,12 @@ def test_a_stage_restarts_if_its_chunks_cannot_begin_after_the_first_row() -> No
     assert is_checkpoint_useful(route, {"a": state, "b": state}, "a", {"t": 0})
 
 
+def test_a_stage_that_applies_the_transform_restarts_from_its_start() -> None:
+    edge = Edge(name="a->b", producer="a", consumer="b", transform="t", transforms_at_producer=True)
+    state = AttemptState(phase=Phase.RUNNING, bound={"a->b": 1})
+    assert not is_checkpoint_useful(_route("ab", edge), {"a": state, "b": state}, "a", {"t": 1})
+
+
 def test_a_checkpoint_of_rows_that_no_consumer_gets_is_not_stored() -> None:
     states = _running(c=AttemptState(2, Phase.RUNNING, {"b->c": 2}))
     assert not is_checkpoint_useful(_CHAIN, states, "b", {"t": 1})

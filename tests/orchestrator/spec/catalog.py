@@ -47,6 +47,9 @@ _ENGINES = {
 }
 _TRANSFORMS = {
     "text.upper": TransformDescriptor(takes={"text": _TEXT}, gives={"text": _TEXT}, factory=""),
+    "text.split": TransformDescriptor(
+        takes={"text": _TEXT}, gives={"text": _TEXT, "words": TensorSpec.parse("int32[words]")}, factory=""
+    ),
     "frames.wider": TransformDescriptor(
         takes={"frames": _FRAMES}, gives={"frames": TensorSpec.parse("float32[frames, 16]")}, factory=""
     ),

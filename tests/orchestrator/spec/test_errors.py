@@ -55,7 +55,7 @@ CASES: dict[str, tuple[str, str, str]] = {
     "unknown stage option": ("function: read", "function: read, options: {maxlen: 3}",
         "song.yaml:4: engine 'plain' has no option 'maxlen'; did you mean 'max_len'?"),
     "unknown transform": ("to: reader}", "to: reader, transform: text.lower}",
-        "song.yaml:7: unknown transform 'text.lower'; known: frames.wider, text.upper"),
+        "song.yaml:7: unknown transform 'text.lower'; known: frames.wider, text.split, text.upper"),
     "dangling edge": ("to: singer}", "to: singr}",
         "song.yaml:8: unknown stage 'singr'; did you mean 'singer'?"),
     "cycle": ("outputs:", "  - {from: singer, to: reader}\noutputs:",

@@ -84,6 +84,14 @@ def test_values_are_explained_with_their_lines(tmp_path: Path) -> None:
     assert "stages.reader.replicas" not in explained
 
 
+def test_the_transform_of_an_edge_runs_where_stagemesh_runs(tmp_path: Path) -> None:
+    edges = _load(tmp_path, GOOD.replace("to: reader}", "to: reader, transform: text.upper}")).edges
+    assert [edge.transforms_at_producer for edge in edges] == [True, False]
+    wide = GOOD.replace("sing}", "wide}").replace("to: singer}", "to: singer, transform: frames.wider}")
+    edges = _load(tmp_path, wide.replace("audio: singer", "voice: singer")).edges
+    assert not any(edge.transforms_at_producer for edge in edges)
+
+
 MISTAKES: dict[str, tuple[str, str, str]] = {
     "no signature": ("    signature:\n", "    signatur:\n",
         "song.yaml:4: stages.reader has no 'signature'; add it"),
@@ -128,6 +136,20 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "type mismatch along an edge": ("frames: float32[frames, 8]", "frames: float32[frames, 9]",
         ("song.yaml:23: type mismatch: stage 'reader' gives frames: float32[frames, 9], stage 'singer' expects "
         "frames: float32[frames, 8]; add or change the edge's transform")),
+    "transform between two external stages": ("singer: {engine: plain, function: sing}\nedges:\n",
+        """singer:
+    engine: external
+    signature:
+      accepts: {frames: "float32[frames, 16]"}
+      emits: {audio: {type: "float32[samples]", kind: audio, sample_rate_hz: 1000}}
+edges:
+  - {from: reader, to: singer, transform: frames.wider}
+""",
+        ("song.yaml:26: stages 'reader' and 'singer' are external, so that none of them can run transform "
+        "'frames.wider'; put a function stage between them")),
+    "frames of a transform at the producer": ("to: reader}", "to: reader, transform: text.split, chunk: {frames: 4}}",
+        ("song.yaml:22: the tensors that transform 'text.split' emits have no common first axis to cut frames from "
+        "(text: uint8[bytes], words: int32[words]); use `step` or `whole`")),
     "required input that no edge brings": (", optional: true", "",
         "song.yaml:4: no edge brings stage 'reader' its image: float32[h, w, 3]; add one, or change a transform"),
 }  # fmt: skip

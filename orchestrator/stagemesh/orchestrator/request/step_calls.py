@@ -240,7 +240,7 @@ class StepCalls:
             edge=edge.name,
             producer=self._states[edge.producer].replica.name,
             attempt=attempt_of(edge, self._states),
-            transform=edge.transform or "",
+            transform="" if edge.transforms_at_producer else edge.transform or "",
             apart=edge.apart,
         )
 
@@ -260,6 +260,7 @@ class StepCalls:
             policy=policy_to_wire(edge.policy),
             tensors=edge.tensors,
             tokens=stage_pb2.TokenSelection.Value(f"TOKEN_SELECTION_{edge.tokens.upper()}"),
+            transform=(edge.transforms_at_producer and edge.transform) or "",
         )
 
     def _input(self, state: StepState) -> request_pb2.Input:

@@ -55,6 +55,10 @@ class Edge(EdgeEntry, frozen=True):
     name: str = ""
     tensors: tuple[str, ...] = ()
     """The names of the producer's tensors that the edge transfers."""
+    transforms_at_producer: bool = False
+    """Whether the producer applies the edge's transform, because the consumer is external. Otherwise, the consumer
+    does.
+    """
     brings: tuple[str, ...] = ()
     """The names of the tensors that the consumer receives from the edge, after the edge's transform."""
     apart: bool = False

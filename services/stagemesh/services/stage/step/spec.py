@@ -100,6 +100,8 @@ class OutputBinding:
     """The attempt to which the edge's flow belongs. 0 means the step's attempt."""
     server_name: str = ""
     """The name in the consumer's TLS certificate, or empty if it is the host in `endpoint`."""
+    transform: str = ""
+    """The name of the transform that is applied to the selected part of each packet. Empty if there is none."""
 
     @property
     def peer(self) -> tuple[str, ...]:
@@ -387,6 +389,7 @@ def _output_binding(message: stage_pb2.OutputBinding) -> OutputBinding:
         tokens=_token_selection(message),
         attempt=message.attempt,
         server_name=message.server_name,
+        transform=message.transform,
     )
 
 
