@@ -1,0 +1,40 @@
+"""Programs in TypeScript (examples/typescript) as child processes of a test."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "typescript"
+QUICK = ("--window-bytes", "65536", "--silence-ms", "300")
+"""A small window of credit, and a short time before a silent flow is opened again."""
+
+
+def program(name: str) -> tuple[str, str]:
+    """Returns the command of a program of the example."""
+    node = shutil.which("node")
+    assert node is not None, "the tests in this folder are skipped without node"
+    return node, str(EXAMPLE / "dist" / f"{name}.js")
+
+
+@asynccontextmanager
+async def running_stage(*arguments: str) -> AsyncIterator[str]:
+    """Runs the replica "m-0" of the stage in TypeScript. Yields its endpoint, and stops it by SIGTERM."""
+    process = await asyncio.create_subprocess_exec(
+        *program("upper"), "--replica", "m-0", *arguments, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        line = (await process.stdout.readline()).decode()
+        yield f"127.0.0.1:{line.split()[-1]}"
+    finally:
+        process.terminate()
+        try:
+            async with asyncio.timeout(15):
+                status = await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+            raise
+    assert status == 0, f"the stage ended with status {status}"
