@@ -64,7 +64,7 @@ stubs: # Write the stubs into $(OUT) and the error catalogue into $(DOCS); tests
 	python -m grpc_tools.protoc -I protos --grpc_python_out=$(OUT) --mypy_grpc_out=$(OUT) $(SERVICES)
 	python -m tools.error_catalogue $(DOCS)/errors.md
 
-bench: models ## Measure the speech pipeline, the edges, the stages and the orchestrator into out/bench-*.json
+bench: models ## Measure the speech pipeline, the edges, the stages, the orchestrator and the client into out/bench-*.json
 	python -m benchmarks.speech --json out/bench-speech.json
 	python -m benchmarks.edges --json out/bench-edges.json
 	python -m benchmarks.ar_stage --json out/bench-ar-stage.json
@@ -72,6 +72,7 @@ bench: models ## Measure the speech pipeline, the edges, the stages and the orch
 	python -m benchmarks.orchestrator --json out/bench-orchestrator.json
 	python -m benchmarks.orchestrator_idle --json out/bench-orchestrator-idle.json
 	python -m benchmarks.simulate --json out/bench-simulate.json
+	python -m benchmarks.client_import --json out/bench-client-import.json
 
 lock: venv ## Write the pinned versions in requirements/ again
 	python requirements/lock.py

@@ -97,18 +97,23 @@ class Deployment:
 
 @contextmanager
 def deployed(
-    pipeline: str | Path, *arguments: str, ready_s: float = READY_TIMEOUT_S, stagemesh: Sequence[str] = ()
+    pipeline: str | Path,
+    *arguments: str,
+    until: Callable[[Deployment], bool] = Deployment.all_ready,
+    ready_s: float = READY_TIMEOUT_S,
+    stagemesh: Sequence[str] = (),
 ) -> Iterator[Deployment]:
     """Runs `stagemesh up`, yields when it is ready, and stops it. Asserts that it exits with status 0.
 
-    `stagemesh` is the command line that starts the program, by default that of the environment that runs the tests.
+    `until` is the condition for yielding. `stagemesh` is the command line that starts the program, by default that of
+    the environment that runs the tests.
     """
     program = stagemesh or (str(Path(sys.executable).with_name("stagemesh")),)
     command = [*program, "up", str(pipeline), "--port", "0", "--json"]
     process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
     deployment = Deployment(process)
     try:
-        deployment.wait(Deployment.all_ready, timeout_s=ready_s)
+        deployment.wait(until, timeout_s=ready_s)
         yield deployment
     finally:
         process.send_signal(signal.SIGTERM)

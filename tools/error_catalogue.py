@@ -77,7 +77,7 @@ def _values(file: FileDescriptorProto, name: str) -> Iterator[tuple[EnumValueDes
 
 
 def _entry(value: EnumValueDescriptorProto, text: str) -> Entry:
-    details = value.options.Extensions[errors_pb2.error]
+    details = value.options.Extensions[errors_pb2.error_description]
     return Entry(
         reason=value.name.removeprefix("ERROR_REASON_"),
         code=details.code,
@@ -89,7 +89,7 @@ def _entry(value: EnumValueDescriptorProto, text: str) -> Entry:
 
 
 def _key(value: EnumValueDescriptorProto, text: str) -> Key:
-    return Key(_key_name(value.name), text, common=value.options.Extensions[errors_pb2.common])
+    return Key(_key_name(value.name), text, common=value.options.Extensions[errors_pb2.common_key])
 
 
 def _key_name(constant: str) -> str:

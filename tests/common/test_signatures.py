@@ -23,8 +23,9 @@ def test_a_message_has_everything_that_a_client_needs() -> None:
     (audio,) = message.emits
     assert (audio.kind, audio.sample_rate_hz) == (signature_pb2.TENSOR_KIND_AUDIO, 24_000)
     speed, voice = message.options
-    assert (speed.default.number, speed.minimum, speed.maximum) == (1.0, 0.5, 2.0)
-    assert (voice.default.text, list(voice.choices), voice.HasField("maximum")) == ("alto", ["alto", "bass"], False)
+    assert (speed.default_value.number, speed.minimum, speed.maximum) == (1.0, 0.5, 2.0)
+    assert (voice.default_value.text, list(voice.choices)) == ("alto", ["alto", "bass"])
+    assert not voice.HasField("maximum")
     assert (message.can_pause, message.can_resume) == (True, False)
 
 

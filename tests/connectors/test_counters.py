@@ -82,7 +82,7 @@ def _advance_inlet(inlet: Any, start: int) -> None:
     [
         (chunk_pb2.Chunk, ["seq"]),
         (chunk_pb2.ChunkData, ["lease_id", "size_bytes"]),
-        (chunk_pb2.ChunkPiece, ["transfer_id", "total_bytes", "offset"]),
+        (chunk_pb2.ChunkFragment, ["transfer_id", "total_bytes", "offset"]),
         (chunk_pb2.ChunkEnd, ["count"]),
         (tensor_pb2.ShmRegion, ["offset", "size_bytes", "generation"]),
         (stage_pb2.EdgeOpened, ["next_seq", "credit_limit_bytes"]),

@@ -60,7 +60,7 @@ def test_a_whole_chunk_that_protobuf_encoded_is_copied_unless_it_is_aligned(requ
 def test_a_small_chunk_does_not_retain_a_large_message() -> None:
     tensors = {"x": np.arange(1000, dtype=np.float64)}
     (message,) = _messages(tensors)
-    rest = stage_pb2.PutChunkRequest(items=[stage_pb2.PutItem(piece=chunk_pb2.ChunkPiece(padding=bytes(9000)))])
+    rest = stage_pb2.PutChunkRequest(items=[stage_pb2.PutItem(fragment=chunk_pb2.ChunkFragment(padding=bytes(9000)))])
     data = message + rest.SerializeToString()
     (found,) = _assemble([data], tensors)
     np.testing.assert_array_equal(found.view(np.float64), tensors["x"])

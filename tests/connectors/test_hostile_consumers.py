@@ -59,7 +59,7 @@ def _rejected(item: Any, **fields: Any) -> list[Reply]:
 
 
 def _granted(item: Any, limit_bytes: int) -> Reply:
-    return Reply(credit=stage_pb2.CreditGrant(key=item.key, limit_bytes=limit_bytes))
+    return Reply(credit=stage_pb2.CreditGrant(key=item.key, credit_limit_bytes=limit_bytes))
 
 
 def _released(*lease_ids: int) -> Reply:
@@ -109,10 +109,10 @@ class Consumer:
         return usual[kind](content) if kind in usual else []
 
     def _meeting_reply(self, offer: stage_pb2.Offer) -> Reply:
-        meeting = stage_pb2.Meeting(connector=offer.connector)
+        meeting = stage_pb2.OfferAnswer(connector=offer.connector)
         if not (self.meetings.pop(0) if self.meetings else True):
             meeting.error.CopyFrom(chunk_pb2.Error(code=9, message="not now"))
-        return Reply(meeting=meeting)
+        return Reply(offer_answer=meeting)
 
 
 class Scene:
@@ -189,14 +189,14 @@ IDLE_TALK: list[tuple[str, list[Reply]]] = [
     ("an ignorable kind of later versions", [Reply.FromString(bytes([0xBA, 0x06, 1, 0]) + IGNORABLE)]),
     ("opened, of an unknown flow", [Reply(opened=stage_pb2.EdgeOpened(key=NOBODYS, next_seq=HUGE))]),
     ("ack, of an unknown flow", [Reply(ack=stage_pb2.ChunkAck(key=NOBODYS, next_seq=HUGE))]),
-    ("credit, of an unknown flow", [Reply(credit=stage_pb2.CreditGrant(key=NOBODYS, limit_bytes=HUGE))]),
+    ("credit, of an unknown flow", [Reply(credit=stage_pb2.CreditGrant(key=NOBODYS, credit_limit_bytes=HUGE))]),
     ("commit, of an unknown flow", [Reply(commit=stage_pb2.EdgeCommit(key=NOBODYS))]),
     ("rejected, of an unknown flow", [Reply(rejected=stage_pb2.EdgeRejected(key=NOBODYS))]),
     ("resync, of an unknown flow", [Reply(resync=stage_pb2.EdgeResync(key=NOBODYS))]),
     ("resync, of an unknown flow and connector", [Reply(resync=stage_pb2.EdgeResync(key=NOBODYS, failed=UNKNOWN))]),
     ("leases that there are not", [_released(0, 1, 99, HUGE), _released(1, 1)]),
-    ("meeting that nobody asked for", [Reply(meeting=stage_pb2.Meeting(connector=chunk_pb2.CONNECTOR_SHM))]),
-    ("meeting of an unknown connector", [Reply(meeting=stage_pb2.Meeting(connector=UNKNOWN))]),
+    ("meeting that nobody asked for", [Reply(offer_answer=stage_pb2.OfferAnswer(connector=chunk_pb2.CONNECTOR_SHM))]),
+    ("meeting of an unknown connector", [Reply(offer_answer=stage_pb2.OfferAnswer(connector=UNKNOWN))]),
 ]
 
 

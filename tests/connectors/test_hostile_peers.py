@@ -70,8 +70,8 @@ async def test_duplicate_is_dropped_silently() -> None:
 @pytest.mark.parametrize("size_bytes", [2 << 20, HUGE])
 async def test_fragment_beyond_the_credit_is_rejected(size_bytes: int) -> None:
     async with open_peer() as one:
-        piece = chunk_pb2.ChunkPiece(transfer_id=1, total_bytes=size_bytes, payload=b"x", key=WIRE_KEY)
-        await one.put(stage_pb2.PutItem(piece=piece))
+        piece = chunk_pb2.ChunkFragment(transfer_id=1, total_bytes=size_bytes, payload=b"x", key=WIRE_KEY)
+        await one.put(stage_pb2.PutItem(fragment=piece))
         assert await one.reason() == "CREDIT_EXCEEDED"
 
 
@@ -97,10 +97,10 @@ async def test_demand_beyond_the_limit_is_rejected(size_bytes: int) -> None:
 async def test_fragment_out_of_order_is_rejected(total_bytes: int, offset: int) -> None:
     async with open_peer() as one:
         for number in range(HUGE - 4, HUGE):
-            piece = chunk_pb2.ChunkPiece(
+            piece = chunk_pb2.ChunkFragment(
                 transfer_id=number, total_bytes=total_bytes, offset=offset, payload=b"x", key=WIRE_KEY
             )
-            await one.put(OPEN, stage_pb2.PutItem(piece=piece))
+            await one.put(OPEN, stage_pb2.PutItem(fragment=piece))
         assert (await one.answer("rejected")).rejected.error.reason == "FRAGMENT_GAP"
 
 
@@ -183,7 +183,7 @@ async def test_false_claim_of_the_same_host_is_rejected() -> None:
     async with peer() as one:
         lie = stage_pb2.ArenaAdvertisement(process_id=1, size_bytes=1 << 20, token=b"x" * 16).SerializeToString()
         await one.put(stage_pb2.PutItem(offer=stage_pb2.Offer(connector=chunk_pb2.CONNECTOR_SHM, offer=lie)))
-        assert (await one.answer("meeting")).meeting.error.reason == "CONNECTOR_UNAVAILABLE"
+        assert (await one.answer("offer_answer")).offer_answer.error.reason == "CONNECTOR_UNAVAILABLE"
         one.host.plane.open_inlet(KEY, producer="a-0")
         await one.put(stage_pb2.PutItem(open=stage_pb2.OpenEdge(key=WIRE_KEY, connector=chunk_pb2.CONNECTOR_SHM)))
         assert await one.reason() == "CONNECTOR_UNAVAILABLE"

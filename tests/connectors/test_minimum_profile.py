@@ -96,8 +96,8 @@ class MinimumConsumer:
                 return [Reply(opened=opened)]
             case "demand":
                 limit_bytes = flow.received_bytes + content.size_bytes
-                return [Reply(credit=stage_pb2.CreditGrant(key=content.key, limit_bytes=limit_bytes))]
-            case "piece":
+                return [Reply(credit=stage_pb2.CreditGrant(key=content.key, credit_limit_bytes=limit_bytes))]
+            case "fragment":
                 assert content.offset == len(flow.pieces)
                 flow.pieces += content.payload
                 return []
@@ -174,7 +174,7 @@ class Sending:
                 case "ack":
                     self._limit_bytes = max(self._limit_bytes, reply.ack.credit_limit_bytes)
                 case "credit":
-                    self._limit_bytes = max(self._limit_bytes, reply.credit.limit_bytes)
+                    self._limit_bytes = max(self._limit_bytes, reply.credit.credit_limit_bytes)
                 case "commit":
                     self._is_committed = True
 
@@ -205,7 +205,7 @@ def items_of(key: chunk_pb2.EdgeKey, seq: int, chunk: Chunk, *, is_inline: bool)
             region.transfer_id, region.offset, region.size_bytes = seq + 1, offset, len(each)
         offset += len(each)
     pieces = [
-        chunk_pb2.ChunkPiece(
+        chunk_pb2.ChunkFragment(
             key=key,
             transfer_id=seq + 1,
             total_bytes=len(content),
@@ -214,7 +214,7 @@ def items_of(key: chunk_pb2.EdgeKey, seq: int, chunk: Chunk, *, is_inline: bool)
         )
         for start in range(0, 0 if is_inline else len(content), 256 << 10)
     ]
-    return [*(Item(piece=piece) for piece in pieces), Item(chunk=chunk_pb2.Chunk(key=key, seq=seq, data=data))]
+    return [*(Item(fragment=piece) for piece in pieces), Item(chunk=chunk_pb2.Chunk(key=key, seq=seq, data=data))]
 
 
 @pytest.mark.parametrize("size_bytes", [0, 300, 30_000, 200_000, 700_000])

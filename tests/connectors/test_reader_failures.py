@@ -65,7 +65,7 @@ async def _agreed() -> AsyncIterator[tuple[Peer, _FailingReader]]:
         one.host.plane._connectors._connectors[NIXL] = connector
         inlets = [one.host.plane.open_inlet(key, producer="a-0") for key in (KEY, OTHER)]
         await one.put(stage_pb2.PutItem(offer=stage_pb2.Offer(connector=chunk_pb2.CONNECTOR_NIXL)))
-        assert not (await one.answer("meeting")).meeting.HasField("error")
+        assert not (await one.answer("offer_answer")).offer_answer.HasField("error")
         for key in (KEY, OTHER):
             await one.put(_open(key))
             await one.answer("opened")

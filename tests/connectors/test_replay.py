@@ -24,7 +24,7 @@ async def _get(host: Host, key: EdgeKey, first_seq: int) -> tuple[list[int], int
         async for response in stage_pb2_grpc.StageServiceStub(channel).GetChunk(request):
             if response.HasField("chunk"):
                 seqs.append(response.chunk.seq)
-            streamed += len(response.piece.payload)
+            streamed += len(response.fragment.payload)
     return seqs, streamed
 
 

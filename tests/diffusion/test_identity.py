@@ -153,7 +153,7 @@ async def test_a_request_transferred_over_the_data_plane_matches_the_call(subjec
         key = chunk_pb2.EdgeKey(request_id="flows", edge=STATE_EDGE, attempt=2)
         read = [part async for part in here.stub.GetChunk(stage_pb2.GetChunkRequest(key=key), timeout=10)]
         assert await made == subject.expected(LONG)
-    pieces = b"".join(part.piece.payload for part in read)
+    pieces = b"".join(part.fragment.payload for part in read)
     inline = b"".join(tensor.inline for part in read for tensor in part.chunk.data.tensors)
     assert pieces + inline == last.paused.checkpoint.tensors[0].inline
     assert read[-1].chunk.end.count == 1

@@ -19,6 +19,9 @@ from stagemesh.common.errors import NotFoundError
 from stagemesh.common.tensors import TensorSpec
 from stagemesh.common.typed_values import Value
 
+EXTERNAL = "external"
+"""The value of `engine` for a stage whose replicas are not started by Stagemesh. No descriptor has this name."""
+
 OutputKind = Literal["text", "tokens", "audio", "image", "tensor"]
 
 

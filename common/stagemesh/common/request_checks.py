@@ -151,9 +151,9 @@ def check_options(options: Mapping[str, Value], known: Mapping[str, OptionSpec],
                 metadata={"option": name},
             )
         value = _convert(given, known[name].default)
-        if value is None or not _is_allowed(value, known[name]):
+        if value is None or not is_allowed(value, known[name]):
             shown = f"{given:g}" if isinstance(given, float) else repr(given)
-            raise _option_error(name, f"is {shown[:200]}; it must be {_describe_allowed(known[name])}")
+            raise _option_error(name, f"is {shown[:200]}; it must be {describe_allowed(known[name])}")
         values[name] = value
     return values
 
@@ -171,13 +171,15 @@ def _convert(given: Value, default: Value) -> Value | None:
     return int(given) if math.isfinite(given) and given == int(given) else None
 
 
-def _is_allowed(value: Value, spec: OptionSpec) -> bool:
+def is_allowed(value: Value, spec: OptionSpec) -> bool:
+    """Returns whether an option may have a value of the option's type."""
     if isinstance(value, str):
         return value in spec.choices if spec.choices else len(value) <= spec.maximum
     return spec.minimum <= value <= spec.maximum
 
 
-def _describe_allowed(spec: OptionSpec) -> str:
+def describe_allowed(spec: OptionSpec) -> str:
+    """Returns a description of an option's type and allowed values, for error messages."""
     match spec.default:
         case bool():
             return "true or false"
@@ -188,7 +190,10 @@ def _describe_allowed(spec: OptionSpec) -> str:
         case _:
             pass
     kind = "a whole number" if isinstance(spec.default, int) else "a number"
-    return kind if math.isinf(spec.maximum) else f"{kind} from {spec.minimum:g} to {spec.maximum:g}"
+    if math.isinf(spec.minimum):
+        return kind if math.isinf(spec.maximum) else f"{kind} of at most {spec.maximum:g}"
+    at_least = f"{kind} of at least {spec.minimum:g}"
+    return at_least if math.isinf(spec.maximum) else f"{kind} from {spec.minimum:g} to {spec.maximum:g}"
 
 
 def check_sampling(sampling: request_pb2.Sampling) -> None:

@@ -60,7 +60,7 @@ def differing_fields(reported: signature_pb2.Signature, expected: descriptors.Si
 
 def _option(name: str, spec: descriptors.OptionSpec) -> signature_pb2.OptionSpec:
     message = signature_pb2.OptionSpec(name=name, choices=spec.choices, description=spec.description)
-    fill_message(message.default, spec.default)
+    fill_message(message.default_value, spec.default)
     if math.isfinite(spec.minimum):
         message.minimum = spec.minimum
     if math.isfinite(spec.maximum):

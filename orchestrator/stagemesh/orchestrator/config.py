@@ -57,7 +57,7 @@ class OrchestratorConfig:
     replicas: Mapping[str, tuple[ReplicaAddress, ...]]
     """The replicas with fixed addresses, by stage.
 
-    May omit stages whose replicas are found by DNS or register themselves.
+    May omit stages whose replicas are found by DNS, register themselves, or have addresses in the pipeline file.
     """
     listen: str
     """The address at which clients reach the orchestrator, "host:port"."""

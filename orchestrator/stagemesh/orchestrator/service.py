@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.orchestrator.admin.service import serving_admin
-from stagemesh.orchestrator.config import OrchestratorConfig
+from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.membership.addresses import DnsSource, StaticSource
 from stagemesh.orchestrator.membership.base import MemberSource
@@ -38,7 +38,7 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
     _check_stages(config, pipeline)
     server = Server(config.listen, roles={CLIENT})
     registration = _registration(config, pipeline)
-    fleet = Fleet(pipeline, _sources(config, registration), generations=config.generations)
+    fleet = Fleet(pipeline, _sources(config, pipeline, registration), generations=config.generations)
     orchestrator = Orchestrator(
         pipeline,
         fleet,
@@ -80,8 +80,13 @@ def _registration(config: OrchestratorConfig, pipeline: Pipeline) -> Registratio
     return RegistrationSource(pipeline, lease_s=config.registration.lease_s, generations=config.generations)
 
 
-def _sources(config: OrchestratorConfig, registration: RegistrationSource | None) -> list[MemberSource]:
-    sources: list[MemberSource] = [StaticSource(config.replicas)]
+def _sources(
+    config: OrchestratorConfig, pipeline: Pipeline, registration: RegistrationSource | None
+) -> list[MemberSource]:
+    external = {
+        stage.name: [ReplicaAddress("", address) for address in stage.addresses] for stage in pipeline.stages.values()
+    }
+    sources: list[MemberSource] = [StaticSource(config.replicas), StaticSource(external)]
     sources += [DnsSource(stage, name) for stage, name in config.dns.items()]
     return sources if registration is None else [*sources, registration]
 
@@ -89,11 +94,13 @@ def _sources(config: OrchestratorConfig, registration: RegistrationSource | None
 def _check_stages(config: OrchestratorConfig, pipeline: Pipeline) -> None:
     registers = config.registration is not None
     found = {*(stage for stage, addresses in config.replicas.items() if addresses), *config.dns}
+    found |= {stage.name for stage in pipeline.stages.values() if stage.addresses}
     without = [stage for stage in pipeline.stages if not registers and stage not in found]
     unknown = [stage for stage in (*config.replicas, *config.dns) if stage not in pipeline.stages]
     if without or unknown:
         raise InvalidRequestError(
             f"the config's replicas do not match pipeline {pipeline.name!r}: "
-            f"stages without a replica: {', '.join(without) or 'none'}; unknown stages: {', '.join(unknown) or 'none'}",
+            f"stages without a replica: {', '.join(without) or 'none'}; unknown stages: {', '.join(unknown) or 'none'}"
+            "; correct `replicas`, or set `registration` if replicas register themselves",
             reason="INVALID_CONFIG",
         )

@@ -672,12 +672,12 @@ class RequestStatus(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     RECEIVED_AT_S_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
-    LEFT_S_FIELD_NUMBER: _builtins.int
+    REMAINING_S_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
-    PIECES_FIELD_NUMBER: _builtins.int
+    OUTPUT_PARTS_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
-    AT_WORK_FIELD_NUMBER: _builtins.int
+    RUNNING_STAGES_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
@@ -687,11 +687,11 @@ class RequestStatus(_message.Message):
     """The time at which it was received, in seconds since 1970."""
     age_s: _builtins.float
     """Seconds since it was received, until now or until its end."""
-    left_s: _builtins.float
+    remaining_s: _builtins.float
     """Seconds until its deadline. 0 after its end."""
     priority: _builtins.int
     """Its priority."""
-    pieces: _builtins.int
+    output_parts: _builtins.int
     """The number of output messages that it has produced."""
     size_bytes: _builtins.int
     """The bytes of these messages that this orchestrator keeps."""
@@ -700,7 +700,7 @@ class RequestStatus(_message.Message):
         """The names of the requested outputs."""
 
     @_builtins.property
-    def at_work(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    def running_stages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The stages with a running step, those that have not reported for the longest time first."""
 
     @_builtins.property
@@ -714,17 +714,17 @@ class RequestStatus(_message.Message):
         state: Global___RequestState.ValueType = ...,
         received_at_s: _builtins.float = ...,
         age_s: _builtins.float = ...,
-        left_s: _builtins.float = ...,
+        remaining_s: _builtins.float = ...,
         priority: _builtins.int = ...,
         outputs: _abc.Iterable[_builtins.str] | None = ...,
-        pieces: _builtins.int = ...,
+        output_parts: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
-        at_work: _abc.Iterable[_builtins.str] | None = ...,
+        running_stages: _abc.Iterable[_builtins.str] | None = ...,
         error: _chunk_pb2.Error | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "at_work", b"at_work", "error", b"error", "left_s", b"left_s", "outputs", b"outputs", "pieces", b"pieces", "priority", b"priority", "received_at_s", b"received_at_s", "request_id", b"request_id", "size_bytes", b"size_bytes", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "error", b"error", "output_parts", b"output_parts", "outputs", b"outputs", "priority", b"priority", "received_at_s", b"received_at_s", "remaining_s", b"remaining_s", "request_id", b"request_id", "running_stages", b"running_stages", "size_bytes", b"size_bytes", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -810,7 +810,7 @@ class StepStatus(_message.Message):
     ACCEPTED_S_FIELD_NUMBER: _builtins.int
     QUEUE_POSITION_FIELD_NUMBER: _builtins.int
     FIRST_OUTPUT_S_FIELD_NUMBER: _builtins.int
-    HEARD_S_FIELD_NUMBER: _builtins.int
+    LAST_EVENT_S_FIELD_NUMBER: _builtins.int
     ENDED_S_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
@@ -837,7 +837,7 @@ class StepStatus(_message.Message):
     """The number of requests before it in the engine's queue at that time."""
     first_output_s: _builtins.float
     """When its first output was received."""
-    heard_s: _builtins.float
+    last_event_s: _builtins.float
     """When its last event was received."""
     ended_s: _builtins.float
     """When it ended."""
@@ -878,7 +878,7 @@ class StepStatus(_message.Message):
         accepted_s: _builtins.float | None = ...,
         queue_position: _builtins.int = ...,
         first_output_s: _builtins.float | None = ...,
-        heard_s: _builtins.float | None = ...,
+        last_event_s: _builtins.float | None = ...,
         ended_s: _builtins.float | None = ...,
         outputs: _builtins.int = ...,
         steps: _builtins.int = ...,
@@ -890,9 +890,9 @@ class StepStatus(_message.Message):
         resumed_steps: _builtins.int | None = ...,
         rebindings: _abc.Iterable[Global___StepRebinding] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s", "_ended_s", b"_ended_s", "_first_output_s", b"_first_output_s", "_heard_s", b"_heard_s", "_resumed_steps", b"_resumed_steps", "_sent_s", b"_sent_s", "_total_steps", b"_total_steps", "accepted_s", b"accepted_s", "ended_s", b"ended_s", "error", b"error", "finished", b"finished", "first_output_s", b"first_output_s", "heard_s", b"heard_s", "report", b"report", "resumed_steps", b"resumed_steps", "sent_s", b"sent_s", "total_steps", b"total_steps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s", "_ended_s", b"_ended_s", "_first_output_s", b"_first_output_s", "_last_event_s", b"_last_event_s", "_resumed_steps", b"_resumed_steps", "_sent_s", b"_sent_s", "_total_steps", b"_total_steps", "accepted_s", b"accepted_s", "ended_s", b"ended_s", "error", b"error", "finished", b"finished", "first_output_s", b"first_output_s", "last_event_s", b"last_event_s", "report", b"report", "resumed_steps", b"resumed_steps", "sent_s", b"sent_s", "total_steps", b"total_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s", "_ended_s", b"_ended_s", "_first_output_s", b"_first_output_s", "_heard_s", b"_heard_s", "_resumed_steps", b"_resumed_steps", "_sent_s", b"_sent_s", "_total_steps", b"_total_steps", "accepted_s", b"accepted_s", "attempt", b"attempt", "ended_s", b"ended_s", "error", b"error", "finished", b"finished", "first_output_s", b"first_output_s", "heard_s", b"heard_s", "outputs", b"outputs", "planned_s", b"planned_s", "queue_position", b"queue_position", "rebindings", b"rebindings", "replica", b"replica", "report", b"report", "resumed_steps", b"resumed_steps", "sent_s", b"sent_s", "stage", b"stage", "steps", b"steps", "total_steps", b"total_steps", "waits_for", b"waits_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s", "_ended_s", b"_ended_s", "_first_output_s", b"_first_output_s", "_last_event_s", b"_last_event_s", "_resumed_steps", b"_resumed_steps", "_sent_s", b"_sent_s", "_total_steps", b"_total_steps", "accepted_s", b"accepted_s", "attempt", b"attempt", "ended_s", b"ended_s", "error", b"error", "finished", b"finished", "first_output_s", b"first_output_s", "last_event_s", b"last_event_s", "outputs", b"outputs", "planned_s", b"planned_s", "queue_position", b"queue_position", "rebindings", b"rebindings", "replica", b"replica", "report", b"report", "resumed_steps", b"resumed_steps", "sent_s", b"sent_s", "stage", b"stage", "steps", b"steps", "total_steps", b"total_steps", "waits_for", b"waits_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accepted_s: _TypeAlias = _typing.Literal["accepted_s"]  # noqa: Y015
     _WhichOneofArgType__accepted_s: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s"]  # noqa: Y015
@@ -900,8 +900,8 @@ class StepStatus(_message.Message):
     _WhichOneofArgType__ended_s: _TypeAlias = _typing.Literal["_ended_s", b"_ended_s"]  # noqa: Y015
     _WhichOneofReturnType__first_output_s: _TypeAlias = _typing.Literal["first_output_s"]  # noqa: Y015
     _WhichOneofArgType__first_output_s: _TypeAlias = _typing.Literal["_first_output_s", b"_first_output_s"]  # noqa: Y015
-    _WhichOneofReturnType__heard_s: _TypeAlias = _typing.Literal["heard_s"]  # noqa: Y015
-    _WhichOneofArgType__heard_s: _TypeAlias = _typing.Literal["_heard_s", b"_heard_s"]  # noqa: Y015
+    _WhichOneofReturnType__last_event_s: _TypeAlias = _typing.Literal["last_event_s"]  # noqa: Y015
+    _WhichOneofArgType__last_event_s: _TypeAlias = _typing.Literal["_last_event_s", b"_last_event_s"]  # noqa: Y015
     _WhichOneofReturnType__resumed_steps: _TypeAlias = _typing.Literal["resumed_steps"]  # noqa: Y015
     _WhichOneofArgType__resumed_steps: _TypeAlias = _typing.Literal["_resumed_steps", b"_resumed_steps"]  # noqa: Y015
     _WhichOneofReturnType__sent_s: _TypeAlias = _typing.Literal["sent_s"]  # noqa: Y015
@@ -915,7 +915,7 @@ class StepStatus(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__first_output_s) -> _WhichOneofReturnType__first_output_s | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__heard_s) -> _WhichOneofReturnType__heard_s | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__last_event_s) -> _WhichOneofReturnType__last_event_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__resumed_steps) -> _WhichOneofReturnType__resumed_steps | None: ...
     @_typing.overload
@@ -1458,11 +1458,11 @@ class StageAdapter(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
-    REMEMBERED_FIELD_NUMBER: _builtins.int
+    PERSISTENT_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name by which requests select it."""
-    remembered: _builtins.bool
+    persistent: _builtins.bool
     """Whether this orchestrator loads it on each replica of the stage that becomes ready."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterOutcome]:
@@ -1472,12 +1472,12 @@ class StageAdapter(_message.Message):
         self,
         *,
         name: _builtins.str = ...,
-        remembered: _builtins.bool = ...,
+        persistent: _builtins.bool = ...,
         replicas: _abc.Iterable[Global___AdapterOutcome] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "remembered", b"remembered", "replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "persistent", b"persistent", "replicas", b"replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

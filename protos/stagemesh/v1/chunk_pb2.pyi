@@ -319,8 +319,8 @@ class Error(_message.Message):
 Global___Error: _TypeAlias = Error  # noqa: Y015
 
 @_typing.final
-class ChunkPiece(_message.Message):
-    """ChunkPiece is a fragment of a large chunk's bytes. It is sent before the chunk, and messages of other flows may be
+class ChunkFragment(_message.Message):
+    """ChunkFragment is a fragment of a large chunk's bytes. It is sent before the chunk, and messages of other flows may be
     sent in between.
     """
 
@@ -362,4 +362,4 @@ class ChunkPiece(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ChunkPiece: _TypeAlias = ChunkPiece  # noqa: Y015
+Global___ChunkFragment: _TypeAlias = ChunkFragment  # noqa: Y015

@@ -1035,9 +1035,9 @@ class ErrorDescription(_message.Message):
 
 Global___ErrorDescription: _TypeAlias = ErrorDescription  # noqa: Y015
 
-ERROR_FIELD_NUMBER: _builtins.int
-COMMON_FIELD_NUMBER: _builtins.int
-error: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.EnumValueOptions, Global___ErrorDescription]
+ERROR_DESCRIPTION_FIELD_NUMBER: _builtins.int
+COMMON_KEY_FIELD_NUMBER: _builtins.int
+error_description: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.EnumValueOptions, Global___ErrorDescription]
 """The description of a value of ErrorReason."""
-common: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.EnumValueOptions, _builtins.bool]
+common_key: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.EnumValueOptions, _builtins.bool]
 """Whether an error of any reason may contain this value of ErrorMetadataKey."""

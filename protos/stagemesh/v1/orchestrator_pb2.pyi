@@ -131,14 +131,18 @@ class GenerateResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    QUEUED_FIELD_NUMBER: _builtins.int
     ADMITTED_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
-    QUEUED_FIELD_NUMBER: _builtins.int
     IGNORABLE_FIELD_NUMBER: _builtins.int
     ignorable: _builtins.bool
     """Whether a client that does not know the kind of the event ignores the event instead."""
+    @_builtins.property
+    def queued(self) -> Global___RequestQueued:
+        """Sent before admitted if the request has to wait, and again each time its position changes."""
+
     @_builtins.property
     def admitted(self) -> Global___RequestAdmitted:
         """The first event, apart from queued."""
@@ -158,25 +162,21 @@ class GenerateResponse(_message.Message):
         at another orchestrator.
         """
 
-    @_builtins.property
-    def queued(self) -> Global___RequestQueued:
-        """Sent before admitted if the request has to wait, and again each time its position changes."""
-
     def __init__(
         self,
         *,
+        queued: Global___RequestQueued | None = ...,
         admitted: Global___RequestAdmitted | None = ...,
         progress: Global___RequestProgress | None = ...,
         output: _request_pb2.Output | None = ...,
         finished: Global___RequestFinished | None = ...,
-        queued: Global___RequestQueued | None = ...,
         ignorable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "finished", b"finished", "output", b"output", "progress", b"progress", "queued", b"queued"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "finished", b"finished", "ignorable", b"ignorable", "output", b"output", "progress", b"progress", "queued", b"queued"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "progress", "output", "finished", "queued"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["queued", "admitted", "progress", "output", "finished"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -186,7 +186,7 @@ class OptionSpec(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
-    DEFAULT_FIELD_NUMBER: _builtins.int
+    DEFAULT_VALUE_FIELD_NUMBER: _builtins.int
     MINIMUM_FIELD_NUMBER: _builtins.int
     MAXIMUM_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
@@ -200,7 +200,7 @@ class OptionSpec(_message.Message):
     description: _builtins.str
     """What the option does, for people."""
     @_builtins.property
-    def default(self) -> _tensor_pb2.TypedValue:
+    def default_value(self) -> _tensor_pb2.TypedValue:
         """The default. Its type is the option's type."""
 
     @_builtins.property
@@ -211,15 +211,15 @@ class OptionSpec(_message.Message):
         self,
         *,
         name: _builtins.str = ...,
-        default: _tensor_pb2.TypedValue | None = ...,
+        default_value: _tensor_pb2.TypedValue | None = ...,
         minimum: _builtins.float | None = ...,
         maximum: _builtins.float | None = ...,
         choices: _abc.Iterable[_builtins.str] | None = ...,
         description: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_maximum", b"_maximum", "_minimum", b"_minimum", "default", b"default", "maximum", b"maximum", "minimum", b"minimum"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_maximum", b"_maximum", "_minimum", b"_minimum", "default_value", b"default_value", "maximum", b"maximum", "minimum", b"minimum"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_maximum", b"_maximum", "_minimum", b"_minimum", "choices", b"choices", "default", b"default", "description", b"description", "maximum", b"maximum", "minimum", b"minimum", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_maximum", b"_maximum", "_minimum", b"_minimum", "choices", b"choices", "default_value", b"default_value", "description", b"description", "maximum", b"maximum", "minimum", b"minimum", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__maximum: _TypeAlias = _typing.Literal["maximum"]  # noqa: Y015
     _WhichOneofArgType__maximum: _TypeAlias = _typing.Literal["_maximum", b"_maximum"]  # noqa: Y015

@@ -105,6 +105,7 @@ class ExecuteStepRequest(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     INPUT_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
     INPUTS_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
     STREAMED_FIELD_NUMBER: _builtins.int
@@ -112,7 +113,6 @@ class ExecuteStepRequest(_message.Message):
     RESUME_FROM_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     ABSENT_FIELD_NUMBER: _builtins.int
-    SEED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, 1 to 128 characters of letters, digits, '.', '_', ':' and '-'."""
     step_id: _builtins.str
@@ -121,6 +121,8 @@ class ExecuteStepRequest(_message.Message):
     """The number of the attempt at this stage's part, from 1. An attempt lower than the highest one seen fails
     (STALE_ATTEMPT; the error's metadata contains that `attempt`).
     """
+    seed: _builtins.int
+    """The random seed. The same seed reproduces the output."""
     max_steps: _builtins.int
     """Pause after this number of engine steps and keep the state, unless the step ends before. If absent, run to the end.
     Rejected by an engine that cannot pause (UNSUPPORTED), and if 0 (INVALID_ARGUMENT). Incoming edges are bound by the
@@ -130,8 +132,6 @@ class ExecuteStepRequest(_message.Message):
     """
     priority: _builtins.int
     """Steps of a higher priority run first when steps compete."""
-    seed: _builtins.int
-    """The random seed. The same seed reproduces the output."""
     @_builtins.property
     def input(self) -> _request_pb2.Input:
         """The client's input. Unset for stages that only edges feed."""
@@ -173,6 +173,7 @@ class ExecuteStepRequest(_message.Message):
         attempt: _builtins.int = ...,
         input: _request_pb2.Input | None = ...,
         parameters: _request_pb2.StageParameters | None = ...,
+        seed: _builtins.int = ...,
         inputs: _abc.Iterable[Global___InputBinding] | None = ...,
         outputs: _abc.Iterable[Global___OutputBinding] | None = ...,
         streamed: _abc.Iterable[_builtins.str] | None = ...,
@@ -180,7 +181,6 @@ class ExecuteStepRequest(_message.Message):
         resume_from: Global___Checkpoint | None = ...,
         priority: _builtins.int = ...,
         absent: _abc.Iterable[_builtins.str] | None = ...,
-        seed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "input", b"input", "max_steps", b"max_steps", "parameters", b"parameters", "resume_from", b"resume_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1046,14 +1046,15 @@ class PutItem(_message.Message):
     """PutItem is one message of a producer to a consumer.
 
     A consumer that does not know the kind of an item rejects the flow that the item belongs to (EdgeRejected,
-    UNIMPLEMENTED, UNKNOWN_KIND). If it belongs to no flow, the consumer ends the stream with that error. For this purpose, field 1 of the message of every kind that belongs to a flow is the flow's EdgeKey.
+    UNIMPLEMENTED, UNKNOWN_KIND). If it belongs to no flow, the consumer ends the stream with that error. For this
+    purpose, field 1 of the message of every kind that belongs to a flow is the flow's EdgeKey.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     OPEN_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
-    PIECE_FIELD_NUMBER: _builtins.int
+    FRAGMENT_FIELD_NUMBER: _builtins.int
     DEMAND_FIELD_NUMBER: _builtins.int
     OFFER_FIELD_NUMBER: _builtins.int
     IGNORABLE_FIELD_NUMBER: _builtins.int
@@ -1068,7 +1069,7 @@ class PutItem(_message.Message):
         """A chunk, whose fragments were sent before it."""
 
     @_builtins.property
-    def piece(self) -> _chunk_pb2.ChunkPiece:
+    def fragment(self) -> _chunk_pb2.ChunkFragment:
         """A fragment of a later chunk."""
 
     @_builtins.property
@@ -1084,16 +1085,16 @@ class PutItem(_message.Message):
         *,
         open: Global___OpenEdge | None = ...,
         chunk: _chunk_pb2.Chunk | None = ...,
-        piece: _chunk_pb2.ChunkPiece | None = ...,
+        fragment: _chunk_pb2.ChunkFragment | None = ...,
         demand: Global___CreditDemand | None = ...,
         offer: Global___Offer | None = ...,
         ignorable: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "item", b"item", "offer", b"offer", "open", b"open", "piece", b"piece"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "fragment", b"fragment", "item", b"item", "offer", b"offer", "open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "ignorable", b"ignorable", "item", b"item", "offer", b"offer", "open", b"open", "piece", b"piece"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "fragment", b"fragment", "ignorable", b"ignorable", "item", b"item", "offer", b"offer", "open", b"open"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["open", "chunk", "piece", "demand", "offer"]  # noqa: Y015
+    _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["open", "chunk", "fragment", "demand", "offer"]  # noqa: Y015
     _WhichOneofArgType_item: _TypeAlias = _typing.Literal["item", b"item"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_item) -> _WhichOneofReturnType_item | None: ...
 
@@ -1102,7 +1103,7 @@ Global___PutItem: _TypeAlias = PutItem  # noqa: Y015
 @_typing.final
 class Offer(_message.Message):
     """Offer describes how a connector reads a producer's arena. Sent before the first flow that uses the connector.
-    Answered by Meeting.
+    Answered by OfferAnswer.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1128,8 +1129,8 @@ class Offer(_message.Message):
 Global___Offer: _TypeAlias = Offer  # noqa: Y015
 
 @_typing.final
-class Meeting(_message.Message):
-    """Meeting answers an Offer."""
+class OfferAnswer(_message.Message):
+    """OfferAnswer answers an Offer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1153,7 +1154,7 @@ class Meeting(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Meeting: _TypeAlias = Meeting  # noqa: Y015
+Global___OfferAnswer: _TypeAlias = OfferAnswer  # noqa: Y015
 
 @_typing.final
 class OpenEdge(_message.Message):
@@ -1167,7 +1168,7 @@ class OpenEdge(_message.Message):
     CONNECTOR_FIELD_NUMBER: _builtins.int
     OPENING_FIELD_NUMBER: _builtins.int
     connector: _chunk_pb2.Connector.ValueType
-    """The connector that the flow will use: GRPC, or one that a Meeting accepted."""
+    """The connector that the flow will use: GRPC, or one that a OfferAnswer accepted."""
     opening: _builtins.int
     """The number of times that the producer has opened the flow before. The answer repeats it, so that a delayed answer
     to an earlier OpenEdge is recognized.
@@ -1309,8 +1310,7 @@ class PutReply(_message.Message):
 
     A producer that does not know the kind of a reply fails the flow that the reply belongs to (UNIMPLEMENTED,
     UNKNOWN_KIND). If it belongs to no flow, the producer ends the stream with that error, which fails the flows that the
-    stream carries. Field 1 of the message of every kind that belongs to a flow is the flow's
-    EdgeKey.
+    stream carries. Field 1 of the message of every kind that belongs to a flow is the flow's EdgeKey.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1321,7 +1321,7 @@ class PutReply(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     REJECTED_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
-    MEETING_FIELD_NUMBER: _builtins.int
+    OFFER_ANSWER_FIELD_NUMBER: _builtins.int
     RESYNC_FIELD_NUMBER: _builtins.int
     IGNORABLE_FIELD_NUMBER: _builtins.int
     ignorable: _builtins.bool
@@ -1351,7 +1351,7 @@ class PutReply(_message.Message):
         """The consumer no longer reads these regions."""
 
     @_builtins.property
-    def meeting(self) -> Global___Meeting:
+    def offer_answer(self) -> Global___OfferAnswer:
         """Whether the consumer can read by a connector."""
 
     @_builtins.property
@@ -1367,15 +1367,15 @@ class PutReply(_message.Message):
         commit: Global___EdgeCommit | None = ...,
         rejected: Global___EdgeRejected | None = ...,
         release: Global___LeaseRelease | None = ...,
-        meeting: Global___Meeting | None = ...,
+        offer_answer: Global___OfferAnswer | None = ...,
         resync: Global___EdgeResync | None = ...,
         ignorable: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commit", b"commit", "credit", b"credit", "meeting", b"meeting", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply", "resync", b"resync"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commit", b"commit", "credit", b"credit", "offer_answer", b"offer_answer", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply", "resync", b"resync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commit", b"commit", "credit", b"credit", "ignorable", b"ignorable", "meeting", b"meeting", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply", "resync", b"resync"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commit", b"commit", "credit", b"credit", "ignorable", b"ignorable", "offer_answer", b"offer_answer", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply", "resync", b"resync"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["opened", "ack", "credit", "commit", "rejected", "release", "meeting", "resync"]  # noqa: Y015
+    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["opened", "ack", "credit", "commit", "rejected", "release", "offer_answer", "resync"]  # noqa: Y015
     _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_reply) -> _WhichOneofReturnType_reply | None: ...
 
@@ -1460,8 +1460,8 @@ class CreditGrant(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
-    LIMIT_BYTES_FIELD_NUMBER: _builtins.int
-    limit_bytes: _builtins.int
+    CREDIT_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    credit_limit_bytes: _builtins.int
     """The total number of bytes that may be sent, counted from the flow's first chunk."""
     @_builtins.property
     def key(self) -> _chunk_pb2.EdgeKey:
@@ -1471,11 +1471,11 @@ class CreditGrant(_message.Message):
         self,
         *,
         key: _chunk_pb2.EdgeKey | None = ...,
-        limit_bytes: _builtins.int = ...,
+        credit_limit_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "limit_bytes", b"limit_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_limit_bytes", b"credit_limit_bytes", "key", b"key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1632,7 +1632,7 @@ class GetChunkResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CHUNK_FIELD_NUMBER: _builtins.int
-    PIECE_FIELD_NUMBER: _builtins.int
+    FRAGMENT_FIELD_NUMBER: _builtins.int
     IGNORABLE_FIELD_NUMBER: _builtins.int
     ignorable: _builtins.bool
     """Whether a caller that does not know the kind of the content ignores the response instead."""
@@ -1641,23 +1641,23 @@ class GetChunkResponse(_message.Message):
         """A chunk, whose fragments were sent before it."""
 
     @_builtins.property
-    def piece(self) -> _chunk_pb2.ChunkPiece:
+    def fragment(self) -> _chunk_pb2.ChunkFragment:
         """A fragment of the next chunk."""
 
     def __init__(
         self,
         *,
         chunk: _chunk_pb2.Chunk | None = ...,
-        piece: _chunk_pb2.ChunkPiece | None = ...,
+        fragment: _chunk_pb2.ChunkFragment | None = ...,
         ignorable: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "part", b"part", "piece", b"piece"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "content", b"content", "fragment", b"fragment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "ignorable", b"ignorable", "part", b"part", "piece", b"piece"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "content", b"content", "fragment", b"fragment", "ignorable", b"ignorable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["chunk", "piece"]  # noqa: Y015
-    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["chunk", "fragment"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
 
 Global___GetChunkResponse: _TypeAlias = GetChunkResponse  # noqa: Y015
 

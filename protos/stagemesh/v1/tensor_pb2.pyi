@@ -163,7 +163,7 @@ Global___ShmRegion: _TypeAlias = ShmRegion  # noqa: Y015
 
 @_typing.final
 class StreamedRegion(_message.Message):
-    """StreamedRegion refers to bytes that arrived earlier on the same stream, as ChunkPiece messages."""
+    """StreamedRegion refers to bytes that arrived earlier on the same stream, as ChunkFragment messages."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

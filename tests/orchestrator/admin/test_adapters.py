@@ -47,7 +47,7 @@ async def _list(mesh: Mesh) -> dict[str, tuple[bool, list[str]]]:
     """Returns whether each adapter is remembered, and the replicas that have it."""
     request = admin_pb2.AdminServiceListAdaptersRequest(stage="a")
     answer = await admin_pb2_grpc.AdminServiceStub(mesh.admin).ListAdapters(request, timeout=10)
-    return {each.name: (each.remembered, [one.replica for one in each.replicas]) for each in answer.adapters}
+    return {each.name: (each.persistent, [one.replica for one in each.replicas]) for each in answer.adapters}
 
 
 async def _generate(mesh: Mesh, adapter: str = "x") -> str:

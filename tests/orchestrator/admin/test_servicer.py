@@ -216,7 +216,7 @@ async def test_ended_requests_are_found_by_their_state(chain: Mesh) -> None:
     await chain.generate(request_id="done")
     assert not (await _list(chain)).requests
     found = await _list(chain, states=[admin_pb2.REQUEST_STATE_FINISHED], target="b")
-    assert [(request.request_id, request.pieces) for request in found.requests] == [("done", 4)]
+    assert [(request.request_id, request.output_parts) for request in found.requests] == [("done", 4)]
 
 
 async def test_a_request_shows_what_each_step_waits_for(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_times_count_from_when_the_request_was_received() -> None:
     notes.note_output()
     clock.now_s = 105.0
     notes.note_output()
-    assert (notes.accepted_s, notes.first_output_s, notes.heard_s, notes.outputs) == (0.0, 3.0, 5.0, 2)
+    assert (notes.accepted_s, notes.first_output_s, notes.last_event_s, notes.outputs) == (0.0, 3.0, 5.0, 2)
 
 
 def test_progress_is_the_last_report() -> None:

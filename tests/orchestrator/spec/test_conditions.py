@@ -107,7 +107,7 @@ MISTAKES: dict[str, tuple[list[tuple[str, str]], str]] = {
     "option of a stage declared again": ([("options: {loud:", "options: {speed:")],
         "band.yaml:2: stage 'blender' has option 'speed' already; choose another name"),
     "option with bounds that do not hold": ([("default: 0, min", "default: 11, min")],
-        ("band.yaml:2: options.loud is {'default': 11, 'minimum': 0, 'maximum': 10}; value error, minimum must "
+        ("band.yaml:2: options.loud is {'default': 11, 'minimum': 0, 'maximum': 10}; minimum must "
         "be less than maximum, and default must be between them")),
     "output that is not always made": ([("function: sing", f"function: sing, {LOUD}")],
         ("band.yaml:13: output 'audio' is not made when output audio is wanted and option loud is 0: stage 'singer' "

@@ -343,7 +343,7 @@ class InletAttempt:
         elif limit_bytes:
             credit = response.replies.add().credit
             credit.key.CopyFrom(self.wire_key)
-            credit.limit_bytes = limit_bytes
+            credit.credit_limit_bytes = limit_bytes
 
     def lost_error(self) -> UnavailableError:
         return UnavailableError(

@@ -334,7 +334,7 @@ class Connection:
         """Returns this replica's instance of the negotiated connector `name`, or None if `name` is grpc."""
         return self._negotiated.get(name)
 
-    def answer(self, meeting: stage_pb2.Meeting) -> None:
+    def answer(self, meeting: stage_pb2.OfferAnswer) -> None:
         """Processes `meeting`, the consumer's answer to the offer of a connector.
 
         Does nothing if no offer of this connector is pending.

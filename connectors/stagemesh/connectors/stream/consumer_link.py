@@ -243,9 +243,9 @@ class ConsumerLink:
         if kind == "release":
             if elsewhere := self.end_leases(reply.release.lease_ids):
                 self._on_released_elsewhere(elsewhere)
-        elif kind == "meeting":
+        elif kind == "offer_answer":
             if self._connection is not None:
-                self._connection.answer(reply.meeting)
+                self._connection.answer(reply.offer_answer)
         elif kind is None:
             self._refuse_unknown(reply)
         else:
@@ -262,7 +262,7 @@ class ConsumerLink:
                 flow.acknowledge(reply.ack.next_seq)
                 flow.grant(reply.ack.credit_limit_bytes)
             case "credit":
-                flow.grant(reply.credit.limit_bytes)
+                flow.grant(reply.credit.credit_limit_bytes)
             case "opened":
                 flow.opened(reply.opened)
             case "commit":

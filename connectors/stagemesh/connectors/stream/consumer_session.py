@@ -190,8 +190,8 @@ class ConsumerSession:
                 self._guarded(chunk.key, self._chunk, chunk)
             case "open":
                 self._guarded(item.open.key, self._open, item.open)
-            case "piece":
-                piece = item.piece
+            case "fragment":
+                piece = item.fragment
                 self._guarded(piece.key, self._fragment, wire.Fragment(piece, memoryview(piece.payload)))
             case "demand":
                 self._guarded(item.demand.key, self._demand, item.demand)
@@ -305,13 +305,13 @@ class ConsumerSession:
         task.add_done_callback(self._negotiations.discard)
 
     async def _answer(self, offer: stage_pb2.Offer) -> None:
-        answer = stage_pb2.Meeting(connector=offer.connector)
+        answer = stage_pb2.OfferAnswer(connector=offer.connector)
         try:
             arena_fd = self._local.arena_fd if self._local is not None else None
             await self._producer.accept_offer(name_of(offer.connector), offer.offer, arena_fd=arena_fd)
         except StagemeshError as exc:
             answer.error.CopyFrom(wire.error_to_wire(exc))
-        self._reply(stage_pb2.PutReply(meeting=answer))
+        self._reply(stage_pb2.PutReply(offer_answer=answer))
 
     # -- chunks
 

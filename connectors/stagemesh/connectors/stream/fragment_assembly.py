@@ -37,7 +37,7 @@ class FragmentAssembler:
         """Returns True if the transfer has not begun yet, or False if the transfer is in progress or has ended."""
         return transfer_id > self._last_id
 
-    def begin(self, key: EdgeKey, message: chunk_pb2.ChunkPiece) -> None:
+    def begin(self, key: EdgeKey, message: chunk_pb2.ChunkFragment) -> None:
         """Begins a new transfer. Drops the flow's previous transfer, if any. `message` is a fragment of the new one."""
         self.drop(key)
         self._last_id = message.transfer_id

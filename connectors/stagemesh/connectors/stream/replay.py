@@ -66,7 +66,7 @@ def _chunk_messages(key: EdgeKey, sent: SentChunk) -> Iterator[stage_pb2.GetChun
             wire_key, tensors, total_bytes=shape.size_bytes, transfer_id=transfer_id
         ):
             message.payload = bytes(payload)
-            yield stage_pb2.GetChunkResponse(piece=message)
+            yield stage_pb2.GetChunkResponse(fragment=message)
         wire.fill_streamed(chunk.data, shape, transfer_id=transfer_id)
         yield stage_pb2.GetChunkResponse(chunk=chunk)
     finally:

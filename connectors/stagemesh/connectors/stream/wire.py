@@ -43,8 +43,8 @@ fragments before the chunk.
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _ITEMS = b"\x12"  # PutChunkRequest.items, length-delimited
-_PIECE = b"\x1a"  # PutItem.piece, length-delimited
-_PAYLOAD = 0x2A  # ChunkPiece.payload, length-delimited
+_FRAGMENT = b"\x1a"  # PutItem.fragment, length-delimited
+_PAYLOAD = 0x2A  # ChunkFragment.payload, length-delimited
 
 
 def key_to_wire(key: EdgeKey) -> chunk_pb2.EdgeKey:
@@ -244,7 +244,7 @@ def fill_streamed(data: chunk_pb2.ChunkData, shape: PacketShape, *, transfer_id:
 class Fragment(NamedTuple):
     """A part of a packet's bytes. A message contains at most one fragment."""
 
-    message: chunk_pb2.ChunkPiece
+    message: chunk_pb2.ChunkFragment
     """The protobuf message of the fragment, without the payload."""
     payload: memoryview
 
@@ -259,7 +259,7 @@ def fragments(key: chunk_pb2.EdgeKey, tensors: Tensors, *, total_bytes: int, tra
     for tensor in tensors.values():
         payload = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data if tensor.nbytes else memoryview(b"")
         for start in range(0, len(payload), max_bytes):
-            message = chunk_pb2.ChunkPiece(
+            message = chunk_pb2.ChunkFragment(
                 transfer_id=transfer_id, total_bytes=total_bytes, offset=base + start, key=key
             )
             yield Fragment(message, payload[start : start + max_bytes])
@@ -416,10 +416,10 @@ def encode_fragment(fragment: Fragment, *, rest: bytes = b"") -> bytes:
     return b"".join((_fragment_head(message, len(payload)), payload, rest))
 
 
-def _fragment_head(message: chunk_pb2.ChunkPiece, payload_bytes: int) -> bytes:
+def _fragment_head(message: chunk_pb2.ChunkFragment, payload_bytes: int) -> bytes:
     """Returns the bytes of a PutChunkRequest up to the payload of its first item, which is a fragment."""
     fields = message.SerializeToString() + bytes((_PAYLOAD,)) + _varint(payload_bytes)
-    item = _PIECE + _varint(len(fields) + payload_bytes)
+    item = _FRAGMENT + _varint(len(fields) + payload_bytes)
     return _ITEMS + _varint(len(item) + len(fields) + payload_bytes) + item + fields
 
 
@@ -436,12 +436,13 @@ def decode_fragment(data: bytes) -> FragmentMessage | None:
         item_bytes, item_start = _read_varint(view, 1)
         piece_bytes, start = _read_varint(view, item_start + 1)
         end = start + piece_bytes
-        if view[item_start] != _PIECE[0] or end != item_start + item_bytes:
+        if view[item_start] != _FRAGMENT[0] or end != item_start + item_bytes:
             return None
         field_start, payload_start, payload_end = _find_payload(view, start)
         if payload_end > end or end > len(view):
             return None
-        message = chunk_pb2.ChunkPiece.FromString(view[start:field_start].tobytes() + view[payload_end:end].tobytes())
+        fields = view[start:field_start].tobytes() + view[payload_end:end].tobytes()
+        message = chunk_pb2.ChunkFragment.FromString(fields)
     except (IndexError, DecodeError):
         return None
     return FragmentMessage(Fragment(message, view[payload_start:payload_end]), view[end:])

@@ -88,7 +88,7 @@ class Adapters:
         """
         replicas = self._replicas(stage)
         remembered = self._remembered.names(stage)
-        found = {name: admin_pb2.StageAdapter(name=name, remembered=True) for name in remembered}
+        found = {name: admin_pb2.StageAdapter(name=name, persistent=True) for name in remembered}
         answers = await _each(map(_adapters_of, replicas))
         _check_any(answers)
         for replica, answer in zip(replicas, answers, strict=True):

@@ -176,10 +176,10 @@ class Inspector:
             admin_pb2.RequestStatus,
             timeline,
             state=f"REQUEST_STATE_{timeline.state.value}",
-            left_s=0.0 if timeline.state.is_over else max(0.0, timeline.timeout_s - timeline.age_s),
-            pieces=sum(step.outputs for step in timeline.steps),
+            remaining_s=0.0 if timeline.state.is_over else max(0.0, timeline.timeout_s - timeline.age_s),
+            output_parts=sum(step.outputs for step in timeline.steps),
             size_bytes=known.record.size_bytes if known is not None else 0,
-            at_work=dict.fromkeys(step.stage for step in timeline.at_work),
+            running_stages=dict.fromkeys(step.stage for step in timeline.at_work),
             error=error_to_wire(timeline.error) if timeline.error is not None else None,
         )
 

@@ -24,7 +24,7 @@ _MINUTE_S = 60
 _STATES_BY_STYLE = {
     "green": ("ready", "running"),
     "cyan": ("starting", "loading", "queued"),
-    "yellow": ("draining", "asleep", "restarting", "cancelled"),
+    "yellow": ("waiting", "draining", "asleep", "restarting", "cancelled"),
     "red": ("failed", "unreachable"),
     "dim": ("stopped", "finished"),
 }

@@ -325,13 +325,14 @@ class Replica:
         """Returns why the replica's signature is refused, or an empty string."""
         if not description.HasField("signature") or description.generation != pipeline.generation:
             return ""
-        fields = differing_fields(description.signature, pipeline.stages[self.stage].signature)
+        stage = pipeline.stages[self.stage]
+        fields = differing_fields(description.signature, stage.signature)
         if not fields:
             return ""
-        return (
-            f"its signature differs from the pipeline file's in {', '.join(fields)}; install the same versions of the "
-            "engine and its functions everywhere"
-        )
+        remedy = "install the same versions of the engine and its functions everywhere"
+        if stage.is_external:
+            remedy = "change what it reports in Describe, or the stage's `signature` in the file"
+        return f"its signature differs from the pipeline file's in {', '.join(fields)}; {remedy}"
 
     @property
     def _first_hold(self) -> Hold:

@@ -12,7 +12,8 @@ from stagemesh.common import settings
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.process_config import dump_config
 from stagemesh.common.stage_config import StageConfig
-from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
+from stagemesh.orchestrator.config import OrchestratorConfig, Registration, ReplicaAddress
+from stagemesh.orchestrator.launcher.external_stages import ExternalStages
 from stagemesh.orchestrator.launcher.ports import HOST, PortPicker, check_listen
 from stagemesh.orchestrator.launcher.probes import (
     ORCHESTRATOR,
@@ -32,7 +33,7 @@ _POLL_S = 0.1
 
 
 class Launcher:
-    """Starts, supervises and stops the processes of one pipeline.
+    """Starts, supervises and stops the processes of one pipeline. Only reports the state of external stages.
 
     Use `async with launcher.running():` once, in the main thread of the program.
 
@@ -61,6 +62,7 @@ class Launcher:
         self._ports = PortPicker()
         self.endpoint = self._with_port(listen)
         self.admin_endpoint = self._next_to_clients() if admin_listen is None else self._with_port(admin_listen)
+        self._external = ExternalStages(pipeline, admin_endpoint=self.admin_endpoint)
         self.processes: dict[str, ProcessStatus] = {}
         self._ready = asyncio.Event()
 
@@ -76,15 +78,16 @@ class Launcher:
         folder = RunFolder(settings.runs_dir())
         try:
             specs = self._plan_processes(folder)
-            self.processes = {
-                spec.name: ProcessStatus(spec.name, spec.stage, spec.endpoint, ProcessState.STARTING) for spec in specs
-            }
-            async with asyncio.TaskGroup() as group:
+            starting = [ProcessStatus(spec.name, spec.stage, spec.endpoint, ProcessState.STARTING) for spec in specs]
+            self.processes = {each.name: each for each in (*starting, *self._external.statuses.values())}
+            async with open_channel(self.endpoint) as channel, asyncio.TaskGroup() as group:
+                watching = group.create_task(self._external.watch(channel, self._update))
                 tasks = {
                     spec.name: group.create_task(Supervisor(spec, policy=self._policy, listener=self._update).run())
                     for spec in specs
                 }
                 yield
+                watching.cancel()
                 await _stop(tasks)
         except BaseExceptionGroup as group:
             raise _root_cause(group) from group
@@ -117,6 +120,7 @@ class Launcher:
             replicas=addresses,
             listen=self.endpoint,
             admin_listen=self.admin_endpoint,
+            registration=Registration() if self._external.register else None,
             parent_pid=os.getpid(),
         )
         command = _command("stagemesh.orchestrator", folder.write_config(ORCHESTRATOR, dump_config(config)))
@@ -126,7 +130,7 @@ class Launcher:
         return (orchestrator, *replicas)
 
     def _addresses(self, stage: Stage) -> tuple[ReplicaAddress, ...]:
-        count = range(stage.replicas)
+        count = range(0 if stage.is_external else stage.replicas)
         return tuple(ReplicaAddress(f"{stage.name}-{i}", f"{HOST}:{self._ports.pick()}") for i in count)
 
     def _plan_replica(self, stage: Stage, address: ReplicaAddress, folder: RunFolder) -> ProcessSpec:

@@ -24,6 +24,7 @@ _TIMEOUT_S = 1.0
 class ProcessState(Enum):
     """The state of a process. The value of each member is the word that is shown to users."""
 
+    WAITING = "waiting"
     STARTING = "starting"
     LOADING = "loading"
     READY = "ready"
@@ -36,11 +37,12 @@ class ProcessState(Enum):
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """A snapshot of a process's state.
+    """A snapshot of the state of a process, or of an external stage, whose processes the launcher does not start.
 
-    - `name` is the name of the replica that the process serves, or "orchestrator".
+    - `name` is the name of the replica that the process serves, "orchestrator", or "STAGE (external)".
     - `stage` is the name of the replica's stage, or "" for the orchestrator.
-    - `process_id` is None if no process is running.
+    - `endpoint` is the address of the process, or the addresses of the external stage.
+    - `process_id` is None if no process is running, and for external stages.
     """
 
     name: str

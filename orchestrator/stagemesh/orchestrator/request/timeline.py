@@ -55,7 +55,7 @@ class StepNotes:
     sent_s: float | None = None
     accepted_s: float | None = None
     first_output_s: float | None = None
-    heard_s: float | None = None
+    last_event_s: float | None = None
     """The time at which the step's last event arrived, or None if no event has arrived."""
     ended_s: float | None = None
     queue_position: int = 0
@@ -83,19 +83,19 @@ class StepNotes:
         self.sent_s = self._elapsed_s()
 
     def note_accepted(self, accepted: stage_pb2.StepAccepted) -> None:
-        self.accepted_s = self.heard_s = self._elapsed_s()
+        self.accepted_s = self.last_event_s = self._elapsed_s()
         self.queue_position = accepted.queue_position
 
     def note_output(self) -> None:
         """Counts an output fragment, and records the time of its arrival."""
-        self.heard_s = now_s = self.clock() - self.began_s
+        self.last_event_s = now_s = self.clock() - self.began_s
         if not self.outputs:
             self.first_output_s = now_s
         self.outputs += 1
 
     def note_progress(self, progress: stage_pb2.StepProgress) -> None:
         """Stores the number of completed engine steps, and the total number if the engine reports it."""
-        self.heard_s = self.clock() - self.began_s
+        self.last_event_s = self.clock() - self.began_s
         self.reported_steps = progress.steps
         if progress.HasField("total_steps"):
             self.total_steps = progress.total_steps
@@ -106,7 +106,7 @@ class StepNotes:
 
     def note_finished(self, finished: stage_pb2.StepFinished) -> None:
         """Stores the step's final statistics."""
-        self.heard_s = self._elapsed_s()
+        self.last_event_s = self._elapsed_s()
         self.finished = finished
 
     def end(self, error: StagemeshError | None) -> None:
@@ -159,7 +159,7 @@ class Timeline:
     @property
     def at_work(self) -> list[StepNotes]:
         """The attempts that have not ended. The attempt whose last event is the oldest comes first."""
-        return sorted((step for step in self.steps if step.ended_s is None), key=lambda step: step.heard_s or 0.0)
+        return sorted((step for step in self.steps if step.ended_s is None), key=lambda step: step.last_event_s or 0.0)
 
     @property
     def started_s(self) -> float:

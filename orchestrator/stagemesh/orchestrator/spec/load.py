@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
@@ -142,8 +143,13 @@ def _check_limits(limits: Limits, problems: Problems) -> None:
 
 
 def _generation(stages: Mapping[str, Stage]) -> str:
-    facts = {stage.name: [stage.engine, stage.model_name, stage.function, stage.options] for stage in stages.values()}
-    text = json.dumps(facts, sort_keys=True)
+    facts: dict[str, list[object]] = {
+        stage.name: [stage.engine, stage.model_name, stage.function, stage.options] for stage in stages.values()
+    }
+    for stage in stages.values():
+        if stage.is_external:
+            facts[stage.name].append(asdict(stage.signature))
+    text = json.dumps(facts, sort_keys=True, default=sorted)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pydantic import SkipValidation
 
-from stagemesh.common.descriptors import OptionSpec, OutputKind, Signature
+from stagemesh.common.descriptors import EXTERNAL, OptionSpec, OutputKind, Signature
 from stagemesh.orchestrator.spec.conditions import Condition, Fact, Facts, holds
 from stagemesh.orchestrator.spec.schema import EdgeEntry, Limits, OutputEntry, StageEntry
 
@@ -34,11 +34,18 @@ class Stage(StageEntry, frozen=True):
     """The condition that a request must fulfil for the stage to run. Empty if there is no condition."""
     is_main: bool = True
     """Whether a request's sampling parameters and adapter mean this stage if the request does not name a stage."""
+    addresses: tuple[str, ...] = ()
+    """The addresses of an external stage's replicas, each "host:port". Empty if the replicas register themselves."""
 
     @property
     def model_name(self) -> str:
         """The model's name or path as written in the pipeline file. Empty if the stage has no model."""
         return self.model or ""
+
+    @property
+    def is_external(self) -> bool:
+        """Whether the stage's replicas are processes that Stagemesh does not start."""
+        return self.engine == EXTERNAL
 
 
 class Edge(EdgeEntry, frozen=True):
@@ -115,7 +122,7 @@ class Pipeline:
 
     name: str
     generation: str
-    """A hash of the wire version and of the stages' engines, models, functions and options.
+    """A hash of the stages' engines, models, functions and options, and of the signatures of external stages.
 
     All replicas that run a request are of the same generation.
     """

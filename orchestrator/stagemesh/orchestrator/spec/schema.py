@@ -10,14 +10,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import (
-    BaseModel,
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
     JsonValue,
     PlainSerializer,
-    StringConstraints,
     Tag,
     ValidationError,
     model_serializer,
@@ -30,26 +29,18 @@ from stagemesh.common.descriptors import OptionSpec
 from stagemesh.common.stage_config import STALL_S, DataPlaneConfig
 from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.orchestrator.spec.conditions import Comparison, InputKind
+from stagemesh.orchestrator.spec.entry import Count, Entry, Flag, Name, Number, OptionName, OutputName, Positive, Size
+from stagemesh.orchestrator.spec.signature_schema import (
+    AcceptedEntry,
+    EmittedEntry,
+    SignatureEntry,
+    StageOptionEntry,
+)
 from stagemesh.orchestrator.spec.source.document import Document
 from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, dotted, suggest
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
-
-Name: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$", max_length=63)]
-OptionName: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=63)]
-OutputName: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_-]*$", max_length=63)]
-Count: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=1_000_000)]
-Size: TypeAlias = Annotated[int, Field(strict=True, ge=1)]
-Positive: TypeAlias = Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
-Number: TypeAlias = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-
-
-class Entry(BaseModel, frozen=True):
-    """Base class for mappings in a pipeline file. Unknown keys are errors."""
-
-    # Python code uses the names of fields. `check_shape` accepts only the keys of the file.
-    model_config = ConfigDict(extra="forbid", validate_by_name=True, validate_by_alias=True)
 
 
 def _dump_written(entry: Entry) -> dict[str, Any]:
@@ -105,14 +96,14 @@ class InputTerm(Entry, frozen=True):
     """An item of `when` that tests whether the request contains a kind of input."""
 
     input: InputKind
-    given: Annotated[bool, Field(strict=True)] = True
+    given: Flag = True
 
 
 class OutputTerm(Entry, frozen=True):
     """An item of `when` that tests whether an output is requested."""
 
     output: str
-    wanted: Annotated[bool, Field(strict=True)] = True
+    wanted: Flag = True
 
 
 def _term_form(value: object) -> str | None:
@@ -151,6 +142,13 @@ Join: TypeAlias = Annotated[
 ]
 
 
+def _check_address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError("write an address as host:port")
+    return text
+
+
 class StageEntry(Entry, frozen=True):
     """An item of `stages`: the description of a stage."""
 
@@ -158,11 +156,38 @@ class StageEntry(Entry, frozen=True):
     model: str | None = None
     function: str | None = None
     replicas: Positive = 1
-    options: dict[str, JsonValue] = {}
+    options: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     when: When | None = None
     join: Join = "all"
     data_plane: DataPlaneEntry = DataPlaneEntry()
     stall_s: Annotated[Number, Field(ge=0)] = STALL_S
+
+
+class ExternalStageEntry(Entry, frozen=True):
+    """An item of `stages` with `engine: external`: a stage whose replicas are not started by Stagemesh.
+
+    Each replica listens at one of `addresses`, or registers with the orchestrator.
+    """
+
+    engine: Literal["external"]
+    signature: SignatureEntry
+    addresses: tuple[Annotated[str, AfterValidator(_check_address)], ...] = ()
+    when: When | None = None
+    join: Join = "all"
+
+
+def _stage_form(value: object) -> str:
+    match value:
+        case {"engine": "external"} | ExternalStageEntry():
+            return "(external)"
+        case _:
+            return "(started)"
+
+
+AnyStageEntry: TypeAlias = Annotated[
+    Annotated[StageEntry, Tag("(started)")] | Annotated[ExternalStageEntry, Tag("(external)")],
+    Discriminator(_stage_form),
+]
 
 
 class FramesEntry(Entry, frozen=True):
@@ -264,7 +289,7 @@ class PipelineFile(Entry, frozen=True):
     """The content of a pipeline file, with the types of the schema."""
 
     name: Annotated[Name, Field(validation_alias="pipeline", serialization_alias="pipeline")]
-    stages: Annotated[Mapping[Name, StageEntry], Field(min_length=1)]
+    stages: Annotated[Mapping[Name, AnyStageEntry], Field(min_length=1)]
     edges: tuple[EdgeEntry, ...] = ()
     outputs: Annotated[Mapping[OutputName, OutputEntry], Field(min_length=1)]
     options: Mapping[OptionName, OptionEntry] = {}
@@ -274,7 +299,16 @@ class PipelineFile(Entry, frozen=True):
 
 
 _TERMS = {"(option)": OptionTerm, "(input)": InputTerm, "(output)": OutputTerm}
-_TAGS = frozenset({*_TERMS, "(frames)", "(names)", "(word)"})
+_STAGE_ENTRIES: Mapping[str, Any] = {
+    "(started)": StageEntry,
+    "(started).data_plane": DataPlaneEntry,
+    "(external)": ExternalStageEntry,
+    "(external).signature": SignatureEntry,
+    "(external).signature.accepts": AcceptedEntry,
+    "(external).signature.emits": EmittedEntry,
+    "(external).signature.options": StageOptionEntry,
+}
+_TAGS = frozenset({*_TERMS, "(frames)", "(names)", "(word)", "(started)", "(external)"})
 _NAME_REMEDY = "use lower-case letters, digits and '-', a letter first"
 
 
@@ -300,7 +334,7 @@ def _describe(error: "ErrorDetails", path: KeyPath) -> str:
     parent = path[:-1]
     match error["type"]:
         case "extra_forbidden" | "unexpected_keyword_argument":
-            return f"unknown key {dotted(path)!r}; {suggest(str(path[-1]), _known_keys(error['loc'][:-1]))}"
+            return _describe_unknown_key(error["loc"], path)
         case "missing":
             return f"{dotted(parent) or 'the file'} has no {str(path[-1])!r}; add it"
         case "string_pattern_mismatch" if path[-1] == "[key]":
@@ -310,22 +344,32 @@ def _describe(error: "ErrorDetails", path: KeyPath) -> str:
         case "too_short":
             return f"{dotted(path)} is empty; add at least one item"
         case _:
-            message = error["msg"]
+            message = error["msg"].removeprefix("Value error, ")
             return f"{dotted(path)} is {error['input']!r}; {message[:1].lower()}{message[1:]}"
+
+
+def _describe_unknown_key(loc: KeyPath, path: KeyPath) -> str:
+    """`loc` is the path with pydantic's tags, and `path` is the path without them."""
+    match loc:
+        case ("stages", _, "(external)", str() as key) if key in StageEntry.model_fields:
+            text = "has no effect, because Stagemesh does not start the replicas of an external stage"
+        case ("stages", _, "(started)", str() as key) if key in ExternalStageEntry.model_fields:
+            text = "is only for stages with `engine: external`"
+        case _:
+            return f"unknown key {dotted(path)!r}; {suggest(str(path[-1]), _known_keys(loc[:-1]))}"
+    return f"{dotted(path)} {text}; remove it"
 
 
 def _known_keys(path: KeyPath) -> set[str]:
     entry: Any = PipelineFile
     match path:
-        case ("stages", _):
-            entry = StageEntry
-        case ("stages", _, "data_plane"):
-            entry = DataPlaneEntry
+        case ("stages", _, *keys) if "when" not in keys:
+            entry = _STAGE_ENTRIES[".".join(str(key) for key in keys[:3])]
         case ("edges", _):
             entry = EdgeEntry
         case ("edges", _, "chunk", "(frames)"):
             entry = FramesEntry
-        case ("stages" | "edges", _, "when", _, str() as tag):
+        case ("stages", _, _, "when", _, str() as tag) | ("edges", _, "when", _, str() as tag):
             entry = _TERMS[tag]
         case ("options", _):
             entry = OptionEntry

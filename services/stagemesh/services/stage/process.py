@@ -7,7 +7,8 @@ import logging
 from collections.abc import Coroutine
 from dataclasses import asdict
 
-from stagemesh.common.descriptors import import_factory, load_engine_descriptor
+from stagemesh.common.descriptors import EXTERNAL, import_factory, load_engine_descriptor
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.logs import bind_log_context
 from stagemesh.common.process_lifecycle import bind_forks_to_this_process, end_within, ended_when_stuck
 from stagemesh.common.replica_state import ReplicaState
@@ -105,6 +106,11 @@ async def _unless(stopping: asyncio.Event, doing: Coroutine[object, object, None
 
 
 def _make_runtime(config: StageConfig) -> StageRuntime:
+    if config.engine == EXTERNAL:
+        raise InvalidRequestError(
+            f"stage {config.stage} is external, so that Stagemesh has no engine for it; start the stage's own program",
+            reason="INVALID_CONFIG",
+        )
     descriptor = load_engine_descriptor(config.engine)
     data_plane = DataPlane(
         replica=config.replica, pipeline=config.pipeline, generation=config.generation, **asdict(config.data_plane)

@@ -112,7 +112,7 @@ def _cache(answer: Any, values: Values) -> str:
 
 def _adapters(answer: Any, _: Values) -> str:
     lines = [
-        f"\n  {each.name}{'' if each.remembered else ' (not loaded on replicas that start)'}" + _outcomes(each, _)
+        f"\n  {each.name}{'' if each.persistent else ' (not loaded on replicas that start)'}" + _outcomes(each, _)
         for each in answer.adapters
     ]
     return f"{len(answer.adapters)} adapters{''.join(lines)}"

@@ -117,11 +117,11 @@ REQUESTS = (
     Column("request", lambda each: each.request_id),
     Column("state", request_state),
     number("age", lambda each: duration(each.age_s)),
-    number("left", lambda each: duration(each.left_s) if each.left_s else ""),
-    number("outputs", lambda each: each.pieces),
+    number("left", lambda each: duration(each.remaining_s) if each.remaining_s else ""),
+    number("outputs", lambda each: each.output_parts),
     number("kept", lambda each: size(each.size_bytes)),
     number("priority", lambda each: each.priority),
-    Column("at work", lambda each: each.error.message if each.HasField("error") else ", ".join(each.at_work)),
+    Column("at work", lambda each: each.error.message if each.HasField("error") else ", ".join(each.running_stages)),
 )
 
 
@@ -182,12 +182,12 @@ def _summary(request: "admin_pb2.RequestStatus") -> "RenderableType":
     from rich.text import Text
 
     received = datetime.fromtimestamp(request.received_at_s).astimezone().isoformat(sep=" ", timespec="seconds")
-    left = f", {duration(request.left_s)} until its deadline" if request.left_s else ""
+    left = f", {duration(request.remaining_s)} until its deadline" if request.remaining_s else ""
     lines = [
         Text.assemble((request.request_id, "bold"), "  ", to_text(request_state(request))),
         Text(
             f"received {received}, age {duration(request.age_s)}{left}; priority {request.priority}; "
-            f"outputs {', '.join(request.outputs)}: {request.pieces:,} messages, {size(request.size_bytes)}"
+            f"outputs {', '.join(request.outputs)}: {request.output_parts:,} messages, {size(request.size_bytes)}"
         ),
     ]
     if request.HasField("error"):
@@ -213,7 +213,7 @@ _STEPS = (
     *fields("stage", "replica"),
     *numbers("attempt", "outputs"),
     number("steps", _step_count),
-    number("last report", lambda step: f"at {duration(step.heard_s)}" if step.HasField("heard_s") else ""),
+    number("last report", lambda step: f"at {duration(step.last_event_s)}" if step.HasField("last_event_s") else ""),
     Column("state", _step_state),
 )
 
@@ -261,8 +261,8 @@ def _step_moments(step: "admin_pb2.StepStatus") -> Iterator[Moment]:
         yield Moment(step.first_output_s, source, "sent its first output")
     if step.HasField("ended_s"):
         yield Moment(step.ended_s, source, _ending(step))
-    elif step.HasField("heard_s") and step.outputs + step.steps:
-        yield Moment(step.heard_s, source, f"last report: {step.outputs:,} outputs, {step.steps:,} engine steps")
+    elif step.HasField("last_event_s") and step.outputs + step.steps:
+        yield Moment(step.last_event_s, source, f"last report: {step.outputs:,} outputs, {step.steps:,} engine steps")
 
 
 def _ending(step: "admin_pb2.StepStatus") -> str:

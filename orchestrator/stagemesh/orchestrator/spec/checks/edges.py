@@ -11,7 +11,7 @@ from stagemesh.connectors.flow.chunking import FramesPolicy
 from stagemesh.orchestrator.spec.checks.conditions import ConditionResolver
 from stagemesh.orchestrator.spec.checks.stages_and_outputs import Catalog
 from stagemesh.orchestrator.spec.model import Arc, Edge, Stage
-from stagemesh.orchestrator.spec.schema import EdgeEntry, PipelineFile, StageEntry
+from stagemesh.orchestrator.spec.schema import AnyStageEntry, EdgeEntry, PipelineFile, StageEntry
 from stagemesh.orchestrator.spec.source.problem_lines import Problems, suggest
 
 
@@ -108,12 +108,12 @@ class EdgeResolver:
             last = arcs[Arc(cycle[-2], cycle[-1])]
             self.problems.add(("edges", last), f"cycle {' -> '.join(cycle)}; remove one of these edges")
 
-    def _check_connector(self, index: int, edge: EdgeEntry, producer: StageEntry) -> None:
+    def _check_connector(self, index: int, edge: EdgeEntry, producer: AnyStageEntry) -> None:
         known = (AUTO, *descriptors())
         if edge.connector not in known:
             text = f"unknown connector {edge.connector!r}; use one of {', '.join(known)}"
             self.problems.add(("edges", index, "connector"), text)
-        elif edge.connector == SHM and not producer.data_plane.shared_arena:
+        elif edge.connector == SHM and isinstance(producer, StageEntry) and not producer.data_plane.shared_arena:
             text = f"shm needs a shared arena; remove data_plane.shared_arena from stage {edge.producer!r}"
             self.problems.add(("edges", index, "connector"), text)
 
@@ -186,7 +186,7 @@ class EdgeResolver:
         return not wrong
 
 
-def _is_apart(edge: EdgeEntry, consumer: StageEntry) -> bool:
+def _is_apart(edge: EdgeEntry, consumer: AnyStageEntry) -> bool:
     if isinstance(consumer.join, list):
         return edge.edge_name not in consumer.join and edge.producer not in consumer.join
     return consumer.join == "any"

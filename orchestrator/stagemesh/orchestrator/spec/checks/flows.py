@@ -139,7 +139,7 @@ class _FlowChecker:
                 return
 
     def _check_joined(self, stage: Stage) -> None:
-        joins = self._catalog.engine(stage.engine).joins
+        joins = stage.is_external or self._catalog.engine(stage.engine).joins
         for first, second in combinations(self._pipeline.incoming(stage.name), 2):
             both = sorted(set(first.brings) & set(second.brings))
             clash = bool(both) and not first.apart and not second.apart

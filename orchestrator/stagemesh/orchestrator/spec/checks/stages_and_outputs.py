@@ -15,7 +15,7 @@ from stagemesh.common.descriptors import (
 )
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.spec.model import Edge, PipelineOutput, Stage, ancestors
-from stagemesh.orchestrator.spec.schema import PipelineFile, StageEntry
+from stagemesh.orchestrator.spec.schema import ExternalStageEntry, PipelineFile, StageEntry
 from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Problems, suggest
 
 
@@ -46,7 +46,10 @@ class StageResolver:
 
     def resolve(self, file: PipelineFile) -> Mapping[str, Stage]:
         """Checks all stages. Returns the stages that have a valid engine and signature, by name."""
-        stages = {name: self._stage(name, entry) for name, entry in file.stages.items()}
+        stages = {
+            name: _external_stage(name, entry) if isinstance(entry, ExternalStageEntry) else self._stage(name, entry)
+            for name, entry in file.stages.items()
+        }
         return {name: stage for name, stage in stages.items() if stage is not None}
 
     def _stage(self, name: str, entry: StageEntry) -> Stage | None:
@@ -97,6 +100,11 @@ class StageResolver:
             text = f"model {entry.model!r} is missing (searched {searched}); {self.fetch_hint}"
             self.problems.add((*path, "model"), text)
         return found
+
+
+def _external_stage(name: str, entry: ExternalStageEntry) -> Stage:
+    resolved: dict[str, Any] = {"name": name, "signature": entry.signature.signature}
+    return Stage.model_construct(**{**dict(entry), **resolved})
 
 
 def resolve_outputs(

@@ -1,0 +1,125 @@
+"""The schema of the signature that a pipeline file declares for an external stage."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
+
+from stagemesh.common.descriptors import Emitted, OptionSpec, OutputKind, Signature
+from stagemesh.common.request_checks import describe_allowed, is_allowed
+from stagemesh.common.tensors import TensorSpec
+from stagemesh.common.typed_values import Value
+from stagemesh.orchestrator.spec.entry import Count, Entry, Flag, Number, OptionName, OutputName
+
+_FORMS: Mapping[OutputKind, tuple[str, range]] = {
+    "text": ("uint8", range(1, 2)),
+    "tokens": ("int32", range(1, 2)),
+    "audio": ("float32", range(1, 3)),
+    "image": ("uint8", range(1, 2)),
+}
+"""The dtype and the allowed numbers of dimensions of a tensor, by the tensor's kind."""
+
+
+def _parse_type(value: object) -> TensorSpec:
+    return TensorSpec.parse(str(value))
+
+
+class _TensorEntry(Entry, frozen=True):
+    """An item of `accepts` or `emits`. A type alone may be written without a mapping."""
+
+    type: Annotated[TensorSpec, PlainValidator(_parse_type), PlainSerializer(str)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: object) -> object:
+        return {"type": value} if isinstance(value, str) else value
+
+    @model_serializer(mode="wrap")
+    def _shorten(self, serialize: SerializerFunctionWrapHandler) -> Any:
+        return str(self.type) if self.model_fields_set == {"type"} else serialize(self)
+
+
+class AcceptedEntry(_TensorEntry, frozen=True):
+    """An item of `accepts`: the type of a tensor that the stage accepts."""
+
+    optional: Flag = False
+
+
+class EmittedEntry(_TensorEntry, frozen=True):
+    """An item of `emits`: the type of a tensor that the stage emits, and how clients interpret the tensor."""
+
+    kind: OutputKind = "tensor"
+    sample_rate_hz: Count = 0
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        dtype, dimensions = _FORMS.get(self.kind, (self.type.dtype, range(17)))
+        if self.type.dtype != dtype or len(self.type.shape) not in dimensions:
+            allowed = " or ".join(f"{dtype} with {number} dimension{'s'[: number - 1]}" for number in dimensions)
+            raise ValueError(f"a tensor of kind {self.kind} is {allowed}, not {self.type}")
+        if (self.kind == "audio") != bool(self.sample_rate_hz):
+            raise ValueError("audio needs sample_rate_hz, and other kinds have none")
+        return self
+
+
+class StageOptionEntry(Entry, frozen=True):
+    """An item of `options`: an option that requests may set for the stage. The type of `default` is its type."""
+
+    default: Value
+    minimum: Number | None = None
+    maximum: Number | None = None
+    choices: tuple[str, ...] = ()
+    description: str = ""
+
+    @model_validator(mode="after")
+    def _check_default(self) -> Self:
+        is_text = isinstance(self.default, str)
+        if self.choices and not is_text:
+            raise ValueError("only a text has choices")
+        if self.minimum is not None and (is_text or isinstance(self.default, bool)):
+            raise ValueError("only a number has a minimum")
+        if self.maximum is not None and isinstance(self.default, bool):
+            raise ValueError("a flag has no maximum")
+        if not is_allowed(self.default, self.spec):
+            raise ValueError(f"the default must be {describe_allowed(self.spec)}")
+        return self
+
+    @property
+    def spec(self) -> OptionSpec:
+        """The option's type, default and allowed values."""
+        bounds = {"minimum": self.minimum, "maximum": self.maximum}
+        given = {name: value for name, value in bounds.items() if value is not None}
+        return OptionSpec(self.default, **given, choices=self.choices, description=self.description)
+
+
+class SignatureEntry(Entry, frozen=True):
+    """The value of an external stage's `signature`."""
+
+    accepts: Mapping[OutputName, AcceptedEntry] = {}
+    emits: Annotated[Mapping[OutputName, EmittedEntry], Field(min_length=1)]
+    options: Mapping[OptionName, StageOptionEntry] = {}
+    sampling: Flag = False
+    adapters: Flag = False
+    media: Flag = False
+    negative_prompt: Flag = False
+
+    @property
+    def signature(self) -> Signature:
+        """The signature that the entry describes."""
+        return Signature(
+            accepts={name: each.type for name, each in self.accepts.items()},
+            emits={name: Emitted(each.type, each.kind, each.sample_rate_hz) for name, each in self.emits.items()},
+            options={name: each.spec for name, each in self.options.items()},
+            sampling=self.sampling,
+            adapters=self.adapters,
+            media=self.media,
+            negative_prompt=self.negative_prompt,
+            optional=frozenset(name for name, each in self.accepts.items() if each.optional),
+        )

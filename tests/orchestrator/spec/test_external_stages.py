@@ -1,0 +1,138 @@
+"""Stages with `engine: external`: what a pipeline file declares for them, and every mistake in it."""
+
+from pathlib import Path
+
+import pytest
+
+from stagemesh.common.descriptors import Emitted, OptionSpec, Signature
+from stagemesh.common.errors import InvalidPipelineError
+from stagemesh.common.tensors import TensorSpec
+from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from tests.orchestrator.spec.catalog import CATALOG
+
+GOOD = """\
+pipeline: song
+stages:
+  thinker: {engine: plain, function: talk}
+  reader:
+    engine: external
+    addresses: ["10.0.0.9:50051", "[::1]:50052"]
+    signature:
+      accepts:
+        text: uint8[bytes]
+        image: {type: "float32[h, w, 3]", optional: true}
+      emits:
+        frames: float32[frames, 8]
+        sound: {type: "float32[samples]", kind: audio, sample_rate_hz: 24000}
+      options:
+        voice: {default: anna, choices: [anna, ben], description: The speaker.}
+        gain: {default: 1.0, minimum: 0.5, maximum: 2}
+        fast: {default: false}
+      sampling: false
+      adapters: true
+  singer: {engine: plain, function: sing}
+edges:
+  - {from: thinker, to: reader}
+  - {from: reader, to: singer}
+outputs: {text: thinker, audio: singer}
+"""
+
+
+def _load(folder: Path, text: str) -> Pipeline:
+    path = folder / "song.yaml"
+    path.write_text(text)
+    return load_pipeline(str(path), catalog=CATALOG, variables={})
+
+
+def _error(folder: Path, text: str) -> str:
+    with pytest.raises(InvalidPipelineError) as caught:
+        _load(folder, text)
+    return caught.value.message.replace(f"{folder}/", "")
+
+
+def test_a_file_declares_the_whole_signature(tmp_path: Path) -> None:
+    stage = _load(tmp_path, GOOD).stages["reader"]
+    assert (stage.is_external, stage.addresses) == (True, ("10.0.0.9:50051", "[::1]:50052"))
+    assert stage.signature == Signature(
+        accepts={"text": TensorSpec.parse("uint8[bytes]"), "image": TensorSpec.parse("float32[h, w, 3]")},
+        emits={
+            "frames": Emitted(TensorSpec.parse("float32[frames, 8]")),
+            "sound": Emitted(TensorSpec.parse("float32[samples]"), kind="audio", sample_rate_hz=24_000),
+        },
+        options={
+            "voice": OptionSpec("anna", choices=("anna", "ben"), description="The speaker."),
+            "gain": OptionSpec(1.0, 0.5, 2.0),
+            "fast": OptionSpec(False),
+        },
+        adapters=True,
+        optional=frozenset({"image"}),
+    )
+
+
+def test_the_signature_but_not_the_addresses_are_part_of_the_generation(tmp_path: Path) -> None:
+    generation = _load(tmp_path, GOOD).generation
+    assert _load(tmp_path, GOOD.replace("10.0.0.9", "10.0.0.8")).generation == generation
+    assert _load(tmp_path, GOOD.replace("adapters: true", "adapters: false")).generation != generation
+
+
+def test_values_are_explained_with_their_lines(tmp_path: Path) -> None:
+    explained = {row.key: row for row in _load(tmp_path, GOOD).explanation if row.key.startswith("stages.reader")}
+    accepted = explained["stages.reader.signature.accepts.text"]
+    assert (accepted.value, accepted.origin) == ("uint8[bytes]", f"{tmp_path}/song.yaml:9")
+    assert explained["stages.reader.signature.options.gain.maximum"].value == "2.0"
+    assert explained["stages.reader.signature.media"].origin == "default"
+    assert "stages.reader.replicas" not in explained
+
+
+MISTAKES: dict[str, tuple[str, str, str]] = {
+    "no signature": ("    signature:\n", "    signatur:\n",
+        "song.yaml:4: stages.reader has no 'signature'; add it"),
+    "stage that is not a mapping": ("{engine: plain, function: sing}", "external",
+        "song.yaml:20: stages.singer is 'external'; input should be a valid dictionary or instance of StageEntry"),
+    "misspelt key": ("      sampling: false", "      sampled: false",
+        "song.yaml:18: unknown key 'stages.reader.signature.sampled'; did you mean 'sampling'?"),
+    "misspelt key of an option": ("default: false", "default: false, choice: []",
+        "song.yaml:17: unknown key 'stages.reader.signature.options.fast.choice'; did you mean 'choices'?"),
+    "key of a stage that is started": ("    addresses:", "    data_plane: {arena_bytes: 1048576}\n    addresses:",
+        ("song.yaml:6: stages.reader.data_plane has no effect, because Stagemesh does not start the replicas of an "
+        "external stage; remove it")),
+    "signature of a stage that is started": ("function: sing", "function: sing, signature: {}",
+        "song.yaml:20: stages.singer.signature is only for stages with `engine: external`; remove it"),
+    "bad address": ("10.0.0.9:50051", "10.0.0.9",
+        "song.yaml:6: stages.reader.addresses.0 is '10.0.0.9'; write an address as host:port"),
+    "bad type": ("uint8[bytes]", "uint8(bytes)",
+        ("song.yaml:9: stages.reader.signature.accepts.text.type is 'uint8(bytes)'; 'uint8(bytes)' is not a tensor "
+        "type; write one like float32[frames, 601]; dtypes: bool, uint8, int8, int16, int32, int64, float16, "
+        "bfloat16, float32, float64")),
+    "unknown kind": ("kind: audio", "kind: sound",
+        ("song.yaml:13: stages.reader.signature.emits.sound.kind is 'sound'; input should be 'text', 'tokens', "
+        "'audio', 'image' or 'tensor'")),
+    "kind of another type": ("float32[samples]", "int32[samples]",
+        "a tensor of kind audio is float32 with 1 dimension or float32 with 2 dimensions, not int32[samples]"),
+    "audio without a rate": (", sample_rate_hz: 24000", "",
+        "audio needs sample_rate_hz, and other kinds have none"),
+    "nothing emitted": ("      emits:\n", "      emits: {}\n      options: {}\n      accepts:\n",
+        "song.yaml:11: stages.reader.signature.emits is empty; add at least one item"),
+    "default that is not a choice": ("default: anna", "default: eve",
+        "the default must be one of 'anna', 'ben'"),
+    "default out of bounds": ("default: 1.0", "default: 3.0",
+        "the default must be a number from 0.5 to 2"),
+    "choices of a number": ("minimum: 0.5", "choices: [a]",
+        "only a text has choices"),
+    "bounds of a flag": ("default: false", "default: false, maximum: 1",
+        "a flag has no maximum"),
+    "minimum of a text": ("default: anna", "minimum: 1, default: anna",
+        "only a number has a minimum"),
+    "type mismatch along an edge": ("frames: float32[frames, 8]", "frames: float32[frames, 9]",
+        ("song.yaml:23: type mismatch: stage 'reader' gives frames: float32[frames, 9], stage 'singer' expects "
+        "frames: float32[frames, 8]; add or change the edge's transform")),
+    "required input that no edge brings": (", optional: true", "",
+        "song.yaml:4: no edge brings stage 'reader' its image: float32[h, w, 3]; add one, or change a transform"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_reported_with_its_line_and_remedy(case: str, tmp_path: Path) -> None:
+    text, replacement, message = MISTAKES[case]
+    assert text in GOOD
+    assert message in _error(tmp_path, GOOD.replace(text, replacement, 1))

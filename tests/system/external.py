@@ -1,0 +1,75 @@
+"""Replicas of external stages: processes that `stagemesh up` does not start."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from stagemesh.common.process_config import dump_config
+from stagemesh.common.stage_config import OrchestratorAddress, StageConfig
+from stagemesh.orchestrator.spec import load_pipeline
+
+SONG = """\
+pipeline: song
+stages:
+  writer: {{engine: fake, function: source, options: {{steps: {steps}, step_s: {step_s}}}}}
+  upper:
+    engine: external
+    {addresses}
+    signature:
+      accepts:
+        text: uint8[bytes]
+      emits:
+        text: {{type: "uint8[bytes]", kind: text}}
+  frames: {{engine: fake, function: frames}}
+edges:
+  - {{from: writer, to: upper{edge}}}
+  - {{from: upper, to: frames}}
+outputs: {{text: upper, frames: frames}}
+"""
+
+
+def song(folder: Path, *, addresses: str = "", edge: str = "", steps: int = 10, step_s: float = 0.0) -> Path:
+    """Writes the pipeline writer → upper → frames, in which `upper` is external and returns its text.
+
+    `addresses` is the YAML of a list of addresses, and `edge` the YAML of further keys of the edge to `upper`.
+    """
+    path = folder / "song.yaml"
+    listed = f"addresses: {addresses}" if addresses else ""
+    path.write_text(SONG.format(addresses=listed, edge=edge, steps=steps, step_s=step_s))
+    return path
+
+
+@contextmanager
+def external_replica(
+    pipeline: Path,
+    *,
+    listen: str = "127.0.0.1:0",
+    admin: str = "",
+    name: str = "upper-0",
+    engine: str = "fake",
+    function: str = "relay",
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """Runs a replica of the stage `upper` in a process of its own. Registers it at `admin` if that is not empty."""
+    loaded = load_pipeline(str(pipeline))
+    config = StageConfig(
+        pipeline=loaded.name,
+        generation=loaded.generation,
+        stage="upper",
+        replica=name,
+        engine=engine,
+        function=function,
+        listen=listen,
+        orchestrators=(OrchestratorAddress(admin),) if admin else (),
+    )
+    program = str(Path(sys.executable).with_name("stagemesh"))
+    process = subprocess.Popen([program, "serve", "stage", "-"], stdin=subprocess.PIPE)
+    try:
+        assert process.stdin is not None
+        process.stdin.write(dump_config(config))
+        process.stdin.close()
+        yield process
+    finally:
+        process.kill()
+        process.wait()
