@@ -3,11 +3,12 @@
 import asyncio
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "typescript"
-QUICK = ("--window-bytes", "65536", "--silence-ms", "300")
+QUICK = ("--window-bytes", "65536", "--welcome-ms", "500", "--silence-ms", "300")
 """A small window of credit, and a short time before a silent flow is opened again."""
 
 
@@ -18,18 +19,27 @@ def program(name: str) -> tuple[str, str]:
     return node, str(EXAMPLE / "dist" / f"{name}.js")
 
 
+@dataclass(frozen=True)
+class RunningStage:
+    """A replica of the stage in TypeScript."""
+
+    endpoint: str
+    process: asyncio.subprocess.Process
+
+
 @asynccontextmanager
-async def running_stage(*arguments: str) -> AsyncIterator[str]:
-    """Runs the replica "m-0" of the stage in TypeScript. Yields its endpoint, and stops it by SIGTERM."""
+async def running_stage(*arguments: str) -> AsyncIterator[RunningStage]:
+    """Runs the replica "m-0" of the stage in TypeScript, and stops it by SIGTERM."""
     process = await asyncio.create_subprocess_exec(
         *program("upper"), "--replica", "m-0", *arguments, stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
     try:
         line = (await process.stdout.readline()).decode()
-        yield f"127.0.0.1:{line.split()[-1]}"
+        yield RunningStage(f"127.0.0.1:{line.split()[-1]}", process)
     finally:
-        process.terminate()
+        with suppress(ProcessLookupError):
+            process.terminate()
         try:
             async with asyncio.timeout(15):
                 status = await process.wait()

@@ -1,7 +1,5 @@
 """A replica of the stage in TypeScript between Python data planes, driven as an orchestrator would."""
 
-import asyncio
-import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,10 +16,9 @@ from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc, tensor_pb2
 from tests.connectors.hosts import Host
-from tests.typescript.nodes import running_stage
+from tests.typescript.nodes import RunningStage, running_stage
 
 IN, OUT = "a->m", "m->c"
-_numbers = itertools.count()
 
 
 @dataclass
@@ -40,31 +37,38 @@ class Step:
         return self.events
 
 
+def step_request(
+    request_id: str, *, consumer: str, producer: str = "a-0", attempt: int = 1, **fields: Any
+) -> stage_pb2.ExecuteStepRequest:
+    """Returns the request of a step from `producer` to "c-0", whose endpoint is `consumer`."""
+    request = stage_pb2.ExecuteStepRequest(
+        request_id=request_id, step_id=f"{request_id}/{attempt}", attempt=attempt, **fields
+    )
+    request.inputs.add(edge=IN, producer=producer)
+    request.outputs.add(edge=OUT, consumer="c-0", endpoint=consumer, connector=chunk_pb2.CONNECTOR_GRPC)
+    return request
+
+
 class Upper:
     """The replica "m-0" of the stage, between the producer "a-0" and the consumer "c-0"."""
 
-    def __init__(self, endpoint: str, stub: stage_pb2_grpc.StageServiceStub) -> None:
-        self.endpoint, self.stub = endpoint, stub
+    def __init__(self, running: RunningStage, channel: grpc.aio.Channel) -> None:
+        self.endpoint, self.process, self.channel = running.endpoint, running.process, channel
+        self.stub = stage_pb2_grpc.StageServiceStub(channel)
 
     async def start(
         self, request_id: str, *, consumer: str, producer: str = "a-0", attempt: int = 1, **fields: Any
     ) -> Step:
         """Starts a step and waits until it is accepted. `consumer` is the endpoint of "c-0"."""
-        request = stage_pb2.ExecuteStepRequest(
-            request_id=request_id, step_id=f"{request_id}/{attempt}", attempt=attempt, **fields
+        return await self.call(
+            step_request(request_id, consumer=consumer, producer=producer, attempt=attempt, **fields)
         )
-        request.inputs.add(edge=IN, producer=producer)
-        request.outputs.add(edge=OUT, consumer="c-0", endpoint=consumer, connector=chunk_pb2.CONNECTOR_GRPC)
-        return await self.call(request)
 
     async def call(self, request: stage_pb2.ExecuteStepRequest) -> Step:
         """Calls ExecuteStep and waits until the step is accepted."""
         step = Step(request, self.stub.ExecuteStep(request))
-        event = await step.call.read()
-        if event is grpc.aio.EOF:
-            raise AssertionError(f"the step was rejected: {await step.call.details()}")
-        assert event.HasField("accepted")
-        step.events.append(event)
+        step.events.append(await step.call.read())
+        assert step.events[0].HasField("accepted")
         return step
 
     async def rebind(self, step: Step, **bindings: Any) -> None:
@@ -79,10 +83,10 @@ class Upper:
 async def upper_stage(*arguments: str) -> AsyncIterator[Upper]:
     """Runs the stage in TypeScript for the pipeline of the hosts of the conformance kit."""
     async with (
-        running_stage("--pipeline", "p", "--generation", "g", *arguments) as endpoint,
-        open_channel(endpoint) as channel,
+        running_stage("--pipeline", "p", "--generation", "g", *arguments) as running,
+        open_channel(running.endpoint) as channel,
     ):
-        yield Upper(endpoint, stage_pb2_grpc.StageServiceStub(channel))
+        yield Upper(running, channel)
 
 
 @asynccontextmanager

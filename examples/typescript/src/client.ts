@@ -202,12 +202,14 @@ function lengthOf({ content }: Output): number {
 
 /** Returns whether a response has an event. Throws UNKNOWN_KIND if it needs a newer client. */
 function isKnown(response: GenerateResponse): response is GenerateResponse & { event: GenerateEvent } {
-  const output = response.event?.$case === "output" ? response.event.value : undefined;
-  const isContentMissing = output !== undefined && output.content === undefined;
-  const kind = isContentMissing ? unknownKind(output) : response.event === undefined ? unknownKind(response) : undefined;
-  if (kind === undefined) return response.event !== undefined;
-  if (response.ignorable) return false;
-  throw unknownKindError("the orchestrator", isContentMissing ? "Output" : "GenerateResponse", kind);
+  const { event } = response;
+  const output = event?.$case === "output" ? event.value : undefined;
+  if (event !== undefined && (output === undefined || output.content !== undefined || output.finish !== undefined)) {
+    return true;
+  }
+  const kind = unknownKind(output ?? response);
+  if (kind === undefined || response.ignorable) return false;
+  throw unknownKindError("the orchestrator", output === undefined ? "GenerateResponse" : "Output", kind);
 }
 
 /** Returns whether a call that ended with this error is repeated. `hasBegun`: it had an event other than queued. */

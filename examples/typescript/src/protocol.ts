@@ -58,9 +58,6 @@ export function unknownKind(message: WithUnknownFields): number | undefined {
 
 /** Returns the error for a message of an unknown kind. */
 export function unknownKindError(sender: string, message: string, kind: number): StagemeshError {
-  return failure(
-    status.UNIMPLEMENTED,
-    "UNKNOWN_KIND",
-    `${sender} sent a ${message} with the unknown field ${kind}: upgrade this program`,
-  );
+  const text = `${sender} sent a ${message} of an unknown kind (field ${kind}): upgrade this program`;
+  return failure(status.UNIMPLEMENTED, "UNKNOWN_KIND", text, { message, field: String(kind) });
 }

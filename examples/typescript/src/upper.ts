@@ -19,7 +19,7 @@ const upper: StageFunction = {
   signature: Signature.create({
     accepts: [{ spec: TEXT }],
     emits: [{ spec: TEXT, kind: TensorKind.TEXT }],
-    options: [{ name: "times", default: { kind: { $case: "integer", value: 1n } }, minimum: 1, maximum: 1000 }],
+    options: [{ name: "times", defaultValue: { kind: { $case: "integer", value: 1n } }, minimum: 1, maximum: 1000 }],
   }),
 
   async *run(packets: AsyncIterable<Packet>, { options }: Task): AsyncGenerator<Packet> {
@@ -45,6 +45,7 @@ const { values } = parseArgs({
     listen: { type: "string", default: "127.0.0.1:0" },
     register: { type: "string", multiple: true, default: [] },
     "window-bytes": { type: "string", default: String(8 * 1024 * 1024) },
+    "welcome-ms": { type: "string", default: "5000" },
     "silence-ms": { type: "string", default: "2000" },
   },
 });
@@ -52,7 +53,7 @@ const stage = new Stage(upper, {
   ...values,
   orchestrators: values.register,
   windowBytes: Number(values["window-bytes"]),
-  silenceMs: Number(values["silence-ms"]),
+  timeouts: { welcomeMs: Number(values["welcome-ms"]), silenceMs: Number(values["silence-ms"]) },
 });
 process.once("SIGTERM", () => void stage.stop());
 console.log(`serving on port ${await stage.start()}`);

@@ -40,17 +40,17 @@ export function checkOutput({ edge, connector }: OutputBinding): void {
 /** Returns the options of a step, with defaults. Throws UNKNOWN_OPTION and INVALID_OPTION. */
 export function resolveOptions(given: Readonly<Record<string, TypedValue>>, signature: Signature): Map<string, Value> {
   const options = new Map<string, Value>();
-  for (const { name, default: value } of signature.options) if (value?.kind) options.set(name, value.kind);
+  for (const { name, defaultValue: value } of signature.options) if (value?.kind) options.set(name, value.kind);
   for (const [name, { kind }] of Object.entries(given)) {
     const spec = signature.options.find((option) => option.name === name);
     if (spec === undefined) {
       throw failure(status.INVALID_ARGUMENT, "UNKNOWN_OPTION", `this stage has no option ${name}`);
     }
-    const value = kind?.$case === "integer" && spec.default?.kind?.$case === "number" ? toNumber(kind.value) : kind;
+    const value = kind?.$case === "integer" && spec.defaultValue?.kind?.$case === "number" ? toNumber(kind.value) : kind;
     const size = value?.$case === "text" ? [...value.value].length : Number(value?.value);
     const isAllowed =
       value !== undefined &&
-      value.$case === spec.default?.kind?.$case &&
+      value.$case === spec.defaultValue?.kind?.$case &&
       size >= (value.$case === "text" ? 0 : (spec.minimum ?? -Infinity)) &&
       size <= (spec.maximum ?? Infinity) &&
       (spec.choices.length === 0 || spec.choices.includes(String(value.value)));

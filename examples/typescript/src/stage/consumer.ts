@@ -108,7 +108,7 @@ export class Consumer {
     if (item?.$case === "offer") {
       const message = `${this.identity.replica} reads by the connector grpc alone`;
       const error = errorToWire(failure(status.FAILED_PRECONDITION, "CONNECTOR_UNAVAILABLE", message));
-      session.reply({ $case: "meeting", value: { connector: item.value.connector, error } });
+      session.reply({ $case: "offerAnswer", value: { connector: item.value.connector, error } });
       return;
     }
     const kind = item === undefined ? unknownKind(rest) : undefined;
@@ -127,8 +127,8 @@ export class Consumer {
         case "chunk":
           flow.takeChunk(session, item.value);
           break;
-        case "piece":
-          flow.takePiece(session, item.value);
+        case "fragment":
+          flow.takeFragment(session, item.value);
           break;
         case "demand":
           flow.demand(session, Number(item.value.sizeBytes));

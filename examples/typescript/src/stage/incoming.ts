@@ -1,6 +1,6 @@
 import { status } from "@grpc/grpc-js";
 import { errorFromWire, errorToWire, failure, type StagemeshError } from "../errors.js";
-import { type Chunk, type ChunkData, type ChunkEnd, type ChunkPiece, type EdgeKey } from "../gen/stagemesh/v1/chunk.js";
+import { type Chunk, type ChunkData, type ChunkEnd, type ChunkFragment, type EdgeKey } from "../gen/stagemesh/v1/chunk.js";
 import { type OpenEdge, type PutReply } from "../gen/stagemesh/v1/stage.js";
 import type { Tensor } from "../gen/stagemesh/v1/tensor.js";
 import { unknownKind, unknownKindError } from "../protocol.js";
@@ -111,24 +111,24 @@ export class IncomingFlow {
     if (this.hasEnded) this.edge.end(this);
   }
 
-  takePiece(session: Session, piece: ChunkPiece): void {
+  takeFragment(session: Session, fragment: ChunkFragment): void {
     if (!this.#isOpenOn(session)) return;
     let transfer = this.#transfer;
-    if (transfer?.id !== piece.transferId) {
-      if (piece.transferId <= session.lastTransferId) return; // a repeated fragment of an earlier transfer
-      session.lastTransferId = piece.transferId;
-      transfer = { id: piece.transferId, totalBytes: Number(piece.totalBytes), parts: [], receivedBytes: 0 };
+    if (transfer?.id !== fragment.transferId) {
+      if (fragment.transferId <= session.lastTransferId) return; // a repeated fragment of an earlier transfer
+      session.lastTransferId = fragment.transferId;
+      transfer = { id: fragment.transferId, totalBytes: Number(fragment.totalBytes), parts: [], receivedBytes: 0 };
       this.#transfer = transfer;
       this.#checkCredit(transfer.totalBytes);
     }
-    const offset = Number(piece.offset);
+    const offset = Number(fragment.offset);
     if (offset < transfer.receivedBytes) return; // a repeated fragment
     if (offset > transfer.receivedBytes) {
       this.#resync(session, "FRAGMENT_GAP", `the fragment at ${offset} arrived when ${transfer.receivedBytes} was due`);
       return;
     }
-    transfer.parts.push(piece.payload);
-    transfer.receivedBytes += piece.payload.length;
+    transfer.parts.push(fragment.payload);
+    transfer.receivedBytes += fragment.payload.length;
     if (transfer.receivedBytes > transfer.totalBytes) throw invalidChunk("the fragments exceed their transfer");
   }
 
@@ -156,7 +156,7 @@ export class IncomingFlow {
     }
     if (limitBytes - this.#limitBytes < stepBytes || this.#phase !== "open") return;
     this.#limitBytes = limitBytes;
-    this.session?.reply({ $case: "credit", value: { key: this.key, limitBytes: BigInt(limitBytes) } });
+    this.session?.reply({ $case: "credit", value: { key: this.key, creditLimitBytes: BigInt(limitBytes) } });
   }
 
   /** Tells the producer that the flow was read to its end. */
@@ -291,7 +291,7 @@ export class IncomingFlow {
         throw invalidChunk(`tensor ${name} is in an arena, which the connector grpc cannot read`);
       case undefined: {
         const kind = unknownKind(rest);
-        if (kind !== undefined) throw unknownKindError(this.producer, "Tensor", kind);
+        if (kind !== undefined && sizeOf({ name, dtype, shape }) > 0) throw unknownKindError(this.producer, "Tensor", kind);
       }
     }
     const tensor = { name, dtype, shape, data };

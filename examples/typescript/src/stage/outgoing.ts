@@ -217,7 +217,7 @@ export class OutgoingFlow {
   }
 
   /** Handles a reply about this flow. */
-  take(reply: Exclude<NonNullable<PutReply["reply"]>, { $case: "meeting" | "release" }>): void {
+  take(reply: Exclude<NonNullable<PutReply["reply"]>, { $case: "offerAnswer" | "release" }>): void {
     this.#heardAt = Date.now();
     this.#silenceMs = this.link.silenceMs;
     switch (reply.$case) {
@@ -229,7 +229,7 @@ export class OutgoingFlow {
         this.#grant(reply.value.creditLimitBytes);
         break;
       case "credit":
-        this.#grant(reply.value.limitBytes);
+        this.#grant(reply.value.creditLimitBytes);
         break;
       case "commit":
         this.#over();
@@ -320,9 +320,9 @@ export class OutgoingFlow {
     if (transferId !== undefined) {
       const transfer = Buffer.concat(content.tensors.map(({ data }) => data));
       for (let offset = 0; offset < sizeBytes; offset += FRAGMENT_BYTES) {
-        const piece = { key: this.key, transferId, totalBytes: BigInt(sizeBytes), offset: BigInt(offset) };
+        const fragment = { key: this.key, transferId, totalBytes: BigInt(sizeBytes), offset: BigInt(offset) };
         const payload = transfer.subarray(offset, offset + FRAGMENT_BYTES);
-        this.link.put({ $case: "piece", value: { ...piece, payload, padding: new Uint8Array() } });
+        this.link.put({ $case: "fragment", value: { ...fragment, payload, padding: new Uint8Array() } });
       }
     }
     this.link.put({ $case: "chunk", value: { key: this.key, seq, content: { $case: "data", value } } });

@@ -17,7 +17,14 @@ import { idOf, LOST_PEER_MS } from "./flows.js";
 import { type Link, type OutgoingEdge, OutgoingFlow } from "./outgoing.js";
 
 const RECONNECT_MS = 100;
-const WELCOME_MS = 5000;
+
+/** How long this stage waits for a consumer, in milliseconds. */
+export interface Timeouts {
+  /** For `Welcome`. After that, the connection is made again. */
+  readonly welcomeMs: number;
+  /** For an answer about a flow. After that, the flow is opened again. */
+  readonly silenceMs: number;
+}
 
 /** Sends the flows of the edges that leave this stage. Keeps a connection to each consumer that has flows. */
 export class Producer {
@@ -25,8 +32,7 @@ export class Producer {
 
   constructor(
     readonly identity: Identity,
-    /** After this time without an answer that is due, a flow is opened again. */
-    readonly silenceMs = 2000,
+    readonly timeouts: Timeouts,
   ) {}
 
   /** Opens a flow of an edge to a consumer, in place of the edge's present one. */
@@ -37,7 +43,7 @@ export class Producer {
     if (link === undefined) {
       const { pipeline, generation, replica, incarnation } = this.identity;
       const hello = { replica, incarnation, pipeline, generation, protocol: PROTOCOL };
-      link = new ConsumerLink(endpoint, consumer, hello, this.silenceMs, () => this.#links.delete(endpoint));
+      link = new ConsumerLink(endpoint, consumer, hello, this.timeouts, () => this.#links.delete(endpoint));
       this.#links.set(endpoint, link);
     }
     edge.flow = new OutgoingFlow(key, edge, link);
@@ -66,11 +72,15 @@ class ConsumerLink implements Link {
     endpoint: string,
     readonly consumer: string,
     readonly hello: Hello,
-    readonly silenceMs: number,
+    readonly timeouts: Timeouts,
     readonly onOver: () => void,
   ) {
     this.#client = new StageServiceClient(endpoint, credentials.createInsecure(), CHANNEL_OPTIONS);
     void this.#run();
+  }
+
+  get silenceMs(): number {
+    return this.timeouts.silenceMs;
   }
 
   add(flow: OutgoingFlow): void {
@@ -124,7 +134,7 @@ class ConsumerLink implements Link {
     const stream = this.#client.putChunk();
     stream.on("error", () => undefined); // the loop below receives it, too, unless it has ended
     this.#stream = stream;
-    const welcomeTimer = setTimeout(() => stream.cancel(), WELCOME_MS);
+    const welcomeTimer = setTimeout(() => stream.cancel(), this.timeouts.welcomeMs);
     stream.write(PutChunkRequest.create({ hello: this.hello }));
     try {
       for await (const { welcome, replies } of stream as AsyncIterable<PutChunkResponse>) {
@@ -163,7 +173,7 @@ class ConsumerLink implements Link {
       if (key === undefined) throw error;
       this.#flows.get(idOf(key))?.fail(error);
     }
-    if (reply === undefined || reply.$case === "meeting" || reply.$case === "release") return;
+    if (reply === undefined || reply.$case === "offerAnswer" || reply.$case === "release") return;
     const { key } = reply.value;
     const flow = key && this.#flows.get(idOf(key));
     if (reply.$case === "opened" && flow) flow.incarnation = this.#incarnation;

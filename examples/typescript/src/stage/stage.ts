@@ -1,10 +1,10 @@
-import { setTimeout as sleep } from "node:timers/promises";
 import { randomUUID } from "node:crypto";
-import { credentials, type sendUnaryData, Server, ServerCredentials } from "@grpc/grpc-js";
+import { setTimeout as sleep } from "node:timers/promises";
+import { credentials, type sendUnaryData, Server, ServerCredentials, status } from "@grpc/grpc-js";
 import { HealthImplementation } from "grpc-health-check";
-import { errorToStatus, toStagemeshError } from "../errors.js";
+import { errorFromStatus, errorToStatus, isServiceError, toStagemeshError } from "../errors.js";
 import { Connector } from "../gen/stagemesh/v1/chunk.js";
-import { MembershipServiceClient, RegisterRequest } from "../gen/stagemesh/v1/membership.js";
+import { MembershipServiceClient, RegisterRequest, type RegisterResponse } from "../gen/stagemesh/v1/membership.js";
 import {
   DescribeResponse,
   ReplicaState,
@@ -14,12 +14,16 @@ import {
 import { CHANNEL_OPTIONS, checkProtocol, PROTOCOL } from "../protocol.js";
 import { Consumer } from "./consumer.js";
 import type { StageFunction } from "./function.js";
-import { Producer } from "./producer.js";
+import { Producer, type Timeouts } from "./producer.js";
 import { Steps } from "./steps.js";
 
 const MIB = 1024 * 1024;
+const TIMEOUTS: Timeouts = { welcomeMs: 5000, silenceMs: 2000 };
 const DRAIN_MS = 10_000;
-const REGISTER_AGAIN_MS = 1000;
+const LAST_REPLIES_MS = 500;
+const REGISTER_AGAIN_MS = 200;
+const LONGEST_REGISTER_AGAIN_MS = 2000;
+const REFUSED_MS = 10_000;
 
 export interface StageOptions {
   readonly pipeline: string;
@@ -33,8 +37,8 @@ export interface StageOptions {
   readonly orchestrators?: readonly string[];
   /** The payload bytes that a producer may send ahead. */
   readonly windowBytes?: number;
-  /** After this time without an answer, a flow is opened again. */
-  readonly silenceMs?: number;
+  /** By default 5 seconds for `Welcome`, and 2 seconds for an answer about a flow. */
+  readonly timeouts?: Timeouts;
 }
 
 /** A replica of a stage that computes a function, with the minimum profile of docs/protocol.md. */
@@ -45,17 +49,16 @@ export class Stage {
   readonly #producer: Producer;
   readonly #health = new HealthImplementation({ "": "NOT_SERVING" });
   readonly #server = new Server(CHANNEL_OPTIONS);
-  readonly #registrations: (() => void)[] = [];
-  #isStopping = false;
+  readonly #stopping = new AbortController();
 
   constructor(
     readonly fn: StageFunction,
     readonly options: StageOptions,
   ) {
-    const { pipeline, generation, stage, replica, windowBytes = 8 * MIB, silenceMs } = options;
+    const { pipeline, generation, stage, replica, windowBytes = 8 * MIB, timeouts = TIMEOUTS } = options;
     this.#identity = { pipeline, generation, stage, replica, incarnation: randomUUID() };
     this.#consumer = new Consumer(this.#identity, { windowBytes, maxChunkBytes: 256 * MIB });
-    this.#producer = new Producer(this.#identity, silenceMs);
+    this.#producer = new Producer(this.#identity, timeouts);
     const { consumer, producer } = { consumer: this.#consumer, producer: this.#producer };
     this.#steps = new Steps({ identity: this.#identity, fn, consumer, producer });
   }
@@ -92,10 +95,11 @@ export class Stage {
 
   /** Lets running steps finish, for up to ten seconds, and stops serving. */
   async stop(): Promise<void> {
-    this.#isStopping = true;
+    this.#stopping.abort();
     this.#health.setStatus("", "NOT_SERVING");
-    for (const deregister of this.#registrations) deregister();
     await this.#steps.drain(DRAIN_MS);
+    // The ends of the steps and the last replies about their flows are still on their way.
+    await Promise.race([new Promise<unknown>((resolve) => this.#server.tryShutdown(resolve)), sleep(LAST_REPLIES_MS)]);
     this.#producer.close();
     this.#server.forceShutdown();
   }
@@ -104,35 +108,56 @@ export class Stage {
     return DescribeResponse.create({
       ...this.#identity,
       engine: "typescript",
-      state: this.#isStopping ? ReplicaState.DRAINING : ReplicaState.READY,
+      state: this.#stopping.signal.aborted ? ReplicaState.DRAINING : ReplicaState.READY,
       signature: this.fn.signature,
       connectors: [Connector.GRPC],
       protocol: PROTOCOL,
     });
   }
 
-  /** Keeps this replica registered with an orchestrator. */
+  /** Keeps this replica registered with an orchestrator, until the stage stops. */
   async #register(orchestrator: string, endpoint: string): Promise<void> {
     const client = new MembershipServiceClient(orchestrator, credentials.createInsecure(), CHANNEL_OPTIONS);
-    while (!this.#isStopping) {
+    const { incarnation, pipeline, generation, stage, replica } = this.#identity;
+    const identity = { protocol: PROTOCOL, pipeline, generation, stage, replica, incarnation, endpoint };
+    let pauseMs = REGISTER_AGAIN_MS;
+    while (!this.#stopping.signal.aborted) {
       const stream = client.register();
       const deregister = () => stream.end();
-      this.#registrations.push(deregister);
-      stream.on("error", (error) => !this.#isStopping && console.error(`${orchestrator}: ${error.message}`));
-      let timer: NodeJS.Timeout | undefined;
-      stream.on("data", ({ leaseS }: { leaseS: number }) => {
-        timer = setTimeout(() => stream.write(RegisterRequest.create()), (leaseS / 3) * 1000);
+      this.#stopping.signal.addEventListener("abort", deregister);
+      let renewal: NodeJS.Timeout | undefined;
+      stream.on("data", ({ leaseS, protocol }: RegisterResponse) => {
+        pauseMs = REGISTER_AGAIN_MS;
+        try {
+          checkProtocol(orchestrator, protocol);
+          renewal = setTimeout(() => stream.write(RegisterRequest.create()), (leaseS / 3) * 1000);
+        } catch (thrown) {
+          stream.destroy(toStagemeshError(thrown));
+        }
       });
-      const { incarnation, pipeline, generation, stage, replica } = this.#identity;
-      const identity = { protocol: PROTOCOL, pipeline, generation, stage, replica, incarnation, endpoint };
       stream.write(RegisterRequest.create({ replica: identity }));
-      await new Promise((resolve) => stream.once("status", resolve));
-      clearTimeout(timer);
-      this.#registrations.splice(this.#registrations.indexOf(deregister), 1);
-      if (!this.#isStopping) await sleep(REGISTER_AGAIN_MS);
+      const error = await new Promise<Error | undefined>((resolve) => {
+        stream.on("error", resolve);
+        stream.on("end", () => resolve(undefined));
+      });
+      clearTimeout(renewal);
+      this.#stopping.signal.removeEventListener("abort", deregister);
+      if (this.#stopping.signal.aborted) break;
+      if (error !== undefined && !isTemporary(error)) {
+        console.error(`${replica} cannot register with ${orchestrator}: ${error.message}`);
+        pauseMs = REFUSED_MS;
+      }
+      await sleep(pauseMs, undefined, { signal: this.#stopping.signal }).catch(() => undefined);
+      pauseMs = Math.min(2 * pauseMs, LONGEST_REGISTER_AGAIN_MS);
     }
     client.close();
   }
+}
+
+/** Returns whether a replica registers again soon after this error, because no operator has to act. */
+function isTemporary(error: Error): boolean {
+  const { code, reason } = isServiceError(error) ? errorFromStatus(error) : toStagemeshError(error);
+  return code === status.UNAVAILABLE || code === status.DEADLINE_EXCEEDED || reason === "LEASE_ENDED";
 }
 
 async function respond<T>(answer: sendUnaryData<T>, compute: () => T | Promise<T>): Promise<void> {
