@@ -1,11 +1,13 @@
 """Programs in TypeScript (examples/typescript) as child processes of a test."""
 
 import asyncio
+import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "typescript"
 QUICK = ("--window-bytes", "65536", "--welcome-ms", "500", "--silence-ms", "300")
@@ -17,6 +19,47 @@ def program(name: str) -> tuple[str, str]:
     node = shutil.which("node")
     assert node is not None, "the tests in this folder are skipped without node"
     return node, str(EXAMPLE / "dist" / f"{name}.js")
+
+
+class RunningClient:
+    """The client in TypeScript, which runs one request."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def __aiter__(self) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """Yields the kind and the content of each event."""
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            event = json.loads(line)
+            yield event["$case"], event["value"]
+
+    async def error(self) -> str:
+        """Returns what a client that fails prints."""
+        _, error = await self.process.communicate()
+        assert self.process.returncode == 1
+        return error.decode()
+
+
+@asynccontextmanager
+async def running_client(endpoints: str, prompt: str, *arguments: str) -> AsyncIterator[RunningClient]:
+    """Runs a request. Kills the client if it still runs at the end."""
+    process = await asyncio.create_subprocess_exec(
+        *program("generate"),
+        "--json",
+        *arguments,
+        endpoints,
+        prompt,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        limit=16 << 20,
+    )
+    try:
+        yield RunningClient(process)
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import REBIND_S, EdgeKey, Packet
+from stagemesh.connectors.edge import EdgeKey, Packet
 from stagemesh.connectors.flow.chunking import StepPolicy
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
@@ -107,13 +107,12 @@ def outlet_to(stage_endpoint: str, plane: DataPlane, request_id: str, *, attempt
         consumer="m-0",
         connector="auto",
         policy=StepPolicy(),
-        rebind_s=REBIND_S,
     )
 
 
 def inlet_from(plane: DataPlane, request_id: str, *, attempt: int = 1) -> Inlet:
     """Expects a flow from the stage in TypeScript."""
-    return plane.open_inlet(EdgeKey(request_id, OUT, attempt), producer="m-0", rebind_s=REBIND_S)
+    return plane.open_inlet(EdgeKey(request_id, OUT, attempt), producer="m-0")
 
 
 def text(seq: int, size_bytes: int) -> Packet:

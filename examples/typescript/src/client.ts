@@ -30,6 +30,7 @@ export interface GenerateOptions {
 const FIRST_PAUSE_S = 0.05;
 const LONGEST_PAUSE_S = 2;
 const DESCRIBE_TIMEOUT_MS = 5000;
+const CANCEL_TIMEOUT_MS = 2000;
 
 /**
  * A client of one pipeline, which one or several orchestrators serve. It uses one of them until that one fails.
@@ -80,7 +81,7 @@ export class StagemeshClient {
           if (isOver) throw thrown;
           await pause(thrown.retryAfterS ?? pauseS, options);
           pauseS = Math.min(2 * pauseS, LONGEST_PAUSE_S);
-          if (thrown.retryAfterS === undefined) this.#current = (this.#current + 1) % this.#stubs.length;
+          if (thrown.code === status.UNAVAILABLE) this.#current = (this.#current + 1) % this.#stubs.length;
         }
         request.earlierCalls += 1;
         request.nextPositions = Object.fromEntries(received.ends);
@@ -90,7 +91,7 @@ export class StagemeshClient {
       }
     } finally {
       // The consumer left the loop, or the signal was aborted. Without this call, the request would run for lingerS more.
-      if (!isOver) this.#stub.cancelRequest({ requestId: request.requestId, whenLeft: true }, () => undefined);
+      if (!isOver) await this.#cancel(request.requestId);
     }
   }
 
@@ -119,6 +120,14 @@ export class StagemeshClient {
       signal?.removeEventListener("abort", cancel);
       call.cancel();
     }
+  }
+
+  /** Tells the orchestrator that no caller will return. A failure is harmless: the request then ends after lingerS. */
+  async #cancel(requestId: string): Promise<void> {
+    const deadline = Date.now() + CANCEL_TIMEOUT_MS;
+    await new Promise<void>((resolve) => {
+      this.#stub.cancelRequest({ requestId, whenLeft: true }, new Metadata(), { deadline }, () => resolve());
+    });
   }
 
   /** Checks once that an orchestrator and this client have a version in common. */

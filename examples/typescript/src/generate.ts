@@ -51,7 +51,9 @@ function print(event: GenerateEvent): void {
 
 /** Returns an event as JSON, with 64-bit numbers as strings and bytes in base64, as in the JSON format of protobuf. */
 function toJson(event: GenerateEvent): string {
-  return JSON.stringify(event, (key, value: unknown) => {
+  return JSON.stringify(event, function (this: Record<string, unknown>, key, value: unknown) {
+    const original = this[key]; // `value` is what toJSON of a Buffer returns
+    if (original instanceof Uint8Array) return Buffer.from(original).toString("base64");
     if (key === "_unknownFields") return undefined;
     return typeof value === "bigint" ? value.toString() : value;
   });

@@ -33,6 +33,7 @@ const REMEMBERED_FLOWS = 4096;
 export class Consumer {
   readonly #flows = new Map<string, IncomingFlow>();
   readonly #past = new RecentMap<string, StagemeshError | "committed">(REMEMBERED_FLOWS);
+  readonly #streams = new Set<Stream>();
   /** The latest incarnation of each producer. */
   readonly #incarnations = new Map<string, string>();
 
@@ -54,7 +55,9 @@ export class Consumer {
   /** Serves a stream of a producer until it ends. The flows of the stream survive it. */
   serve(stream: Stream): void {
     let session: ProducerSession | undefined;
+    this.#streams.add(stream);
     const detach = (): void => {
+      this.#streams.delete(stream);
       for (const flow of this.#flows.values()) if (session) flow.detach(session);
     };
     const end = (error: StagemeshError): void => {
@@ -75,6 +78,11 @@ export class Consumer {
     });
     stream.on("cancelled", detach);
     stream.on("error", detach);
+  }
+
+  /** Ends the streams, after the replies that are due. */
+  close(): void {
+    setImmediate(() => this.#streams.forEach((stream) => stream.end()));
   }
 
   #welcome(stream: Stream, hello: Hello | undefined): ProducerSession {

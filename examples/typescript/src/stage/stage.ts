@@ -98,6 +98,7 @@ export class Stage {
     this.#stopping.abort();
     this.#health.setStatus("", "NOT_SERVING");
     await this.#steps.drain(DRAIN_MS);
+    this.#consumer.close();
     // The ends of the steps and the last replies about their flows are still on their way.
     await Promise.race([new Promise<unknown>((resolve) => this.#server.tryShutdown(resolve)), sleep(LAST_REPLIES_MS)]);
     this.#producer.close();
