@@ -15,6 +15,7 @@ from tests.deployment import Deployment, deployed, eventually
 from tests.typescript.nodes import program
 
 STEPS = 24
+UPPER = "upper (external)"
 PIPELINE = f"""\
 pipeline: both
 stages:
@@ -65,8 +66,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     path.write_text(PIPELINE)
     admin = f"127.0.0.1:{PortPicker().pick()}"
     with _python_function(folder), deployed(path, "--admin-port", admin.rpartition(":")[2], until=_waits) as up:
-        with up.client() as client:
-            generation = client.describe().generation
+        generation = up.statuses[UPPER]["detail"].partition("generation ")[2].partition(",")[0]
         arguments = ("--pipeline", "both", "--generation", generation, "--register", admin)
         both = Both(up, [*program("upper"), *arguments])
         try:
@@ -77,7 +77,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
 
 
 def _waits(up: Deployment) -> bool:
-    return up.statuses.get("upper (external)", {}).get("state") == "waiting" and all(
+    return up.statuses.get(UPPER, {}).get("state") == "waiting" and all(
         status["state"] == "ready" for name, status in up.statuses.items() if "external" not in name
     )
 
