@@ -39,7 +39,7 @@ def undisturbed(up: Deployment) -> Result:
 
 @dataclass
 class Received:
-    """What the client in TypeScript received."""
+    """The events that the client in TypeScript received."""
 
     text: str = ""
     frames: bytes = b""

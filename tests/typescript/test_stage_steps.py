@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 import numpy as np
@@ -155,7 +156,8 @@ async def test_sigterm_lets_running_steps_finish_and_refuses_new_ones() -> None:
     async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0") as c:
         inlet = inlet_from(c.plane, "r")
         step = await stage.start("r", consumer=c.endpoint)
-        health = health_pb2_grpc.HealthStub(stage.channel).Watch(health_pb2.HealthCheckRequest())  # type: ignore[no-untyped-call]
+        stub: Any = health_pb2_grpc.HealthStub(stage.channel)
+        health = stub.Watch(health_pb2.HealthCheckRequest())
         assert (await health.read()).status == health_pb2.HealthCheckResponse.SERVING
         stage.process.terminate()
         assert (await health.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
