@@ -347,7 +347,10 @@ Global___OutputBinding: _TypeAlias = OutputBinding  # noqa: Y015
 
 @_typing.final
 class ChunkPolicy(_message.Message):
-    """ChunkPolicy determines how the emissions of an engine are divided into chunks."""
+    """ChunkPolicy determines how the emissions of an engine are divided into chunks. If emissions are joined, they must have
+    the same tensors, and the tensors of each the same length along the first axis (INVALID_CHUNK). The chunks that are cut
+    from them have the metadata of all emissions that were joined, where a later value of a name replaces an earlier one.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -409,7 +412,7 @@ class FramesPolicy(_message.Message):
     """The number of frames in the first chunk, which is typically smaller so that it is sent early. 0 means `frames`."""
     left_context_frames: _builtins.int
     """The number of frames before a chunk that are repeated at its start. The chunk's metadata value "context_frames" is
-    their actual number.
+    their actual number, which is 0 in the first chunk. Every chunk has that value, unless this field is 0.
     """
     def __init__(
         self,
