@@ -14,6 +14,7 @@ from stagemesh.connectors.conformance import assert_same, receive_all, send_all
 from stagemesh.connectors.edge import Packet
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import chunk_pb2, request_pb2, stage_pb2
+from stagemesh.v1.stage_pb2 import StreamedOutput
 from tests.typescript.nodes import QUICK
 from tests.typescript.stage_harness import (
     host,
@@ -52,7 +53,7 @@ async def test_repeated_call_receives_the_same_events_from_the_first_one_on() ->
     async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0") as c:
         options = request_pb2.StageParameters(options={"times": integer(2)})
         inlet = inlet_from(c.plane, "r")
-        step = await stage.start("r", consumer=c.endpoint, parameters=options, streamed=["text"])
+        step = await stage.start("r", consumer=c.endpoint, parameters=options, streamed=[StreamedOutput(tensor="text")])
         outlet = outlet_to(stage.endpoint, a.plane, "r")
         await outlet.send(sent[0])
         await anext(inlet)
@@ -143,7 +144,7 @@ async def test_positions_of_a_text_count_code_points() -> None:
     packets = [Packet({"text": np.frombuffer(content[start : start + 3], np.uint8)}) for start in range(0, 15, 3)]
     async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0") as c:
         inlet = inlet_from(c.plane, "r")
-        step = await stage.start("r", consumer=c.endpoint, streamed=["text"])
+        step = await stage.start("r", consumer=c.endpoint, streamed=[StreamedOutput(tensor="text")])
         await asyncio.gather(send_all(outlet_to(stage.endpoint, a.plane, "r"), packets), receive_all(inlet))
         outputs = [event.output for event in await step.finished() if event.HasField("output")]
     assert "".join(output.text for output in outputs) == "NAïVE 😀 X"

@@ -203,6 +203,10 @@ function lengthOf({ content }: Output): number {
     case "audio":
       return Number(content.value.samples?.shape[0] ?? 0n);
     case "image":
+      return content.value.last ? 1 : 0;
+    case "media":
+      return content.value.data.length;
+    case "file":
       return 1;
     case "tensor":
       return Number(content.value.shape[0] ?? 1n);

@@ -27,7 +27,11 @@ export function checkStep(request: ExecuteStepRequest, signature: Signature): vo
     checkOutput(binding);
     checkEmitted(binding.tensors, signature);
   }
-  checkEmitted(request.streamed, signature);
+  checkEmitted(
+    request.streamed.map(({ tensor }) => tensor),
+    signature,
+  );
+  if (request.streamed.some(({ mediaType, uri }) => mediaType !== "" || uri !== "")) unsupported("outputs as files");
 }
 
 /** Throws CONNECTOR_UNAVAILABLE if an edge is not sent by the connector grpc. */
