@@ -7,6 +7,7 @@ DOCS ?= docs
 
 BIN := $(CURDIR)/.venv/bin
 PROTOS := $(wildcard protos/stagemesh/v1/*.proto)
+TYPESCRIPT := examples/typescript
 SERVICES := $(shell grep -l '^service ' $(PROTOS))
 PIP := $(BIN)/python -m pip install --quiet --no-deps
 
@@ -19,7 +20,7 @@ export OMP_NUM_THREADS ?= 1
 AT_ONCE := $(if $(filter 0,$(shell id -u)),-n 2 --dist loadfile)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv models demo demo-image test soak check protos stubs bench lock clean
+.PHONY: help venv typescript models demo demo-image test soak check protos stubs bench lock clean
 
 help: ## List the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -32,6 +33,16 @@ venv: .venv/.stamp ## Install everything, locked, into .venv
 	$(PIP) --no-build-isolation --editable .
 	@touch $@
 
+typescript: venv $(if $(shell command -v npm),$(TYPESCRIPT)/dist/.stamp) ## Build the client and the stage in TypeScript, if node and npm are installed
+
+$(TYPESCRIPT)/node_modules/.stamp: $(TYPESCRIPT)/package-lock.json
+	npm ci --prefix $(TYPESCRIPT) --no-audit --no-fund --loglevel=error
+	@touch $@
+
+$(TYPESCRIPT)/dist/.stamp: $(TYPESCRIPT)/node_modules/.stamp $(wildcard $(addprefix $(TYPESCRIPT)/, *.json *.yaml protos/*/*/* src/*.ts src/stage/*.ts)) $(PROTOS)
+	npm run --prefix $(TYPESCRIPT) --loglevel=error build
+	@touch $@
+
 models: venv ## Fetch the weights of the speech pipeline
 	stagemesh models fetch speech
 
@@ -42,13 +53,13 @@ demo-image: PROMPT := $(if $(filter file,$(origin PROMPT)),the digit seven,$(PRO
 demo-image: venv ## Draw PROMPT="the digit seven" into out/digit.png, by three services
 	stagemesh demo examples/digits/pipeline.yaml --prompt "$$PROMPT" --image out/digit.png
 
-test: models ## Run every test that needs no GPU
+test: models typescript ## Run every test that needs no GPU
 	pytest -m "not gpu and not soak" $(AT_ONCE)
 
 soak: models ## Run the long forms of the fault tests, about an hour
 	pytest -m "soak and not gpu"
 
-check: venv ## Check format, lint, prose, types, layers and contract
+check: venv typescript ## Check format, lint, prose, types, layers and contract
 	ruff format --check . && ruff check .
 	python tools/prose_lint.py
 	mypy && pyright
@@ -64,7 +75,7 @@ stubs: # Write the stubs into $(OUT) and the error catalogue into $(DOCS); tests
 	python -m grpc_tools.protoc -I protos --grpc_python_out=$(OUT) --mypy_grpc_out=$(OUT) $(SERVICES)
 	python -m tools.error_catalogue $(DOCS)/errors.md
 
-bench: models ## Measure the speech pipeline, the edges, the stages, the orchestrator and the client into out/bench-*.json
+bench: models ## Measure the speech pipeline, the edges, the stages, the orchestrator, media and the client into out/bench-*.json
 	python -m benchmarks.speech --json out/bench-speech.json
 	python -m benchmarks.edges --json out/bench-edges.json
 	python -m benchmarks.ar_stage --json out/bench-ar-stage.json
@@ -72,10 +83,12 @@ bench: models ## Measure the speech pipeline, the edges, the stages, the orchest
 	python -m benchmarks.orchestrator --json out/bench-orchestrator.json
 	python -m benchmarks.orchestrator_idle --json out/bench-orchestrator-idle.json
 	python -m benchmarks.simulate --json out/bench-simulate.json
+	python -m benchmarks.media_uploads --json out/bench-media-uploads.json
+	python -m benchmarks.media_outputs --json out/bench-media-outputs.json
 	python -m benchmarks.client_import --json out/bench-client-import.json
 
 lock: venv ## Write the pinned versions in requirements/ again
 	python requirements/lock.py
 
 clean: ## Remove what the commands made
-	rm -rf .venv out dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv out dist $(TYPESCRIPT)/dist $(TYPESCRIPT)/node_modules .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

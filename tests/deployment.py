@@ -73,7 +73,7 @@ class Deployment:
 
     def replicas(self) -> list[str]:
         """Returns the names of all stage replicas."""
-        return [name for name in self.statuses if name != "orchestrator"]
+        return [name for name, status in self.statuses.items() if status["stage"]]
 
     def idle(self) -> bool:
         """Returns whether no stage has a step or uses memory of its arena."""

@@ -25,7 +25,9 @@ ROOTS = (
     "protos",
 )
 DOCUMENTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
-_SKIPPED = re.compile(r"_pb2(_grpc)?\.pyi?$|^tools/prose_lint\.py$|^tests/repository/test_prose_lint\.py$")
+_SKIPPED = re.compile(
+    r"/node_modules/|_pb2(_grpc)?\.pyi?$|^tools/prose_lint\.py$|^tests/repository/test_prose_lint\.py$"
+)
 _LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
 _VERB = r"(is|are|was|were|has|have|had|can|may|must|will|would|does|do|needs?|takes?)"
 

@@ -66,7 +66,7 @@ def _request(
         input=request_pb2.Input(token_ids=request_pb2.TokenIds(ids=prompt)),
         parameters=request_pb2.StageParameters(sampling=request_pb2.Sampling(max_tokens=wanted, temperature=0.0)),
         seed=SEED,
-        streamed=["text"],
+        streamed=[stage_pb2.StreamedOutput(tensor="text")],
         outputs=[_binding(consumer)] if consumer is not None else [],
     )
 

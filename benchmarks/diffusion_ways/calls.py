@@ -80,5 +80,5 @@ class StageClient:
             input=request_pb2.Input(text=spec.prompt, negative_prompt=spec.negative_prompt),
             parameters=request_pb2.StageParameters(options=to_messages(options)),
             seed=spec.seed,
-            streamed=["frames"],
+            streamed=[stage_pb2.StreamedOutput(tensor="frames")],
         )

@@ -150,9 +150,11 @@ class Direct:
                 )
                 for edge in outgoing
             ],
-            streamed=["text"],
+            streamed=[stage_pb2.StreamedOutput(tensor="text")],
         )
-        request.parameters.sampling.max_tokens = outputs
+        if stage == self._measured_stage:
+            # The other stages choose no tokens.
+            request.parameters.sampling.max_tokens = outputs
         if not incoming:
             request.input.text = "count"
         return request

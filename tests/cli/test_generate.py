@@ -8,6 +8,8 @@ from stagemesh.common.errors import OverloadedError, UnavailableError
 from stagemesh.common.exit_codes import ExitCode
 from stagemesh.v1 import request_pb2
 from stagemesh.v1.orchestrator_pb2 import GenerateRequest
+from stagemesh.v1.orchestrator_pb2 import GenerateResponse as Response
+from stagemesh.v1.request_pb2 import Media
 from tests.cli.commands import stagemesh
 from tests.client.scripted import ScriptedOrchestrator, admitted, audio, ended, finished, queued, text
 
@@ -27,6 +29,29 @@ async def test_audio_is_written_to_the_file(orchestrator: ScriptedOrchestrator, 
     assert ran.exit_code == 0
     with wave.open(str(tmp_path / "out" / "a.wav")) as file:
         assert (file.getnframes(), file.getframerate()) == (15, 24000)
+
+
+async def test_encoded_media_are_written_as_they_are(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
+    names = {"song": "audio/ogg", "film": "video/mp4", "clip": "video/webm"}
+    parts = [
+        Response(output=request_pb2.Output(name=name, position=at, media=Media(media_type=each, data=data, offset=at)))
+        for name, each in names.items()
+        for at, data in ((0, b"ab"), (2, b"c"))
+    ]
+    orchestrator.scripts.append([admitted(), *parts, finished()])
+    arguments = ["--output", str(tmp_path), "--audio", str(tmp_path / "a.ogg"), "--image", str(tmp_path / "new" / "v")]
+    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint, *arguments)
+    assert ran.exit_code == 0
+    for name in ("a.ogg", "new/v", "clip.webm"):
+        assert (tmp_path / name).read_bytes() == b"abc"
+    assert not (tmp_path / "song.ogg").exists()
+
+
+async def test_a_stored_output_is_named(orchestrator: ScriptedOrchestrator) -> None:
+    file = request_pb2.MediaFile(uri="s3://b/a.mp4", media_type="video/mp4", size_bytes=7, sha256=b"\x0f" * 32)
+    orchestrator.scripts.append([admitted(), Response(output=request_pb2.Output(name="film", file=file)), finished()])
+    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint)
+    assert f"stored s3://b/a.mp4 (video/mp4, 7 bytes, SHA-256 {'0f' * 32})" in ran.stderr
 
 
 async def test_a_folder_receives_every_output(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
@@ -67,6 +92,13 @@ async def test_options_reach_the_server(orchestrator: ScriptedOrchestrator) -> N
     assert (request.parameters.sampling.max_tokens, request.parameters.options["speed"].number) == (9, 1.5)
 
 
+async def test_what_is_not_given_is_not_sent(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), finished()])
+    await stagemesh("generate", "hello", "--server", orchestrator.endpoint)
+    assert orchestrator.requests[0].parameters.sampling == request_pb2.Sampling()
+    assert not orchestrator.requests[0].parameters.options
+
+
 async def test_several_servers_are_tried_in_turn(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([admitted(), text("Hi"), finished()])
     ran = await stagemesh("generate", "hello", "--server", f"127.0.0.1:1, {orchestrator.endpoint}")
@@ -100,7 +132,7 @@ async def test_every_sampling_option_reaches_the_server(orchestrator: ScriptedOr
     }
     arguments = [text for name, value in numbers.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     arguments += ["--stop", "end", "--stop", "fin", "--stop-token", "3", "--bad-word", "bad", "--ignore-eos"]
-    arguments += ["--choice", "yes", "--choice", "no", "--adapter", "style"]
+    arguments += ["--allowed-text", "yes", "--allowed-text", "no", "--adapter", "style"]
     ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint, *arguments)
     assert ran.exit_code == 0, ran.stderr
     parameters = orchestrator.requests[0].parameters
@@ -111,7 +143,11 @@ async def test_every_sampling_option_reaches_the_server(orchestrator: ScriptedOr
         [3],
         ["bad"],
     )
-    assert (sampling.ignore_eos, list(sampling.choice.texts), parameters.adapter) == (True, ["yes", "no"], "style")
+    assert (sampling.ignore_eos, list(sampling.allowed_texts.texts), parameters.adapter) == (
+        True,
+        ["yes", "no"],
+        "style",
+    )
 
 
 async def test_options_and_parameters_of_a_stage_have_types(orchestrator: ScriptedOrchestrator) -> None:

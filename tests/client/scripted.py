@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from enum import Enum, auto
 from typing import TypeAlias
 
@@ -14,6 +15,7 @@ from stagemesh.common.output_position import OutputKey, length_of
 from stagemesh.common.tensors import inline_tensor
 from stagemesh.common.versions import own_protocol
 from stagemesh.rpc.handlers import RpcContext, answering, streaming
+from stagemesh.rpc.server import Server
 from stagemesh.v1.orchestrator_pb2 import (
     AdmittedChoice,
     CancelRequestRequest,
@@ -28,7 +30,10 @@ from stagemesh.v1.orchestrator_pb2 import (
     RequestProgress,
     RequestQueued,
 )
-from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceServicer
+from stagemesh.v1.orchestrator_pb2_grpc import (
+    OrchestratorServiceServicer,
+    add_OrchestratorServiceServicer_to_server,
+)
 from stagemesh.v1.request_pb2 import FINISH_REASON_END, Audio, Finish, Output, Timings, Usage
 from stagemesh.v1.stage_pb2 import StepFinished, StepProgress
 
@@ -93,6 +98,17 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
             await asyncio.Event().wait()
         finally:
             self.hung_up.set()
+
+
+@asynccontextmanager
+async def served() -> AsyncGenerator[ScriptedOrchestrator]:
+    """Serves a scripted orchestrator on a free port."""
+    service = ScriptedOrchestrator()
+    server = Server("127.0.0.1:0")
+    add_OrchestratorServiceServicer_to_server(service, server.grpc)
+    service.endpoint = f"127.0.0.1:{await server.start()}"
+    yield service
+    await server.stop(grace_s=0)
 
 
 def _placed(event: GenerateResponse, positions: Counter[OutputKey]) -> GenerateResponse:

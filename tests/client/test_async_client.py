@@ -160,7 +160,7 @@ async def test_every_sampling_argument_reaches_the_server(orchestrator: Scripted
         ({"json_schema": '{"type": "string"}'}, '{"type": "string"}'),
         ({"regex": "a+"}, "a+"),
         ({"grammar": 'start: "a"'}, 'start: "a"'),
-        ({"choice": ["yes", "no"]}, ["yes", "no"]),
+        ({"allowed_texts": ["yes", "no"]}, ["yes", "no"]),
     ],
 )
 async def test_a_structure_reaches_the_server(
@@ -172,7 +172,7 @@ async def test_a_structure_reaches_the_server(
     sampling = orchestrator.requests[0].parameters.sampling
     (name,) = structure
     assert sampling.WhichOneof("structure") == name
-    assert (list(sampling.choice.texts) if name == "choice" else getattr(sampling, name)) == sent
+    assert (list(sampling.allowed_texts.texts) if name == "allowed_texts" else getattr(sampling, name)) == sent
 
 
 async def test_tools_and_their_calls_reach_the_server(orchestrator: ScriptedOrchestrator) -> None:
@@ -376,7 +376,7 @@ async def test_a_prompt_over_the_message_limit_is_rejected_with_sizes(orchestrat
         (None, {"raw_text": "a", "tools": [Tool("t")]}, "tools and template_arguments need a prompt or messages"),
         (None, {"messages": [("robot", "a")]}, "role is 'robot'; use one of system, developer, user, assistant, tool"),
         ("a", {"seed": -1}, "cannot be sent"),
-        ("a", {"regex": "a", "choice": ["b"]}, "regex and choice are given"),
+        ("a", {"regex": "a", "allowed_texts": ["b"]}, "regex and allowed_texts are given"),
         ("a", {"stop_token_ids": [-1]}, "cannot be sent"),
     ],
 )

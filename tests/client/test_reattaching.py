@@ -19,7 +19,7 @@ from stagemesh.common.errors import (
 )
 from stagemesh.common.tensors import inline_tensor
 from stagemesh.v1.orchestrator_pb2 import GenerateRequest, GenerateResponse
-from stagemesh.v1.request_pb2 import FINISH_REASON_FAILED, Finish, Image, Output, TokenIds
+from stagemesh.v1.request_pb2 import FINISH_REASON_FAILED, Finish, Media, Output, TokenIds
 from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, progress, queued, text
 
 QUICK = RetryPolicy(attempts=3, first_pause_s=0.01, max_pause_s=0.1, reattach_s=5)
@@ -223,7 +223,7 @@ def test_every_kind_of_output_is_counted() -> None:
     delivery = ClientPosition(GenerateRequest(), QUICK)
     outputs = [
         Output(name="codes", token_ids=TokenIds(ids=[5, 6])),
-        Output(name="picture", image=Image(data=b"png")),
+        Output(name="picture", image=Media(data=b"png", last=True)),
         Output(name="rows", tensor=inline_tensor("rows", np.zeros((3, 2), np.int8))),
         Output(name="scalar", tensor=inline_tensor("scalar", np.zeros((), np.int8))),
         Output(name="codes", position=2, token_ids=TokenIds(ids=[7])),

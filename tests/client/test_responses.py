@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 
+from stagemesh.client.event_decoder import EventDecoder
 from stagemesh.client.responses import (
     Admitted,
     Finished,
@@ -16,7 +17,6 @@ from stagemesh.client.responses import (
     Text,
     Timings,
     Usage,
-    decode_events,
 )
 from stagemesh.common.errors import InternalError
 from stagemesh.v1 import orchestrator_pb2, request_pb2
@@ -82,5 +82,5 @@ def test_a_result_without_the_last_event_is_an_error() -> None:
 def test_an_unknown_finish_reason_is_unspecified() -> None:
     output = request_pb2.Output(name="text")
     output.finish.MergeFromString(b"\x08\x63")
-    (event,) = decode_events(orchestrator_pb2.GenerateResponse(output=output))
+    (event,) = EventDecoder().decode(orchestrator_pb2.GenerateResponse(output=output))
     assert event == OutputFinished("text", "unspecified")

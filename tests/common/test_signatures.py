@@ -12,7 +12,7 @@ from stagemesh.v1 import signature_pb2
 SIGNATURE = Signature(
     accepts={"codes": TensorSpec("int32", ("frames",)), "text": TensorSpec("uint8", ("bytes",))},
     emits={"audio": Emitted(TensorSpec("float32", ("samples",)), kind="audio", sample_rate_hz=24_000)},
-    options={"voice": OptionSpec("alto", choices=("alto", "bass")), "speed": OptionSpec(1.0, 0.5, 2.0)},
+    options={"voice": OptionSpec("alto", allowed_texts=("alto", "bass")), "speed": OptionSpec(1.0, 0.5, 2.0)},
     optional=frozenset({"text"}),
 )
 
@@ -24,7 +24,7 @@ def test_a_message_has_everything_that_a_client_needs() -> None:
     assert (audio.kind, audio.sample_rate_hz) == (signature_pb2.TENSOR_KIND_AUDIO, 24_000)
     speed, voice = message.options
     assert (speed.default_value.number, speed.minimum, speed.maximum) == (1.0, 0.5, 2.0)
-    assert (voice.default_value.text, list(voice.choices)) == ("alto", ["alto", "bass"])
+    assert (voice.default_value.text, list(voice.allowed_texts)) == ("alto", ["alto", "bass"])
     assert not voice.HasField("maximum")
     assert (message.can_pause, message.can_resume) == (True, False)
 
@@ -39,9 +39,9 @@ def test_the_order_of_lists_and_abilities_of_the_engine_make_no_difference() -> 
 @pytest.mark.parametrize(
     ("field", "other"),
     [
-        ("accepts", replace(SIGNATURE, optional=frozenset())),
-        ("emits", replace(SIGNATURE, emits={})),
-        ("options", replace(SIGNATURE, options={"speed": OptionSpec(1, 0.5, 2.0)})),
+        ("accepts (text)", replace(SIGNATURE, optional=frozenset())),
+        ("emits (audio)", replace(SIGNATURE, emits={})),
+        ("options (speed, voice)", replace(SIGNATURE, options={"speed": OptionSpec(1, 0.5, 2.0)})),
         ("adapters", replace(SIGNATURE, adapters=True)),
     ],
 )

@@ -87,7 +87,7 @@ def _advance_inlet(inlet: Any, start: int) -> None:
         (tensor_pb2.ShmRegion, ["offset", "size_bytes", "generation"]),
         (stage_pb2.EdgeOpened, ["next_seq", "credit_limit_bytes"]),
         (stage_pb2.ChunkAck, ["next_seq"]),
-        (stage_pb2.CreditGrant, ["limit_bytes"]),
+        (stage_pb2.CreditGrant, ["credit_limit_bytes"]),
         (stage_pb2.LeaseRelease, ["lease_ids"]),
         (stage_pb2.Welcome, ["held_lease_ids"]),
     ],

@@ -111,7 +111,7 @@ def step_request(
             ),
         ),
         seed=spec.seed,
-        streamed=["frames"],
+        streamed=[stage_pb2.StreamedOutput(tensor="frames")],
         max_steps=max_steps,
         resume_from=resume_from,
         inputs=inputs,

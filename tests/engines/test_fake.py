@@ -65,7 +65,7 @@ def test_the_descriptor_is_loaded_by_name() -> None:
 
 
 def test_an_unknown_function_error_lists_the_known_ones() -> None:
-    with pytest.raises(NotFoundError, match="known: source, talk, relay, frames, mix, sound"):
+    with pytest.raises(NotFoundError, match="known: source, look, talk, relay, frames, mix, sound"):
         DESCRIPTOR.signature("sauce", {})
 
 

@@ -31,12 +31,17 @@ def text_output(tensor: str, text: str) -> Response:
     return Response(output=request_pb2.Output(name=tensor, text=text))
 
 
+def tensors_of(request: stage_pb2.ExecuteStepRequest) -> list[str]:
+    """Returns the names of the tensors that the caller receives."""
+    return [output.tensor for output in request.streamed]
+
+
 async def say_hello(stage: "ScriptedStage", request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
     """Streams two pieces of each requested tensor, with the stage's name, once the producers have started."""
     yield ACCEPTED
     await stage.until_fed(request)
     yield Response(progress=stage_pb2.StepProgress(steps=1))
-    for tensor in request.streamed:
+    for tensor in tensors_of(request):
         yield text_output(tensor, f"{stage.name} ")
         yield text_output(tensor, "done")
     yield FINISHED
@@ -45,7 +50,7 @@ async def say_hello(stage: "ScriptedStage", request: stage_pb2.ExecuteStepReques
 async def hang(stage: "ScriptedStage", request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
     """Accepts, sends one output, and never ends."""
     yield ACCEPTED
-    for tensor in request.streamed:
+    for tensor in tensors_of(request):
         yield text_output(tensor, f"{stage.name} ")
     await asyncio.Event().wait()
 

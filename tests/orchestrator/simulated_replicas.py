@@ -18,6 +18,7 @@ from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaCli
 from stagemesh.orchestrator.membership.base import Member, MembershipListener
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import request_pb2, stage_pb2
+from tests.orchestrator.scripted_stage import tensors_of
 
 ROW_S = 0.1
 """Seconds to make a row."""
@@ -114,7 +115,7 @@ class SimulatedReplica:
         """Pauses all steps, as a drain does."""
         for step_id, step in self.steps.items():
             self.tasks[step_id].cancel()
-            outputs = dict.fromkeys(step.request.streamed, self._length(step.made))
+            outputs = dict.fromkeys(tensors_of(step.request), self._length(step.made))
             rows = {_TENSOR: step.made}
             checkpoint = stage_pb2.Checkpoint(steps=step.made, token_ids=[1], rows=rows, outputs=outputs)
             step.emit(paused=stage_pb2.StepPaused(checkpoint=checkpoint))
@@ -274,7 +275,7 @@ class SimulatedReplica:
                 await world.changed.wait()
             world.on_row(step)
             await asyncio.sleep(ROW_S)
-            for name in step.request.streamed:
+            for name in tensors_of(step.request):
                 text = self._text(step.made)
                 step.emit(output=request_pb2.Output(name=name, text=text, position=self._length(step.made)))
             step.made += 1
@@ -282,7 +283,7 @@ class SimulatedReplica:
             step.emit(progress=stage_pb2.StepProgress(steps=step.made))
             if world.checkpoints:
                 rows = {_TENSOR: step.made, _UNSENT: step.made}
-                outputs = dict.fromkeys(step.request.streamed, self._length(step.made))
+                outputs = dict.fromkeys(tensors_of(step.request), self._length(step.made))
                 checkpoint = stage_pb2.Checkpoint(steps=step.made, token_ids=[1], rows=rows, outputs=outputs)
                 step.emit(checkpoint=checkpoint)
         while not all(self._has_arrived(step, target) for target in list(step.outlets.values())):

@@ -16,7 +16,7 @@ from stagemesh.services.engines.fake import signature
 from stagemesh.services.engines.fake.engine import FakeEngine
 from stagemesh.services.stage.replica.runtime import StageRuntime
 from stagemesh.services.stage.service.servicer import StageServicer
-from stagemesh.services.stage.step.spec import StepSpec
+from stagemesh.services.stage.step.spec import StepSpec, StreamedOutput
 from stagemesh.v1 import request_pb2, stage_pb2, stage_pb2_grpc
 
 
@@ -87,14 +87,18 @@ async def served_stage(config: StageConfig | None = None, *, engine: Engine | No
 
 
 def step_spec(
-    request_id: str = "r", *, attempt: int = 1, content: str = "hi", streamed: tuple[str, ...] = ("text",)
+    request_id: str = "r",
+    *,
+    attempt: int = 1,
+    content: str = "hi",
+    streamed: tuple[str | StreamedOutput, ...] = ("text",),
 ) -> StepSpec:
     """Returns the spec of a step with a prompt for a source."""
     return StepSpec(
         step_id=f"{request_id}/thinker/{attempt}",
         attempt=attempt,
         task=Task(request_id=request_id, seed=1, prompt=content),
-        streamed=streamed,
+        streamed=tuple(StreamedOutput(each) if isinstance(each, str) else each for each in streamed),
         fingerprint=content.encode(),
     )
 
@@ -107,7 +111,7 @@ def step_request(request_id: str = "r", *, text: str = "hi", attempt: int = 1) -
         attempt=attempt,
         input=request_pb2.Input(text=text),
         seed=1,
-        streamed=["text"],
+        streamed=[stage_pb2.StreamedOutput(tensor="text")],
     )
 
 

@@ -57,7 +57,7 @@ def _tensor(**fields: object) -> tensor_pb2.Tensor:
         (lambda r: r.input.conversation.SetInParent(), "EMPTY_PROMPT", "the prompt is empty"),
         (lambda r: r.input.token_ids.SetInParent(), "EMPTY_PROMPT", "the prompt is empty"),
         (lambda r: r.input.conversation.messages.add(role=9), "INVALID_PROMPT", "ROLE_SYSTEM, ROLE_DEV"),
-        (lambda r: r.streamed.append("video"), "UNKNOWN_TENSOR", "unknown tensor 'video'"),
+        (lambda r: r.streamed.add(tensor="video"), "UNKNOWN_TENSOR", "unknown tensor 'video'"),
         (lambda r: setattr(r.parameters.options["pitch"], "number", 1.0), "UNKNOWN_OPTION", "this stage has speed"),
         (
             lambda r: setattr(r.parameters.options["speed"], "number", 3.0),
@@ -77,7 +77,7 @@ def _tensor(**fields: object) -> tensor_pb2.Tensor:
         (lambda r: r.parameters.sampling.bad_words.append(" "), "INVALID_SAMPLING", "an entry of bad_words is empty"),
         (lambda r: r.parameters.sampling.MergeFrom(_lengths(9, 8)), "INVALID_SAMPLING", "min_tokens is 9 but max_tok"),
         (lambda r: setattr(r.parameters.sampling, "regex", ""), "INVALID_SAMPLING", "regex is empty"),
-        (lambda r: r.parameters.sampling.choice.SetInParent(), "INVALID_SAMPLING", "choice has no text"),
+        (lambda r: r.parameters.sampling.allowed_texts.SetInParent(), "INVALID_SAMPLING", "allowed_texts has no text"),
         (lambda r: r.parameters.sampling.MergeFrom(ENDLESS), "INVALID_SAMPLING", "ignore_eos contradicts grammar"),
         (lambda r: r.inputs.add(edge="a->b", producer="a-0"), "INVALID_EDGE", "unbind a->b"),
         (lambda r: r.outputs.extend([BOUND, BOUND]), "INVALID_EDGE", "'a->b' twice"),
@@ -124,8 +124,12 @@ SEEING = Signature(media=True)
     ("change", "reason", "message"),
     [
         (_part(), "INVALID_PROMPT", "a part without content"),
-        (_part(image=request_pb2.Image(data=b"x", media_type="image/tiff")), "INVALID_MEDIA", "use one of image/png"),
-        (_part(image=request_pb2.Image(media_type="image/png")), "INVALID_MEDIA", "image has no data"),
+        (
+            _part(image=request_pb2.MediaFile(data=b"x", media_type="image/tiff")),
+            "INVALID_MEDIA",
+            "use one of image/png",
+        ),
+        (_part(image=request_pb2.MediaFile(media_type="image/png")), "INVALID_MEDIA", "image has no data"),
         (_part(audio_file=request_pb2.MediaFile(data=b"x")), "INVALID_MEDIA", "audio of media type ''"),
         (
             _part(video_file=request_pb2.MediaFile(data=b"x", media_type="audio/wav")),
@@ -268,9 +272,11 @@ def test_every_sampling_field_is_converted() -> None:
         name: tuple(value) if name in {"stop", "stop_token_ids", "bad_words"} else value for name, value in sent.items()
     }
     assert spec_from_wire(step_request()).task.sampling == SamplingOptions()
-    request.parameters.sampling.CopyFrom(request_pb2.Sampling(choice=request_pb2.Choice(texts=["yes", "no"])))
+    request.parameters.sampling.CopyFrom(
+        request_pb2.Sampling(allowed_texts=request_pb2.AllowedTexts(texts=["yes", "no"]))
+    )
     options = spec_from_wire(request).task.sampling
-    assert options == SamplingOptions(structure=Structure("choice", ("yes", "no")))
+    assert options == SamplingOptions(structure=Structure("allowed_texts", ("yes", "no")))
 
 
 def _policy(request: Request) -> stage_pb2.ChunkPolicy:

@@ -1,7 +1,8 @@
 """Two stages and the edge between them, over the real data plane."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+import math
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
 import grpc
@@ -14,6 +15,7 @@ from stagemesh.connectors.stream import connection
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.services.engines.base import Emission, Task, Usage
+from stagemesh.services.models.text import Sentences
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import Replica, served_stage, stage_config, step_request
@@ -71,6 +73,36 @@ async def test_the_transform_runs_at_the_consumer() -> None:
     assert talked.usage.steps < 3
 
 
+async def test_the_transform_runs_at_the_producer_before_the_policy() -> None:
+    async with _pair(stage_config(steps=3, size_bytes=7)) as (thinker, talker):
+        (sent, _), (sentences, _) = await _run(thinker, talker, transform="text.sentences")
+        policy = stage_pb2.ChunkPolicy(frames=stage_pb2.FramesPolicy(frames=4))
+        how = {"transform_at_producer": "text.sentences", "request": "r2"}
+        (_, thought), (whole, _) = await _run(thinker, talker, **how)
+        (_, cut_thought), (cut, _) = await _run(thinker, talker, policy=policy, **how | {"request": "r3"})
+    assert sentences == whole == cut
+    assert sent.split() == whole.split()
+    assert (thought.edges[0].chunks, cut_thought.edges[0].chunks) == (1, math.ceil(len(whole) / 4))
+
+
+async def test_a_transform_at_the_producer_leaves_other_edges_alone() -> None:
+    async with (
+        _pair(stage_config(steps=5, size_bytes=20_000)) as (thinker, talker),
+        served_stage(stage_config("framer", function="frames")) as framer,
+    ):
+        thinking, talking = _requests(talker, transform_at_producer="text.sentences")
+        other = "thinker->framer"
+        thinking.outputs.add(edge=other, consumer="framer-0", endpoint=framer.endpoint, connector=CONNECTORS["shm"])
+        framing = stage_pb2.ExecuteStepRequest(request_id="r", step_id="r/framer/1", attempt=1)
+        framing.inputs.add(edge=other, producer="thinker-0")
+        sent, received, framed = await asyncio.gather(
+            _receive(thinker, thinking), _receive(talker, talking), _receive(framer, framing)
+        )
+        assert "".join(sent[0].split()) == "".join(received[0].split())
+        assert framed[1].usage.steps == 5
+        assert [edge.size_bytes for edge in sent[1].edges] == [len(received[0]), 100_000]
+
+
 async def test_a_packet_for_two_stages_is_stored_once() -> None:
     async with (
         _pair(stage_config(steps=5, size_bytes=20_000)) as (thinker, talker),
@@ -123,6 +155,26 @@ async def test_an_unknown_transform_is_named() -> None:
     assert "known: " in errors["talker"].message
 
 
+async def test_an_unknown_transform_at_the_producer_ends_both_steps() -> None:
+    async with _pair() as (thinker, talker):
+        errors = await _failures(thinker, talker, transform_at_producer="text.shout")
+    assert {name: error.reason for name, error in errors.items()} == dict.fromkeys(errors, "UNKNOWN_TRANSFORM")
+    assert errors.keys() == {"thinker", "talker"}
+
+
+@pytest.mark.parametrize("end", ["transform", "transform_at_producer"])
+async def test_an_error_of_a_transform_names_it(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Sentences, packet: Packet) -> Sequence[Packet]:
+        raise ZeroDivisionError(len(packet.tensors))
+
+    monkeypatch.setattr(Sentences, "push", fail)
+    async with _pair() as (thinker, talker):
+        errors = await _failures(thinker, talker, **{end: "text.sentences"})
+    error = errors["talker" if end == "transform" else "thinker"]
+    assert error.reason == "ENGINE_ERROR"
+    assert f"transform text.sentences of edge {EDGE} failed: ZeroDivisionError: 1" in error.message
+
+
 async def test_a_chunk_of_another_shape_is_rejected() -> None:
     async with _pair(engine=OddEngine()) as (thinker, talker):
         errors = await _failures(thinker, talker)
@@ -172,7 +224,9 @@ def _requests(
     connector: str = "shm",
     policy: stage_pb2.ChunkPolicy | None = None,
     transform: str = "",
+    transform_at_producer: str = "",
     server_name: str = "",
+    request: str = "r",
 ) -> tuple[stage_pb2.ExecuteStepRequest, stage_pb2.ExecuteStepRequest]:
     binding = stage_pb2.OutputBinding(
         edge=EDGE,
@@ -181,15 +235,16 @@ def _requests(
         server_name=server_name,
         connector=CONNECTORS[connector],
         policy=policy,
+        transform=transform_at_producer,
     )
-    thinking = step_request()
+    thinking = step_request(request)
     thinking.outputs.append(binding)
     talking = stage_pb2.ExecuteStepRequest(
-        request_id="r",
-        step_id="r/talker/1",
+        request_id=request,
+        step_id=f"{request}/talker/1",
         attempt=1,
         inputs=[stage_pb2.InputBinding(edge=EDGE, producer="thinker-0", transform=transform)],
-        streamed=["text"],
+        streamed=[stage_pb2.StreamedOutput(tensor="text")],
     )
     return thinking, talking
 

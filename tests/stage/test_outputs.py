@@ -33,7 +33,29 @@ def test_long_audio_is_cut_without_loss() -> None:
 )
 def test_an_image_has_its_media_type(data: bytes, media_type: str) -> None:
     (output,) = _outputs("image", [_bytes(data)])
-    assert output.image == request_pb2.Image(data=data, media_type=media_type)
+    assert output.image == request_pb2.Media(data=data, media_type=media_type, last=True)
+
+
+def test_a_large_image_is_cut_into_parts_of_one_position() -> None:
+    image = np.arange(5 << 19, dtype=np.int64).astype(np.uint8)
+    outputs = _outputs("image", [image, _bytes(b"?")])
+    assert [(each.position, each.image.offset, each.image.last) for each in outputs] == [
+        (0, 0, False),
+        (0, 1 << 20, False),
+        (0, 2 << 20, True),
+        (1, 0, True),
+    ]
+    assert b"".join(each.image.data for each in outputs[:3]) == image.tobytes()
+
+
+def test_encoded_media_are_counted_in_bytes_and_their_last_part_says_so() -> None:
+    outputs = _outputs("media", [_bytes(b"abc"), _bytes(b"de")])
+    assert [(each.media.offset, each.media.data, each.media.last) for each in outputs] == [
+        (0, b"abc", False),
+        (3, b"de", False),
+        (5, b"", True),
+    ]
+    assert {each.media.media_type for each in outputs} == {"audio/ogg"}
 
 
 def test_fragments_do_not_retain_the_engines_memory() -> None:
@@ -80,7 +102,8 @@ def _bytes(data: bytes) -> Array:
 
 def _outputs(kind: OutputKind, tensors: list[Array]) -> list[request_pb2.Output]:
     """Returns all fragments of an output, in order."""
-    outputs = StreamedOutputs(["x"], {"x": Emitted(TensorSpec("uint8", ("n",)), kind=kind, sample_rate_hz=24_000)})
+    emitted = Emitted(TensorSpec("uint8", ("n",)), kind=kind, sample_rate_hz=24_000, media_type="audio/ogg")
+    outputs = StreamedOutputs(["x"], {"x": emitted})
     events = [event for tensor in tensors for event in outputs.push(Packet({"x": tensor}))]
     events += outputs.finish(END)
     parts = [event.output for event in events]

@@ -117,7 +117,7 @@ def talking(thinker: Replica, *, attempt: int = 1, edge: int = 1, transform: str
         step_id=f"r/talker/{attempt}",
         attempt=attempt,
         inputs=[fed_by(thinker, edge=edge, transform=transform)],
-        streamed=["text"],
+        streamed=[stage_pb2.StreamedOutput(tensor="text")],
     )
 
 

@@ -1,19 +1,24 @@
 """Replicas of external stages: processes that `stagemesh up` does not start."""
 
+import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from stagemesh.common.process_config import dump_config
 from stagemesh.common.stage_config import OrchestratorAddress, StageConfig
-from stagemesh.orchestrator.spec import load_pipeline
+from tests.system.stub_stage import ReplicaFault
 
 SONG = """\
 pipeline: song
 stages:
-  writer: {{engine: fake, function: source, options: {{steps: {steps}, step_s: {step_s}}}}}
+  writer:
+    engine: fake
+    function: source
+    replicas: {writers}
+    options: {{steps: {steps}, step_s: {step_s}, size_bytes: 30, checkpoint_steps: 1}}
   upper:
     engine: external
     {addresses}
@@ -30,14 +35,16 @@ outputs: {{text: upper, frames: frames}}
 """
 
 
-def song(folder: Path, *, addresses: str = "", edge: str = "", steps: int = 10, step_s: float = 0.0) -> Path:
+def song(
+    folder: Path, *, addresses: str = "", edge: str = "", steps: int = 10, step_s: float = 0.0, writers: int = 1
+) -> Path:
     """Writes the pipeline writer → upper → frames, in which `upper` is external and returns its text.
 
     `addresses` is the YAML of a list of addresses, and `edge` the YAML of further keys of the edge to `upper`.
     """
     path = folder / "song.yaml"
     listed = f"addresses: {addresses}" if addresses else ""
-    path.write_text(SONG.format(addresses=listed, edge=edge, steps=steps, step_s=step_s))
+    path.write_text(SONG.format(addresses=listed, edge=edge, steps=steps, step_s=step_s, writers=writers))
     return path
 
 
@@ -52,10 +59,10 @@ def external_replica(
     function: str = "relay",
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """Runs a replica of the stage `upper` in a process of its own. Registers it at `admin` if that is not empty."""
-    loaded = load_pipeline(str(pipeline))
+    described = _describe(pipeline)
     config = StageConfig(
-        pipeline=loaded.name,
-        generation=loaded.generation,
+        pipeline=described["pipeline"],
+        generation=described["generation"],
         stage="upper",
         replica=name,
         engine=engine,
@@ -63,11 +70,44 @@ def external_replica(
         listen=listen,
         orchestrators=(OrchestratorAddress(admin),) if admin else (),
     )
-    program = str(Path(sys.executable).with_name("stagemesh"))
-    process = subprocess.Popen([program, "serve", "stage", "-"], stdin=subprocess.PIPE)
+    with _running([_STAGEMESH, "serve", "stage", "-"], stdin=dump_config(config)) as process:
+        yield process
+
+
+@contextmanager
+def stub_replica(
+    pipeline: Path, *, listen: str, name: str = "upper-0", fault: ReplicaFault = ReplicaFault.NONE
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """Runs a replica of the stage `upper` that is made of generated stubs alone."""
+    described = _describe(pipeline)
+    config = {
+        "pipeline": described["pipeline"],
+        "generation": described["generation"],
+        "replica": name,
+        "listen": listen,
+        "fault": fault.value,
+    }
+    with _running([sys.executable, "-m", "tests.system.stub_stage", json.dumps(config)]) as process:
+        yield process
+
+
+_STAGEMESH = str(Path(sys.executable).with_name("stagemesh"))
+
+
+def _describe(pipeline: Path) -> Mapping[str, str]:
+    validated = subprocess.run(
+        [_STAGEMESH, "pipeline", "validate", str(pipeline), "--json"], capture_output=True, check=True
+    )
+    described: Mapping[str, str] = json.loads(validated.stdout)
+    return described
+
+
+@contextmanager
+def _running(command: Sequence[str], *, stdin: bytes = b"") -> Iterator["subprocess.Popen[bytes]"]:
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
     try:
         assert process.stdin is not None
-        process.stdin.write(dump_config(config))
+        process.stdin.write(stdin)
         process.stdin.close()
         yield process
     finally:

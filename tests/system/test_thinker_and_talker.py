@@ -13,7 +13,7 @@ import torch
 from stagemesh.client import Result, StageArguments
 from tests.deployment import deployed, eventually
 from tests.engines.vllm.tiny_model import write_real_model
-from tests.system.renamed_states import add_transform
+from tests.system.added_transforms import RENAMED, add_transform
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -40,7 +40,7 @@ outputs: {{thought: thinker.token_ids, text: thinker.text, said: talker.token_id
 def test_the_talker_outputs_what_transformers_computes_from_the_hidden_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_transform(tmp_path, monkeypatch)
+    add_transform(tmp_path, monkeypatch, name="renamed", source=RENAMED)
     model = write_real_model(tmp_path / "model")
     (tmp_path / "pair.yaml").write_text(PIPELINE.format(model=model))
     with deployed(tmp_path / "pair.yaml") as up, up.client() as client, ThreadPoolExecutor(4) as pool:

@@ -22,7 +22,7 @@ from stagemesh.common.typed_values import Value
 EXTERNAL = "external"
 """The value of `engine` for a stage whose replicas are not started by Stagemesh. No descriptor has this name."""
 
-OutputKind = Literal["text", "tokens", "audio", "image", "tensor"]
+OutputKind = Literal["text", "tokens", "audio", "image", "tensor", "media"]
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,13 @@ class Emitted:
     - "audio": float32[samples] at `sample_rate_hz`
     - "image": an encoded image as uint8[bytes]
     - "tensor": no further interpretation
+    - "media": a part of one encoded file of the type `media_type`, as uint8[bytes]
     """
 
     spec: TensorSpec
     kind: OutputKind = "tensor"
     sample_rate_hz: int = 0
+    media_type: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class OptionSpec:
     minimum: float = -inf
     maximum: float = inf
     """The inclusive bounds of a number. A text has at most `maximum` characters."""
-    choices: tuple[str, ...] = ()
+    allowed_texts: tuple[str, ...] = ()
     """The allowed texts. Empty if any text is allowed."""
     description: str = ""
     """A description of the option for people."""

@@ -6,6 +6,7 @@ images, or rows of a tensor along its first axis. A tensor without axes counts a
 """
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -22,7 +23,7 @@ _START: Mapping[OutputKey, int] = MappingProxyType({})
 class Position:
     """The number of units of each output that a receiver has received. An output that is not in `counts` has 0 units.
 
-    A unit is a code point of text, a token, an audio sample, an image, or a row of a tensor.
+    `length_of` says what a unit is. Parts of an image that the receiver does not have as a whole are passed on again.
     """
 
     __slots__ = ("_counts", "_finished")
@@ -35,6 +36,11 @@ class Position:
     def counts(self) -> Mapping[OutputKey, int]:
         """The number of received units of each output of each choice, as in `GenerateRequest.next_positions`."""
         return self._counts
+
+    @property
+    def finished(self) -> AbstractSet[OutputKey]:
+        """The outputs that have ended, apart from those that are incomplete."""
+        return self._finished
 
     def remainder(self, output: request_pb2.Output) -> request_pb2.Output | None:
         """Returns the part of `output` that the receiver does not have yet, or None if it has all of `output`.
@@ -58,7 +64,7 @@ class Position:
             # A request that failed may be run again at another orchestrator, where its outputs continue.
             if output.finish.reason not in _INCOMPLETE:
                 self._finished.add(key)
-        elif end <= received and output.WhichOneof("content"):
+        elif end <= received and output.WhichOneof("content") and not _continues_image(output, received):
             # A receiver passes on content of an unknown kind, which has no length.
             return None
         return after(output, received - output.position)
@@ -67,21 +73,27 @@ class Position:
 def length_of(output: request_pb2.Output) -> int:
     """Returns the number of units in a part of an output.
 
-    A unit is a code point of text, a token, an audio sample, an image, or a row of a tensor.
+    A unit is a code point of text, a token, an audio sample, a whole image, a byte of an encoded file, a stored file,
+    or a row of a tensor. A part of an image has no length unless it ends the image.
     """
     match output.WhichOneof("content"):
         case "text":
-            return len(output.text)
+            length = len(output.text)
         case "token_ids":
-            return len(output.token_ids.ids)
+            length = len(output.token_ids.ids)
         case "audio":
-            return _rows(output.audio.samples)
+            length = _rows(output.audio.samples)
         case "image":
-            return 1
+            length = int(output.image.last)
+        case "media":
+            length = len(output.media.data)
+        case "file":
+            length = 1
         case "tensor":
-            return _rows(output.tensor)
+            length = _rows(output.tensor)
         case None:
-            return 0
+            length = 0
+    return length
 
 
 def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
@@ -89,8 +101,8 @@ def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
 
     A text keeps the log-probabilities of the tokens that begin in the remaining text.
 
-    A unit is a code point of text, a token, an audio sample, an image, or a row of a tensor. Raises InvalidChunkError
-    if a tensor's or the audio's number of bytes does not match its shape.
+    `length_of` says what a unit is. Raises InvalidChunkError if a tensor's or the audio's number of bytes does not
+    match its shape.
     """
     if count <= 0:
         return output
@@ -99,7 +111,7 @@ def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
         rest.finish.CopyFrom(output.finish)
     if count >= length_of(output):
         return rest if output.HasField("finish") else None
-    # An image is a single unit, so one of the returns above has already handled it.
+    # Images and stored files are single units, so one of the returns above has already handled them.
     match output.WhichOneof("content"):
         case "text":
             rest.text = output.text[count:]
@@ -110,9 +122,17 @@ def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
         case "audio":
             rest.audio.sample_rate_hz = output.audio.sample_rate_hz
             rest.audio.samples.CopyFrom(_rows_after(output.audio.samples, count))
+        case "media":
+            rest.media.CopyFrom(output.media)
+            rest.media.data, rest.media.offset = output.media.data[count:], rest.position
         case _:
             rest.tensor.CopyFrom(_rows_after(output.tensor, count))
     return rest
+
+
+def _continues_image(output: request_pb2.Output, received: int) -> bool:
+    """Returns whether the output is a part of an image that the receiver does not have as a whole."""
+    return output.WhichOneof("content") == "image" and output.position == received
 
 
 def _rows(tensor: tensor_pb2.Tensor) -> int:

@@ -188,7 +188,7 @@ def _convert(given: Value, default: Value) -> Value | None:
 def is_allowed(value: Value, spec: OptionSpec) -> bool:
     """Returns whether an option may have a value of the option's type."""
     if isinstance(value, str):
-        return value in spec.choices if spec.choices else len(value) <= spec.maximum
+        return value in spec.allowed_texts if spec.allowed_texts else len(value) <= spec.maximum
     return spec.minimum <= value <= spec.maximum
 
 
@@ -197,8 +197,8 @@ def describe_allowed(spec: OptionSpec) -> str:
     match spec.default:
         case bool():
             return "true or false"
-        case str() if spec.choices:
-            return f"one of {', '.join(map(repr, spec.choices))}"
+        case str() if spec.allowed_texts:
+            return f"one of {', '.join(map(repr, spec.allowed_texts))}"
         case str():
             return "text" if math.isinf(spec.maximum) else f"text of at most {spec.maximum:g} characters"
         case _:
@@ -233,9 +233,9 @@ def _check_structure(sampling: request_pb2.Sampling) -> None:
     kind = sampling.WhichOneof("structure")
     if kind is None:
         return
-    texts = sampling.choice.texts if kind == "choice" else [getattr(sampling, kind)]
+    texts = sampling.allowed_texts.texts if kind == "allowed_texts" else [getattr(sampling, kind)]
     if not texts or not all(text.strip() for text in texts):
-        problem = "has no text, or an empty text" if kind == "choice" else "is empty"
+        problem = "has no text, or an empty text" if kind == "allowed_texts" else "is empty"
         raise _sampling_error(f"{kind} {problem}; specify the required output, or leave {kind} unset")
     if sampling.min_tokens or sampling.ignore_eos:
         other = "min_tokens" if sampling.min_tokens else "ignore_eos"

@@ -31,6 +31,11 @@ def runs_dir() -> Path:
     return home() / "runs"
 
 
+def spool_dir() -> Path:
+    """Returns the folder in which services keep copies of remote files while they read them."""
+    return home() / "spool"
+
+
 def find_model(name: str) -> Path | None:
     """Returns the absolute path of a model's folder or file, or None if no such model exists.
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from pydantic import JsonValue
 
+from stagemesh.common.media_config import MediaConfig
+
 STALL_S = 300.0
 """The default of `StageConfig.stall_s` in seconds.
 
@@ -94,6 +96,8 @@ class StageConfig:
 
     None stands for the value of STAGEMESH_ZONE.
     """
+    media: MediaConfig | None = None
+    """The stores of media files that the replica reads and writes, or None if the pipeline has none."""
     parent_pid: int | None = None
     """The id of the parent process. If the parent terminates, this process terminates too.
 

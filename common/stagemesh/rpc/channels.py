@@ -3,6 +3,7 @@
 import grpc
 
 MAX_MESSAGE_BYTES = 8 << 20  # the limit for each message of every RPC and local stream
+MEDIA_PART_BYTES = 1 << 20  # the limit for the bytes of a file in one message
 
 _PINGS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", 1000),

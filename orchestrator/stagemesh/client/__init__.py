@@ -14,6 +14,7 @@ from stagemesh.client.requests import Content as Content
 from stagemesh.client.requests import Conversation as Conversation
 from stagemesh.client.requests import GenerateArguments as GenerateArguments
 from stagemesh.client.requests import ImageFile as ImageFile
+from stagemesh.client.requests import MediaFile as MediaFile
 from stagemesh.client.requests import Medium as Medium
 from stagemesh.client.requests import Message as Message
 from stagemesh.client.requests import OptionValue as OptionValue
@@ -28,14 +29,17 @@ from stagemesh.client.responses import Audio as Audio
 from stagemesh.client.responses import AudioChunk as AudioChunk
 from stagemesh.client.responses import Choice as Choice
 from stagemesh.client.responses import EdgeUsage as EdgeUsage
+from stagemesh.client.responses import EncodedMedia as EncodedMedia
 from stagemesh.client.responses import Event as Event
 from stagemesh.client.responses import Finished as Finished
 from stagemesh.client.responses import Image as Image
+from stagemesh.client.responses import MediaChunk as MediaChunk
 from stagemesh.client.responses import OutputFinished as OutputFinished
 from stagemesh.client.responses import Progress as Progress
 from stagemesh.client.responses import Queued as Queued
 from stagemesh.client.responses import Result as Result
 from stagemesh.client.responses import StageReport as StageReport
+from stagemesh.client.responses import StoredFile as StoredFile
 from stagemesh.client.responses import TensorOutput as TensorOutput
 from stagemesh.client.responses import Text as Text
 from stagemesh.client.responses import Timings as Timings

@@ -4,18 +4,22 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
 
-from stagemesh.client.requests import Content, GenerateArguments, build_request
+from stagemesh.client.media_transfer import Download, OnBytes, UploadMessages, media_endpoint, stored_file
+from stagemesh.client.requests import Content, GenerateArguments, MediaFile, build_request
 from stagemesh.client.responses import Event, Result, ResultBuilder
 from stagemesh.client.session import BaseClient, BaseGeneration, RetryPolicy, main_error
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.versions import check_version, own_protocol
 from stagemesh.rpc import channels
+from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import orchestrator_pb2
+from stagemesh.v1.media_pb2_grpc import MediaServiceStub
 from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 
 if TYPE_CHECKING:
@@ -110,6 +114,68 @@ class AsyncClient(BaseClient):
         answer = await self._call(lambda stub: stub.DescribePipeline(request, timeout=_CONTROL_TIMEOUT_S))
         check_version(answer.protocol, peer=f"the orchestrator at {self.endpoint}", own_name="this client")
         return answer
+
+    async def upload(
+        self,
+        path: Path | str,
+        *,
+        media_type: str | None = None,
+        on_bytes: OnBytes | None = None,
+        timeout_s: float | None = None,
+    ) -> MediaFile:
+        """Stores an image, audio or video file in the pipeline's object store. Returns its description, which a prompt
+        may contain.
+
+        - `media_type` is the file's media type. If None, the suffix of its name determines it.
+        - `on_bytes` is called in another thread, during the transfer, with the number of bytes sent so far.
+        - `timeout_s` is the time limit in seconds, or None for no limit.
+
+        Raises InvalidRequestError if the file cannot be read (INVALID_MEDIA) or is too large (FILE_TOO_LARGE), and
+        UnsupportedError if the pipeline has no media service. After an error, nothing is stored.
+        """
+        messages = UploadMessages(path, media_type=media_type, on_bytes=on_bytes)
+        endpoint = media_endpoint(await self.describe())
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def end(_: object) -> None:
+            loop.call_soon_threadsafe(ended.set)
+
+        # A call of grpc.aio loses its status if the server ends it while a message is written.
+        with grpc.insecure_channel(endpoint, options=_CHANNEL_OPTIONS) as channel:
+            call = MediaServiceStub(channel).UploadMedia.future(iter(messages), timeout=timeout_s)
+            call.add_done_callback(end)
+            try:
+                await ended.wait()
+                return stored_file(call.result().file)
+            except grpc.RpcError as exc:
+                raise messages.error or from_rpc_error(exc, peer=f"the media service at {endpoint}") from exc
+            finally:
+                call.cancel()
+
+    async def download(
+        self,
+        file: MediaFile | str,
+        path: Path | str,
+        *,
+        on_bytes: OnBytes | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Writes a stored file to `path`, after its size and its digest have been compared with `file`, if it has them.
+
+        `on_bytes` is called during the transfer with the number of bytes received so far. `timeout_s` is the time limit
+        in seconds, or None for no limit. Raises NotFoundError (UNKNOWN_MEDIA) if there is no such file,
+        InvalidRequestError (MEDIA_MISMATCH) if it differs from `file`, and UnsupportedError if the pipeline has no
+        media service. After an error, an earlier file at `path` is unchanged.
+        """
+        endpoint = media_endpoint(await self.describe())
+        async with grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS) as channel:
+            with Download(file, path, on_bytes=on_bytes) as download:
+                try:
+                    async for response in MediaServiceStub(channel).DownloadMedia(download.request, timeout=timeout_s):
+                        await asyncio.to_thread(download.add, response)
+                except grpc.aio.AioRpcError as exc:
+                    raise from_rpc_error(exc, peer=f"the media service at {endpoint}") from exc
+                download.finish()
 
     async def _call(
         self, method: "Callable[[OrchestratorServiceAsyncStub], Awaitable[Answer]]", *, anywhere: bool = False
@@ -226,6 +292,48 @@ class Client(BaseClient):
         answer = self._call(lambda stub: stub.DescribePipeline(request, timeout=_CONTROL_TIMEOUT_S))
         check_version(answer.protocol, peer=f"the orchestrator at {self.endpoint}", own_name="this client")
         return answer
+
+    def upload(
+        self,
+        path: Path | str,
+        *,
+        media_type: str | None = None,
+        on_bytes: OnBytes | None = None,
+        timeout_s: float | None = None,
+    ) -> MediaFile:
+        """Stores a file in the pipeline's object store, in the same way as `AsyncClient.upload`. Returns its
+        description.
+
+        `on_bytes` is called in another thread.
+        """
+        messages = UploadMessages(path, media_type=media_type, on_bytes=on_bytes)
+        endpoint = media_endpoint(self.describe())
+        with grpc.insecure_channel(endpoint, options=_CHANNEL_OPTIONS) as channel:
+            try:
+                return stored_file(MediaServiceStub(channel).UploadMedia(iter(messages), timeout=timeout_s).file)
+            except grpc.RpcError as exc:
+                raise messages.error or from_rpc_error(exc, peer=f"the media service at {endpoint}") from exc
+
+    def download(
+        self,
+        file: MediaFile | str,
+        path: Path | str,
+        *,
+        on_bytes: OnBytes | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Writes a stored file to `path`, in the same way as `AsyncClient.download`."""
+        endpoint = media_endpoint(self.describe())
+        with (
+            grpc.insecure_channel(endpoint, options=_CHANNEL_OPTIONS) as channel,
+            Download(file, path, on_bytes=on_bytes) as download,
+        ):
+            try:
+                for response in MediaServiceStub(channel).DownloadMedia(download.request, timeout=timeout_s):
+                    download.add(response)
+            except grpc.RpcError as exc:
+                raise from_rpc_error(exc, peer=f"the media service at {endpoint}") from exc
+            download.finish()
 
     def _call(self, method: Callable[[OrchestratorServiceStub], Answer], *, anywhere: bool = False) -> Answer:
         """Calls the endpoints in turn until one is reachable, and returns the answer of that endpoint.

@@ -6,7 +6,7 @@ All arguments are checked before anything is sent.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeAlias, TypedDict
 from uuid import uuid4
 
@@ -20,7 +20,7 @@ from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 _PROMPTS = ("messages", "raw_text", "token_ids")
-_STRUCTURES = ("json_schema", "regex", "choice", "grammar")
+_STRUCTURES = ("json_schema", "regex", "allowed_texts", "grammar")
 OptionValue: TypeAlias = Value
 """The value of an option: a number, an integer, a flag or a text."""
 
@@ -56,7 +56,24 @@ class AudioSamples:
     sample_rate_hz: int
 
 
-Medium: TypeAlias = ImageFile | AudioFile | VideoFile | AudioSamples
+@dataclass(frozen=True)
+class MediaFile:
+    """An image, audio or video file in an object store: one that `upload` or an output returned, or another one to
+    which the pipeline lets requests refer.
+    """
+
+    uri: str
+    media_type: str
+    """The file's media type, for example "image/png". It determines the kind of medium; "image/gif" is an image."""
+    size_bytes: int = 0
+    """The size of the file in bytes, or 0 if it is not known. The stage compares it with the file."""
+    sha256: bytes = b""
+    """The SHA-256 digest of the file, or empty if it is not known. The stage compares it with the file."""
+    use_audio_in_video: bool = False
+    """Whether the audio track of a video belongs to the input. If false, the track is ignored."""
+
+
+Medium: TypeAlias = ImageFile | AudioFile | VideoFile | AudioSamples | MediaFile
 """An image, audio or a video."""
 Part: TypeAlias = str | Medium
 """One part of a prompt or of a message: text, or an image, audio or video."""
@@ -131,10 +148,10 @@ class SamplingArguments(TypedDict, total=False):
     json_schema: str | Mapping[str, object] | None
     """The JSON schema to which the output must conform.
 
-    At most one of json_schema, regex, choice and grammar may be set.
+    At most one of json_schema, regex, allowed_texts and grammar may be set.
     """
     regex: str | None
-    choice: Sequence[str] | None
+    allowed_texts: Sequence[str] | None
     grammar: str | None
 
 
@@ -227,16 +244,25 @@ def read_media(path: Path | str) -> ImageFile | AudioFile | VideoFile:
     Raises InvalidRequestError (INVALID_MEDIA) if the suffix is unknown or the file cannot be read.
     """
     path = Path(path)
+    media_type = media_type_of(path)
+    kind = _SUFFIXES[path.suffix.lower()][0]
+    try:
+        return kind(path.read_bytes(), media_type)
+    except OSError as exc:
+        raise InvalidRequestError(f"cannot read {path}: {exc.strerror}", reason="INVALID_MEDIA") from exc
+
+
+def media_type_of(path: PurePath) -> str:
+    """Returns the media type of an image, audio or video file. The suffix of its name determines it.
+
+    Raises InvalidRequestError (INVALID_MEDIA) if the suffix is unknown.
+    """
     if path.suffix.lower() not in _SUFFIXES:
         raise InvalidRequestError(
             f"{path} has none of the suffixes of images, audio and video: {', '.join(_SUFFIXES)}",
             reason="INVALID_MEDIA",
         )
-    kind, media_type = _SUFFIXES[path.suffix.lower()]
-    try:
-        return kind(path.read_bytes(), media_type)
-    except OSError as exc:
-        raise InvalidRequestError(f"cannot read {path}: {exc.strerror}", reason="INVALID_MEDIA") from exc
+    return _SUFFIXES[path.suffix.lower()][1]
 
 
 def build_request(prompt: Content | None, arguments: GenerateArguments) -> orchestrator_pb2.GenerateRequest:
@@ -312,7 +338,8 @@ def _check_size(request: orchestrator_pb2.GenerateRequest) -> None:
     size_bytes = request.ByteSize()
     if size_bytes > MAX_MESSAGE_BYTES:
         raise InvalidRequestError(
-            f"the request is {size_bytes} bytes long; the limit is {MAX_MESSAGE_BYTES}; shorten the input",
+            f"the request is {size_bytes} bytes long; the limit is {MAX_MESSAGE_BYTES}; shorten the input, or upload "
+            "its media",
             reason="MESSAGE_TOO_LARGE",
             metadata={"size_bytes": str(size_bytes), "limit_bytes": str(MAX_MESSAGE_BYTES)},
         )
@@ -326,8 +353,8 @@ def _sampling(arguments: SamplingArguments) -> request_pb2.Sampling:
         raise InvalidRequestError(f"{' and '.join(structures)} are given; an output can have only one structure")
     if not isinstance(given.get("json_schema", ""), str):
         given["json_schema"] = json.dumps(given["json_schema"])
-    if "choice" in given:
-        given["choice"] = request_pb2.Choice(texts=given["choice"])
+    if "allowed_texts" in given:
+        given["allowed_texts"] = request_pb2.AllowedTexts(texts=given["allowed_texts"])
     return request_pb2.Sampling(**given)
 
 
@@ -363,12 +390,32 @@ def _part(part: Part) -> request_pb2.Part:
         case str():
             return request_pb2.Part(text=part)
         case ImageFile():
-            return request_pb2.Part(image=request_pb2.Image(data=part.data, media_type=part.media_type))
+            return request_pb2.Part(image=request_pb2.MediaFile(data=part.data, media_type=part.media_type))
         case AudioFile():
             return request_pb2.Part(audio_file=request_pb2.MediaFile(data=part.data, media_type=part.media_type))
         case VideoFile():
             video = request_pb2.MediaFile(data=part.data, media_type=part.media_type)
             return request_pb2.Part(video_file=video, use_audio_in_video=part.use_audio_in_video)
+        case MediaFile():
+            return _stored_part(part)
         case AudioSamples():
             samples = inline_tensor("samples", np.asarray(part.samples, np.float32))
             return request_pb2.Part(audio=request_pb2.Audio(samples=samples, sample_rate_hz=part.sample_rate_hz))
+
+
+def _stored_part(file: MediaFile) -> request_pb2.Part:
+    message = request_pb2.MediaFile(
+        uri=file.uri, media_type=file.media_type, size_bytes=file.size_bytes, sha256=file.sha256
+    )
+    match file.media_type.partition("/")[0]:
+        case "image":
+            return request_pb2.Part(image=message)
+        case "audio":
+            return request_pb2.Part(audio_file=message)
+        case "video":
+            return request_pb2.Part(video_file=message, use_audio_in_video=file.use_audio_in_video)
+        case _:
+            raise InvalidRequestError(
+                f"the media type of {file.uri} is {file.media_type!r}; a prompt accepts images, audio and video",
+                reason="INVALID_MEDIA",
+            )

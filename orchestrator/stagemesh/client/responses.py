@@ -5,7 +5,7 @@ The `index` of an event is that of the choice to which the event belongs, from 0
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -15,11 +15,10 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from stagemesh.client.requests import MediaFile
 from stagemesh.client.wav import WavWriter
-from stagemesh.common.errors import InternalError, InvalidChunkError, NotFoundError
-from stagemesh.common.tensors import Array, read_inline
-from stagemesh.common.unknown_kinds import refuse_unknown
-from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
+from stagemesh.common.errors import InternalError, NotFoundError
+from stagemesh.common.tensors import Array
 
 _SEEDS = 1 << 32
 
@@ -141,6 +140,29 @@ class Image:
     index: int = 0
 
 
+@dataclass(frozen=True)
+class MediaChunk:
+    """An event with bytes to append to an output that is one encoded audio or video file.
+
+    `offset` is the number of bytes of the file before them.
+    """
+
+    output: str
+    data: bytes
+    media_type: str
+    offset: int
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """An event with an output, or one image of an output, that a stage has stored in the pipeline's object store."""
+
+    output: str
+    file: MediaFile
+    index: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class TensorOutput:
     """An event with a tensor of an output that is not text, tokens, audio or an image. The tensor is read-only."""
@@ -251,11 +273,24 @@ class Finished:
 
 
 Event: TypeAlias = (
-    Queued | Admitted | Progress | Text | Tokens | AudioChunk | Image | TensorOutput | OutputFinished | Finished
+    Queued
+    | Admitted
+    | Progress
+    | Text
+    | Tokens
+    | AudioChunk
+    | Image
+    | MediaChunk
+    | StoredFile
+    | TensorOutput
+    | OutputFinished
+    | Finished
 )
 
 StartOrEnd = TypeVar("StartOrEnd", Admitted, Finished)
-OutputEvent = TypeVar("OutputEvent", Text, Tokens, AudioChunk, Image, TensorOutput, OutputFinished)
+OutputEvent = TypeVar(
+    "OutputEvent", Text, Tokens, AudioChunk, Image, MediaChunk, StoredFile, TensorOutput, OutputFinished
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,6 +304,14 @@ class Audio:
     def duration_s(self) -> float:
         """The playing time of the samples in seconds."""
         return len(self.samples) / self.sample_rate_hz
+
+
+@dataclass(frozen=True)
+class EncodedMedia:
+    """A complete output that is one encoded audio or video file."""
+
+    data: bytes
+    media_type: str
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -285,6 +328,10 @@ class Choice:
     audios: Mapping[str, Audio]
     images: Mapping[str, tuple[Image, ...]]
     """The images of each output, without previews."""
+    media: Mapping[str, EncodedMedia]
+    """The outputs that are one encoded audio or video file each."""
+    files: Mapping[str, tuple[MediaFile, ...]]
+    """The stored files of each output."""
     tensors: Mapping[str, tuple[TensorOutput, ...]]
     finishes: Mapping[str, OutputFinished]
     """Why each output ended."""
@@ -379,6 +426,8 @@ class ResultBuilder:
             logprobs={output: logprobs for output, made in scored.items() if (logprobs := _logprobs(made))},
             audios={output: _join(chunks) for output, chunks in by_output(AudioChunk).items()},
             images={output: tuple(images) for output, images in by_output(Image).items()},
+            media={output: _join_media(chunks) for output, chunks in by_output(MediaChunk).items()},
+            files={output: tuple(each.file for each in made) for output, made in by_output(StoredFile).items()},
             tensors={output: tuple(tensors) for output, tensors in by_output(TensorOutput).items()},
             finishes={output: ends[-1] for output, ends in by_output(OutputFinished).items()},
         )
@@ -398,105 +447,13 @@ class ResultBuilder:
         return time.monotonic() - self._begun_s
 
 
-def decode_events(response: orchestrator_pb2.GenerateResponse) -> Iterator[Event]:
-    """Yields the events in `response`. Yields nothing if this client may ignore it because it does not know its kind.
-
-    Raises UnsupportedError (UNKNOWN_KIND) if this client does not know the kind of the event or of its output, and the
-    server has not marked the event as ignorable. Raises InvalidChunkError if the shape, dtype or size of audio or of a
-    tensor is inconsistent.
-    """
-    match response.WhichOneof("event"):
-        case "admitted":
-            admitted = response.admitted
-            replicas = tuple(dict(choice.replicas) for choice in admitted.choices)
-            yield Admitted(admitted.request_id, admitted.seed, replicas)
-        case "queued":
-            queued = response.queued
-            yield Queued(queued.request_id, queued.position, queued.expected_wait_s)
-        case "progress":
-            done = response.progress.progress
-            total_steps = done.total_steps if done.HasField("total_steps") else None
-            yield Progress(response.progress.stage, done.steps, total_steps, response.progress.index)
-        case "output":
-            content, ends = _content(response.output), response.output.HasField("finish")
-            if content is not None:
-                yield content
-            elif not ends and not response.ignorable:
-                refuse_unknown(response.output, of="the orchestrator")
-            if ends:
-                yield _finish(response.output)
-        case "finished":
-            choices = response.finished.choices
-            reports = tuple({name: _report(stage) for name, stage in choice.stages.items()} for choice in choices)
-            yield Finished(reports, _timings(response.finished.timings))
-        case None:
-            refuse_unknown(response, of="the orchestrator")
-
-
-def _finish(message: request_pb2.Output) -> OutputFinished:
-    finish = message.finish
-    known = request_pb2.FinishReason.DESCRIPTOR.values_by_number.get(finish.reason)
-    reason = known.name.removeprefix("FINISH_REASON_").lower() if known is not None else "unspecified"
-    return OutputFinished(
-        message.name,
-        reason,
-        finish.stop_text if finish.HasField("stop_text") else None,
-        finish.stop_token_id if finish.HasField("stop_token_id") else None,
-        message.index,
-    )
-
-
-def _content(message: request_pb2.Output) -> Event | None:
-    match message.WhichOneof("content"):
-        case "text":
-            return Text(message.name, message.text, _read_logprobs(message), message.index)
-        case "token_ids":
-            return Tokens(message.name, tuple(message.token_ids.ids), _read_logprobs(message), message.index)
-        case "audio":
-            return _audio(message.name, message.audio, index=message.index)
-        case "image":
-            image = message.image
-            return Image(message.name, image.data, image.media_type, image.preview, message.index)
-        case "tensor":
-            return TensorOutput(message.name, message.tensor.name, read_inline(message.tensor), message.index)
-        case None:
-            return None
-
-
-def _audio(output: str, message: request_pb2.Audio, *, index: int) -> AudioChunk:
-    samples = read_inline(message.samples)
-    if samples.dtype != np.float32 or samples.ndim not in (1, 2) or message.sample_rate_hz < 1:
-        raise InvalidChunkError(
-            f"output {output!r} is {samples.dtype}{list(samples.shape)} at {message.sample_rate_hz} Hz; audio must be "
-            "float32[samples] or float32[samples, channels] at 1 Hz or more; fix the stage that produces it"
-        )
-    return AudioChunk(output, samples.view(np.float32), message.sample_rate_hz, index)
-
-
-def _report(message: stage_pb2.StepFinished) -> StageReport:
-    usage = Usage(**{name: getattr(message.usage, name) for name in Usage.__annotations__})
-    edges = tuple(EdgeUsage(edge.edge, edge.connector, edge.chunks, edge.size_bytes) for edge in message.edges)
-    return StageReport(usage, _timings(message.timings), edges)
-
-
-def _timings(message: request_pb2.Timings) -> Timings:
-    first_s = message.first_output_s if message.HasField("first_output_s") else None
-    return Timings(message.started_s, first_s, message.finished_s)
-
-
-def _read_logprobs(message: request_pb2.Output) -> tuple[TokenLogprobs, ...]:
-    return tuple(
-        TokenLogprobs(_token(each.sampled), tuple(map(_token, each.top)), each.position) for each in message.logprobs
-    )
-
-
-def _token(message: request_pb2.TokenLogprob) -> TokenLogprob:
-    return TokenLogprob(message.id, message.text, message.logprob)
-
-
 def _logprobs(made: Sequence[Text | Tokens]) -> tuple[TokenLogprobs, ...]:
     return tuple(chain.from_iterable(each.logprobs for each in made))
 
 
 def _join(chunks: Sequence[AudioChunk]) -> Audio:
     return Audio(np.concatenate([chunk.samples for chunk in chunks]), chunks[0].sample_rate_hz)
+
+
+def _join_media(chunks: Sequence[MediaChunk]) -> EncodedMedia:
+    return EncodedMedia(b"".join(chunk.data for chunk in chunks), chunks[0].media_type)

@@ -11,7 +11,8 @@ from typing import Generic, Self, TypeVar
 import grpc
 import grpc.aio
 
-from stagemesh.client.responses import Admitted, Event, Finished, Progress, Queued, decode_events
+from stagemesh.client.event_decoder import EventDecoder
+from stagemesh.client.responses import Admitted, Event, Finished, Progress, Queued
 from stagemesh.common.backoff import backoff_s
 from stagemesh.common.errors import (
     CancelledRequestError,
@@ -173,7 +174,7 @@ class ClientPosition:
         self._request = orchestrator_pb2.GenerateRequest()
         self._request.CopyFrom(request)
         self._request.linger_s = min(_MAX_LINGER_S, ceil(policy.reattach_s))
-        self._received = Position()
+        self._received, self._decoder = Position(), EventDecoder()
         self._steps = Counter[tuple[str, int]]()
         self._admitted = False
         self._finished: Finished | None = None
@@ -196,7 +197,7 @@ class ClientPosition:
             if rest is None:
                 return ()
             response = orchestrator_pb2.GenerateResponse(output=rest, ignorable=response.ignorable)
-        return tuple(filter(self._is_new, decode_events(response)))
+        return tuple(filter(self._is_new, self._decoder.decode(response)))
 
     def _is_new(self, event: Event) -> bool:
         match event:

@@ -79,6 +79,8 @@ class OrchestratorConfig:
     """Overrides of the pipeline file's settings: maps each setting's path to its new value, for example
     {"edges.*.connector": "grpc"}.
     """
+    media_endpoint: str = ""
+    """The address at which clients reach the media service, "host:port". Empty if the pipeline accepts no uploads."""
     max_request_s: Annotated[float, Field(gt=0)] = 3600.0
     """The maximum duration of a request, in seconds. A client may set a shorter limit for its own request."""
     drain_s: Annotated[float, Field(ge=0)] = 10.0

@@ -14,6 +14,7 @@ from stagemesh.orchestrator.fleet.edge_connectors import EdgeLink
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.spec import Edge, Stage
+from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.v1 import orchestrator_pb2, stage_pb2
 
 _Message = TypeVar("_Message", bound=Message)
@@ -41,7 +42,12 @@ def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePi
         stages=[_stage(stage, replicas.get(stage.name, ())) for stage in pipeline.stages.values()],
         edges=[describe_edge(edge, orchestrator.fleet.edge_connectors.links_of(edge)) for edge in pipeline.edges],
         outputs=[
-            to_message(orchestrator_pb2.OutputDescription, output, kind=kind_to_wire(output.kind))
+            to_message(
+                orchestrator_pb2.OutputDescription,
+                output,
+                kind=kind_to_wire(output.kind),
+                media_type=output.file_type,
+            )
             for output in pipeline.outputs.values()
         ],
         in_flight=orchestrator.admission.loads.running.choices,
@@ -49,7 +55,12 @@ def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePi
         queued=orchestrator.admission.loads.waiting.requests,
         max_queued=pipeline.limits.max_queued,
         protocol=own_protocol(),
-        max_choices=pipeline.limits.largest_request,
+        limits=orchestrator_pb2.PipelineLimits(
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            max_file_bytes=0 if pipeline.media is None else pipeline.media.max_file_bytes,
+            max_choices=pipeline.limits.largest_request,
+        ),
+        media_endpoint=orchestrator.media_endpoint,
     )
 
 

@@ -30,6 +30,8 @@ from stagemesh.v1 import orchestrator_pb2
 _log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
+# The part of a caller's time, and its maximum in seconds, that remains for the answer to a late request.
+_ANSWER_SHARE, _ANSWER_S = 0.1, 0.5
 _RETRY_AFTER_S = 1.0
 
 
@@ -44,11 +46,14 @@ class Orchestrator:
         max_request_s: float,
         drain_s: float,
         max_kept_state_bytes: int = 256 << 20,
+        media_endpoint: str = "",
         choice: Choice | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pipeline = pipeline
         self.fleet = fleet
+        self.media_endpoint = media_endpoint
+        """The address of the media service for clients. Empty if the pipeline accepts no uploads."""
         self.admission = Admission(pipeline.limits, clock=clock)
         self.requests = RequestRegistry()
         self.totals = Totals()
@@ -130,7 +135,10 @@ class Orchestrator:
         """
         if self._group is None:
             raise _not_running()
-        timeout_s = min(self._max_request_s, time_left_s if time_left_s is not None else self._max_request_s)
+        timeout_s = self._max_request_s
+        if time_left_s is not None:
+            # The error of a late request says what it waits for, and must arrive before the caller stops waiting.
+            timeout_s = min(timeout_s, time_left_s - min(_ANSWER_S, _ANSWER_SHARE * time_left_s))
         admission_request = _to_admission_request(request, deadline_s=self._clock() + timeout_s)
         timeline = Timeline(
             request.request_id,

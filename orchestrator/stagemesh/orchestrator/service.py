@@ -45,6 +45,7 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
         max_request_s=config.max_request_s,
         drain_s=config.drain_s,
         max_kept_state_bytes=config.max_kept_state_bytes,
+        media_endpoint=config.media_endpoint,
     )
     add_orchestrator_service(OrchestratorServicer(orchestrator), server.grpc)
     server.reflect(SERVICE_NAME)

@@ -85,7 +85,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """`caller` contains characters that are not allowed, or has more than 128 characters."""
     ERROR_REASON_INVALID_CHECKPOINT: _ErrorReason.ValueType  # 21
     """The checkpoint to resume from does not belong to this stage, model or request. Start the step without resume_from."""
-    ERROR_REASON_INVALID_CHOICES: _ErrorReason.ValueType  # 152
+    ERROR_REASON_INVALID_CHOICES: _ErrorReason.ValueType  # 160
     """The number of choices is 0 or exceeds the limit of the pipeline, or next_positions names a choice that the request
     does not have. Send several requests instead of a larger number of choices.
     """
@@ -102,7 +102,17 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_INVALID_ID: _ErrorReason.ValueType  # 26
     """A request_id or step_id is empty, too long or contains characters that are not allowed."""
     ERROR_REASON_INVALID_MEDIA: _ErrorReason.ValueType  # 27
-    """An image, audio or video is empty, damaged, of another type than stated, or not accepted by the model."""
+    """An image, audio or video is empty, damaged, of another type than stated, or not accepted by the model; or an upload
+    is incomplete or its parts are not in order.
+    """
+    ERROR_REASON_FILE_TOO_LARGE: _ErrorReason.ValueType  # 152
+    """A file to which a request refers, or that is uploaded, exceeds the size limit of the pipeline (media.max_file_bytes).
+    Send a smaller file.
+    """
+    ERROR_REASON_MEDIA_MISMATCH: _ErrorReason.ValueType  # 153
+    """The size or the digest of a media file is not the one that its description states. Send the file again, or correct
+    the description.
+    """
     ERROR_REASON_INVALID_OPTION: _ErrorReason.ValueType  # 28
     """An option has a value of the wrong type or outside its bounds. The message names the allowed values."""
     ERROR_REASON_INVALID_PAGE_TOKEN: _ErrorReason.ValueType  # 29
@@ -207,6 +217,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """No replica or stage has this name. List the replicas."""
     ERROR_REASON_UNKNOWN_TRANSFORM: _ErrorReason.ValueType  # 71
     """No installed package provides this transform. The message lists the known transforms."""
+    ERROR_REASON_UNKNOWN_MEDIA: _ErrorReason.ValueType  # 154
+    """A media file does not exist in its store. It may have been deleted. Upload it again, or refer to another file."""
     ERROR_REASON_ALREADY_EXISTS: _ErrorReason.ValueType  # 72
     """A peer or a proxy reported that an object exists already, without a reason."""
     ERROR_REASON_ADAPTER_EXISTS: _ErrorReason.ValueType  # 73
@@ -225,6 +237,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The step_id was used with other content. Use another step_id, or repeat the original call."""
     ERROR_REASON_CALLER_MISMATCH: _ErrorReason.ValueType  # 79
     """The request names a caller that is not in the connection's credentials. Omit the caller, or use its credentials."""
+    ERROR_REASON_REFERENCE_NOT_ALLOWED: _ErrorReason.ValueType  # 155
+    """A URI is malformed, or outside the locations to which the pipeline file lets requests refer, directly or by a
+    symbolic link. Upload the file, or refer to one in an allowed location.
+    """
     ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 80
     """The caller's credentials do not permit the call. Use credentials whose role permits it. If the metadata names a
     replica, the replica rejected the orchestrator's credentials, which the operator must correct.
@@ -245,6 +261,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The device had too little memory for the request in addition to the running requests. Retry later, request less, or
     lower the stage's max_running.
     """
+    ERROR_REASON_STORAGE_FULL: _ErrorReason.ValueType  # 156
+    """The object store, or the disk for copies of its files, is full. The operator must free space."""
     ERROR_REASON_NOT_READY: _ErrorReason.ValueType  # 87
     """The replica loads, drains, sleeps or shuts down, or the object that the call needs is not ready. Retry when it is
     ready.
@@ -317,6 +335,12 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A process ended before it was ready. Its log has the cause."""
     ERROR_REASON_STEPS_RUNNING: _ErrorReason.ValueType  # 117
     """Steps run on the replica. Wait for them, or set drain."""
+    ERROR_REASON_STORE_DENIED: _ErrorReason.ValueType  # 157
+    """The object store denies a service the access, for example because it is read-only. The operator must correct the
+    store's permissions or the service's credentials.
+    """
+    ERROR_REASON_STORE_UNREACHABLE: _ErrorReason.ValueType  # 158
+    """The object store cannot be reached, or is too slow. Retry later."""
     ERROR_REASON_UNSUPPORTED_MODEL: _ErrorReason.ValueType  # 118
     """The engine does not support this model, or not with these options. The message names what it supports."""
     ERROR_REASON_UNUSABLE_OPTION: _ErrorReason.ValueType  # 119
@@ -336,13 +360,19 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     receiver. The message names the kind by its field number.
     """
     ERROR_REASON_OUTPUT_TOO_LARGE: _ErrorReason.ValueType  # 125
-    """An output of a step exceeds the size limit of a message. Request another output, or a smaller one."""
+    """An output of a step exceeds the size limit of a message. Request another output or a smaller one, or let the stage
+    store it (`stored: true` in the pipeline file).
+    """
+    ERROR_REASON_OUTPUT_NOT_ENCODABLE: _ErrorReason.ValueType  # 159
+    """A stage cannot encode its output in the requested media type, for example frames with an odd width as video/mp4.
+    Request another size, or change the output's media_type in the pipeline file.
+    """
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 126
     """A defect in Stagemesh, or in gRPC or a proxy that reported no reason. The log of the service has the details.
     Report it.
     """
     ERROR_REASON_ENGINE_ERROR: _ErrorReason.ValueType  # 127
-    """An engine, its model or its function raised an error. The log of the stage has the details."""
+    """An engine, its model, its function or a transform raised an error. The log of the stage has the details."""
     ERROR_REASON_FAKE_FAULT: _ErrorReason.ValueType  # 128
     """The fake engine failed on purpose, because one of its options asks for it."""
     ERROR_REASON_OUTPUT_OUT_OF_ORDER: _ErrorReason.ValueType  # 129
@@ -475,7 +505,7 @@ ERROR_REASON_INVALID_CALLER: ErrorReason.ValueType  # 20
 """`caller` contains characters that are not allowed, or has more than 128 characters."""
 ERROR_REASON_INVALID_CHECKPOINT: ErrorReason.ValueType  # 21
 """The checkpoint to resume from does not belong to this stage, model or request. Start the step without resume_from."""
-ERROR_REASON_INVALID_CHOICES: ErrorReason.ValueType  # 152
+ERROR_REASON_INVALID_CHOICES: ErrorReason.ValueType  # 160
 """The number of choices is 0 or exceeds the limit of the pipeline, or next_positions names a choice that the request
 does not have. Send several requests instead of a larger number of choices.
 """
@@ -492,7 +522,17 @@ ERROR_REASON_INVALID_FOLDER: ErrorReason.ValueType  # 25
 ERROR_REASON_INVALID_ID: ErrorReason.ValueType  # 26
 """A request_id or step_id is empty, too long or contains characters that are not allowed."""
 ERROR_REASON_INVALID_MEDIA: ErrorReason.ValueType  # 27
-"""An image, audio or video is empty, damaged, of another type than stated, or not accepted by the model."""
+"""An image, audio or video is empty, damaged, of another type than stated, or not accepted by the model; or an upload
+is incomplete or its parts are not in order.
+"""
+ERROR_REASON_FILE_TOO_LARGE: ErrorReason.ValueType  # 152
+"""A file to which a request refers, or that is uploaded, exceeds the size limit of the pipeline (media.max_file_bytes).
+Send a smaller file.
+"""
+ERROR_REASON_MEDIA_MISMATCH: ErrorReason.ValueType  # 153
+"""The size or the digest of a media file is not the one that its description states. Send the file again, or correct
+the description.
+"""
 ERROR_REASON_INVALID_OPTION: ErrorReason.ValueType  # 28
 """An option has a value of the wrong type or outside its bounds. The message names the allowed values."""
 ERROR_REASON_INVALID_PAGE_TOKEN: ErrorReason.ValueType  # 29
@@ -597,6 +637,8 @@ ERROR_REASON_UNKNOWN_TARGET: ErrorReason.ValueType  # 70
 """No replica or stage has this name. List the replicas."""
 ERROR_REASON_UNKNOWN_TRANSFORM: ErrorReason.ValueType  # 71
 """No installed package provides this transform. The message lists the known transforms."""
+ERROR_REASON_UNKNOWN_MEDIA: ErrorReason.ValueType  # 154
+"""A media file does not exist in its store. It may have been deleted. Upload it again, or refer to another file."""
 ERROR_REASON_ALREADY_EXISTS: ErrorReason.ValueType  # 72
 """A peer or a proxy reported that an object exists already, without a reason."""
 ERROR_REASON_ADAPTER_EXISTS: ErrorReason.ValueType  # 73
@@ -615,6 +657,10 @@ ERROR_REASON_STEP_EXISTS: ErrorReason.ValueType  # 78
 """The step_id was used with other content. Use another step_id, or repeat the original call."""
 ERROR_REASON_CALLER_MISMATCH: ErrorReason.ValueType  # 79
 """The request names a caller that is not in the connection's credentials. Omit the caller, or use its credentials."""
+ERROR_REASON_REFERENCE_NOT_ALLOWED: ErrorReason.ValueType  # 155
+"""A URI is malformed, or outside the locations to which the pipeline file lets requests refer, directly or by a
+symbolic link. Upload the file, or refer to one in an allowed location.
+"""
 ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 80
 """The caller's credentials do not permit the call. Use credentials whose role permits it. If the metadata names a
 replica, the replica rejected the orchestrator's credentials, which the operator must correct.
@@ -635,6 +681,8 @@ ERROR_REASON_OUT_OF_MEMORY: ErrorReason.ValueType  # 86
 """The device had too little memory for the request in addition to the running requests. Retry later, request less, or
 lower the stage's max_running.
 """
+ERROR_REASON_STORAGE_FULL: ErrorReason.ValueType  # 156
+"""The object store, or the disk for copies of its files, is full. The operator must free space."""
 ERROR_REASON_NOT_READY: ErrorReason.ValueType  # 87
 """The replica loads, drains, sleeps or shuts down, or the object that the call needs is not ready. Retry when it is
 ready.
@@ -707,6 +755,12 @@ ERROR_REASON_START_FAILED: ErrorReason.ValueType  # 116
 """A process ended before it was ready. Its log has the cause."""
 ERROR_REASON_STEPS_RUNNING: ErrorReason.ValueType  # 117
 """Steps run on the replica. Wait for them, or set drain."""
+ERROR_REASON_STORE_DENIED: ErrorReason.ValueType  # 157
+"""The object store denies a service the access, for example because it is read-only. The operator must correct the
+store's permissions or the service's credentials.
+"""
+ERROR_REASON_STORE_UNREACHABLE: ErrorReason.ValueType  # 158
+"""The object store cannot be reached, or is too slow. Retry later."""
 ERROR_REASON_UNSUPPORTED_MODEL: ErrorReason.ValueType  # 118
 """The engine does not support this model, or not with these options. The message names what it supports."""
 ERROR_REASON_UNUSABLE_OPTION: ErrorReason.ValueType  # 119
@@ -726,13 +780,19 @@ ERROR_REASON_UNKNOWN_KIND: ErrorReason.ValueType  # 124
 receiver. The message names the kind by its field number.
 """
 ERROR_REASON_OUTPUT_TOO_LARGE: ErrorReason.ValueType  # 125
-"""An output of a step exceeds the size limit of a message. Request another output, or a smaller one."""
+"""An output of a step exceeds the size limit of a message. Request another output or a smaller one, or let the stage
+store it (`stored: true` in the pipeline file).
+"""
+ERROR_REASON_OUTPUT_NOT_ENCODABLE: ErrorReason.ValueType  # 159
+"""A stage cannot encode its output in the requested media type, for example frames with an odd width as video/mp4.
+Request another size, or change the output's media_type in the pipeline file.
+"""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 126
 """A defect in Stagemesh, or in gRPC or a proxy that reported no reason. The log of the service has the details.
 Report it.
 """
 ERROR_REASON_ENGINE_ERROR: ErrorReason.ValueType  # 127
-"""An engine, its model or its function raised an error. The log of the stage has the details."""
+"""An engine, its model, its function or a transform raised an error. The log of the stage has the details."""
 ERROR_REASON_FAKE_FAULT: ErrorReason.ValueType  # 128
 """The fake engine failed on purpose, because one of its options asks for it."""
 ERROR_REASON_OUTPUT_OUT_OF_ORDER: ErrorReason.ValueType  # 129
@@ -881,7 +941,9 @@ class _ErrorMetadataKeyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Erro
     """The number of the field that contains the unknown kind."""
     ERROR_METADATA_KEY_MESSAGE: _ErrorMetadataKey.ValueType  # 38
     """The name of the message that contains the unknown kind."""
-    ERROR_METADATA_KEY_MAX_CHOICES: _ErrorMetadataKey.ValueType  # 39
+    ERROR_METADATA_KEY_MEDIA_TYPE: _ErrorMetadataKey.ValueType  # 39
+    """The media type of a file, for example "video/mp4"."""
+    ERROR_METADATA_KEY_MAX_CHOICES: _ErrorMetadataKey.ValueType  # 40
     """The maximum number of choices of a request."""
 
 class ErrorMetadataKey(_ErrorMetadataKey, metaclass=_ErrorMetadataKeyEnumTypeWrapper):
@@ -967,7 +1029,9 @@ ERROR_METADATA_KEY_FIELD: ErrorMetadataKey.ValueType  # 37
 """The number of the field that contains the unknown kind."""
 ERROR_METADATA_KEY_MESSAGE: ErrorMetadataKey.ValueType  # 38
 """The name of the message that contains the unknown kind."""
-ERROR_METADATA_KEY_MAX_CHOICES: ErrorMetadataKey.ValueType  # 39
+ERROR_METADATA_KEY_MEDIA_TYPE: ErrorMetadataKey.ValueType  # 39
+"""The media type of a file, for example "video/mp4"."""
+ERROR_METADATA_KEY_MAX_CHOICES: ErrorMetadataKey.ValueType  # 40
 """The maximum number of choices of a request."""
 Global___ErrorMetadataKey: _TypeAlias = ErrorMetadataKey  # noqa: Y015
 
@@ -984,7 +1048,7 @@ class _ErrorSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorSour
     ERROR_SOURCE_ORCHESTRATOR: _ErrorSource.ValueType  # 2
     """The orchestrator: OrchestratorService, AdminService and MembershipService."""
     ERROR_SOURCE_STAGE: _ErrorSource.ValueType  # 3
-    """A replica of a stage and its engine: StageService and StageControlService."""
+    """A replica of a stage and its engine: StageService and StageControlService. The media service: MediaService."""
     ERROR_SOURCE_DATA_PLANE: _ErrorSource.ValueType  # 4
     """The data plane between two replicas: PutChunk and GetChunk, and the connectors."""
     ERROR_SOURCE_COMMAND: _ErrorSource.ValueType  # 5
@@ -1000,7 +1064,7 @@ ERROR_SOURCE_CLIENT: ErrorSource.ValueType  # 1
 ERROR_SOURCE_ORCHESTRATOR: ErrorSource.ValueType  # 2
 """The orchestrator: OrchestratorService, AdminService and MembershipService."""
 ERROR_SOURCE_STAGE: ErrorSource.ValueType  # 3
-"""A replica of a stage and its engine: StageService and StageControlService."""
+"""A replica of a stage and its engine: StageService and StageControlService. The media service: MediaService."""
 ERROR_SOURCE_DATA_PLANE: ErrorSource.ValueType  # 4
 """The data plane between two replicas: PutChunk and GetChunk, and the connectors."""
 ERROR_SOURCE_COMMAND: ErrorSource.ValueType  # 5

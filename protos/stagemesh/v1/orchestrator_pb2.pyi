@@ -500,7 +500,8 @@ class DescribePipelineResponse(_message.Message):
     QUEUED_FIELD_NUMBER: _builtins.int
     MAX_QUEUED_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
-    MAX_CHOICES_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    MEDIA_ENDPOINT_FIELD_NUMBER: _builtins.int
     pipeline: _builtins.str
     """The pipeline's name."""
     generation: _builtins.str
@@ -513,8 +514,8 @@ class DescribePipelineResponse(_message.Message):
     """The number of queued requests."""
     max_queued: _builtins.int
     """The maximum number of queued requests."""
-    max_choices: _builtins.int
-    """The maximum number of choices of a request (Parameters.choices)."""
+    media_endpoint: _builtins.str
+    """The address of MediaService, "host:port". Empty if the pipeline accepts no uploads."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageDescription]:
         """The stages, producers before consumers."""
@@ -531,6 +532,10 @@ class DescribePipelineResponse(_message.Message):
     def protocol(self) -> _protocol_pb2.Protocol:
         """What the orchestrator speaks. A client without a version in common does not send requests to it."""
 
+    @_builtins.property
+    def limits(self) -> Global___PipelineLimits:
+        """The limits of sizes."""
+
     def __init__(
         self,
         *,
@@ -544,15 +549,46 @@ class DescribePipelineResponse(_message.Message):
         queued: _builtins.int = ...,
         max_queued: _builtins.int = ...,
         protocol: _protocol_pb2.Protocol | None = ...,
-        max_choices: _builtins.int = ...,
+        limits: Global___PipelineLimits | None = ...,
+        media_endpoint: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["edges", b"edges", "generation", b"generation", "in_flight", b"in_flight", "max_choices", b"max_choices", "max_in_flight", b"max_in_flight", "max_queued", b"max_queued", "outputs", b"outputs", "pipeline", b"pipeline", "protocol", b"protocol", "queued", b"queued", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["edges", b"edges", "generation", b"generation", "in_flight", b"in_flight", "limits", b"limits", "max_in_flight", b"max_in_flight", "max_queued", b"max_queued", "media_endpoint", b"media_endpoint", "outputs", b"outputs", "pipeline", b"pipeline", "protocol", b"protocol", "queued", b"queued", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribePipelineResponse: _TypeAlias = DescribePipelineResponse  # noqa: Y015
+
+@_typing.final
+class PipelineLimits(_message.Message):
+    """PipelineLimits are the largest sizes that a pipeline accepts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_FILE_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_CHOICES_FIELD_NUMBER: _builtins.int
+    max_message_bytes: _builtins.int
+    """The size of a message in bytes, in each direction."""
+    max_file_bytes: _builtins.int
+    """The size of an uploaded file, and of a file to which a request refers, in bytes. 0 if requests cannot refer to files."""
+    max_choices: _builtins.int
+    """The maximum number of choices of a request (Parameters.choices)."""
+    def __init__(
+        self,
+        *,
+        max_message_bytes: _builtins.int = ...,
+        max_file_bytes: _builtins.int = ...,
+        max_choices: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_choices", b"max_choices", "max_file_bytes", b"max_file_bytes", "max_message_bytes", b"max_message_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PipelineLimits: _TypeAlias = PipelineLimits  # noqa: Y015
 
 @_typing.final
 class StageDescription(_message.Message):
@@ -766,6 +802,8 @@ class OutputDescription(_message.Message):
     STAGE_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     SAMPLE_RATE_HZ_FIELD_NUMBER: _builtins.int
+    MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The output's name."""
     stage: _builtins.str
@@ -774,6 +812,12 @@ class OutputDescription(_message.Message):
     """Its kind."""
     sample_rate_hz: _builtins.int
     """The number of samples per second. 0 unless the output is audio."""
+    media_type: _builtins.str
+    """The media type of the file that the output is, for example "video/mp4". Empty if the output is not one file, or is
+    an image whose media type is determined for each image.
+    """
+    stored: _builtins.bool
+    """Whether the output is stored in the pipeline's object store (Output.file) instead of sent."""
     def __init__(
         self,
         *,
@@ -781,10 +825,12 @@ class OutputDescription(_message.Message):
         stage: _builtins.str = ...,
         kind: _signature_pb2.TensorKind.ValueType = ...,
         sample_rate_hz: _builtins.int = ...,
+        media_type: _builtins.str = ...,
+        stored: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "name", b"name", "sample_rate_hz", b"sample_rate_hz", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "media_type", b"media_type", "name", b"name", "sample_rate_hz", b"sample_rate_hz", "stage", b"stage", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

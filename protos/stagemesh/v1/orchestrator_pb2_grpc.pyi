@@ -38,7 +38,8 @@ class OrchestratorServiceStub:
     same request_id and content attaches to the running request. With other content it fails (ALREADY_EXISTS,
     REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
     content. Neither do next_positions, linger_s, earlier_calls and the deadline. All other fields must be equal. The
-    deadline of the call that starts a request is the request's deadline. An orchestrator keeps an ended request for 30
+    deadline of the call that starts a request is the request's deadline. The request ends a tenth of that time earlier,
+    at most half a second, so that its error reaches the caller. An orchestrator keeps an ended request for 30
     seconds, or less if the records of ended requests exceed 64 MiB; a later call with its request_id runs it again. The
     request is cancelled when its last caller disconnects, or GenerateRequest.linger_s after that.
 
@@ -46,8 +47,9 @@ class OrchestratorServiceStub:
 
     1. It chooses a random request_id and sets linger_s, for example to 30.
     2. It keeps the seed from RequestAdmitted. For each output of each choice, it keeps the end of the last part that it
-       received: its position plus its length in the same unit (Output.position). It also keeps which of them have had a
-       part with `finish` whose reason is neither CANCELLED nor FAILED.
+       received: its position plus its length in the same unit (Output.position). An image has the length 1 when its
+       last part has arrived, and until then 0: a part with offset 0 begins it again. It also keeps which of them have
+       had a part with `finish` whose reason is neither CANCELLED nor FAILED.
     3. It calls again if the connection breaks, or if the call ends with UNAVAILABLE and reason NOT_RUNNING. The
        connection broke if the status is UNAVAILABLE, CANCELLED, UNKNOWN or INTERNAL without a google.rpc.ErrorInfo of
        the domain "stagemesh". Before an event other than queued has arrived in a call, it also calls again after
@@ -62,7 +64,11 @@ class OrchestratorServiceStub:
     6. If it stops reading on purpose, it calls CancelRequest with when_left. Otherwise the request runs for linger_s
        more.
 
-    A message has at most 8 MiB in each direction, which is more than the default limit of some gRPC libraries.
+    A message has at most 8 MiB in each direction, which is more than the default limit of some gRPC libraries. A client
+    first uploads a file for which a request has no room (MediaService.UploadMedia, at
+    DescribePipelineResponse.media_endpoint), and sends the MediaFile that the upload returned. With its sha256, every
+    call of the request reads the same bytes. An output that is one encoded file arrives as Output.media, whose parts
+    the client appends. A stored output arrives as Output.file, and MediaService.DownloadMedia returns its bytes.
 
     An orchestrator that knows the request continues it. Any other orchestrator restarts it, and the stages stop what
     remains of the earlier run. The restarted request has the same outputs as far as its stages reproduce them from the
@@ -96,7 +102,8 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     same request_id and content attaches to the running request. With other content it fails (ALREADY_EXISTS,
     REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
     content. Neither do next_positions, linger_s, earlier_calls and the deadline. All other fields must be equal. The
-    deadline of the call that starts a request is the request's deadline. An orchestrator keeps an ended request for 30
+    deadline of the call that starts a request is the request's deadline. The request ends a tenth of that time earlier,
+    at most half a second, so that its error reaches the caller. An orchestrator keeps an ended request for 30
     seconds, or less if the records of ended requests exceed 64 MiB; a later call with its request_id runs it again. The
     request is cancelled when its last caller disconnects, or GenerateRequest.linger_s after that.
 
@@ -104,8 +111,9 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
 
     1. It chooses a random request_id and sets linger_s, for example to 30.
     2. It keeps the seed from RequestAdmitted. For each output of each choice, it keeps the end of the last part that it
-       received: its position plus its length in the same unit (Output.position). It also keeps which of them have had a
-       part with `finish` whose reason is neither CANCELLED nor FAILED.
+       received: its position plus its length in the same unit (Output.position). An image has the length 1 when its
+       last part has arrived, and until then 0: a part with offset 0 begins it again. It also keeps which of them have
+       had a part with `finish` whose reason is neither CANCELLED nor FAILED.
     3. It calls again if the connection breaks, or if the call ends with UNAVAILABLE and reason NOT_RUNNING. The
        connection broke if the status is UNAVAILABLE, CANCELLED, UNKNOWN or INTERNAL without a google.rpc.ErrorInfo of
        the domain "stagemesh". Before an event other than queued has arrived in a call, it also calls again after
@@ -120,7 +128,11 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     6. If it stops reading on purpose, it calls CancelRequest with when_left. Otherwise the request runs for linger_s
        more.
 
-    A message has at most 8 MiB in each direction, which is more than the default limit of some gRPC libraries.
+    A message has at most 8 MiB in each direction, which is more than the default limit of some gRPC libraries. A client
+    first uploads a file for which a request has no room (MediaService.UploadMedia, at
+    DescribePipelineResponse.media_endpoint), and sends the MediaFile that the upload returned. With its sha256, every
+    call of the request reads the same bytes. An output that is one encoded file arrives as Output.media, whose parts
+    the client appends. A stored output arrives as Output.file, and MediaService.DownloadMedia returns its bytes.
 
     An orchestrator that knows the request continues it. Any other orchestrator restarts it, and the stages stop what
     remains of the earlier run. The restarted request has the same outputs as far as its stages reproduce them from the
@@ -157,7 +169,8 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         same request_id and content attaches to the running request. With other content it fails (ALREADY_EXISTS,
         REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
         content. Neither do next_positions, linger_s, earlier_calls and the deadline. All other fields must be equal. The
-        deadline of the call that starts a request is the request's deadline. An orchestrator keeps an ended request for 30
+        deadline of the call that starts a request is the request's deadline. The request ends a tenth of that time earlier,
+        at most half a second, so that its error reaches the caller. An orchestrator keeps an ended request for 30
         seconds, or less if the records of ended requests exceed 64 MiB; a later call with its request_id runs it again. The
         request is cancelled when its last caller disconnects, or GenerateRequest.linger_s after that.
 
@@ -165,8 +178,9 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
 
         1. It chooses a random request_id and sets linger_s, for example to 30.
         2. It keeps the seed from RequestAdmitted. For each output of each choice, it keeps the end of the last part that it
-           received: its position plus its length in the same unit (Output.position). It also keeps which of them have had a
-           part with `finish` whose reason is neither CANCELLED nor FAILED.
+           received: its position plus its length in the same unit (Output.position). An image has the length 1 when its
+           last part has arrived, and until then 0: a part with offset 0 begins it again. It also keeps which of them have
+           had a part with `finish` whose reason is neither CANCELLED nor FAILED.
         3. It calls again if the connection breaks, or if the call ends with UNAVAILABLE and reason NOT_RUNNING. The
            connection broke if the status is UNAVAILABLE, CANCELLED, UNKNOWN or INTERNAL without a google.rpc.ErrorInfo of
            the domain "stagemesh". Before an event other than queued has arrived in a call, it also calls again after
@@ -181,7 +195,11 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         6. If it stops reading on purpose, it calls CancelRequest with when_left. Otherwise the request runs for linger_s
            more.
 
-        A message has at most 8 MiB in each direction, which is more than the default limit of some gRPC libraries.
+        A message has at most 8 MiB in each direction, which is more than the default limit of some gRPC libraries. A client
+        first uploads a file for which a request has no room (MediaService.UploadMedia, at
+        DescribePipelineResponse.media_endpoint), and sends the MediaFile that the upload returned. With its sha256, every
+        call of the request reads the same bytes. An output that is one encoded file arrives as Output.media, whose parts
+        the client appends. A stored output arrives as Output.file, and MediaService.DownloadMedia returns its bytes.
 
         An orchestrator that knows the request continues it. Any other orchestrator restarts it, and the stages stop what
         remains of the earlier run. The restarted request has the same outputs as far as its stages reproduce them from the

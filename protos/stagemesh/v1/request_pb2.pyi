@@ -331,7 +331,7 @@ class Part(_message.Message):
     no other audio with it (UNSUPPORTED).
     """
     @_builtins.property
-    def image(self) -> Global___Image:
+    def image(self) -> Global___MediaFile:
         """An image: image/png, image/jpeg, image/webp, image/gif (its first frame) or image/bmp."""
 
     @_builtins.property
@@ -350,7 +350,7 @@ class Part(_message.Message):
         self,
         *,
         text: _builtins.str = ...,
-        image: Global___Image | None = ...,
+        image: Global___MediaFile | None = ...,
         audio: Global___Audio | None = ...,
         audio_file: Global___MediaFile | None = ...,
         video_file: Global___MediaFile | None = ...,
@@ -368,27 +368,51 @@ Global___Part: _TypeAlias = Part  # noqa: Y015
 
 @_typing.final
 class MediaFile(_message.Message):
-    """MediaFile is an encoded audio or video file."""
+    """MediaFile is a whole encoded file: inline, or an object in a store."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    DATA_FIELD_NUMBER: _builtins.int
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    URI_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    media_type: _builtins.str
+    """The media type, for example "image/png"."""
     data: _builtins.bytes
     """The encoded bytes. Must not be empty."""
-    media_type: _builtins.str
-    """The media type, for example "audio/wav"."""
+    uri: _builtins.str
+    """The URI of an object in the pipeline's store, as an upload or an output returned it, or of an object in another
+    location to which the pipeline file lets requests refer, for example "s3://bucket/key". At most 2048 characters.
+    Nothing in it is percent-encoded. A URI outside these locations is rejected (PERMISSION_DENIED,
+    REFERENCE_NOT_ALLOWED), and so is one in a pipeline that has none (UNSUPPORTED). The stage that receives the
+    prompt reads the object, and fails if it does not exist (NOT_FOUND, UNKNOWN_MEDIA) or cannot be read
+    (FAILED_PRECONDITION, STORE_UNREACHABLE or STORE_DENIED).
+    """
+    size_bytes: _builtins.int
+    """The size in bytes. 0 in a request if it is not known. Another actual size is rejected (MEDIA_MISMATCH), and so is
+    one above PipelineLimits.max_file_bytes (FILE_TOO_LARGE).
+    """
+    sha256: _builtins.bytes
+    """The SHA-256 digest, 32 bytes. Empty in a request if it is not known. Another actual digest is rejected
+    (MEDIA_MISMATCH) before the model receives anything of the file.
+    """
     def __init__(
         self,
         *,
-        data: _builtins.bytes = ...,
         media_type: _builtins.str = ...,
+        data: _builtins.bytes = ...,
+        uri: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        sha256: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "data", b"data", "uri", b"uri"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "media_type", b"media_type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "data", b"data", "media_type", b"media_type", "sha256", b"sha256", "size_bytes", b"size_bytes", "uri", b"uri"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["data", "uri"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
 
 Global___MediaFile: _TypeAlias = MediaFile  # noqa: Y015
 
@@ -482,7 +506,7 @@ class Parameters(_message.Message):
     choices: _builtins.int
     """The number of choices: how many times the request runs, each time with another seed. Choice k, counted from 0, has
     the seed + k, modulo 2^32, and equals the outputs of a request with that seed and one choice. 1 if absent. 0 and
-    more than DescribePipelineResponse.max_choices are rejected (INVALID_CHOICES).
+    more than PipelineLimits.max_choices are rejected (INVALID_CHOICES).
     """
     @_builtins.property
     def sampling(self) -> Global___Sampling:
@@ -613,7 +637,7 @@ class Sampling(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     JSON_SCHEMA_FIELD_NUMBER: _builtins.int
     REGEX_FIELD_NUMBER: _builtins.int
-    CHOICE_FIELD_NUMBER: _builtins.int
+    ALLOWED_TEXTS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """The maximum number of new tokens."""
@@ -664,7 +688,7 @@ class Sampling(_message.Message):
         """Words and phrases that must not be generated. None may be empty."""
 
     @_builtins.property
-    def choice(self) -> Global___Choice:
+    def allowed_texts(self) -> Global___AllowedTexts:
         """One of several texts."""
 
     def __init__(
@@ -686,12 +710,12 @@ class Sampling(_message.Message):
         logprobs: _builtins.int | None = ...,
         json_schema: _builtins.str = ...,
         regex: _builtins.str = ...,
-        choice: Global___Choice | None = ...,
+        allowed_texts: Global___AllowedTexts | None = ...,
         grammar: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "choice", b"choice", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "structure", b"structure", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_texts", b"allowed_texts", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "structure", b"structure", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "bad_words", b"bad_words", "choice", b"choice", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_texts", b"allowed_texts", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
@@ -715,7 +739,7 @@ class Sampling(_message.Message):
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
-    _WhichOneofReturnType_structure: _TypeAlias = _typing.Literal["json_schema", "regex", "choice", "grammar"]  # noqa: Y015
+    _WhichOneofReturnType_structure: _TypeAlias = _typing.Literal["json_schema", "regex", "allowed_texts", "grammar"]  # noqa: Y015
     _WhichOneofArgType_structure: _TypeAlias = _typing.Literal["structure", b"structure"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
@@ -745,8 +769,8 @@ class Sampling(_message.Message):
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
 @_typing.final
-class Choice(_message.Message):
-    """Choice is a list of texts, one of which becomes the output."""
+class AllowedTexts(_message.Message):
+    """AllowedTexts is a list of texts, one of which becomes the output."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -766,7 +790,7 @@ class Choice(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Choice: _TypeAlias = Choice  # noqa: Y015
+Global___AllowedTexts: _TypeAlias = AllowedTexts  # noqa: Y015
 
 @_typing.final
 class Output(_message.Message):
@@ -783,6 +807,8 @@ class Output(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     AUDIO_FIELD_NUMBER: _builtins.int
     IMAGE_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
     TENSOR_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
@@ -794,8 +820,9 @@ class Output(_message.Message):
     """The choice to which the output belongs, from 0 (Parameters.choices). Not set in StageService."""
     position: _builtins.int
     """How much of the output precedes this part: Unicode code points of text (not bytes, not UTF-16 units), tokens, audio
-    samples of one channel, images including previews, or rows of a tensor along its first axis. A tensor without axes
-    is one row. Parts follow each other without a gap.
+    samples of one channel, whole images including previews, bytes of an encoded file, stored files, or rows of a tensor
+    along its first axis. A tensor without axes is one row. Parts follow each other without a gap. All parts of an image
+    have the same position.
     """
     text: _builtins.str
     """Text to append."""
@@ -808,8 +835,18 @@ class Output(_message.Message):
         """Audio samples to append."""
 
     @_builtins.property
-    def image(self) -> Global___Image:
-        """A complete image. A preview shows an earlier state of the image that follows it."""
+    def image(self) -> Global___Media:
+        """A part of an image. The image is complete, and counts, when the part with `last` arrives. A preview shows an
+        earlier state of the image that follows it.
+        """
+
+    @_builtins.property
+    def media(self) -> Global___Media:
+        """A part of the one audio or video file that is the output, sent while the file is made. Its offset is `position`."""
+
+    @_builtins.property
+    def file(self) -> Global___MediaFile:
+        """A whole file in the pipeline's object store. Always with a uri, size_bytes and sha256."""
 
     @_builtins.property
     def tensor(self) -> _tensor_pb2.Tensor:
@@ -835,16 +872,18 @@ class Output(_message.Message):
         text: _builtins.str = ...,
         token_ids: Global___TokenIds | None = ...,
         audio: Global___Audio | None = ...,
-        image: Global___Image | None = ...,
+        image: Global___Media | None = ...,
+        media: Global___Media | None = ...,
+        file: Global___MediaFile | None = ...,
         tensor: _tensor_pb2.Tensor | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         finish: Global___Finish | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "content", b"content", "finish", b"finish", "image", b"image", "tensor", b"tensor", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "content", b"content", "file", b"file", "finish", b"finish", "image", b"image", "media", b"media", "tensor", b"tensor", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "content", b"content", "finish", b"finish", "image", b"image", "index", b"index", "logprobs", b"logprobs", "name", b"name", "position", b"position", "tensor", b"tensor", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "content", b"content", "file", b"file", "finish", b"finish", "image", b"image", "index", b"index", "logprobs", b"logprobs", "media", b"media", "name", b"name", "position", b"position", "tensor", b"tensor", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "token_ids", "audio", "image", "tensor"]  # noqa: Y015
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "token_ids", "audio", "image", "media", "file", "tensor"]  # noqa: Y015
     _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
 
@@ -983,34 +1022,44 @@ class Audio(_message.Message):
 Global___Audio: _TypeAlias = Audio  # noqa: Y015
 
 @_typing.final
-class Image(_message.Message):
-    """Image is an encoded image."""
+class Media(_message.Message):
+    """Media is a part of an encoded image, audio or video file. The parts of a file follow each other without a gap."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    DATA_FIELD_NUMBER: _builtins.int
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
     PREVIEW_FIELD_NUMBER: _builtins.int
-    data: _builtins.bytes
-    """The encoded bytes."""
     media_type: _builtins.str
-    """The media type, for example "image/png"."""
+    """The media type of the file, for example "image/png"."""
+    data: _builtins.bytes
+    """The bytes of this part, at most 1 MiB."""
+    offset: _builtins.int
+    """The number of bytes of the file before this part. A part with offset 0 begins the file. It does so even if earlier
+    parts have arrived, because the stage that makes the file may restart.
+    """
+    last: _builtins.bool
+    """Whether this part ends the file."""
     preview: _builtins.bool
-    """Whether the image is a preview of a later image."""
+    """Whether the file is an image that previews a later image of the same output."""
     def __init__(
         self,
         *,
-        data: _builtins.bytes = ...,
         media_type: _builtins.str = ...,
+        data: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        last: _builtins.bool = ...,
         preview: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "media_type", b"media_type", "preview", b"preview"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "last", b"last", "media_type", b"media_type", "offset", b"offset", "preview", b"preview"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Image: _TypeAlias = Image  # noqa: Y015
+Global___Media: _TypeAlias = Media  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from stagemesh.v1 import tensor_pb2 as stagemesh_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cstagemesh/v1/signature.proto\x12\x0cstagemesh.v1\x1a\x19stagemesh/v1/tensor.proto\"\x84\x02\n\tSignature\x12-\n\x07\x61\x63\x63\x65pts\x18\x01 \x03(\x0b\x32\x1c.stagemesh.v1.AcceptedTensor\x12*\n\x05\x65mits\x18\x02 \x03(\x0b\x32\x1b.stagemesh.v1.EmittedTensor\x12)\n\x07options\x18\x03 \x03(\x0b\x32\x18.stagemesh.v1.OptionSpec\x12\x10\n\x08sampling\x18\x04 \x01(\x08\x12\x10\n\x08\x61\x64\x61pters\x18\x05 \x01(\x08\x12\r\n\x05media\x18\x06 \x01(\x08\x12\x17\n\x0fnegative_prompt\x18\x07 \x01(\x08\x12\x11\n\tcan_pause\x18\x08 \x01(\x08\x12\x12\n\ncan_resume\x18\t \x01(\x08\"J\n\x0e\x41\x63\x63\x65ptedTensor\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.TensorSpec\x12\x10\n\x08optional\x18\x02 \x01(\x08\"w\n\rEmittedTensor\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.TensorSpec\x12&\n\x04kind\x18\x02 \x01(\x0e\x32\x18.stagemesh.v1.TensorKind\x12\x16\n\x0esample_rate_hz\x18\x03 \x01(\r\"\xb5\x01\n\nOptionSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12/\n\rdefault_value\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.TypedValue\x12\x14\n\x07minimum\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07maximum\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12\x0f\n\x07\x63hoices\x18\x05 \x03(\t\x12\x13\n\x0b\x64\x65scription\x18\x06 \x01(\tB\n\n\x08_minimumB\n\n\x08_maximum*\x9d\x01\n\nTensorKind\x12\x1b\n\x17TENSOR_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10TENSOR_KIND_TEXT\x10\x01\x12\x16\n\x12TENSOR_KIND_TOKENS\x10\x02\x12\x15\n\x11TENSOR_KIND_AUDIO\x10\x03\x12\x15\n\x11TENSOR_KIND_IMAGE\x10\x04\x12\x16\n\x12TENSOR_KIND_TENSOR\x10\x05\x42.\n\x10\x63om.stagemesh.v1P\x01Z\x18stagemesh/v1;stagemeshv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cstagemesh/v1/signature.proto\x12\x0cstagemesh.v1\x1a\x19stagemesh/v1/tensor.proto\"\x84\x02\n\tSignature\x12-\n\x07\x61\x63\x63\x65pts\x18\x01 \x03(\x0b\x32\x1c.stagemesh.v1.AcceptedTensor\x12*\n\x05\x65mits\x18\x02 \x03(\x0b\x32\x1b.stagemesh.v1.EmittedTensor\x12)\n\x07options\x18\x03 \x03(\x0b\x32\x18.stagemesh.v1.OptionSpec\x12\x10\n\x08sampling\x18\x04 \x01(\x08\x12\x10\n\x08\x61\x64\x61pters\x18\x05 \x01(\x08\x12\r\n\x05media\x18\x06 \x01(\x08\x12\x17\n\x0fnegative_prompt\x18\x07 \x01(\x08\x12\x11\n\tcan_pause\x18\x08 \x01(\x08\x12\x12\n\ncan_resume\x18\t \x01(\x08\"J\n\x0e\x41\x63\x63\x65ptedTensor\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.TensorSpec\x12\x10\n\x08optional\x18\x02 \x01(\x08\"\x8b\x01\n\rEmittedTensor\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.TensorSpec\x12&\n\x04kind\x18\x02 \x01(\x0e\x32\x18.stagemesh.v1.TensorKind\x12\x16\n\x0esample_rate_hz\x18\x03 \x01(\r\x12\x12\n\nmedia_type\x18\x04 \x01(\t\"\xbb\x01\n\nOptionSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12/\n\rdefault_value\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.TypedValue\x12\x14\n\x07minimum\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07maximum\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12\x15\n\rallowed_texts\x18\x05 \x03(\t\x12\x13\n\x0b\x64\x65scription\x18\x06 \x01(\tB\n\n\x08_minimumB\n\n\x08_maximum*\xb4\x01\n\nTensorKind\x12\x1b\n\x17TENSOR_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10TENSOR_KIND_TEXT\x10\x01\x12\x16\n\x12TENSOR_KIND_TOKENS\x10\x02\x12\x15\n\x11TENSOR_KIND_AUDIO\x10\x03\x12\x15\n\x11TENSOR_KIND_IMAGE\x10\x04\x12\x16\n\x12TENSOR_KIND_TENSOR\x10\x05\x12\x15\n\x11TENSOR_KIND_MEDIA\x10\x06\x42.\n\x10\x63om.stagemesh.v1P\x01Z\x18stagemesh/v1;stagemeshv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,14 +33,14 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagemesh.v1.signature_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\020com.stagemesh.v1P\001Z\030stagemesh/v1;stagemeshv1'
-  _globals['_TENSORKIND']._serialized_start=718
-  _globals['_TENSORKIND']._serialized_end=875
+  _globals['_TENSORKIND']._serialized_start=745
+  _globals['_TENSORKIND']._serialized_end=925
   _globals['_SIGNATURE']._serialized_start=74
   _globals['_SIGNATURE']._serialized_end=334
   _globals['_ACCEPTEDTENSOR']._serialized_start=336
   _globals['_ACCEPTEDTENSOR']._serialized_end=410
-  _globals['_EMITTEDTENSOR']._serialized_start=412
-  _globals['_EMITTEDTENSOR']._serialized_end=531
-  _globals['_OPTIONSPEC']._serialized_start=534
-  _globals['_OPTIONSPEC']._serialized_end=715
+  _globals['_EMITTEDTENSOR']._serialized_start=413
+  _globals['_EMITTEDTENSOR']._serialized_end=552
+  _globals['_OPTIONSPEC']._serialized_start=555
+  _globals['_OPTIONSPEC']._serialized_end=742
 # @@protoc_insertion_point(module_scope)

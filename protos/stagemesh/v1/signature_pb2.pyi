@@ -38,6 +38,8 @@ class _TensorKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TensorKind
     """An encoded image: uint8[bytes]."""
     TENSOR_KIND_TENSOR: _TensorKind.ValueType  # 5
     """No further interpretation."""
+    TENSOR_KIND_MEDIA: _TensorKind.ValueType  # 6
+    """A part of one encoded audio or video file, which all tensors of a request form together: uint8[bytes]."""
 
 class TensorKind(_TensorKind, metaclass=_TensorKindEnumTypeWrapper):
     """TensorKind says how clients interpret a tensor."""
@@ -54,6 +56,8 @@ TENSOR_KIND_IMAGE: TensorKind.ValueType  # 4
 """An encoded image: uint8[bytes]."""
 TENSOR_KIND_TENSOR: TensorKind.ValueType  # 5
 """No further interpretation."""
+TENSOR_KIND_MEDIA: TensorKind.ValueType  # 6
+"""A part of one encoded audio or video file, which all tensors of a request form together: uint8[bytes]."""
 Global___TensorKind: _TypeAlias = TensorKind  # noqa: Y015
 
 @_typing.final
@@ -156,10 +160,13 @@ class EmittedTensor(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     SAMPLE_RATE_HZ_FIELD_NUMBER: _builtins.int
+    MEDIA_TYPE_FIELD_NUMBER: _builtins.int
     kind: Global___TensorKind.ValueType
     """How clients interpret it."""
     sample_rate_hz: _builtins.int
     """The number of samples per second. 0 unless the kind is AUDIO."""
+    media_type: _builtins.str
+    """The media type of the file that the tensors form, for example "video/mp4". Empty unless the kind is MEDIA."""
     @_builtins.property
     def spec(self) -> _tensor_pb2.TensorSpec:
         """Its name, type and dimensions."""
@@ -170,10 +177,11 @@ class EmittedTensor(_message.Message):
         spec: _tensor_pb2.TensorSpec | None = ...,
         kind: Global___TensorKind.ValueType = ...,
         sample_rate_hz: _builtins.int = ...,
+        media_type: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "sample_rate_hz", b"sample_rate_hz", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "media_type", b"media_type", "sample_rate_hz", b"sample_rate_hz", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -189,7 +197,7 @@ class OptionSpec(_message.Message):
     DEFAULT_VALUE_FIELD_NUMBER: _builtins.int
     MINIMUM_FIELD_NUMBER: _builtins.int
     MAXIMUM_FIELD_NUMBER: _builtins.int
-    CHOICES_FIELD_NUMBER: _builtins.int
+    ALLOWED_TEXTS_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The option's name."""
@@ -204,7 +212,7 @@ class OptionSpec(_message.Message):
         """The default. Its type is the option's type."""
 
     @_builtins.property
-    def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    def allowed_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The allowed texts. Empty if any text is allowed."""
 
     def __init__(
@@ -214,12 +222,12 @@ class OptionSpec(_message.Message):
         default_value: _tensor_pb2.TypedValue | None = ...,
         minimum: _builtins.float | None = ...,
         maximum: _builtins.float | None = ...,
-        choices: _abc.Iterable[_builtins.str] | None = ...,
+        allowed_texts: _abc.Iterable[_builtins.str] | None = ...,
         description: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_maximum", b"_maximum", "_minimum", b"_minimum", "default_value", b"default_value", "maximum", b"maximum", "minimum", b"minimum"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_maximum", b"_maximum", "_minimum", b"_minimum", "choices", b"choices", "default_value", b"default_value", "description", b"description", "maximum", b"maximum", "minimum", b"minimum", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_maximum", b"_maximum", "_minimum", b"_minimum", "allowed_texts", b"allowed_texts", "default_value", b"default_value", "description", b"description", "maximum", b"maximum", "minimum", b"minimum", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__maximum: _TypeAlias = _typing.Literal["maximum"]  # noqa: Y015
     _WhichOneofArgType__maximum: _TypeAlias = _typing.Literal["_maximum", b"_maximum"]  # noqa: Y015

@@ -151,8 +151,8 @@ class ExecuteStepRequest(_message.Message):
         """The outgoing edges of this stage."""
 
     @_builtins.property
-    def streamed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The names of the emitted tensors to return as Output."""
+    def streamed(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamedOutput]:
+        """The emitted tensors to return as Output, each at most once."""
 
     @_builtins.property
     def resume_from(self) -> Global___Checkpoint:
@@ -178,7 +178,7 @@ class ExecuteStepRequest(_message.Message):
         seed: _builtins.int = ...,
         inputs: _abc.Iterable[Global___InputBinding] | None = ...,
         outputs: _abc.Iterable[Global___OutputBinding] | None = ...,
-        streamed: _abc.Iterable[_builtins.str] | None = ...,
+        streamed: _abc.Iterable[Global___StreamedOutput] | None = ...,
         max_steps: _builtins.int | None = ...,
         resume_from: Global___Checkpoint | None = ...,
         priority: _builtins.int = ...,
@@ -193,6 +193,51 @@ class ExecuteStepRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_steps) -> _WhichOneofReturnType__max_steps | None: ...
 
 Global___ExecuteStepRequest: _TypeAlias = ExecuteStepRequest  # noqa: Y015
+
+@_typing.final
+class StreamedOutput(_message.Message):
+    """StreamedOutput is an emitted tensor that the caller receives as Output. Outputs that the stage encodes or stores are
+    complete files. A step with such an output reports no checkpoints, cannot pause and cannot resume (UNSUPPORTED). It
+    must repeat the same bytes if it is run again. A stage that cannot serve an output rejects the step (UNSUPPORTED).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSOR_FIELD_NUMBER: _builtins.int
+    MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    FRAME_RATE_FIELD_NUMBER: _builtins.int
+    URI_FIELD_NUMBER: _builtins.int
+    tensor: _builtins.str
+    """The name of the tensor. Must not occur twice (INVALID_ARGUMENT)."""
+    media_type: _builtins.str
+    """The media type in which the stage encodes the tensors of the step as one file: audio/wav, audio/flac, audio/ogg
+    (Opus) or audio/mpeg for audio samples, video/mp4 or video/webm for frames (float32[frames, 3, height, width] with
+    values in [0, 1], or uint8[frames, height, width, 3]), or application/octet-stream for the bytes of any tensors, in
+    order. Empty to send or store the tensors as their kind says.
+    """
+    frame_rate: _builtins.float
+    """The number of frames per second of a video. Must be above 0 for video, and 0 otherwise (INVALID_ARGUMENT)."""
+    uri: _builtins.str
+    """The object in which the stage stores the output, within the store of its configuration. The object must become
+    visible as a whole, after all chunks of the step have arrived. The stage then returns it as Output.file. A step that
+    fails or is cancelled leaves no object. If the output consists of several images, each is an object, and the stage
+    appends "-2", "-3" and so on to the URIs of those after the first. Previews are not stored. Empty to send the output.
+    """
+    def __init__(
+        self,
+        *,
+        tensor: _builtins.str = ...,
+        media_type: _builtins.str = ...,
+        frame_rate: _builtins.float = ...,
+        uri: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame_rate", b"frame_rate", "media_type", b"media_type", "tensor", b"tensor", "uri", b"uri"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamedOutput: _TypeAlias = StreamedOutput  # noqa: Y015
 
 @_typing.final
 class InputBinding(_message.Message):
@@ -210,7 +255,9 @@ class InputBinding(_message.Message):
     producer: _builtins.str
     """The name of the producing replica. Chunks from other replicas are rejected."""
     transform: _builtins.str
-    """The transform that converts packets into the engine's input. Empty for none."""
+    """The transform that the consuming stage applies to the packets that arrive. Empty for none, and always for an
+    external stage. Rejected if it is not installed (UNKNOWN_TRANSFORM).
+    """
     apart: _builtins.bool
     """Whether each packet of this edge is an input of its own, processed on arrival. Otherwise a packet waits until each
     other edge that is not apart has a packet, and together they form one input.
@@ -249,6 +296,7 @@ class OutputBinding(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    TRANSFORM_FIELD_NUMBER: _builtins.int
     edge: _builtins.str
     """The edge's name."""
     consumer: _builtins.str
@@ -263,6 +311,10 @@ class OutputBinding(_message.Message):
     """The tokens whose rows the edge carries, for tensors that have one row per token, such as hidden states."""
     attempt: _builtins.int
     """The flow's attempt, by which both ends identify it. 0 means the step's attempt."""
+    transform: _builtins.str
+    """The transform that the producing stage applies to the selected tensors and tokens before the policy divides them.
+    Empty for none. Set if the consumer is an external stage. Rejected if it is not installed (UNKNOWN_TRANSFORM).
+    """
     @_builtins.property
     def policy(self) -> Global___ChunkPolicy:
         """The policy that divides the flow into chunks."""
@@ -285,10 +337,11 @@ class OutputBinding(_message.Message):
         tensors: _abc.Iterable[_builtins.str] | None = ...,
         tokens: Global___TokenSelection.ValueType = ...,
         attempt: _builtins.int = ...,
+        transform: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "connector", b"connector", "consumer", b"consumer", "edge", b"edge", "endpoint", b"endpoint", "policy", b"policy", "server_name", b"server_name", "tensors", b"tensors", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "connector", b"connector", "consumer", b"consumer", "edge", b"edge", "endpoint", b"endpoint", "policy", b"policy", "server_name", b"server_name", "tensors", b"tensors", "tokens", b"tokens", "transform", b"transform"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -296,7 +349,10 @@ Global___OutputBinding: _TypeAlias = OutputBinding  # noqa: Y015
 
 @_typing.final
 class ChunkPolicy(_message.Message):
-    """ChunkPolicy determines how the emissions of an engine are divided into chunks."""
+    """ChunkPolicy determines how the emissions of an engine are divided into chunks. If emissions are joined, they must have
+    the same tensors, and the tensors of each the same length along the first axis (INVALID_CHUNK). The chunks that are cut
+    from them have the metadata of all emissions that were joined, where a later value of a name replaces an earlier one.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -358,7 +414,7 @@ class FramesPolicy(_message.Message):
     """The number of frames in the first chunk, which is typically smaller so that it is sent early. 0 means `frames`."""
     left_context_frames: _builtins.int
     """The number of frames before a chunk that are repeated at its start. The chunk's metadata value "context_frames" is
-    their actual number.
+    their actual number, which is 0 in the first chunk. Every chunk has that value, unless this field is 0.
     """
     def __init__(
         self,
@@ -486,7 +542,9 @@ class RebindStepRequest(_message.Message):
 
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputBinding]:
-        """The outgoing edges, each with its new consumer. The new consumer receives all chunks from the first one on."""
+        """The outgoing edges, each with its new consumer. The new consumer receives all chunks from the first one on. The
+        transform cannot change.
+        """
 
     def __init__(
         self,

@@ -264,7 +264,7 @@ async def test_tokens_are_emitted_only_if_wanted(engine: VllmEngine) -> None:
 
 
 # The text of 3 characters, of 1, 2 and 4 bytes. The tiny model's tokens are bytes.
-CHARACTERS = Structure("choice", ("aé\U0001f600",))
+CHARACTERS = Structure("allowed_texts", ("aé\U0001f600",))
 
 
 async def test_text_has_the_logprobs_of_its_tokens(engine: VllmEngine) -> None:
@@ -299,7 +299,7 @@ async def test_each_piece_of_text_has_the_tokens_that_begin_in_it(engine: VllmEn
 
 
 async def test_tokens_of_a_stop_text_have_no_place_in_the_text(engine: VllmEngine) -> None:
-    asked = task(structure=Structure("choice", ("abcdef",)), stop=("cd",), logprobs=0)
+    asked = task(structure=Structure("allowed_texts", ("abcdef",)), stop=("cd",), logprobs=0)
     events = await collect(engine.submit(asked))
     assert text_of(events) == "ab"
     assert [each.sampled.text for each in text_logprobs_of(events)] == ["a", "b"]
@@ -324,7 +324,7 @@ async def test_json_conforms_to_its_schema(engine: VllmEngine, seed: int) -> Non
     ("structure", "expected"),
     [
         (Structure("regex", ("[0-9]{3}-[a-f]{4}",)), "[0-9]{3}-[a-f]{4}"),
-        (Structure("choice", ("yes", "no")), "yes|no"),
+        (Structure("allowed_texts", ("yes", "no")), "yes|no"),
         (Structure("grammar", ('root ::= "a" | "b" root',)), "b*a"),
         (Structure("grammar", ('start: "a" | "b" start',)), "b*a"),
     ],
@@ -347,7 +347,7 @@ WRONG: Sequence[tuple[Mapping[str, object], str, str]] = [
     ({"structure": Structure("regex", ("(?<=a)b",))}, "INVALID_SAMPLING", "look-around"),
     ({"structure": Structure("grammar", ("start: (((",))}, "INVALID_SAMPLING", "Expected token"),
     (
-        {"structure": Structure("choice", ("ab",)), "bad_words": ("a",)},
+        {"structure": Structure("allowed_texts", ("ab",)), "bad_words": ("a",)},
         "INVALID_SAMPLING",
         "can continue the choice",
     ),
@@ -398,7 +398,7 @@ async def test_usage_counts_the_sampled_and_the_cached_tokens(engine: VllmEngine
 
 async def test_usage_says_why_the_output_ends(engine: VllmEngine) -> None:
     plain = await tokens(engine, task())
-    choice = Structure("choice", ("abcdef",))
+    choice = Structure("allowed_texts", ("abcdef",))
     finishes = [
         _usage_of(await collect(engine.submit(asked))).finish
         for asked in (

@@ -41,7 +41,9 @@ class Caller:
     received: dict[str, list[str | None]] = field(default_factory=dict[str, list[str | None]])
 
     async def run(self, request_id: str, *, take: Callable[[Response], None] | None = None, text: str = "") -> None:
-        request = stage_pb2.ExecuteStepRequest(request_id=request_id, step_id=f"{request_id}/a/1", streamed=["text"])
+        request = stage_pb2.ExecuteStepRequest(
+            request_id=request_id, step_id=f"{request_id}/a/1", streamed=[stage_pb2.StreamedOutput(tensor="text")]
+        )
         request.input.text = text
         kinds = self.received.setdefault(request_id, [])
         take = take or (lambda event: kinds.append(event.WhichOneof("event")))

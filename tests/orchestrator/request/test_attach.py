@@ -152,7 +152,7 @@ def _taken_up_to(latest: int) -> Script:
 
 async def _talk_and_lose(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
     yield ACCEPTED
-    yield text_output(request.streamed[0], "so far")
+    yield text_output(request.streamed[0].tensor, "so far")
     raise StaleAttemptError("it is over", metadata={"attempt": "41"})
 
 

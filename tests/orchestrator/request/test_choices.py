@@ -34,7 +34,7 @@ async def _say_seed(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest)
     await stage.until_fed(request)
     yield Response(progress=stage_pb2.StepProgress(steps=1))
     for tensor in request.streamed:
-        yield text_output(tensor, f"{stage.name} {request.seed}")
+        yield text_output(tensor.tensor, f"{stage.name} {request.seed}")
     yield FINISHED
 
 
@@ -82,7 +82,7 @@ async def _fail_second(stage: ScriptedStage, request: stage_pb2.ExecuteStepReque
     yield ACCEPTED
     await stage.until_fed(request)
     for tensor in request.streamed:
-        yield text_output(tensor, "c ")
+        yield text_output(tensor.tensor, "c ")
     if request.request_id.endswith("/1"):
         await asyncio.gather(*(stage.peers["a-0"].started_steps[f"r{suffix}"].wait() for suffix in ("", "/1", "/2")))
         raise InternalError("out of luck")
@@ -114,7 +114,7 @@ def _taken_second(first_spoke: asyncio.Event, taken_over: asyncio.Event) -> Scri
             raise StaleAttemptError("it is over", metadata={"attempt": "41"})
         yield ACCEPTED
         await stage.until_fed(request)
-        yield text_output(request.streamed[0], f"c {request.seed}")
+        yield text_output(request.streamed[0].tensor, f"c {request.seed}")
         (taken_over if request.request_id == "r/1" else first_spoke).set()
         await taken_over.wait()
         yield FINISHED
@@ -174,7 +174,7 @@ async def test_a_number_of_choices_that_can_never_run_is_rejected(
 ) -> None:
     async with mesh(tmp_path, CHAIN + limits, scripts=SEEDS) as chain:
         error = await chain.failure(parameters=_choices(choices))
-        assert (await chain.describe()).max_choices == most
+        assert (await chain.describe()).limits.max_choices == most
         assert len(_texts(await chain.generate(parameters=_choices(most)), "last")) == most
     assert isinstance(error, InvalidRequestError)
     assert (error.reason, error.metadata["max_choices"]) == ("INVALID_CHOICES", str(most))

@@ -6,27 +6,43 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.client import AudioChunk, Event, Image, OutputFinished, RetryPolicy, TensorOutput, Text, Tokens
+from stagemesh.client import (
+    AudioChunk,
+    Event,
+    Image,
+    MediaChunk,
+    OutputFinished,
+    RetryPolicy,
+    TensorOutput,
+    Text,
+    Tokens,
+)
 from stagemesh.client.session import ClientPosition
 from stagemesh.common.output_position import length_of
 from stagemesh.common.tensors import inline_tensor
 from stagemesh.orchestrator.request.output_record import Resumption
 from stagemesh.v1.orchestrator_pb2 import GenerateRequest, GenerateResponse
 from stagemesh.v1.request_pb2 import FINISH_REASON_END as END
-from stagemesh.v1.request_pb2 import Audio, Finish, Output, TokenIds
-from stagemesh.v1.request_pb2 import Image as Picture
+from stagemesh.v1.request_pb2 import Audio, Finish, Media, Output, TokenIds
 
 TEXT = "Zoë sagt: 🙂 e\u0301!"
 TOKENS = tuple(range(17))
 SAMPLES = np.linspace(-1, 1, 23, dtype=np.float32)
 ROWS = np.arange(26, dtype=np.int16).reshape(13, 2)
-PICTURES = tuple(bytes([number]) for number in range(3))
+PICTURES = tuple(bytes([number] * 7) for number in range(3))
+FILM = bytes(range(40))
 
 
 def _cut(draw: st.DrawFn, length: int) -> list[slice]:
     """Cuts `length` units into pieces at random. Pieces may be empty."""
     cuts = sorted(draw(st.lists(st.integers(0, length), max_size=5)))
     return [slice(start, end) for start, end in zip([0, *cuts], [*cuts, length], strict=True)]
+
+
+def _parts(draw: st.DrawFn, length: int) -> list[slice]:
+    """Cuts a file into parts at random. A stage that restarts sends its first parts again."""
+    parts = [piece for piece in _cut(draw, length) if piece.start < piece.stop]
+    return parts[: draw(st.integers(0, len(parts) - 1))] + parts
 
 
 @st.composite
@@ -40,7 +56,17 @@ def lives(draw: st.DrawFn) -> list[Output]:
             for piece in _cut(draw, len(SAMPLES))
         ],
         "rows": [Output(name="rows", tensor=inline_tensor("r", ROWS[piece])) for piece in _cut(draw, len(ROWS))],
-        "picture": [Output(name="picture", image=Picture(data=data)) for data in PICTURES],
+        "picture": [
+            Output(
+                name="picture",
+                image=Media(data=data[piece], offset=piece.start, last=piece.stop == len(data)),
+            )
+            for data in PICTURES
+            for piece in _parts(draw, len(data))
+        ],
+        "film": [
+            Output(name="film", media=Media(data=FILM[piece], offset=piece.start)) for piece in _cut(draw, len(FILM))
+        ],
     }
     for made in pieces.values():
         begins = accumulate(map(length_of, made), initial=0)
@@ -66,9 +92,12 @@ def test_a_caller_gets_every_output_once_however_often_its_call_breaks(
     assert "".join(event.delta for event in received if isinstance(event, Text)) == TEXT
     assert [number for event in received if isinstance(event, Tokens) for number in event.ids] == list(TOKENS)
     assert [event.data for event in received if isinstance(event, Image)] == list(PICTURES)
+    film = [event for event in received if isinstance(event, MediaChunk)]
+    assert b"".join(event.data for event in film) == FILM
+    assert all(FILM[event.offset :].startswith(event.data) for event in film)
     sounds = [event.samples for event in received if isinstance(event, AudioChunk)]
     np.testing.assert_array_equal(np.concatenate(sounds), SAMPLES)
     rows = [event.tensor for event in received if isinstance(event, TensorOutput)]
     np.testing.assert_array_equal(np.concatenate(rows), ROWS)
     ended = [event.output for event in received if isinstance(event, OutputFinished)]
-    assert sorted(ended) == ["codes", "picture", "rows", "sound", "text"]
+    assert sorted(ended) == ["codes", "film", "picture", "rows", "sound", "text"]

@@ -63,7 +63,7 @@ def _saying(*positions: int, then: Sequence[Response] = ()) -> Script:
         del stage
         yield ACCEPTED
         for position in positions:
-            yield Response(output=request_pb2.Output(name=request.streamed[0], text="x", position=position))
+            yield Response(output=request_pb2.Output(name=request.streamed[0].tensor, text="x", position=position))
         for response in then:
             yield response
         await asyncio.Event().wait()

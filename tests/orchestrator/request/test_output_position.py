@@ -10,7 +10,7 @@ from stagemesh.v1.request_pb2 import (
     FINISH_REASON_LENGTH,
     Audio,
     Finish,
-    Image,
+    Media,
     Output,
     TokenIds,
     TokenLogprob,
@@ -84,8 +84,8 @@ def test_a_tensor_is_cut_between_rows() -> None:
 
 @pytest.mark.parametrize(
     "whole",
-    [Output(image=Image(data=b"png")), Output(tensor=inline_tensor("loss", np.ones((), np.float32)))],
-    ids=["image", "tensor without axes"],
+    [Output(image=Media(data=b"png", last=True)), Output(tensor=inline_tensor("loss", np.ones((), np.float32)))],
+    ids=["end of an image", "tensor without axes"],
 )
 def test_an_image_or_scalar_is_one_unit(whole: Output) -> None:
     assert (length_of(whole), after(whole, 0), after(whole, 1)) == (1, whole, None)

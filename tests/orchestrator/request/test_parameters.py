@@ -27,7 +27,7 @@ OPTIONS = {
     "speed": OptionSpec(1.0, 0.5, 2.0),
     "steps": OptionSpec(20, 1, 50),
     "echo": OptionSpec(default=False),
-    "voice": OptionSpec("alto", choices=("alto", "bass")),
+    "voice": OptionSpec("alto", allowed_texts=("alto", "bass")),
     "instructions": OptionSpec("", maximum=10),
 }
 

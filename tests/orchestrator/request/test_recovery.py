@@ -32,7 +32,9 @@ def _edge(name: str, producer: str, consumer: str, chunk: Chunk = "step") -> Edg
 
 
 def _route(stages: Iterable[str], *edges: Edge, output_stages: Iterable[str] = ()) -> Route:
-    outputs = {stage: PipelineOutput(stage=stage, name=stage, kind="text", sample_rate_hz=0) for stage in output_stages}
+    outputs = {
+        stage: PipelineOutput(source=stage, name=stage, kind="text", sample_rate_hz=0) for stage in output_stages
+    }
     return Route(tuple(cast("Stage", SimpleNamespace(name=name)) for name in stages), edges, outputs)
 
 
@@ -106,6 +108,12 @@ def test_a_stage_restarts_if_its_chunks_cannot_begin_after_the_first_row() -> No
     state = AttemptState(phase=Phase.RUNNING, bound={"a->b": 1})
     assert not is_checkpoint_useful(route, {"a": state, "b": state}, "a", {"t": 1})
     assert is_checkpoint_useful(route, {"a": state, "b": state}, "a", {"t": 0})
+
+
+def test_a_stage_that_applies_the_transform_restarts_from_its_start() -> None:
+    edge = Edge(name="a->b", producer="a", consumer="b", transform="t", transforms_at_producer=True)
+    state = AttemptState(phase=Phase.RUNNING, bound={"a->b": 1})
+    assert not is_checkpoint_useful(_route("ab", edge), {"a": state, "b": state}, "a", {"t": 1})
 
 
 def test_a_checkpoint_of_rows_that_no_consumer_gets_is_not_stored() -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagemesh.orchestrator.request.output_record import Resumption
-from stagemesh.v1.request_pb2 import Image, Output
+from stagemesh.v1.request_pb2 import Media, Output
 
 PIECES = st.lists(st.text(max_size=6), max_size=8)
 
@@ -42,7 +42,7 @@ def test_an_output_without_a_position_starts_at_its_beginning() -> None:
 def test_received_images_are_not_repeated() -> None:
     resumption = Resumption({("image", 0): 2})
     rests = [
-        resumption.remainder(Output(name="image", position=number, image=Image(data=bytes([number]))))
+        resumption.remainder(Output(name="image", position=number, image=Media(data=bytes([number]), last=True)))
         for number in range(3)
     ]
     assert [rest is not None for rest in rests] == [False, False, True]

@@ -23,7 +23,7 @@ async def _talk(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> 
     del stage
     yield ACCEPTED
     while True:
-        yield text_output(request.streamed[0], _PIECE)
+        yield text_output(request.streamed[0].tensor, _PIECE)
         await asyncio.sleep(0)
 
 

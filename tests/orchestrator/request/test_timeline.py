@@ -1,8 +1,8 @@
 import pytest
 
 from stagemesh.common.errors import CancelledRequestError, InternalError
-from stagemesh.orchestrator.admin.inspection import describe_wait
 from stagemesh.orchestrator.request.timeline import History, RequestState, StepNotes, Timeline, Totals
+from stagemesh.orchestrator.request.waits import describe_wait
 from stagemesh.v1 import control_pb2, request_pb2, stage_pb2
 
 

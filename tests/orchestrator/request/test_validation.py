@@ -127,7 +127,7 @@ def test_an_invalid_conversation_is_rejected(conversation: dict[str, Any], probl
         (request_pb2.Input(raw_text="a", media=[request_pb2.Part()]), "a part without content"),
         (
             request_pb2.Input(
-                raw_text="a", media=[request_pb2.Part(image=request_pb2.Image(), use_audio_in_video=True)]
+                raw_text="a", media=[request_pb2.Part(image=request_pb2.MediaFile(), use_audio_in_video=True)]
             ),
             "a part that is not a video",
         ),
@@ -157,7 +157,7 @@ def test_a_result_may_follow_its_call_later(pipeline: Pipeline) -> None:
         ),
         (request_pb2.Message(parts=[request_pb2.Part(text=" ")]), "EMPTY_PROMPT", "is empty"),
         (
-            request_pb2.Message(parts=[request_pb2.Part(image=request_pb2.Image())]),
+            request_pb2.Message(parts=[request_pb2.Part(image=request_pb2.MediaFile())]),
             "UNSUPPORTED",
             "no stage of pipeline",
         ),

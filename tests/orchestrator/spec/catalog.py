@@ -15,6 +15,13 @@ _SIGNATURES = {
     "sing": Signature(
         accepts={"frames": _FRAMES}, emits={"audio": Emitted(TensorSpec.parse("float32[samples]"), kind="audio")}
     ),
+    "film": Signature(
+        accepts={"frames": _FRAMES},
+        emits={
+            "video": Emitted(TensorSpec.parse("float32[frames, 3, height, width]")),
+            "poster": Emitted(TensorSpec.parse("uint8[bytes]"), kind="image"),
+        },
+    ),
     "wide": Signature(accepts={"frames": TensorSpec.parse("float32[frames, 16]")}, emits={"text": Emitted(_TEXT)}),
     "mix": Signature(accepts={"text": _TEXT, "frames": _FRAMES}, emits={"text": Emitted(_TEXT)}),
     "blend": Signature(
@@ -40,6 +47,9 @@ _ENGINES = {
 }
 _TRANSFORMS = {
     "text.upper": TransformDescriptor(takes={"text": _TEXT}, gives={"text": _TEXT}, factory=""),
+    "text.split": TransformDescriptor(
+        takes={"text": _TEXT}, gives={"text": _TEXT, "words": TensorSpec.parse("int32[words]")}, factory=""
+    ),
     "frames.wider": TransformDescriptor(
         takes={"frames": _FRAMES}, gives={"frames": TensorSpec.parse("float32[frames, 16]")}, factory=""
     ),

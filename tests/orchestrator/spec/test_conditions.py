@@ -272,7 +272,7 @@ def test_conditions_are_explained_as_written(tmp_path: Path) -> None:
 
 
 def test_the_facts_of_a_request_include_its_kinds_of_input() -> None:
-    parts = [request_pb2.Part(text="what is"), request_pb2.Part(image=request_pb2.Image(data=b"x"))]
+    parts = [request_pb2.Part(text="what is"), request_pb2.Part(image=request_pb2.MediaFile(data=b"x"))]
     given = request_pb2.Input(
         conversation=request_pb2.Conversation(messages=[request_pb2.Message(role=request_pb2.ROLE_USER, parts=parts)])
     )

@@ -25,7 +25,7 @@ stages:
         frames: float32[frames, 8]
         sound: {type: "float32[samples]", kind: audio, sample_rate_hz: 24000}
       options:
-        voice: {default: anna, choices: [anna, ben], description: The speaker.}
+        voice: {default: anna, allowed_texts: [anna, ben], description: The speaker.}
         gain: {default: 1.0, minimum: 0.5, maximum: 2}
         fast: {default: false}
       sampling: false
@@ -60,7 +60,7 @@ def test_a_file_declares_the_whole_signature(tmp_path: Path) -> None:
             "sound": Emitted(TensorSpec.parse("float32[samples]"), kind="audio", sample_rate_hz=24_000),
         },
         options={
-            "voice": OptionSpec("anna", choices=("anna", "ben"), description="The speaker."),
+            "voice": OptionSpec("anna", allowed_texts=("anna", "ben"), description="The speaker."),
             "gain": OptionSpec(1.0, 0.5, 2.0),
             "fast": OptionSpec(False),
         },
@@ -84,6 +84,14 @@ def test_values_are_explained_with_their_lines(tmp_path: Path) -> None:
     assert "stages.reader.replicas" not in explained
 
 
+def test_the_transform_of_an_edge_runs_where_stagemesh_runs(tmp_path: Path) -> None:
+    edges = _load(tmp_path, GOOD.replace("to: reader}", "to: reader, transform: text.upper}")).edges
+    assert [edge.transforms_at_producer for edge in edges] == [True, False]
+    wide = GOOD.replace("sing}", "wide}").replace("to: singer}", "to: singer, transform: frames.wider}")
+    edges = _load(tmp_path, wide.replace("audio: singer", "voice: singer")).edges
+    assert not any(edge.transforms_at_producer for edge in edges)
+
+
 MISTAKES: dict[str, tuple[str, str, str]] = {
     "no signature": ("    signature:\n", "    signatur:\n",
         "song.yaml:4: stages.reader has no 'signature'; add it"),
@@ -91,8 +99,8 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "song.yaml:20: stages.singer is 'external'; input should be a valid dictionary or instance of StageEntry"),
     "misspelt key": ("      sampling: false", "      sampled: false",
         "song.yaml:18: unknown key 'stages.reader.signature.sampled'; did you mean 'sampling'?"),
-    "misspelt key of an option": ("default: false", "default: false, choice: []",
-        "song.yaml:17: unknown key 'stages.reader.signature.options.fast.choice'; did you mean 'choices'?"),
+    "misspelt key of an option": ("default: false", "default: false, allowed_text: []",
+        "song.yaml:17: unknown key 'stages.reader.signature.options.fast.allowed_text'; did you mean 'allowed_texts'?"),
     "key of a stage that is started": ("    addresses:", "    data_plane: {arena_bytes: 1048576}\n    addresses:",
         ("song.yaml:6: stages.reader.data_plane has no effect, because Stagemesh does not start the replicas of an "
         "external stage; remove it")),
@@ -106,19 +114,21 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "bfloat16, float32, float64")),
     "unknown kind": ("kind: audio", "kind: sound",
         ("song.yaml:13: stages.reader.signature.emits.sound.kind is 'sound'; input should be 'text', 'tokens', "
-        "'audio', 'image' or 'tensor'")),
+        "'audio', 'image', 'tensor' or 'media'")),
     "kind of another type": ("float32[samples]", "int32[samples]",
         "a tensor of kind audio is float32 with 1 dimension or float32 with 2 dimensions, not int32[samples]"),
     "audio without a rate": (", sample_rate_hz: 24000", "",
         "audio needs sample_rate_hz, and other kinds have none"),
+    "media without a type": ("kind: audio, sample_rate_hz: 24000", "kind: media",
+        "a tensor of kind media is uint8 with 1 dimension, not float32[samples]"),
     "nothing emitted": ("      emits:\n", "      emits: {}\n      options: {}\n      accepts:\n",
         "song.yaml:11: stages.reader.signature.emits is empty; add at least one item"),
-    "default that is not a choice": ("default: anna", "default: eve",
+    "default that is not allowed": ("default: anna", "default: eve",
         "the default must be one of 'anna', 'ben'"),
     "default out of bounds": ("default: 1.0", "default: 3.0",
         "the default must be a number from 0.5 to 2"),
-    "choices of a number": ("minimum: 0.5", "choices: [a]",
-        "only a text has choices"),
+    "texts of a number": ("minimum: 0.5", "allowed_texts: [a]",
+        "only a text has allowed_texts"),
     "bounds of a flag": ("default: false", "default: false, maximum: 1",
         "a flag has no maximum"),
     "minimum of a text": ("default: anna", "minimum: 1, default: anna",
@@ -126,6 +136,20 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "type mismatch along an edge": ("frames: float32[frames, 8]", "frames: float32[frames, 9]",
         ("song.yaml:23: type mismatch: stage 'reader' gives frames: float32[frames, 9], stage 'singer' expects "
         "frames: float32[frames, 8]; add or change the edge's transform")),
+    "transform between two external stages": ("singer: {engine: plain, function: sing}\nedges:\n",
+        """singer:
+    engine: external
+    signature:
+      accepts: {frames: "float32[frames, 16]"}
+      emits: {audio: {type: "float32[samples]", kind: audio, sample_rate_hz: 1000}}
+edges:
+  - {from: reader, to: singer, transform: frames.wider}
+""",
+        ("song.yaml:26: stages 'reader' and 'singer' are external, so that none of them can run transform "
+        "'frames.wider'; put a function stage between them")),
+    "frames of a transform at the producer": ("to: reader}", "to: reader, transform: text.split, chunk: {frames: 4}}",
+        ("song.yaml:22: the tensors that transform 'text.split' emits have no common first axis to cut frames from "
+        "(text: uint8[bytes], words: int32[words]); use `step` or `whole`")),
     "required input that no edge brings": (", optional: true", "",
         "song.yaml:4: no edge brings stage 'reader' its image: float32[h, w, 3]; add one, or change a transform"),
 }  # fmt: skip

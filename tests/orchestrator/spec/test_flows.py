@@ -71,8 +71,8 @@ def _pipelines(draw: st.DrawFn) -> Pipeline:
         producers = draw(st.sets(st.integers(0, n - 1), min_size=min(n, 2))) if n else set[int]()
         edges += [draw(_edges(producer, n)) for producer in sorted(producers)]
     outputs = {
-        "first": PipelineOutput(name="first", stage=f"s{count - 2}", tensor="x", kind="tensor", sample_rate_hz=0),
-        "last": PipelineOutput(name="last", stage=f"s{count - 1}", tensor="x", kind="tensor", sample_rate_hz=0),
+        "first": PipelineOutput(name="first", source=f"s{count - 2}.x", kind="tensor", sample_rate_hz=0),
+        "last": PipelineOutput(name="last", source=f"s{count - 1}.x", kind="tensor", sample_rate_hz=0),
     }
     return Pipeline("p", "g", stages, tuple(edges), outputs, Limits(max_in_flight=1), Path("p.yaml"))
 

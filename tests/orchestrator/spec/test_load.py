@@ -1,8 +1,10 @@
+import re
 from pathlib import Path
 
 import pytest
 
 from stagemesh.common.connector_descriptors import AUTO, GRPC, SHM
+from stagemesh.common.errors import InvalidPipelineError
 from stagemesh.connectors.flow.chunking import FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.orchestrator.spec import Bounds, Limits, Pipeline, built_in_pipelines, load_pipeline
 from tests.orchestrator.spec.catalog import CATALOG
@@ -26,6 +28,45 @@ def test_stages_come_producers_first(tmp_path: Path) -> None:
 def test_an_output_has_its_tensor_and_kind(tmp_path: Path) -> None:
     output = _load(tmp_path).outputs["audio"]
     assert (output.stage, output.tensor, output.kind) == ("singer", "audio", "audio")
+
+
+def _with_video(tensor: str, keys: str) -> str:
+    """Returns a file with an output of a stage that makes a video and images, and with these further keys."""
+    entry = f"film: {{from: singer.{tensor}, {keys}}}}}"
+    return GOOD.replace("sing}", "film}").replace("audio: singer}", entry) + "media: {store: /srv/media}\n"
+
+
+def test_an_output_may_be_a_stored_file(tmp_path: Path) -> None:
+    pipeline = _load(tmp_path, _with_video("video", "media_type: video/mp4, frame_rate: 24, stored: true"))
+    video = pipeline.outputs["film"]
+    assert (video.stage, video.tensor, video.file_type, video.frame_rate) == ("singer", "video", "video/mp4", 24)
+    assert video.folder_uri == "file:///srv/media/outputs"
+    rows = {row.key: (row.value, row.origin.rpartition(":")[2]) for row in pipeline.explanation}
+    assert rows["outputs.film.from"] == ("singer.video", "9")
+    assert rows["outputs.film.stored"] == ("true", "9")
+    assert rows["outputs.text"] == ("thinker", "9")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "entry", "said"),
+    [
+        ("video", "media_type: video/mp4", "outputs.film is a video without a frame rate; add `frame_rate: 24`"),
+        ("video", "media_type: application/octet-stream, frame_rate: 2", "frame_rate is given for application/octet"),
+        (
+            "video",
+            "media_type: image/png",
+            "float32[frames, 3, height, width]) cannot be encoded as 'image/png'",
+        ),
+        ("poster", "media_type: image/png", "remove media_type, because the stage emits whole files"),
+    ],
+)
+def test_a_file_must_fit_the_tensor(tmp_path: Path, tensor: str, entry: str, said: str) -> None:
+    with pytest.raises(InvalidPipelineError, match=re.escape(said)):
+        _load(tmp_path, _with_video(tensor, entry))
+
+
+def test_images_are_stored_as_they_are(tmp_path: Path) -> None:
+    assert _load(tmp_path, _with_video("poster", "stored: true")).outputs["film"].file_type == ""
 
 
 def test_a_chunk_policy_is_a_word_or_frames(tmp_path: Path) -> None:

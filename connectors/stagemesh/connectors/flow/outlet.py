@@ -7,7 +7,7 @@ consumer.
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from copy import copy
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from stagemesh.common.connector_descriptors import GRPC, ConnectorName
 from stagemesh.common.errors import CancelledRequestError, NotReadyError, StagemeshError
@@ -26,6 +26,18 @@ _NOWHERE = ArenaRange(0, 0, 0)
 
 Select: TypeAlias = Callable[[Packet], Packet | None]
 """A function that selects the part of a packet that an outlet sends. Returns None if the outlet sends nothing."""
+
+
+class PacketTransform(Protocol):
+    """Converts the packets of one flow before they are cut into chunks."""
+
+    def push(self, packet: Packet) -> Sequence[Packet]:
+        """Adds a packet. Returns the output packets that are now complete."""
+        ...
+
+    def finish(self) -> Sequence[Packet]:
+        """Returns the remaining output packets. Called once, after the last packet."""
+        ...
 
 
 class Outlet:
@@ -51,6 +63,8 @@ class Outlet:
         means that no other consumer can replace the first consumer.
         """
         self.chunks = SentChunks(retention)
+        self.transform: PacketTransform | None = None
+        """The transform that is applied to the packets. Set it before the first packet. None if there is none."""
         self.is_over = False
         """Whether the flow has ended, so that no consumer can receive further data."""
         self._chunker = None if isinstance(policy, StepPolicy) else Chunker(policy)
@@ -98,14 +112,16 @@ class Outlet:
 
         Raises the error that ended the flow, if the flow has ended.
         """
-        for chunk in self._chunker.push(packet) if self._chunker else (packet,):
-            await self._send(chunk)
+        for part in self.transform.push(packet) if self.transform else (packet,):
+            await self._cut(part)
 
     async def finish(self) -> None:
-        """Sends the rows that the chunk policy has retained, and then the End message.
+        """Sends the rows that the transform and the chunk policy have retained, and then the End message.
 
         Waits until the consumer has received all chunks. Raises the error that ended the flow if the flow fails first.
         """
+        for part in self.transform.finish() if self.transform else ():
+            await self._cut(part)
         for chunk in self._chunker.finish() if self._chunker else ():
             await self._send(chunk)
         self._check_error()
@@ -176,7 +192,7 @@ class Outlet:
     def _end(self) -> None:
         if self._rebind_timer is not None:
             self._rebind_timer.cancel()
-        self._chunker = None  # It retains rows.
+        self.transform = self._chunker = None  # They retain rows.
         self.chunks.changed.fire()
         self.is_over = True
 
@@ -184,6 +200,10 @@ class Outlet:
         if self._error is not None:
             # Raises a copy, because a raised error references frames, which reference packets.
             raise copy(self._error)
+
+    async def _cut(self, packet: Packet) -> None:
+        for chunk in self._chunker.push(packet) if self._chunker else (packet,):
+            await self._send(chunk)
 
     async def _send(self, packet: Packet) -> None:
         self._check_error()
@@ -278,7 +298,7 @@ class FanOut:
             selected = self._selected(await self._placed(_only(packet, names)))
         waiting: list[tuple[Outlet, Packet]] = []
         for outlet, part in selected:
-            if outlet.has_credit(part.size_bytes):
+            if outlet.transform is None and outlet.has_credit(part.size_bytes):
                 # This send does not wait for credit, and creating a task for it would cost more than the send.
                 await outlet.send(part)
             else:

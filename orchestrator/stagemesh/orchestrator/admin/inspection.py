@@ -5,7 +5,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from heapq import nlargest, nsmallest
 
-from stagemesh.common.errors import NotFoundError, NotReadyError, StagemeshError
+from stagemesh.common.errors import NotFoundError, NotReadyError
 from stagemesh.common.replica_state import ReplicaState
 from stagemesh.common.request_checks import choice_id
 from stagemesh.connectors.stream.wire import error_to_wire
@@ -14,6 +14,7 @@ from stagemesh.orchestrator.admission.queue import Caller, Loads
 from stagemesh.orchestrator.describe import describe_edge, replica_status, reported_load, to_message
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.timeline import EdgeTotals, RequestState, StageTotals, StepNotes, Timeline, Totals
+from stagemesh.orchestrator.request.waits import ask_for_report, describe_wait
 from stagemesh.orchestrator.spec import Edge, Stage
 from stagemesh.v1 import admin_pb2, control_pb2, stage_pb2
 
@@ -200,13 +201,7 @@ class Inspector:
         replica = self._directory.find(notes.replica)
         if replica is None or notes.accepted_s is None or notes.ended_s is not None:
             return None
-        request = control_pb2.ListStepsRequest(request_id=request_id).SerializeToString()
-        try:
-            answer = await replica.client.control("ListSteps", request, timeout_s=_REPORT_TIMEOUT_S)
-        except StagemeshError:
-            return None
-        steps = control_pb2.ListStepsResponse.FromString(answer).steps
-        return next((step for step in steps if step.attempt == notes.attempt), None)
+        return await ask_for_report(replica, request_id, attempt=notes.attempt, timeout_s=_REPORT_TIMEOUT_S)
 
     def _unready(self, timeline: Timeline, notes: StepNotes) -> list[str]:
         """Returns the names of the stages that consume a step's output but have not accepted the request yet.
@@ -245,48 +240,6 @@ def _flow_statuses(steps: Sequence[tuple[StepNotes, control_pb2.StepReport | Non
         )
         for key in keys
     ]
-
-
-def describe_wait(notes: StepNotes, report: control_pb2.StepReport | None, *, unready: Sequence[str]) -> str:
-    """Describes in plain English what a step waits for.
-
-    - `notes` is the orchestrator's timeline entry for the step.
-    - `report` is the replica's report about the step, or None if the replica did not answer.
-    - `unready` contains the names of the downstream stages that have not accepted the request yet.
-
-    Returns an empty string if the step is computing or has ended.
-    """
-    if notes.ended_s is not None:
-        return ""
-    if notes.sent_s is None:
-        return f"{' and '.join(unready) or 'its consumers'} to accept the request"
-    if notes.accepted_s is None:
-        return f"{notes.replica} to accept the request"
-    if report is None:
-        return f"{notes.replica}, which does not report its progress"
-    return _outlet_wait(report.outlets) or _inlet_wait(report.inlets) or ("" if report.started else "its engine")
-
-
-def _outlet_wait(outlets: Sequence[control_pb2.FlowReport]) -> str:
-    for flow in outlets:
-        if not flow.connected and (flow.waiting_chunks or flow.wanted_bytes or flow.ended):
-            return f"{flow.peer} to accept edge {flow.edge}"
-        if flow.wanted_bytes:
-            return (
-                f"credit from {flow.peer} on edge {flow.edge}: it needs {flow.wanted_bytes:,} bytes, and "
-                f"{flow.credit_bytes:,} remain"
-            )
-    ended = [flow for flow in outlets if flow.ended and flow.waiting_chunks]
-    if ended and all(flow.ended for flow in outlets):
-        return f"{ended[0].peer} to receive the last {ended[0].waiting_chunks} chunks of edge {ended[0].edge}"
-    return ""
-
-
-def _inlet_wait(inlets: Sequence[control_pb2.FlowReport]) -> str:
-    for flow in inlets:
-        if not flow.ended and not flow.waiting_chunks:
-            return f"chunk {flow.chunks} of edge {flow.edge} from {flow.peer}"
-    return ""
 
 
 def _requests_of(caller: Caller) -> int:

@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from stagemesh.client import Content, GenerateArguments, Image, OutputFinished, Result, StageArguments
+    from stagemesh.client import (
+        Content,
+        GenerateArguments,
+        Image,
+        MediaFile,
+        OutputFinished,
+        Result,
+        StageArguments,
+    )
     from stagemesh.orchestrator.cli.output_sinks import Sinks
 
 _IMAGE_COLUMNS = 48
@@ -102,8 +110,11 @@ _SAMPLING: Mapping[str, Parameter] = {
         Path, "Constrain the output to JSON that conforms to this file's schema.", exists=True, dir_okay=False
     ),
     "regex": option(str, "Constrain the output to match this regular expression."),
-    "choice": option(
-        list[str], "Constrain the output to one of the texts given by this option. Repeatable.", metavar="TEXT"
+    "allowed_texts": option(
+        list[str],
+        "Constrain the output to one of the texts given by this option. Repeatable.",
+        "--allowed-text",
+        metavar="TEXT",
     ),
     "grammar": option(
         Path, "Constrain the output to the grammar in this file, in Lark or GBNF format.", exists=True, dir_okay=False
@@ -119,11 +130,15 @@ PARAMETERS: Mapping[str, Parameter] = {
     **SERVER,
     "output": option(
         Path,
-        "Write all audio, images and tensors to files in this folder, named after their outputs. If omitted, "
-        "only the files given by --audio and --image are written.",
+        "Write all audio, images, videos and tensors to files in this folder, named after their outputs, and download "
+        "stored outputs to it. If omitted, only the files given by --audio and --image are written.",
         metavar="FOLDER",
     ),
-    "audio": option(Path, "Write the audio output to this WAV file as the audio arrives.", metavar="FILE"),
+    "audio": option(
+        Path,
+        "Write the audio output to this file as the audio arrives: as a WAV file, or as the pipeline has encoded it.",
+        metavar="FILE",
+    ),
     "image": option(
         Path, "Write the image or video output to this file. An existing file is replaced.", "--image", metavar="FILE"
     ),
@@ -133,9 +148,10 @@ PARAMETERS: Mapping[str, Parameter] = {
         metavar="NAMES",
     ),
     "attach": option(
-        list[Path],
-        "Attach an image, audio or video file to the request. The model receives it before the prompt. Repeatable.",
-        metavar="FILE",
+        list[str],
+        "Attach an image, audio or video file to the request, or a stored one by its URI, such as s3://bucket/key. "
+        "Uploads a file that is too large for the request. The model receives it before the prompt. Repeatable.",
+        metavar="FILE|URI",
     ),
     "messages": option(
         Path,
@@ -205,7 +221,7 @@ PARAMETERS: Mapping[str, Parameter] = {
     ),
     "as_json": Parameter(AsJson, False),
 }
-_LISTS = frozenset({"stop", "stop_token_ids", "bad_words", "choice"})
+_LISTS = frozenset({"stop", "stop_token_ids", "bad_words", "allowed_texts"})
 _TEXTS = frozenset({"adapter", "json_schema", "regex", "grammar"})
 # The parameters that are passed unchanged to the client.
 _CLIENT_ARGUMENTS = {*_SAMPLING, "choices", "negative_prompt", "priority", "caller", "request_id", "template_arguments"}
@@ -223,6 +239,7 @@ def generate(**values: Any) -> None:
     with Sinks(folder=values["output"], audio=values["audio"], image=values["image"], quiet=as_json) as sinks:
         endpoints, timeout_s = split_addresses(values["server"]), values["timeout"]
         result = asyncio.run(run_request(endpoints, content, arguments=arguments, timeout_s=timeout_s, sinks=sinks))
+        sinks.download(result.choices, endpoints=endpoints)
     show_result(result, sinks, as_json=as_json)
 
 
@@ -231,7 +248,7 @@ def _read_prompt(values: Mapping[str, Any]) -> "tuple[Content | None, GenerateAr
 
     Raises BadParameter if the options contradict each other or if a file cannot be read.
     """
-    from stagemesh.client import read_media
+    from stagemesh.orchestrator.cli.attachments import read_attachments
     from stagemesh.orchestrator.cli.conversation_files import read_messages, read_tools
 
     prompt, messages = values["prompt"], values["messages"]
@@ -248,7 +265,8 @@ def _read_prompt(values: Mapping[str, Any]) -> "tuple[Content | None, GenerateAr
         arguments["messages"] = read_messages(messages)
         return None, arguments
     text: str = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
-    media = [*map(read_media, values["attach"] or ())]
+    endpoints = split_addresses(values["server"])
+    media = read_attachments(values["attach"] or (), endpoints=endpoints, quiet=values["as_json"])
     if values["raw"]:
         arguments |= {"raw_text": text, "media": media}
         return None, arguments
@@ -261,7 +279,7 @@ def client_arguments(values: Mapping[str, Any]) -> "GenerateArguments":
     `values` are the values of the command's parameters by name. Raises BadParameter if a file cannot be read or an
     option is malformed.
     """
-    given = {name: value for name, value in values.items() if value not in (None, [], "")}
+    given = {name: value for name, value in values.items() if value not in (None, [], "") and value is not False}
     arguments = {name: value for name, value in given.items() if name in _CLIENT_ARGUMENTS}
     for name in arguments.keys() & {"json_schema", "grammar"}:
         arguments[name] = _read_text(given[name], option=f"--{name.replace('_', '-')}")
@@ -369,10 +387,15 @@ def show_result(result: "Result", sinks: "Sinks", *, as_json: bool) -> None:
     finishes = chain.from_iterable(choice.finishes.values() for choice in result.choices)
     for finish in (each for each in finishes if each.reason != "end"):
         console.print(_describe_finish(finish, several=len(result.choices) > 1), markup=False)
+    for file in chain.from_iterable(chain.from_iterable(choice.files.values() for choice in result.choices)):
+        text = f"stored {file.uri} ({file.media_type}, {file.size_bytes} bytes, SHA-256 {file.sha256.hex()})"
+        console.print(text, markup=False, soft_wrap=True)
     for path in chain.from_iterable(sinks.files.values()):
         console.print(f"wrote {path}", markup=False, soft_wrap=True)
     if result.audios and not sinks.files:
         console.print("the audio was not saved; --audio FILE writes it to a WAV file", style="yellow")
+    if any((output, 0) not in sinks.files for output in result.media):
+        console.print("a media file was not saved; --output FOLDER writes it to a folder", style="yellow")
     if result.images and not sinks.files:
         console.print("the image was not saved; --image FILE writes it to a file", style="yellow")
 
@@ -431,6 +454,15 @@ def _terminal_image(image: "Image") -> "RenderableType | None":
     return pixels
 
 
+def _stored(file: "MediaFile") -> dict[str, object]:
+    return {
+        "uri": file.uri,
+        "media_type": file.media_type,
+        "size_bytes": file.size_bytes,
+        "sha256": file.sha256.hex(),
+    }
+
+
 def _document(result: "Result", sinks: "Sinks") -> dict[str, object]:
     from dataclasses import asdict
 
@@ -461,5 +493,6 @@ def _choice_document(result: "Result", index: int, sinks: "Sinks") -> dict[str, 
         "logprobs": {output: [asdict(each) for each in logprobs] for output, logprobs in choice.logprobs.items()},
         "finishes": {output: asdict(each) for output, each in choice.finishes.items()},
         "files": {key[0]: [str(path) for path in paths] for key, paths in sinks.files.items() if key[1] == index},
+        "stored": {output: [_stored(each) for each in files] for output, files in choice.files.items()},
         "stages": {name: asdict(report) for name, report in result.finished.choices[index].items()},
     }

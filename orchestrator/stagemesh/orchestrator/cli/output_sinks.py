@@ -2,17 +2,22 @@
 
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from stagemesh.client import (
     Admitted,
     AudioChunk,
+    Choice,
+    Client,
     Event,
     Finished,
     Image,
+    MediaChunk,
     OutputFinished,
     Queued,
     TensorOutput,
@@ -20,18 +25,17 @@ from stagemesh.client import (
     WavWriter,
 )
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.media_types import suffix_of
 from stagemesh.common.output_position import OutputKey
-
-_SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp"}
 
 
 class Sinks(ExitStack):
     """Writes the outputs of a request to stdout and to files.
 
     Text is written to stdout, and the queue position to stderr, unless `quiet` is True. The first audio output is
-    written to the file `audio`, and the first image output to the file `image`. All other audio, images and tensors are
-    written to files in `folder`. Each of these files has the name of its output. If `folder` is None, these outputs are
-    discarded.
+    written to the file `audio`, and the first image or video output to the file `image`. All other audio, images,
+    videos and tensors are written to files in `folder`. Each of these files has the name of its output. If `folder` is
+    None, these outputs are discarded. Audio that arrives as an encoded file is written as it is, other audio as WAV.
 
     If the request has several choices, each text is written once it is complete, and the index of the choice follows
     the name of each file, for example "audio.1.wav".
@@ -42,12 +46,15 @@ class Sinks(ExitStack):
 
     def __init__(self, *, folder: Path | None, audio: Path | None, image: Path | None = None, quiet: bool) -> None:
         super().__init__()
-        self._folder, self._audio, self._image, self._quiet = folder, audio, image, quiet
-        self._audio_output: str | None = None
-        self._image_output: str | None = None
+        self._folder, self._quiet = folder, quiet
+        self._named = {"audio": audio, "image": image, "video": image}
+        """The file that the caller has named for each kind of media."""
+        self._owners: dict[Path, str] = {}
+        """The output that is written to each named file."""
         self._images = defaultdict[OutputKey, list[Path]](list)
         """The files of the images of each output, without previews."""
         self._writers: dict[OutputKey, WavWriter] = {}
+        self._media: dict[OutputKey, BinaryIO] = {}
         self._mid_line = False
         self._has_choices = False
         """Whether the request has several choices."""
@@ -72,12 +79,30 @@ class Sinks(ExitStack):
                 self._write_audio(event)
             case Image():
                 self._write_image(event)
+            case MediaChunk():
+                self._write_media(event)
             case TensorOutput() if self._folder is not None:
                 self._write_tensor(event, self._folder)
             case Finished():
                 self._end_texts()
             case _:
                 pass
+
+    def download(self, choices: Sequence[Choice], *, endpoints: Sequence[str]) -> None:
+        """Downloads the stored outputs of a request's choices to files in `folder`. Does nothing if `folder` is None.
+
+        `endpoints` are the addresses of orchestrators. Raises the errors of `Client.download`.
+        """
+        if self._folder is None or not any(choice.files for choice in choices):
+            return
+        self._create_folder(self._folder)
+        with Client(*endpoints) as client:
+            for index, choice in enumerate(choices):
+                for output, files in choice.files.items():
+                    for number, file in enumerate(files):
+                        path = self._numbered(self._folder / f"{output}{_suffix(file.media_type)}", index, number)
+                        client.download(file, path)
+                        self.files.setdefault((output, index), []).append(path)
 
     def _write_text(self, event: Text) -> None:
         if self._has_choices:
@@ -104,26 +129,29 @@ class Sinks(ExitStack):
         key = event.output, event.index
         writer = self._writers.get(key)
         if writer is None:
-            path = self._audio_path(event)
+            path = self._path(event, "audio/wav")
             if path is None:
                 return
             writer = self._writers[key] = self.enter_context(WavWriter(path))
             self.files[key] = [path]
         writer.write(event.samples, sample_rate_hz=event.sample_rate_hz)
 
-    def _audio_path(self, event: AudioChunk) -> Path | None:
-        if self._audio is not None and self._audio_output in (None, event.output):
-            self._audio_output = event.output
-            return self._path_of_choice(self._audio, event.index)
-        return self._path_of_choice(self._folder / f"{event.output}.wav", event.index) if self._folder else None
-
-    def _path_of_choice(self, path: Path, index: int) -> Path:
-        return path.with_stem(f"{path.stem}.{index}") if self._has_choices else path
+    def _write_media(self, event: MediaChunk) -> None:
+        key = event.output, event.index
+        file = self._media.get(key)
+        if file is None:
+            path = self._path(event, event.media_type)
+            if path is None:
+                return
+            self._write_file(path, b"")
+            file = self._media[key] = self.enter_context(path.open("wb"))
+            self.files[key] = [path]
+        file.write(event.data)
 
     def _write_image(self, event: Image) -> None:
         key = event.output, event.index
         paths = self._images[key]
-        path = self._image_path(event, number=len(paths))
+        path = self._path(event, event.media_type, number=len(paths))
         if path is not None:
             # The image that a preview announces replaces the preview.
             self._write_file(path, event.data)
@@ -131,35 +159,48 @@ class Sinks(ExitStack):
             if not event.preview:
                 paths.append(path)
 
-    def _image_path(self, event: Image, *, number: int) -> Path | None:
-        """Returns the path of the file for an image, or None if the image must not be written.
+    def _path(self, event: AudioChunk | MediaChunk | Image, media_type: str, *, number: int = 0) -> Path | None:
+        """Returns the path of the file for an output, or None if the output must not be written.
 
-        `number` is the number of images of the same output and choice before this image. The name of a later file ends
-        with the image's number, for example "image-2.png".
+        `number` is the number of complete files of the same output and choice before this file.
         """
-        if self._image is not None and self._image_output in (None, event.output):
-            self._image_output = event.output
-            path = self._image
-        elif self._folder:
-            path = self._folder / f"{event.output}{_SUFFIXES.get(event.media_type, '.bin')}"
-        else:
-            return None
-        path = self._path_of_choice(path, event.index)
-        return path.with_stem(f"{path.stem}-{number + 1}") if number else path
+        path = self._named.get(media_type.partition("/")[0])
+        if path is None or self._owners.setdefault(path, event.output) != event.output:
+            if self._folder is None:
+                return None
+            path = self._folder / f"{event.output}{_suffix(media_type)}"
+        return self._numbered(path, event.index, number)
+
+    def _numbered(self, path: Path, index: int, number: int = 0) -> Path:
+        """Adds the index of the choice, and the number of a file after the first one, to the name of a file."""
+        choice = f".{index}" if self._has_choices else ""
+        return path.with_stem(f"{path.stem}{choice}{f'-{number + 1}' if number else ''}")
 
     def _write_tensor(self, event: TensorOutput, folder: Path) -> None:
         paths = self.files.setdefault((event.output, event.index), [])
-        path = self._path_of_choice(folder / f"{event.output}.npy", event.index)
+        path = self._numbered(folder / f"{event.output}.npy", event.index)
         path = path.with_stem(f"{path.stem}-{len(paths)}")
         self._write_file(path, b"")
         np.save(path, event.tensor, allow_pickle=False)
         paths.append(path)
 
     def _write_file(self, path: Path, content: bytes) -> None:
+        self._create_folder(path.parent)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         except OSError as exc:
-            raise InvalidRequestError(
-                f"cannot write {path}: {exc.strerror}; choose another --output", reason="CANNOT_WRITE"
-            ) from exc
+            raise _cannot_write(path, exc) from exc
+
+    def _create_folder(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise _cannot_write(folder, exc) from exc
+
+
+def _cannot_write(path: Path, exc: OSError) -> InvalidRequestError:
+    return InvalidRequestError(f"cannot write {path}: {exc.strerror}; choose another --output", reason="CANNOT_WRITE")
+
+
+def _suffix(media_type: str) -> str:
+    return suffix_of(media_type) or ".bin"

@@ -77,7 +77,8 @@ def _stage_label(stage: Stage) -> str:
 
 def _edge_label(edge: Edge) -> str:
     apart = "apart" if edge.apart else ""
-    parts = (edge.transform, edge.connector, _policy_label(edge.policy), apart, _condition_label(edge.condition))
+    transform = f"{edge.transform} at the producer" if edge.transforms_at_producer else edge.transform
+    parts = (transform, edge.connector, _policy_label(edge.policy), apart, _condition_label(edge.condition))
     return ", ".join(filter(None, parts))
 
 

@@ -10,6 +10,7 @@ from typing import cast
 
 from stagemesh.common import settings
 from stagemesh.common.errors import StagemeshError
+from stagemesh.common.media_config import MediaServiceConfig
 from stagemesh.common.process_config import dump_config
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration, ReplicaAddress
@@ -30,6 +31,7 @@ from stagemesh.rpc.channels import open_channel
 from stagemesh.v1.orchestrator_pb2 import EdgeDescription
 
 _POLL_S = 0.1
+_MEDIA = "media"
 
 
 class Launcher:
@@ -113,6 +115,7 @@ class Launcher:
         Selects ports for the replicas, and writes the config files of all processes to `folder`.
         """
         stages = self._pipeline.stages.values()
+        media = self._plan_media(folder)
         addresses = {stage.name: self._addresses(stage) for stage in stages}
         config = OrchestratorConfig(
             pipeline=str(self._pipeline.source),
@@ -120,6 +123,7 @@ class Launcher:
             replicas=addresses,
             listen=self.endpoint,
             admin_listen=self.admin_endpoint,
+            media_endpoint=media[0].endpoint if media else "",
             registration=Registration() if self._external.register else None,
             parent_pid=os.getpid(),
         )
@@ -127,7 +131,17 @@ class Launcher:
         log = folder.log_path(ORCHESTRATOR)
         orchestrator = ProcessSpec(ORCHESTRATOR, "", self.endpoint, command, log, probe_health)
         replicas = [self._plan_replica(stage, each, folder) for stage in stages for each in addresses[stage.name]]
-        return (orchestrator, *replicas)
+        return (orchestrator, *media, *replicas)
+
+    def _plan_media(self, folder: RunFolder) -> tuple[ProcessSpec, ...]:
+        """Returns the specification of the media service, or nothing if the pipeline has no store."""
+        media = self._pipeline.media
+        if media is None or not media.store:
+            return ()
+        endpoint = f"{HOST}:{self._ports.pick()}"
+        config = MediaServiceConfig(self._pipeline.name, endpoint, media, name=_MEDIA, parent_pid=os.getpid())
+        command = _command("stagemesh.services.media", folder.write_config(_MEDIA, dump_config(config)))
+        return (ProcessSpec(_MEDIA, "", endpoint, command, folder.log_path(_MEDIA), probe_health),)
 
     def _addresses(self, stage: Stage) -> tuple[ReplicaAddress, ...]:
         count = range(0 if stage.is_external else stage.replicas)
@@ -146,6 +160,7 @@ class Launcher:
             listen=address.endpoint,
             data_plane=stage.data_plane,
             stall_s=stage.stall_s,
+            media=self._pipeline.media,
             parent_pid=os.getpid(),
         )
         command = _command("stagemesh.services.stage", folder.write_config(address.name, dump_config(config)))

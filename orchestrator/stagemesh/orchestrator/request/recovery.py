@@ -195,7 +195,9 @@ class Action:
 
 
 def carried_rows(edge: Edge, rows: Mapping[str, int]) -> Mapping[str, int]:
-    """Returns the entries of `rows` for tensors that the edge transfers. `rows` maps tensor names to row counts."""
+    """Returns the entries of `rows` for tensors that the edge takes from the producer. `rows` maps tensor names to row
+    counts.
+    """
     return {name: count for name, count in rows.items() if not edge.tensors or name in edge.tensors}
 
 
@@ -346,8 +348,11 @@ def _can_resume(route: Route, states: States, stage: str, restarting: Collection
 def _is_resumable(edge: Edge, route: Route) -> bool:
     """Returns whether a producer that resumes from a checkpoint may omit rows on this edge.
 
-    This requires that no chunk repeats rows of an earlier chunk, and that the edge transfers every row.
+    This requires that no chunk repeats rows of an earlier chunk, and that the edge transfers every row that the
+    producer emits, not the results of a transform.
     """
+    if edge.transforms_at_producer:
+        return False
     if edge.tokens == "last" and any(other.tokens != "last" for other in route.outgoing[edge.producer]):
         return False
     if isinstance(edge.policy, StepPolicy):

@@ -25,11 +25,15 @@ from stagemesh.orchestrator.request.recovery import (
 )
 from stagemesh.orchestrator.request.step_calls import StepCalls, follow_step
 from stagemesh.orchestrator.request.validation import ValidRequest
+from stagemesh.orchestrator.request.waits import ask_for_report, describe_wait
 
 _log = logging.getLogger(__name__)
 
 # The time in seconds for which the client's error is delayed until the stages have released the request.
 _RELEASE_WAIT_S = 1.0
+# Steps may run this number of seconds longer than their request, so that late steps can report what they wait for.
+_STEP_MARGIN_S = 0.5
+_REPORT_TIMEOUT_S = 0.2
 # After _QUICK_RESTARTS, further restarts of a stage are delayed. After MAX_RESTARTS, the request fails.
 _QUICK_RESTARTS, MAX_RESTARTS = 3, 24
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
@@ -111,7 +115,7 @@ class RequestRun:
                 if self._failures.final and self._stopped is None:
                     await self._wait_for_conclusive_cause()
         except TimeoutError:
-            return self._deadline_error()
+            return await self._deadline_error()
         if self._stopped is not None:
             return self._stopped
         if self._failures.final:
@@ -164,13 +168,27 @@ class RequestRun:
                 while self._stopped is None and not root_cause(self._failures.final).is_conclusive:
                     await self._changed.wait()
 
-    def _deadline_error(self) -> DeadlineError:
-        stages = ", ".join(name for name, state in sorted(self._states.items()) if state.phase is not Phase.FINISHED)
-        unplaced = [state for state in self._states.values() if state.phase is Phase.UNPLACED]
-        waits = "".join(f"; stage {state.name!r} waits for a replica" for state in unplaced)
+    async def _deadline_error(self) -> DeadlineError:
+        """Returns an error that names the unfinished stages and what each of them waits for."""
+        unfinished = [state for _, state in sorted(self._states.items()) if state.phase is not Phase.FINISHED]
+        waits = await asyncio.gather(*map(self._find_wait, unfinished))
+        waiting = [
+            f"; stage {state.name!r} waits for {wait}" for state, wait in zip(unfinished, waits, strict=True) if wait
+        ]
+        stages = ", ".join(state.name for state in unfinished)
         return DeadlineError(
-            f"the request took longer than its {self._timeout_s:.1f} s; still running: {stages}{waits}"
+            f"the request took longer than its {self._timeout_s:.1f} s; still running: {stages}{''.join(waiting)}"
         )
+
+    async def _find_wait(self, state: StepState) -> str:
+        """Returns what an unfinished stage waits for, or an empty string if that is not known."""
+        if state.phase is Phase.UNPLACED:
+            return "a replica"
+        assert state.notes is not None, "its replica is chosen"
+        report, request_id = None, self._request.choice_id
+        if state.phase is Phase.RUNNING:
+            report = await ask_for_report(state.replica, request_id, attempt=state.attempt, timeout_s=_REPORT_TIMEOUT_S)
+        return describe_wait(state.notes, report, unready=())
 
     # -- placing and starting
 
@@ -224,7 +242,7 @@ class RequestRun:
         notes.note_sent()
         try:
             take = partial(self._calls.take, state, attempt)
-            await follow_step(state.replica, request, deadline_s=self._deadline_s, take=take)
+            await follow_step(state.replica, request, deadline_s=self._deadline_s + _STEP_MARGIN_S, take=take)
         except StagemeshError as exc:
             notes.end(exc)
             self._failures.add(state, attempt, exc)

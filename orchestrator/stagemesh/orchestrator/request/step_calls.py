@@ -2,13 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
+import secrets
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
 
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.connector_descriptors import number_of
 from stagemesh.common.errors import InternalError, StagemeshError, UnavailableError
+from stagemesh.common.media_types import suffix_of
 from stagemesh.common.notification import Notifier
 from stagemesh.common.output_position import length_of
 from stagemesh.common.unknown_kinds import refuse_unknown
@@ -29,7 +31,7 @@ from stagemesh.orchestrator.request.recovery import (
 )
 from stagemesh.orchestrator.request.timeline import StepNotes
 from stagemesh.orchestrator.request.validation import ValidRequest
-from stagemesh.orchestrator.spec import Edge, Route
+from stagemesh.orchestrator.spec import Edge, PipelineOutput, Route
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
 
@@ -74,6 +76,8 @@ class StepCalls:
         self._input_bytes = request.input.ByteSize() + request.parameters.ByteSize()
         self._output_names: dict[str, dict[str, str]] = {stage.name: {} for stage in route.stages}
         """The names of the pipeline outputs, by stage name and then by the stage's tensor name."""
+        self._run_folder = f"{request.request_id}.{secrets.token_hex(8)}"
+        """The name of the folder for the stored outputs. A run at another orchestrator uses another one."""
         for output in route.outputs.values():
             self._output_names[output.stage][output.tensor] = output.name
 
@@ -97,7 +101,7 @@ class StepCalls:
             inputs=map(self._input_binding, self._route.incoming[state.name]),
             absent=self._route.absent(state.step.stage),
             outputs=map(self._output_binding, self._open_edges(state)),
-            streamed=list(self._output_names[state.name]),
+            streamed=self._streamed(state),
             priority=self._request.priority,
             resume_from=state.resumed,
         )
@@ -203,6 +207,31 @@ class StepCalls:
     def _step_id(self, state: StepState) -> str:
         return f"{self._request.choice_id}/{state.name}/{state.attempt}"
 
+    def _streamed(self, state: StepState) -> Iterator[stage_pb2.StreamedOutput]:
+        """Yields the outputs that the newest attempt of a stage sends or stores.
+
+        Omits a stored output that is complete, so that a restarted stage does not store it again.
+        """
+        for tensor, name in self._output_names[state.name].items():
+            output = self._route.outputs[name]
+            if not output.stored or (name, self._request.index) not in self._record.position.finished:
+                yield stage_pb2.StreamedOutput(
+                    tensor=tensor,
+                    media_type=output.media_type or "",
+                    frame_rate=output.frame_rate or 0.0,
+                    uri=self._object_uri(output, state.attempt),
+                )
+
+    def _object_uri(self, output: PipelineOutput, attempt: int) -> str:
+        """Returns the URI of the object for an output, or an empty URI if the output is sent.
+
+        Each attempt has its own object, so that a superseded attempt cannot overwrite a newer one.
+        """
+        if not output.stored:
+            return ""
+        suffix = suffix_of(output.file_type)
+        return f"{output.folder_uri}/{self._run_folder}/{output.name}.{attempt}{suffix}"
+
     def _open_edges(self, state: StepState) -> list[Edge]:
         return [edge for edge in self._route.outgoing[state.name] if is_open(edge, self._states)]
 
@@ -211,7 +240,7 @@ class StepCalls:
             edge=edge.name,
             producer=self._states[edge.producer].replica.name,
             attempt=attempt_of(edge, self._states),
-            transform=edge.transform or "",
+            transform="" if edge.transforms_at_producer else edge.transform or "",
             apart=edge.apart,
         )
 
@@ -231,6 +260,7 @@ class StepCalls:
             policy=policy_to_wire(edge.policy),
             tensors=edge.tensors,
             tokens=stage_pb2.TokenSelection.Value(f"TOKEN_SELECTION_{edge.tokens.upper()}"),
+            transform=(edge.transforms_at_producer and edge.transform) or "",
         )
 
     def _input(self, state: StepState) -> request_pb2.Input:

@@ -178,6 +178,8 @@ def _check_support(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline
     given = request.input
     signatures = [stage.signature for stage in pipeline.stages.values()]
     no_stage = f"no stage of pipeline {pipeline.name!r} accepts"
+    for part in parts_of(given):
+        _check_reference(part, pipeline)
     has_media = any(map(is_medium, parts_of(given)))
     if has_media and not any(signature.media for signature in signatures):
         raise UnsupportedError(
@@ -185,6 +187,18 @@ def _check_support(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline
         )
     if given.negative_prompt and not any(signature.negative_prompt for signature in signatures):
         raise UnsupportedError(f"{no_stage} a negative prompt; omit it")
+
+
+def _check_reference(part: request_pb2.Part, pipeline: Pipeline) -> None:
+    """Raises UnsupportedError or PermissionDeniedError if a part refers to a file that the pipeline does not allow."""
+    for _, file in part.ListFields():
+        if isinstance(file, request_pb2.MediaFile) and file.WhichOneof("content") == "uri":
+            if pipeline.media is None:
+                raise UnsupportedError(
+                    f"pipeline {pipeline.name!r} has no store to which requests may refer; send the file in the "
+                    "request, or add `media:` to the pipeline file"
+                )
+            pipeline.media.located(file.uri)
 
 
 def _input_kinds(given: request_pb2.Input) -> Iterator[InputKind]:

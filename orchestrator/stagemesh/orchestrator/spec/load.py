@@ -11,9 +11,11 @@ from typing import cast
 
 from stagemesh.common import settings
 from stagemesh.common.errors import InvalidPipelineError, NotFoundError
+from stagemesh.common.media_config import parse_root
 from stagemesh.orchestrator.spec.checks.conditions import ConditionResolver, merge_options
 from stagemesh.orchestrator.spec.checks.edges import EdgeResolver, topological_order
 from stagemesh.orchestrator.spec.checks.flows import check_flows
+from stagemesh.orchestrator.spec.checks.media import check_media
 from stagemesh.orchestrator.spec.checks.stages_and_outputs import (
     Catalog,
     StageResolver,
@@ -59,7 +61,8 @@ def load_pipeline(
     catalog = catalog or Catalog()
     problems = document.problems
     stages = StageResolver(catalog, problems, check_models, _fetch_hint(name_or_path)).resolve(file)
-    outputs = resolve_outputs(file, stages, problems)
+    store_uri = parse_root(file.media.store).uri if file.media is not None and file.media.store else ""
+    outputs = resolve_outputs(file, stages, problems, store_uri=store_uri)
     options, ambiguous = merge_options(stages, file.options, problems)
     media = any(stage.signature.media for stage in stages.values())
     conditions = ConditionResolver(problems, options, ambiguous, file.outputs, media=media)
@@ -76,6 +79,8 @@ def load_pipeline(
     }
     _check_main_stage(file.main_stage, stages, problems)
     _check_limits(file.limits, problems)
+    if file.media is not None:
+        check_media(file.media, problems, check_packages=check_models)
     problems.raise_any()
     stages = {name: stages[name] for name in topological_order(list(stages), {edge.arc for edge in edges})}
     pipeline = Pipeline(
@@ -85,6 +90,7 @@ def load_pipeline(
         edges=edges,
         outputs=outputs,
         limits=file.limits,
+        media=file.media,
         source=source,
         options=options,
         explanation=tuple(_explain(file, problems.origins)),

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from pydantic import SkipValidation
 
 from stagemesh.common.descriptors import EXTERNAL, OptionSpec, OutputKind, Signature
+from stagemesh.common.media_config import MediaConfig
 from stagemesh.orchestrator.spec.conditions import Condition, Fact, Facts, holds
 from stagemesh.orchestrator.spec.schema import EdgeEntry, Limits, OutputEntry, StageEntry
 
@@ -54,6 +55,10 @@ class Edge(EdgeEntry, frozen=True):
     name: str = ""
     tensors: tuple[str, ...] = ()
     """The names of the producer's tensors that the edge transfers."""
+    transforms_at_producer: bool = False
+    """Whether the producer applies the edge's transform, because the consumer is external. Otherwise, the consumer
+    does.
+    """
     brings: tuple[str, ...] = ()
     """The names of the tensors that the consumer receives from the edge, after the edge's transform."""
     apart: bool = False
@@ -71,11 +76,20 @@ class Edge(EdgeEntry, frozen=True):
 
 
 class PipelineOutput(OutputEntry, frozen=True):
-    """An output of a pipeline that clients may request: a tensor that a stage emits."""
+    """An output of a pipeline that clients may request: a tensor that a stage emits. `source` names the tensor."""
 
     name: str
     kind: OutputKind
     sample_rate_hz: int
+    emitted_type: str = ""
+    """The media type of the file that the tensors form. Empty unless `kind` is "media"."""
+    folder_uri: str = ""
+    """The URI of the folder in which the output is stored. Empty if the output is sent."""
+
+    @property
+    def file_type(self) -> str:
+        """The media type of the output if it is one file, otherwise empty."""
+        return self.media_type or self.emitted_type
 
 
 @dataclass(frozen=True)
@@ -132,6 +146,8 @@ class Pipeline:
     outputs: Mapping[str, PipelineOutput]
     limits: Limits
     source: Path
+    media: MediaConfig | None = None
+    """The locations of media files, or None if requests cannot refer to files and outputs cannot be stored."""
     options: Mapping[str, OptionSpec] = field(default_factory=dict[str, OptionSpec])
     """The options that requests may set, by name. An option is defined by stages or declared by the file."""
     explanation: tuple[ExplainedValue, ...] = field(default=(), repr=False, compare=False)

@@ -6,6 +6,7 @@ entry to its type in `spec.model`.
 
 import sys
 from collections.abc import Mapping
+from dataclasses import field
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
 
@@ -17,6 +18,7 @@ from pydantic import (
     Field,
     JsonValue,
     PlainSerializer,
+    SerializerFunctionWrapHandler,
     Tag,
     ValidationError,
     model_serializer,
@@ -26,6 +28,8 @@ from pydantic.dataclasses import dataclass
 
 from stagemesh.common.connector_descriptors import AUTO
 from stagemesh.common.descriptors import OptionSpec
+from stagemesh.common.encodings import MAX_FRAME_RATE
+from stagemesh.common.media_config import MediaConfig, parse_root
 from stagemesh.common.stage_config import STALL_S, DataPlaneConfig
 from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.orchestrator.spec.conditions import Comparison, InputKind
@@ -243,22 +247,38 @@ class EdgeEntry(Entry, frozen=True):
 
 
 class OutputEntry(Entry, frozen=True):
-    """An item of `outputs`, written "stage" or "stage.tensor"."""
+    """An item of `outputs`: a tensor of a stage, and the file that the stage makes of it.
 
-    stage: str
-    tensor: str = ""
+    An output that is sent as it is may be written as the text of `source` alone.
+    """
+
+    source: Annotated[str, Field(validation_alias="from", serialization_alias="from")]
+    """The output's origin, written "stage" or "stage.tensor"."""
+    media_type: str | None = None
+    """The media type in which the stage encodes the output. None if the stage does not encode it."""
+    frame_rate: Annotated[Number, Field(gt=0, le=MAX_FRAME_RATE)] | None = None
+    """The number of frames per second of a video."""
+    stored: Annotated[bool, Field(strict=True)] = False
+    """Whether the stage stores the output in the pipeline's object store instead of sending it."""
+
+    @property
+    def stage(self) -> str:
+        """The name of the stage that produces the output."""
+        return self.source.partition(".")[0]
+
+    @property
+    def tensor(self) -> str:
+        """The name of the stage's tensor. Empty in a file that names only the stage."""
+        return self.source.partition(".")[2]
 
     @model_validator(mode="before")
     @classmethod
-    def _split(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        stage, _, tensor = value.partition(".")
-        return {"stage": stage, "tensor": tensor}
+    def _from_text(cls, value: object) -> object:
+        return {"from": value} if isinstance(value, str) else value
 
-    @model_serializer
-    def _join(self) -> str:
-        return f"{self.stage}.{self.tensor}" if self.tensor else self.stage
+    @model_serializer(mode="wrap")
+    def _to_text(self, serialize: SerializerFunctionWrapHandler) -> object:
+        return self.source if self.model_fields_set <= {"source"} else serialize(self)
 
 
 class Bounds(Entry, frozen=True):
@@ -292,6 +312,25 @@ class Limits(Bounds, frozen=True):
         return min(self.max_choices, self.max_in_flight, self.per_caller.max_in_flight)
 
 
+def _checked_root(root: str) -> str:
+    parse_root(root)
+    return root
+
+
+Root: TypeAlias = Annotated[str, AfterValidator(_checked_root)]
+"""A folder or a URL of fsspec below which media files are stored."""
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class MediaEntry(MediaConfig):
+    """The value of `media`: where media files are stored, and to which files requests may refer."""
+
+    store: Root = ""
+    allowed: tuple[Root, ...] = ()
+    storage_options: dict[str, dict[str, JsonValue]] = field(default_factory=dict[str, dict[str, JsonValue]])
+    max_file_bytes: Size = MediaConfig.max_file_bytes
+
+
 class PipelineFile(Entry, frozen=True):
     """The content of a pipeline file, with the types of the schema."""
 
@@ -303,8 +342,15 @@ class PipelineFile(Entry, frozen=True):
     main_stage: Name | None = None
     """The stage that a request's sampling parameters and adapter mean if the request does not name a stage."""
     limits: Limits = Limits()
+    media: MediaEntry | None = None
 
 
+_ITEMS: Mapping[str, Any] = {
+    "edges": EdgeEntry,
+    "outputs": OutputEntry,
+    "options": OptionEntry,
+}
+"""The types of the items of the file's lists and mappings other than stages, by key."""
 _TERMS = {"(option)": OptionTerm, "(input)": InputTerm, "(output)": OutputTerm}
 _STAGE_ENTRIES: Mapping[str, Any] = {
     "(started)": StageEntry,
@@ -372,18 +418,18 @@ def _known_keys(path: KeyPath) -> set[str]:
     match path:
         case ("stages", _, *keys) if "when" not in keys:
             entry = _STAGE_ENTRIES[".".join(str(key) for key in keys[:3])]
-        case ("edges", _):
-            entry = EdgeEntry
+        case (str() as section, _) if section in _ITEMS:
+            entry = _ITEMS[section]
         case ("edges", _, "chunk", "(frames)"):
             entry = FramesEntry
         case ("stages", _, _, "when", _, str() as tag) | ("edges", _, "when", _, str() as tag):
             entry = _TERMS[tag]
-        case ("options", _):
-            entry = OptionEntry
         case ("limits",):
             entry = Limits
         case ("limits", "per_caller"):
             entry = Bounds
+        case ("media",):
+            entry = MediaEntry
         case _:
             pass
     fields = entry.__pydantic_fields__

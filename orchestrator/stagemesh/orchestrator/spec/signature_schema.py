@@ -23,6 +23,7 @@ _FORMS: Mapping[OutputKind, tuple[str, range]] = {
     "tokens": ("int32", range(1, 2)),
     "audio": ("float32", range(1, 3)),
     "image": ("uint8", range(1, 2)),
+    "media": ("uint8", range(1, 2)),
 }
 """The dtype and the allowed numbers of dimensions of a tensor, by the tensor's kind."""
 
@@ -57,6 +58,7 @@ class EmittedEntry(_TensorEntry, frozen=True):
 
     kind: OutputKind = "tensor"
     sample_rate_hz: Count = 0
+    media_type: str = ""
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
@@ -66,6 +68,8 @@ class EmittedEntry(_TensorEntry, frozen=True):
             raise ValueError(f"a tensor of kind {self.kind} is {allowed}, not {self.type}")
         if (self.kind == "audio") != bool(self.sample_rate_hz):
             raise ValueError("audio needs sample_rate_hz, and other kinds have none")
+        if (self.kind == "media") != bool(self.media_type):
+            raise ValueError("media needs media_type, and other kinds have none")
         return self
 
 
@@ -75,14 +79,14 @@ class StageOptionEntry(Entry, frozen=True):
     default: Value
     minimum: Number | None = None
     maximum: Number | None = None
-    choices: tuple[str, ...] = ()
+    allowed_texts: tuple[str, ...] = ()
     description: str = ""
 
     @model_validator(mode="after")
     def _check_default(self) -> Self:
         is_text = isinstance(self.default, str)
-        if self.choices and not is_text:
-            raise ValueError("only a text has choices")
+        if self.allowed_texts and not is_text:
+            raise ValueError("only a text has allowed_texts")
         if self.minimum is not None and (is_text or isinstance(self.default, bool)):
             raise ValueError("only a number has a minimum")
         if self.maximum is not None and isinstance(self.default, bool):
@@ -96,7 +100,7 @@ class StageOptionEntry(Entry, frozen=True):
         """The option's type, default and allowed values."""
         bounds = {"minimum": self.minimum, "maximum": self.maximum}
         given = {name: value for name, value in bounds.items() if value is not None}
-        return OptionSpec(self.default, **given, choices=self.choices, description=self.description)
+        return OptionSpec(self.default, **given, allowed_texts=self.allowed_texts, description=self.description)
 
 
 class SignatureEntry(Entry, frozen=True):
@@ -115,7 +119,10 @@ class SignatureEntry(Entry, frozen=True):
         """The signature that the entry describes."""
         return Signature(
             accepts={name: each.type for name, each in self.accepts.items()},
-            emits={name: Emitted(each.type, each.kind, each.sample_rate_hz) for name, each in self.emits.items()},
+            emits={
+                name: Emitted(each.type, each.kind, each.sample_rate_hz, each.media_type)
+                for name, each in self.emits.items()
+            },
             options={name: each.spec for name, each in self.options.items()},
             sampling=self.sampling,
             adapters=self.adapters,

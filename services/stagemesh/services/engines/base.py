@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BufferedReader, BytesIO
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from pydantic import JsonValue
@@ -11,6 +12,8 @@ from stagemesh.common.tensors import Array, Tensors
 from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.abilities import EngineAbilities
+from stagemesh.services.media.store import FetchedFile
+from stagemesh.v1 import request_pb2
 
 MediaKind: TypeAlias = Literal["image", "audio", "video"]
 
@@ -55,9 +58,23 @@ class MediaFile:
 
     kind: MediaKind
     data: bytes
+    """The content of an inline file. Empty if the file is in a store."""
     media_type: str
     use_audio: bool = False
     """Whether the audio track of a video belongs to the input."""
+    reference: request_pb2.MediaFile | None = None
+    """The file in a store to which the request refers. None if the file is inline."""
+    stored: FetchedFile | None = None
+    """The opened file in a store, whose digest has been checked. Engines receive it if there is a `reference`."""
+
+    def open(self) -> BufferedReader | BytesIO:
+        """Returns a new reader at the start of the file. Close it after use. Reading never waits for a store."""
+        return BytesIO(self.data) if self.stored is None else self.stored.open()
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the encoded file in bytes."""
+        return len(self.data) if self.stored is None else self.stored.size_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,14 +188,14 @@ in the prompt (`prompt_tokens`).
 """
 
 
-StructureKind: TypeAlias = Literal["json_schema", "regex", "choice", "grammar"]
+StructureKind: TypeAlias = Literal["json_schema", "regex", "allowed_texts", "grammar"]
 
 
 @dataclass(frozen=True)
 class Structure:
     """The format that the whole output of a task must have.
 
-    `texts` contains the allowed outputs of a choice, or else a single JSON schema, regular expression or grammar.
+    `texts` contains the allowed texts, or else a single JSON schema, regular expression or grammar.
     """
 
     kind: StructureKind

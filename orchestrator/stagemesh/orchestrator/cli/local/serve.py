@@ -11,7 +11,8 @@ from typing import Annotated, NoReturn
 import typer
 
 app = typer.Typer(
-    help="Run one process of a deployment until SIGTERM or Ctrl-C: an orchestrator, or a replica of a stage.",
+    help="Run one process of a deployment until SIGTERM or Ctrl-C: an orchestrator, a replica of a stage, or a media "
+    "service.",
     no_args_is_help=True,
 )
 
@@ -33,6 +34,12 @@ def orchestrator(config: _Config) -> None:
 def stage(config: _Config) -> None:
     """Run a replica of a stage. docs/replicas.md describes its configuration."""
     _replace_process("stagemesh.services.stage", config)
+
+
+@app.command()
+def media(config: _Config) -> None:
+    """Run a media service, which stores uploads and serves downloads. docs/media.md describes its configuration."""
+    _replace_process("stagemesh.services.media", config)
 
 
 def _replace_process(module: str, config: str) -> NoReturn:

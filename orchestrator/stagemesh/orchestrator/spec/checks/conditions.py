@@ -104,10 +104,10 @@ def _bounds_of(spec: OptionSpec) -> Bounds:
     return Bounds(float(spec.default), max(spec.minimum, -_LARGE), min(spec.maximum, _LARGE))
 
 
-def _common_choices(one: OptionSpec, other: OptionSpec) -> tuple[str, ...]:
-    if not one.choices or not other.choices:
-        return one.choices or other.choices
-    return tuple(each for each in one.choices if each in other.choices)
+def _common_texts(one: OptionSpec, other: OptionSpec) -> tuple[str, ...]:
+    if not one.allowed_texts or not other.allowed_texts:
+        return one.allowed_texts or other.allowed_texts
+    return tuple(each for each in one.allowed_texts if each in other.allowed_texts)
 
 
 def merge_options(
@@ -140,10 +140,10 @@ def merge_options(
                 known,
                 minimum=max(known.minimum, spec.minimum),
                 maximum=min(known.maximum, spec.maximum),
-                choices=_common_choices(known, spec),
+                allowed_texts=_common_texts(known, spec),
             )
-            if known.choices and spec.choices and not options[name].choices:
-                text = f"stages {' and '.join(owners[name])} have option {name!r} without a common choice; rename one"
+            if known.allowed_texts and spec.allowed_texts and not options[name].allowed_texts:
+                text = f"stages {' and '.join(owners[name])} have option {name!r} without a common text; rename one"
                 problems.add(("stages", stage.name), text)
     for name in declared.keys() & owners.keys():
         problems.add(("options", name), f"stage {owners[name][0]!r} has option {name!r} already; choose another name")

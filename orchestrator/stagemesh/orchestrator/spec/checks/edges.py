@@ -11,7 +11,7 @@ from stagemesh.connectors.flow.chunking import FramesPolicy
 from stagemesh.orchestrator.spec.checks.conditions import ConditionResolver
 from stagemesh.orchestrator.spec.checks.stages_and_outputs import Catalog
 from stagemesh.orchestrator.spec.model import Arc, Edge, Stage
-from stagemesh.orchestrator.spec.schema import AnyStageEntry, EdgeEntry, PipelineFile, StageEntry
+from stagemesh.orchestrator.spec.schema import AnyStageEntry, EdgeEntry, ExternalStageEntry, PipelineFile, StageEntry
 from stagemesh.orchestrator.spec.source.problem_lines import Problems, suggest
 
 
@@ -58,15 +58,21 @@ class EdgeResolver:
             entry = file.edges[i]
             producer, consumer = stages.get(entry.producer), stages.get(entry.consumer)
             self._check_connector(i, entry, file.stages[entry.producer])
+            self._check_transforming_end(i, entry, file)
             tensors = None
-            if producer is not None:
-                self._check_frames(i, entry, producer)
+            transforms_at_producer = entry.transform is not None and _is_external(file.stages[entry.consumer])
             if producer is not None and consumer is not None:
                 tensors = self._tensors(i, entry, producer=producer, consumer=consumer)
+            if producer is not None and not transforms_at_producer:
+                self._check_frames(i, entry, Endpoint(f"stage {entry.producer!r}", emitted(producer)))
+            elif tensors is not None and entry.transform is not None:
+                gives = self.catalog.transform(entry.transform).gives
+                self._check_frames(i, entry, Endpoint(f"transform {entry.transform!r}", gives))
             if tensors is None:
                 mismatched.add(entry.consumer)
             resolved: dict[str, Any] = {
                 "name": entry.edge_name,
+                "transforms_at_producer": transforms_at_producer,
                 "apart": _is_apart(entry, file.stages[entry.consumer]),
                 "condition": self.conditions.resolve(("edges", i, "when"), entry.when or ()),
             }
@@ -117,13 +123,21 @@ class EdgeResolver:
             text = f"shm needs a shared arena; remove data_plane.shared_arena from stage {edge.producer!r}"
             self.problems.add(("edges", index, "connector"), text)
 
-    def _check_frames(self, index: int, edge: EdgeEntry, producer: Stage) -> None:
-        first_axes = {spec.shape[:1] for spec in emitted(producer).values()}
+    def _check_transforming_end(self, index: int, edge: EdgeEntry, file: PipelineFile) -> None:
+        if edge.transform is not None and all(_is_external(file.stages[end]) for end in (edge.producer, edge.consumer)):
+            text = (
+                f"stages {edge.producer!r} and {edge.consumer!r} are external, so that none of them can run transform "
+                f"{edge.transform!r}; put a function stage between them"
+            )
+            self.problems.add(("edges", index, "transform"), text)
+
+    def _check_frames(self, index: int, edge: EdgeEntry, source: Endpoint) -> None:
+        first_axes = {spec.shape[:1] for spec in source.tensors.values()}
         if isinstance(edge.policy, FramesPolicy) and (len(first_axes) > 1 or () in first_axes):
             self.problems.add(
                 ("edges", index, "chunk"),
-                f"the tensors that stage {edge.producer!r} emits have no common first axis to cut frames from "
-                f"({list_specs(emitted(producer))}); use `step` or `whole`",
+                f"the tensors that {source.name} emits have no common first axis to cut frames from ({source}); use "
+                "`step` or `whole`",
             )
 
     def _check_fed(self, stage: Stage, incoming: Sequence[Edge]) -> None:
@@ -184,6 +198,10 @@ class EdgeResolver:
                 f"{name}: {taken.tensors[name]}; add or change the edge's transform",
             )
         return not wrong
+
+
+def _is_external(stage: AnyStageEntry) -> bool:
+    return isinstance(stage, ExternalStageEntry)
 
 
 def _is_apart(edge: EdgeEntry, consumer: AnyStageEntry) -> bool:

@@ -7,16 +7,18 @@ from typing import Any
 
 from stagemesh.common import settings
 from stagemesh.common.descriptors import (
+    Emitted,
     EngineDescriptor,
     Signature,
     TransformDescriptor,
     load_engine_descriptor,
     load_transform_descriptor,
 )
+from stagemesh.common.encodings import VIDEO_ENCODINGS, encodings_of
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.spec.model import Edge, PipelineOutput, Stage, ancestors
-from stagemesh.orchestrator.spec.schema import ExternalStageEntry, PipelineFile, StageEntry
-from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Problems, suggest
+from stagemesh.orchestrator.spec.schema import ExternalStageEntry, OutputEntry, PipelineFile, StageEntry
+from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Problems, dotted, suggest
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,11 @@ def _external_stage(name: str, entry: ExternalStageEntry) -> Stage:
 
 
 def resolve_outputs(
-    file: PipelineFile, stages: Mapping[str, Stage], problems: Problems
+    file: PipelineFile, stages: Mapping[str, Stage], problems: Problems, *, store_uri: str
 ) -> Mapping[str, PipelineOutput]:
     """Checks all outputs. Returns the outputs for which both the stage and the tensor exist, by name.
 
-    Reports errors to `problems`.
+    `store_uri` is the URI of the pipeline's object store, or empty if there is none. Reports errors to `problems`.
     """
     outputs: dict[str, PipelineOutput] = {}
     for name, entry in file.outputs.items():
@@ -120,7 +122,7 @@ def resolve_outputs(
             text = f"output {name!r} names an unknown stage {entry.stage!r}; {suggest(entry.stage, file.stages)}"
             problems.add(("outputs", name), text)
         elif stage := stages.get(entry.stage):
-            _add_output(outputs, name, stage, tensor=entry.tensor, problems=problems)
+            _add_output(outputs, name, stage, entry=entry, store_uri=store_uri, problems=problems)
     return outputs
 
 
@@ -140,9 +142,15 @@ def check_all_used(file: PipelineFile, edges: Sequence[Edge], problems: Problems
 
 
 def _add_output(
-    outputs: dict[str, PipelineOutput], name: str, stage: Stage, *, tensor: str, problems: Problems
+    outputs: dict[str, PipelineOutput],
+    name: str,
+    stage: Stage,
+    *,
+    entry: OutputEntry,
+    store_uri: str,
+    problems: Problems,
 ) -> None:
-    emits = stage.signature.emits
+    emits, tensor = stage.signature.emits, entry.tensor
     chosen = tensor or (name if name in emits else next(iter(emits)) if len(emits) == 1 else "")
     same = next((each for each in outputs.values() if (each.stage, each.tensor) == (stage.name, chosen)), None)
     if not chosen:
@@ -152,7 +160,40 @@ def _add_output(
     elif same is not None:
         text = f"{stage.name}.{chosen} is already the output {same.name!r}; keep one of them"
     else:
-        kind, rate = emits[chosen].kind, emits[chosen].sample_rate_hz
-        outputs[name] = PipelineOutput(name=name, stage=stage.name, tensor=chosen, kind=kind, sample_rate_hz=rate)
+        emitted = emits[chosen]
+        _check_file(("outputs", name), entry, emitted, store_uri=store_uri, problems=problems)
+        outputs[name] = PipelineOutput(
+            name=name,
+            source=f"{stage.name}.{chosen}",
+            media_type=entry.media_type,
+            frame_rate=entry.frame_rate,
+            stored=entry.stored,
+            kind=emitted.kind,
+            sample_rate_hz=emitted.sample_rate_hz,
+            emitted_type=emitted.media_type,
+            folder_uri=f"{store_uri}/outputs" if entry.stored else "",
+        )
         return
     problems.add(("outputs", name), text)
+
+
+def _check_file(path: KeyPath, entry: OutputEntry, emitted: Emitted, *, store_uri: str, problems: Problems) -> None:
+    """Reports an error for each key that does not fit to the tensor that the stage emits."""
+    encodings = encodings_of(emitted)
+    is_video = entry.media_type in VIDEO_ENCODINGS
+    remedy = (
+        f"use one of {', '.join(encodings)}" if encodings else "remove media_type, because the stage emits whole files"
+    )
+    if entry.media_type is not None and entry.media_type not in encodings:
+        text = f"{entry.source} ({emitted.kind}, {emitted.spec}) cannot be encoded as {entry.media_type!r}; {remedy}"
+        problems.add((*path, "media_type"), text)
+    elif is_video and entry.frame_rate is None:
+        problems.add(path, f"{dotted(path)} is a video without a frame rate; add `frame_rate: 24`")
+    elif entry.frame_rate is not None and not is_video:
+        text = f"frame_rate is given for {entry.media_type or emitted.kind}; remove it, or use a video's media_type"
+        problems.add((*path, "frame_rate"), text)
+    if entry.stored and not store_uri:
+        text = "the output is to be stored, but the pipeline has no object store; add `media: {store: FOLDER OR URL}`"
+        problems.add((*path, "stored"), text)
+    if entry.stored and entry.media_type is None and encodings:
+        problems.add(path, f"{dotted(path)} is stored without a media type; add `media_type: {encodings[0]}`")

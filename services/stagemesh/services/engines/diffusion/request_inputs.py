@@ -10,6 +10,7 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
 
 _MAX_SEED = (1 << 63) - 1
+_MAX_IMAGE_BYTES = 64 << 20
 
 
 def build_inputs(
@@ -108,4 +109,15 @@ def _prompt_and_image(prompt: Prompt, family: Family) -> tuple[str, bytes | None
         raise InvalidRequestError(f"the prompt has {len(images)} images; this model {wanted}", reason="INVALID_MEDIA")
     if not text.strip():
         raise InvalidRequestError("the prompt is empty; describe the image", reason="EMPTY_PROMPT")
-    return text, images[0].data if images else None
+    return text, _read(images[0]) if images else None
+
+
+def _read(image: MediaFile) -> bytes:
+    if image.size_bytes > _MAX_IMAGE_BYTES:
+        raise InvalidRequestError(
+            f"the image file has {image.size_bytes} bytes, but a diffusion stage accepts {_MAX_IMAGE_BYTES}; send a "
+            "smaller file",
+            reason="MEDIA_TOO_LARGE",
+        )
+    with image.open() as content:
+        return content.read()

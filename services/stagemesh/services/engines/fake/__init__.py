@@ -5,11 +5,13 @@ faults. The columns of this table are the function, its input, and its output:
 
 =======  =========================  ===========================================
 source   the client's prompt        text
+look     the prompt's media         text: the kind, size and SHA-256 digest of each image, audio and video
 talk     text                       the same text
 relay    text                       the same text
 frames   text                       float32 frames, one for each byte
 mix      text or frames, or both    the frames plus the sum of the text's bytes
 sound    frames                     audio at 24 kHz, 8 samples per frame
+video    text                       square RGB frames, one of one color for each byte
 =======  =========================  ===========================================
 
 `source` and `talk` take sampling parameters (`sampling`), as stages do that choose tokens.
@@ -33,6 +35,7 @@ _FRAMES = TensorSpec("float32", ("frames", FRAME_WIDTH))
 _AUDIO = Emitted(TensorSpec("float32", ("samples",)), kind="audio", sample_rate_hz=SAMPLE_RATE_HZ)
 _SIGNATURES = {
     "source": Signature(emits={"text": Emitted(_TEXT, kind="text")}, sampling=True),
+    "look": Signature(emits={"text": Emitted(_TEXT, kind="text")}, media=True),
     "talk": Signature(accepts={"text": _TEXT}, emits={"text": Emitted(_TEXT, kind="text")}, sampling=True),
     "relay": Signature(accepts={"text": _TEXT}, emits={"text": Emitted(_TEXT, kind="text")}),
     "frames": Signature(accepts={"text": _TEXT}, emits={"frames": Emitted(_FRAMES)}),
@@ -42,6 +45,9 @@ _SIGNATURES = {
         optional=frozenset({"text", "frames"}),
     ),
     "sound": Signature(accepts={"frames": _FRAMES}, emits={"audio": _AUDIO}),
+    "video": Signature(
+        accepts={"text": _TEXT}, emits={"frames": Emitted(TensorSpec("uint8", ("frames", "height", "width", 3)))}
+    ),
 }
 
 

@@ -34,12 +34,14 @@ from stagemesh.services.engines.base import (
     RawPrompt,
     Task,
     Usage,
+    media_of,
 )
 from stagemesh.services.engines.fake import signature
 from stagemesh.services.engines.fake.options import FakeOptions, Fault, FaultKind, SeededRandom, fake_options
 from stagemesh.services.engines.fake.outputs import (
     compute_output,
     is_packed,
+    media_text,
     pack,
     resize_text,
     source_text,
@@ -77,6 +79,7 @@ class FakeEngine:
             async with self._slots, aclosing(run.events()) as events:
                 async for event in events:
                     yield event
+                    del event  # a variable would retain the memory of an emission while the next one is computed
         finally:
             self._runs.discard(run)
 
@@ -132,8 +135,7 @@ class FakeRun:
         async with aclosing(self._inputs()) as inputs:
             async for given in inputs:
                 size_bytes += sum(tensor.nbytes for tensor in given.values())
-                limited = self._limited(compute_output(self._function, given))
-                made = None if limited is None else self._after_checkpoint(limited)
+                made = self._made(given)
                 if made is None:
                     self._step += 1
                     continue
@@ -147,9 +149,11 @@ class FakeRun:
                 if disordered and not pauses:
                     delayed.append(emission)
                     continue
-                for each in (emission, *delayed):
-                    yield each
+                ready = [emission, *delayed]
                 delayed.clear()
+                del made, emission
+                while ready:
+                    yield ready.pop(0)
                 yield Progress(self._step)
                 if self._options.checkpoint_steps and not self._step % self._options.checkpoint_steps:
                     yield Checkpoint(self._step, tensors=step_state(self._step))
@@ -176,6 +180,8 @@ class FakeRun:
 
     @property
     def _source_steps(self) -> int:
+        if self._signature.media:
+            return len(media_of(self._task.prompt))
         asked = self._task.sampling.max_tokens
         return self._random.count(self._options.steps, "steps") if asked is None else asked
 
@@ -183,6 +189,11 @@ class FakeRun:
     def _before_checkpoint(self) -> bool:
         """Whether the task has not yet reached the checkpoint from which it resumes."""
         return self._step < self._resumed or any(self._rows_to_skip.values())
+
+    def _made(self, given: Tensors) -> Tensors | None:
+        """Returns the tensors of a step, or None if the output has ended or the checkpoint includes them."""
+        limited = self._limited(compute_output(self._function, given, frame_side=self._options.frame_side))
+        return None if limited is None else self._after_checkpoint(limited)
 
     def _limited(self, made: Tensors) -> Tensors | None:
         """Returns a step's tensors under the task's sampling parameters, or None if they have ended the output."""
@@ -209,7 +220,7 @@ class FakeRun:
         """
         if self._is_source:
             for step in range(self._source_steps):
-                yield {"text": self._sized(source_text(self._task, step), step)}
+                yield {"text": await self._source_text(step)}
             return
         resume_from = self._task.resume_from
         if resume_from is not None and is_packed(resume_from.tensors):
@@ -226,6 +237,11 @@ class FakeRun:
                     for name, tensor in packet.tensors.items()
                 }
                 step += 1
+
+    async def _source_text(self, step: int) -> Array:
+        if self._signature.media:
+            return await asyncio.to_thread(media_text, media_of(self._task.prompt)[step])
+        return self._sized(source_text(self._task, step), step)
 
     def _sized(self, text: Array, step: int) -> Array:
         return resize_text(text, self._random.count(self._options.size_bytes, "size", step))

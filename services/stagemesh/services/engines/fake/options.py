@@ -199,6 +199,8 @@ class FakeOptions:
     """The size of the memory that the engine allocates when it starts, in bytes."""
     request_memory_bytes: Count = 0
     """The size of the memory that each running task allocates, in bytes."""
+    frame_side: Annotated[int, Field(ge=2, multiple_of=2)] = 16
+    """The width and the height of the frames of a `video` stage, in pixels. An even number."""
 
 
 def fake_options(options: Mapping[str, JsonValue], *, stage: str = "") -> FakeOptions:

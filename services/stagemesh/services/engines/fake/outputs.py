@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from stagemesh.common.tensors import Array, Tensors
-from stagemesh.services.engines.base import Task
+from stagemesh.services.engines.base import MediaFile, Medium, Task
 from stagemesh.services.engines.fake import FRAME_WIDTH
 
 _LENGTHS, _ABSENT = ".lengths", -1
@@ -19,14 +19,27 @@ def source_text(task: Task, step: int) -> Array:
     return np.frombuffer(f"Step {step} is {digest}. ".encode(), np.uint8)
 
 
+def media_text(medium: Medium) -> Array:
+    """Returns a line of text about an image, audio or a video: its kind, size in bytes and SHA-256 digest.
+
+    Reads a file in small blocks.
+    """
+    if isinstance(medium, MediaFile):
+        with medium.open() as content:
+            size_bytes, digest = medium.size_bytes, hashlib.file_digest(content, "sha256").hexdigest()
+    else:
+        size_bytes, digest = medium.samples.nbytes, hashlib.sha256(medium.samples.tobytes()).hexdigest()
+    return np.frombuffer(f"{medium.kind} {size_bytes} {digest}\n".encode(), np.uint8)
+
+
 def resize_text(text: Array, size_bytes: int) -> Array:
     """Returns the text, repeated or cut to `size_bytes` bytes. If `size_bytes` is 0, returns the text unchanged."""
     return np.resize(text, size_bytes) if size_bytes and text.size else text
 
 
-def compute_output(function: str, given: Tensors) -> Mapping[str, Array]:
+def compute_output(function: str, given: Tensors, *, frame_side: int = 16) -> Mapping[str, Array]:
     """Returns the tensors that a stage with this function emits for one input. `given` contains the input's
-    tensors.
+    tensors. `frame_side` is the width and the height of video frames, in pixels.
     """
     match function:
         case "frames":
@@ -35,6 +48,11 @@ def compute_output(function: str, given: Tensors) -> Mapping[str, Array]:
             return {"frames": mix(given.get("text"), given.get("frames"))}
         case "sound":
             return {"audio": np.divide(given["frames"].reshape(-1), 256 * FRAME_WIDTH, dtype=np.float32)}
+        case "video":
+            text = given["text"]
+            return {
+                "frames": np.repeat(text, frame_side * frame_side * 3).reshape(len(text), frame_side, frame_side, 3)
+            }
         case _:
             return {"text": given["text"]}
 

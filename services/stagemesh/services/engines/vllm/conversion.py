@@ -35,6 +35,7 @@ from stagemesh.services.engines.base import (
     RawPrompt,
     SamplingOptions,
     Structure,
+    StructureKind,
     Task,
     Tool,
     media_of,
@@ -62,6 +63,8 @@ _OWN_ARGUMENTS = frozenset(
         "truncation",
     }
 )
+# The names of vLLM's arguments that differ from the kinds of structures.
+_STRUCTURES: Mapping[StructureKind, str] = {"json_schema": "json", "allowed_texts": "choice"}
 # vLLM's message parts for media. They have no content, because vLLM receives the decoded media separately.
 _EMPTY_PARTS: Mapping[MediaKind, Mapping[str, object]] = {
     "image": {"type": "image_pil", "image_pil": None},
@@ -274,9 +277,8 @@ def _given(sampling: SamplingOptions) -> dict[str, Any]:
     values: dict[str, Any] = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
     structure: Structure | None = values.pop("structure")
     if structure is not None:
-        kind = "json" if structure.kind == "json_schema" else structure.kind
-        texts = list(structure.texts) if kind == "choice" else structure.texts[0]
-        arguments: dict[str, Any] = {kind: texts}
+        texts = list(structure.texts) if structure.kind == "allowed_texts" else structure.texts[0]
+        arguments: dict[str, Any] = {_STRUCTURES.get(structure.kind, structure.kind): texts}
         values["structured_outputs"] = StructuredOutputsParams(**arguments)
     del values["max_tokens"], values["logprobs"]
     # vLLM expects lists.

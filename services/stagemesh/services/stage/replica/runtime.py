@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TypeVar
 
+from stagemesh.common import settings
 from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import (
     CancelledRequestError,
@@ -26,6 +27,7 @@ from stagemesh.connectors.arena.memory_file import pin_if_cuda
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.services.engines.abilities import SleepControl
 from stagemesh.services.engines.base import Engine, EngineLoad
+from stagemesh.services.media.store import MediaStore
 from stagemesh.services.stage.replica.hang_detection import StallWatch
 from stagemesh.services.stage.replica.paused_states import PausedStates
 from stagemesh.services.stage.step.checks import check_rebinding, check_spec
@@ -63,6 +65,9 @@ class StageRuntime:
         self._runs = RunRegistry()
         self.states = PausedStates()
         """The states from which paused requests can resume."""
+        writer = f"{config.pipeline}.{config.replica}"
+        self.store = MediaStore(config.media, writer=writer, spool=settings.spool_dir()) if config.media else None
+        """The pipeline's store for media, or None if it has none."""
         self._drained_by_operator = False
         """Whether an operator has drained the replica. False if the replica drains because it is shutting down."""
         self._handed_over = False
@@ -79,6 +84,9 @@ class StageRuntime:
         and raises a StagemeshError.
         """
         try:
+            if self.store is not None:
+                self.store.check_packages()
+                self.store.sweep()
             if use_partitions := self.engine.abilities.use_partitions:
                 use_partitions(self.data_plane.arena)
             await self.engine.start(self._report)
@@ -396,6 +404,7 @@ class StageRuntime:
             data_plane=self.data_plane,
             signature=self.signature,
             states=self.states,
+            store=self.store,
             where=self.where,
         )
         self._runs.add(run)

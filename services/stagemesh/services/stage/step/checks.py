@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from stagemesh.common.descriptors import Signature
+from stagemesh.common.descriptors import Emitted, Signature
+from stagemesh.common.encodings import MAX_FRAME_RATE, VIDEO_ENCODINGS, encodings_of
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.request_checks import check_choice_id, check_options, empty_prompt_error
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import MEDIA_TYPES, MediaFile, Medium, Samples, SamplingOptions, Task, media_of
-from stagemesh.services.stage.step.spec import STATE_EDGE, OutputBinding, Rebinding, StepSpec
+from stagemesh.services.stage.step.spec import STATE_EDGE, OutputBinding, Rebinding, StepSpec, StreamedOutput
 
 # An orchestrator builds the id from request, stage and attempt.
 _STEP_ID = re.compile(r"[A-Za-z0-9._:/-]{1,256}")
@@ -38,7 +39,7 @@ def check_spec(spec: StepSpec, signature: Signature, *, engine: str, abilities: 
         _check_emitted(counted, signature, problem="the checkpoint counts", reason="INVALID_CHECKPOINT")
     _check_edges(spec, signature)
     _check_absent(spec.task.absent, signature)
-    _check_emitted(spec.streamed, signature)
+    _check_streamed(spec, signature)
     check_options(spec.task.options, signature.options, owner="this stage")
     if not signature.accepts:
         _check_prompt(spec.task, signature, engine=engine)
@@ -142,6 +143,42 @@ def _check_emitted(
             )
 
 
+def _check_streamed(spec: StepSpec, signature: Signature) -> None:
+    _check_emitted(spec.streamed_tensors, signature)
+    if len(spec.streamed_tensors) < len(spec.streamed):
+        raise InvalidRequestError("streamed names a tensor twice; name each tensor once")
+    for output in spec.streamed:
+        _check_file(output, signature.emits[output.tensor])
+    if spec.makes_files and (spec.task.max_steps is not None or spec.task.resume_from is not None):
+        raise UnsupportedError(
+            "a step that encodes or stores an output cannot pause or resume; leave max_steps and resume_from unset, or "
+            "let the outputs be sent without a media_type and a uri"
+        )
+
+
+def _check_file(output: StreamedOutput, emitted: Emitted) -> None:
+    encodings = encodings_of(emitted)
+    if output.media_type and output.media_type not in encodings:
+        raise UnsupportedError(
+            f"output {output.tensor} ({emitted.kind}, {emitted.spec}) cannot be encoded as "
+            f"{output.media_type[:100]!r}; use {_one_of(encodings)}"
+        )
+    if output.uri and not output.media_type and encodings:
+        raise InvalidRequestError(
+            f"output {output.tensor} is to be stored without a media_type; use {_one_of(encodings)}"
+        )
+    is_video = output.media_type in VIDEO_ENCODINGS
+    if is_video != (output.frame_rate != 0) or not 0 <= output.frame_rate <= MAX_FRAME_RATE:
+        raise InvalidRequestError(
+            f"output {output.tensor} has frame_rate {output.frame_rate:g}; use a number above 0, at most "
+            f"{MAX_FRAME_RATE:g}, for video, and 0 for any other output"
+        )
+
+
+def _one_of(media_types: Sequence[str]) -> str:
+    return f"one of {', '.join(media_types)}" if media_types else "no media_type"
+
+
 def _check_prompt(task: Task, signature: Signature, *, engine: str) -> None:
     if task.prompt is None:
         raise empty_prompt_error()
@@ -166,8 +203,8 @@ def _check_medium(medium: Medium) -> None:
             f"{', '.join(MEDIA_TYPES[medium.kind])}",
             reason="INVALID_MEDIA",
         )
-    elif not medium.data:
-        raise InvalidRequestError(f"{medium.kind} has no data; omit it", reason="INVALID_MEDIA")
+    elif not medium.data and medium.reference is None:
+        raise InvalidRequestError(f"{medium.kind} has no data and no uri; omit it", reason="INVALID_MEDIA")
 
 
 def _check_samples(audio: Samples) -> None:

@@ -1,14 +1,17 @@
 """The edges of a step: their flows, their peer replicas, and the packets that the engine receives over them."""
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from stagemesh.common.connector_descriptors import number_of
 from stagemesh.common.descriptors import import_factory, load_transform_descriptor
 from stagemesh.common.errors import (
+    InternalError,
     InvalidChunkError,
     InvalidRequestError,
     NotFoundError,
@@ -23,6 +26,8 @@ from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.services.engines.base import Transform
 from stagemesh.services.stage.step.spec import STATE_EDGE, InputBinding, OutputBinding, Rebinding, StepSpec
 from stagemesh.v1 import control_pb2
+
+_log = logging.getLogger(__name__)
 
 
 class StepEdges:
@@ -77,6 +82,9 @@ class StepEdges:
                 self.outlets = self.outlets or self._plane.fan_out()
                 self.outlets.add(outlet, target.select if target.is_selective else None)
         # All flows are open before an unknown transform raises an error, so that every peer receives the error.
+        for edge, outlet in self._by_edge.items():
+            if name := self._outputs[edge].transform:
+                outlet.transform = _OutputTransform(name, edge=edge)
         return {
             edge: EdgeInput(inlet, self._inputs[edge], accepts=accepts, on_packet=on_packet)
             for edge, inlet in self._inlets.items()
@@ -189,7 +197,7 @@ class EdgeInput:
     ) -> None:
         self._packets = aiter(inlet)
         self._edge, self._accepts, self._on_packet = binding.edge, accepts, on_packet
-        self._transform = _make_transform(binding.transform)
+        self._transform = _EdgeTransform(binding.transform, edge=binding.edge) if binding.transform else None
         self._pending: deque[Packet] = deque()
         self.waits = False
         """Whether the engine is waiting for a packet that has not arrived."""
@@ -256,13 +264,48 @@ def _check_symbols(name: str, tensor: Array, spec: TensorSpec, *, lengths: dict[
             )
 
 
-def _make_transform(name: str) -> Transform | None:
-    """Returns a new instance of the transform with this name, or None if the name is empty.
+class _EdgeTransform:
+    """The transform of one flow. An error that the transform raises names the transform and the edge.
 
-    Raises NotFoundError if the name is unknown.
+    The constructor raises NotFoundError if the name is unknown.
     """
-    transform: Transform | None = import_factory(load_transform_descriptor(name).factory)() if name else None
-    return transform
+
+    def __init__(self, name: str, *, edge: str) -> None:
+        self.descriptor = load_transform_descriptor(name)
+        self.edge, self._name = edge, name
+        self._transform: Transform = import_factory(self.descriptor.factory)()
+
+    def push(self, packet: Packet) -> Sequence[Packet]:
+        with self._named_errors():
+            return self._transform.push(packet)
+
+    def finish(self) -> Sequence[Packet]:
+        with self._named_errors():
+            return self._transform.finish()
+
+    @contextmanager
+    def _named_errors(self) -> Generator[None]:
+        try:
+            yield
+        except StagemeshError:
+            raise
+        except Exception as exc:
+            message = f"transform {self._name} of edge {self.edge} failed: {type(exc).__name__}: {exc}"
+            _log.exception("%s", message)
+            raise InternalError(message, reason="ENGINE_ERROR", metadata={"edge": self.edge}) from exc
+
+
+class _OutputTransform(_EdgeTransform):
+    """The transform of an outgoing flow. Checks the results, because the consumer is another program."""
+
+    def push(self, packet: Packet) -> Sequence[Packet]:
+        return self._checked(super().push(packet))
+
+    def finish(self) -> Sequence[Packet]:
+        return self._checked(super().finish())
+
+    def _checked(self, packets: Sequence[Packet]) -> Sequence[Packet]:
+        return [accepted_part(each, self.descriptor.gives, edge=self.edge) for each in packets]
 
 
 def _rebind_s(edge: str) -> float:

@@ -1,22 +1,25 @@
-"""The outputs that a step streams to its caller, and the rate limit of its progress reports."""
+"""The outputs that a step sends to its caller as they are, and the rate limit of its progress reports."""
 
 import codecs
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import numpy as np
+
 from stagemesh.common.descriptors import Emitted
+from stagemesh.common.encodings import RAW
 from stagemesh.common.errors import UnsupportedError
 from stagemesh.common.tensors import Array, inline_tensor
 from stagemesh.connectors.edge import Packet
-from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
+from stagemesh.rpc.channels import MAX_MESSAGE_BYTES, MEDIA_PART_BYTES
 from stagemesh.services.engines.base import Finish, Progress, TokenLogprobs
 from stagemesh.v1 import request_pb2, stage_pb2
 
-_AUDIO_FRAGMENT_BYTES = 1 << 20
 # The other fields of a message also need space.
 _MAX_TENSOR_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
 PROGRESS_INTERVAL_S = 0.5
+_MAGIC_BYTES = 4
 _MEDIA_TYPES: Mapping[bytes, str] = {
     b"\x89PNG": "image/png",
     b"\xff\xd8\xff": "image/jpeg",
@@ -25,7 +28,8 @@ _MEDIA_TYPES: Mapping[bytes, str] = {
 
 
 class StreamedOutputs:
-    """Splits the emissions of one run into parts of outputs. Only includes the outputs that the caller requested.
+    """Splits the emissions of one run into parts of outputs. Only includes the outputs that the caller requested, and
+    that are neither encoded nor stored.
 
     Each part is an event for the caller. The event contains a copy of the data, because a view could retain a lease on
     another replica's arena.
@@ -72,8 +76,12 @@ class StreamedOutputs:
                     yield self._tokens(name, tensor, logprobs)
                 case "audio":
                     yield from self._audio(name, tensor, emitted.sample_rate_hz)
-                case _:
-                    yield self._whole(name, emitted, tensor, preview=packet.metadata.get("final") is False)
+                case "image":
+                    yield from self._image(name, tensor, preview=is_preview(packet))
+                case "media":
+                    yield from self._media(name, tensor, emitted.media_type)
+                case "tensor":
+                    yield self._whole(name, tensor)
 
     def finish(self, finish: Finish | None) -> Iterator[stage_pb2.ExecuteStepResponse]:
         """Yields the last part of each output. If `finish` is None, because the run pauses, yields only remaining text.
@@ -89,6 +97,10 @@ class StreamedOutputs:
                 part.output.text = text
             if finish is not None:
                 part.output.finish.CopyFrom(finish_to_wire(finish))
+                if self._emitted[name].kind == "media" and self._lengths[name]:
+                    media = part.output.media
+                    media.media_type = self._emitted[name].media_type
+                    media.offset, media.last = self._lengths[name], True
             yield part
 
     def _text(
@@ -108,28 +120,35 @@ class StreamedOutputs:
 
     def _audio(self, name: str, samples: Array, sample_rate_hz: int) -> Iterator[stage_pb2.ExecuteStepResponse]:
         """Yields parts of the audio samples that fit in a message."""
-        step = max(1, _AUDIO_FRAGMENT_BYTES * len(samples) // max(1, samples.nbytes))
+        step = max(1, MEDIA_PART_BYTES * len(samples) // max(1, samples.nbytes))
         for start in range(0, len(samples), step):
             part = self._next(name, len(samples[start : start + step]))
             part.output.audio.samples.CopyFrom(inline_tensor(name, samples[start : start + step]))
             part.output.audio.sample_rate_hz = sample_rate_hz
             yield part
 
-    def _whole(self, name: str, emitted: Emitted, tensor: Array, *, preview: bool) -> stage_pb2.ExecuteStepResponse:
+    def _image(self, name: str, file: Array, *, preview: bool) -> Iterator[stage_pb2.ExecuteStepResponse]:
+        for media in media_parts(as_bytes(file), media_type=image_type_of(file), preview=preview):
+            part = self._next(name, int(media.last))
+            part.output.image.CopyFrom(media)
+            yield part
+
+    def _media(self, name: str, data: Array, media_type: str) -> Iterator[stage_pb2.ExecuteStepResponse]:
+        offset = self._lengths[name]
+        for media in media_parts(as_bytes(data), media_type=media_type, offset=offset, last=False):
+            part = self._next(name, len(media.data))
+            part.output.media.CopyFrom(media)
+            yield part
+
+    def _whole(self, name: str, tensor: Array) -> stage_pb2.ExecuteStepResponse:
         if tensor.nbytes > _MAX_TENSOR_BYTES:
             raise UnsupportedError(
                 f"output {name} has {tensor.nbytes} bytes, but at most {_MAX_TENSOR_BYTES} can be sent to a client; "
-                "request another output, or a smaller one",
+                "request another output or a smaller one, or store it (`stored: true` in the pipeline file)",
                 reason="OUTPUT_TOO_LARGE",
             )
-        if emitted.kind == "image":
-            part = self._next(name, 1)
-            image = part.output.image
-            image.data, image.preview = tensor.tobytes(), preview
-            image.media_type = _media_type(image.data)
-        else:
-            part = self._next(name, len(tensor) if tensor.ndim else 1)
-            part.output.tensor.CopyFrom(inline_tensor(name, tensor))
+        part = self._next(name, len(tensor) if tensor.ndim else 1)
+        part.output.tensor.CopyFrom(inline_tensor(name, tensor))
         return part
 
     def _next(self, name: str, length: int) -> stage_pb2.ExecuteStepResponse:
@@ -182,8 +201,35 @@ def _add_logprobs(output: request_pb2.Output, logprobs: Sequence[TokenLogprobs])
         added.top.extend(request_pb2.TokenLogprob(**token._asdict()) for token in each.top)
 
 
-def _media_type(data: bytes) -> str:
-    for magic, media_type in _MEDIA_TYPES.items():
-        if data.startswith(magic):
-            return media_type
-    return "application/octet-stream"
+def is_preview(packet: Packet) -> bool:
+    """Returns whether the image in a packet shows an earlier state of a later image."""
+    return packet.metadata.get("final") is False
+
+
+def image_type_of(file: Array) -> str:
+    """Returns the media type of an encoded image, by its first bytes."""
+    begin = file[:_MAGIC_BYTES].tobytes()
+    return next((media_type for magic, media_type in _MEDIA_TYPES.items() if begin.startswith(magic)), RAW)
+
+
+def as_bytes(tensor: Array) -> memoryview:
+    """Returns the bytes of a tensor, without a copy if the tensor is contiguous."""
+    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
+
+
+def media_parts(
+    data: bytes | memoryview, *, media_type: str, offset: int = 0, last: bool = True, preview: bool = False
+) -> Iterator[request_pb2.Media]:
+    """Yields bytes of a file as messages of at most 1 MiB. `offset` is the number of bytes of the file before them.
+
+    If `last` is True, they end the file, and the last message says so, even if there are no bytes.
+    """
+    for start in range(0, max(len(data), int(last)), MEDIA_PART_BYTES):
+        end = start + MEDIA_PART_BYTES
+        yield request_pb2.Media(
+            media_type=media_type,
+            data=bytes(data[start:end]),
+            offset=offset + start,
+            last=last and end >= len(data),
+            preview=preview,
+        )

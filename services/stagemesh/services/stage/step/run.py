@@ -23,10 +23,13 @@ from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import Packet
 from stagemesh.connectors.flow.packet_queue import add_rows
 from stagemesh.services.engines.base import Checkpoint, Emission, Engine, Paused, Progress, Task, Usage
+from stagemesh.services.media.store import MediaStore
 from stagemesh.services.stage.replica.paused_states import PausedStates, without_large_state, without_state
 from stagemesh.services.stage.step.edges import EdgeInput, StepEdges
+from stagemesh.services.stage.step.file_outputs import FileOutputs
 from stagemesh.services.stage.step.outputs import ProgressThrottle, StreamedOutputs
 from stagemesh.services.stage.step.spec import STATE_EDGE, StepSpec, checkpoint_to_wire
+from stagemesh.services.stage.step.stored_media import opened_media
 from stagemesh.v1 import control_pb2, request_pb2, stage_pb2
 
 _log = logging.getLogger(__name__)
@@ -98,10 +101,12 @@ class StepRun:
         data_plane: DataPlane,
         signature: Signature,
         states: PausedStates,
+        store: MediaStore | None,
         where: Mapping[str, str],
     ) -> None:
         """`signature` describes the stage's inputs and outputs. `states` retains the states from which requests can
-        resume. `where` contains the names of the stage and of the replica, for log records and errors.
+        resume. `store` is the pipeline's store for media, or None if it has none. `where` contains the names of the
+        stage and of the replica, for log records and errors.
         """
         if spec.task.resume_from is not None:
             spec = states.with_state(spec)
@@ -111,9 +116,12 @@ class StepRun:
         """The events of the step as serialized messages. Message objects would need ten times as much memory."""
         self._spec = spec
         self._engine, self._data_plane, self._signature, self._states = engine, data_plane, signature, states
+        self._store = store
         self._where = {**where, "request_id": spec.request_id}
         resume_from = spec.task.resume_from or Checkpoint(0)
-        self._outputs = StreamedOutputs(spec.streamed, signature.emits, made=resume_from.outputs)
+        sent = [each.tensor for each in spec.streamed if not each.is_file]
+        self._outputs = StreamedOutputs(sent, signature.emits, made=resume_from.outputs)
+        self._files = FileOutputs([each for each in spec.streamed if each.is_file], signature.emits, store=store)
         self._rows = dict(resume_from.rows)
         self._paused: Checkpoint | None = None
         """The checkpoint at which the run paused. None if the run has not paused."""
@@ -197,9 +205,11 @@ class StepRun:
         """Requests that the engine pause the task after its current step, so that another replica can resume the
         request.
 
-        Only for engines with the ability `can_pause`.
+        Only for engines with the ability `can_pause`. A run that makes files does not pause, because the part of a file
+        that is already encoded could not be continued elsewhere.
         """
-        self._pause_requested.set()
+        if not self._spec.makes_files:
+            self._pause_requested.set()
 
     async def ended(self) -> None:
         """Waits until the engine has released the task and the journal is closed. Never raises the run's error."""
@@ -226,6 +236,8 @@ class StepRun:
     async def _run(self, on_ended: Callable[["StepRun", StepEdges | None], None]) -> None:
         bind_log_context(**self._where)
         error = await self._outcome()
+        if error is not None:
+            await self._files.discard()
         left = await (self._early_close or self._close(error))
         # An exception refers to the frames that it passed through, and thereby retains a packet and its lease.
         self._cause = None
@@ -256,18 +268,21 @@ class StepRun:
         spec = self._spec
         if not spec.inputs:
             self._stopwatch.start()
-        await self._compute(
-            replace(
-                spec.task,
-                inlets=inputs,
-                apart=frozenset(binding.edge for binding in spec.inputs if binding.apart),
-                resume_from=await self._resumed_from(),
-                pause_requested=self._pause_requested,
-                wanted=spec.wanted_tensors,
-                tokens=spec.wanted_rows(self._signature),
-                deadline_s=self._timer.when() if self._timer is not None else None,
+        await self._files.open()
+        async with opened_media(spec.task.prompt, self._store) as prompt:
+            await self._compute(
+                replace(
+                    spec.task,
+                    prompt=prompt,
+                    inlets=inputs,
+                    apart=frozenset(binding.edge for binding in spec.inputs if binding.apart),
+                    resume_from=await self._resumed_from(),
+                    pause_requested=self._pause_requested,
+                    wanted=spec.wanted_tensors,
+                    tokens=spec.wanted_rows(self._signature),
+                    deadline_s=self._timer.when() if self._timer is not None else None,
+                )
             )
-        )
         await self._finish()
 
     async def _resumed_from(self) -> Checkpoint | None:
@@ -300,10 +315,12 @@ class StepRun:
                     self._append_outputs(event)
                     self._count_audio(event.packet)
                     add_rows(self._rows, event.packet)
+                    self._with_engine = False
+                    for output in await self._files.push(event.packet):
+                        self._append(stage_pb2.ExecuteStepResponse(output=output))
                     if outlets is not None:
-                        self._with_engine = False
                         await outlets.send(event.packet)
-                        self._with_engine = True
+                    self._with_engine = True
                 elif isinstance(event, Progress):
                     if self._progress.is_due(event):
                         progress = stage_pb2.StepProgress(steps=event.steps, total_steps=event.total_steps)
@@ -314,6 +331,8 @@ class StepRun:
                     self._paused = self._with_counts(event.checkpoint)
                 else:
                     self._usage = event
+                # Otherwise the packet would remain in memory while the engine computes the next one.
+                del event
         finally:
             # An engine must not be interrupted while it releases a task.
             self._interruptible = False
@@ -364,9 +383,9 @@ class StepRun:
         """Appends a checkpoint to the journal. The checkpoint covers all outputs that the engine emitted before it.
 
         Skips the checkpoint if an edge transfers only some of the emitted rows, because the checkpoint's row counts
-        would not match the rows of that edge.
+        would not match the rows of that edge. Also skips it if the run makes files, which cannot be continued.
         """
-        if not self._spec.edges_take_all_rows(self._signature):
+        if self._spec.makes_files or not self._spec.edges_take_all_rows(self._signature):
             return
         state = self._with_counts(checkpoint)
         journaled = without_large_state(state)
@@ -389,7 +408,8 @@ class StepRun:
         return replace(checkpoint, outputs=self._outputs.made, rows=dict(self._rows))
 
     async def _finish(self) -> None:
-        for part in self._outputs.finish(self._usage.finish if self._paused is None else None):
+        finish = self._usage.finish
+        for part in self._outputs.finish(finish if self._paused is None else None):
             self._append(part)
         if self._paused is not None:
             await self._send_state(self._paused)
@@ -399,9 +419,14 @@ class StepRun:
             paused = stage_pb2.StepPaused(checkpoint=checkpoint_to_wire(self._paused))
             self._append(stage_pb2.ExecuteStepResponse(paused=paused))
             return
+        for output in await self._files.finish(finish):
+            self._append(stage_pb2.ExecuteStepResponse(output=output))
         outlets = self.edges.outlets
         if outlets is not None:
             await outlets.finish()
+        # The last wait of the run: afterwards nothing can fail, so that no stored file belongs to a failed step.
+        for output in await self._files.commit(finish):
+            self._append(stage_pb2.ExecuteStepResponse(output=output))
         self._clear_journaled()
         finished = stage_pb2.StepFinished(
             usage=self.usage(),
@@ -447,7 +472,7 @@ class StepRun:
         # The run is stored for callers that attach again. They need only the journal.
         self._spec = StepSpec(self.step_id, self.attempt, Task(self.request_id, self._spec.task.seed))
         self.edges = StepEdges(self._spec, self._data_plane)
-        self._inputs, self._paused = [], None
+        self._inputs, self._paused, self._files = [], None, FileOutputs((), {}, store=None)
         self.journal.close(error)
         return None if edges_error is not None or edges.is_over else edges
 

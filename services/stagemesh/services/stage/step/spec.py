@@ -26,6 +26,7 @@ from stagemesh.services.engines.base import (
     Checkpoint,
     Conversation,
     MediaFile,
+    MediaKind,
     Medium,
     Part,
     Prompt,
@@ -99,6 +100,8 @@ class OutputBinding:
     """The attempt to which the edge's flow belongs. 0 means the step's attempt."""
     server_name: str = ""
     """The name in the consumer's TLS certificate, or empty if it is the host in `endpoint`."""
+    transform: str = ""
+    """The name of the transform that is applied to the selected part of each packet. Empty if there is none."""
 
     @property
     def peer(self) -> tuple[str, ...]:
@@ -123,6 +126,23 @@ class OutputBinding:
 
 
 @dataclass(frozen=True)
+class StreamedOutput:
+    """An emitted tensor that the caller receives, as described by `StreamedOutput` in stage.proto."""
+
+    tensor: str
+    media_type: str = ""
+    """The media type in which the stage encodes the tensor. Empty if it is not encoded."""
+    frame_rate: float = 0.0
+    uri: str = ""
+    """The object in which the stage stores the output. Empty if the output is sent."""
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the stage encodes or stores the output."""
+        return bool(self.media_type or self.uri)
+
+
+@dataclass(frozen=True)
 class StepSpec:
     """The spec of one stage's part of a request, as requested by an ExecuteStep call."""
 
@@ -132,8 +152,8 @@ class StepSpec:
     """The engine's task. Its inlets are empty until the run opens them."""
     inputs: tuple[InputBinding, ...] = ()
     outputs: tuple[OutputBinding, ...] = ()
-    streamed: tuple[str, ...] = ()
-    """The names of the emitted tensors that are streamed to the caller."""
+    streamed: tuple[StreamedOutput, ...] = ()
+    """The emitted tensors that the caller receives."""
     fingerprint: bytes = b""
     """A digest of the ExecuteStep request. Requests with equal content have equal fingerprints."""
 
@@ -147,11 +167,21 @@ class StepSpec:
         return self.task.request_id
 
     @property
+    def makes_files(self) -> bool:
+        """Whether the step encodes or stores an output. Such a step restarts from its start rather than resume."""
+        return any(output.is_file for output in self.streamed)
+
+    @property
+    def streamed_tensors(self) -> frozenset[str]:
+        """The names of the tensors that the caller receives."""
+        return frozenset(output.tensor for output in self.streamed)
+
+    @property
     def wanted_tensors(self) -> frozenset[str] | None:
         """The names of the tensors that at least one edge or the caller requests. None means all tensors."""
         if any(not binding.tensors for binding in self.outputs):
             return None
-        return frozenset(self.streamed).union(*(binding.tensors for binding in self.outputs))
+        return self.streamed_tensors.union(*(binding.tensors for binding in self.outputs))
 
     def wanted_rows(self, signature: Signature) -> TokenSelection:
         """Returns "last" if the engine needs to emit only the rows of the last tokens, otherwise "all".
@@ -160,7 +190,7 @@ class StepSpec:
         always receives all rows of a tensor.
         """
         only_last = self._rows_of_edges(signature) == {"last"}
-        return "last" if only_last and not _tensors_with_rows(signature).intersection(self.streamed) else "all"
+        return "last" if only_last and not _tensors_with_rows(signature) & self.streamed_tensors else "all"
 
     def edges_take_all_rows(self, signature: Signature) -> bool:
         """Returns whether every edge transfers all emitted rows of its tensors.
@@ -218,7 +248,9 @@ def spec_from_wire(request: stage_pb2.ExecuteStepRequest) -> StepSpec:
         task=_task(request),
         inputs=tuple(map(_input_binding, request.inputs)),
         outputs=tuple(_output_binding(each) for each in request.outputs),
-        streamed=tuple(dict.fromkeys(request.streamed)),
+        streamed=tuple(
+            StreamedOutput(each.tensor, each.media_type, each.frame_rate, each.uri) for each in request.streamed
+        ),
         fingerprint=hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).digest(),
     )
 
@@ -282,16 +314,20 @@ def _part(message: request_pb2.Part) -> Part:
 def _medium(message: request_pb2.Part) -> Medium:
     match message.WhichOneof("content"):
         case "image":
-            return MediaFile("image", message.image.data, message.image.media_type)
+            return _media_file("image", message.image)
         case "audio":
             return Samples(read_samples(message.audio), message.audio.sample_rate_hz)
         case "audio_file":
-            return MediaFile("audio", message.audio_file.data, message.audio_file.media_type)
+            return _media_file("audio", message.audio_file)
         case "video_file":
-            video = message.video_file
-            return MediaFile("video", video.data, video.media_type, use_audio=message.use_audio_in_video)
+            return _media_file("video", message.video_file, use_audio=message.use_audio_in_video)
         case other:
             raise AssertionError(f"`check_input` has rejected parts with {other}")
+
+
+def _media_file(kind: MediaKind, file: request_pb2.MediaFile, *, use_audio: bool = False) -> MediaFile:
+    reference = file if file.WhichOneof("content") == "uri" else None
+    return MediaFile(kind, file.data, file.media_type, use_audio=use_audio, reference=reference)
 
 
 def _sampling(message: request_pb2.Sampling) -> SamplingOptions:
@@ -308,8 +344,8 @@ def _structure(message: request_pb2.Sampling) -> Structure | None:
     match message.WhichOneof("structure"):
         case None:
             return None
-        case "choice":
-            return Structure("choice", tuple(message.choice.texts))
+        case "allowed_texts":
+            return Structure("allowed_texts", tuple(message.allowed_texts.texts))
         case kind:
             return Structure(kind, (getattr(message, kind),))
 
@@ -353,6 +389,7 @@ def _output_binding(message: stage_pb2.OutputBinding) -> OutputBinding:
         tokens=_token_selection(message),
         attempt=message.attempt,
         server_name=message.server_name,
+        transform=message.transform,
     )
 
 

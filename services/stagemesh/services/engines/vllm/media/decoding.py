@@ -4,7 +4,6 @@ import struct
 import zlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from io import BytesIO
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -74,13 +73,14 @@ def read_image(file: MediaFile, decoded: DecodedBytes) -> Image.Image:
 
     Raises InvalidRequestError if the image is damaged, too large or too narrow.
     """
-    with _reading("image"):
-        # Only the declared format is allowed, because some of Pillow's formats start other programs.
-        image = Image.open(BytesIO(file.data), formats=[MEDIA_TYPES["image"][file.media_type]])
-    _check_sides("image", image.width, image.height)
-    decoded.add(image.width * image.height * _RGB, "image")
-    with _reading("image"):
-        image.load()
+    with file.open() as content:
+        with _reading("image"):
+            # Only the declared format is allowed, because some of Pillow's formats start other programs.
+            image = Image.open(content, formats=[MEDIA_TYPES["image"][file.media_type]])
+        _check_sides("image", image.width, image.height)
+        decoded.add(image.width * image.height * _RGB, "image")
+        with _reading("image"):
+            image.load()
     return image
 
 
@@ -171,7 +171,8 @@ def _opened(file: MediaFile) -> "Generator[InputContainer]":
         ) from exc
     try:
         # Only the declared format is allowed, because FFmpeg would open the addresses that playlist formats list.
-        with av.open(BytesIO(file.data), "r", format=MEDIA_TYPES[file.kind][file.media_type]) as container:
+        form = MEDIA_TYPES[file.kind][file.media_type]
+        with file.open() as content, av.open(content, "r", format=form) as container:
             yield container
     except FFmpegError as exc:
         raise _damaged(file.kind, exc.strerror or str(exc)) from exc

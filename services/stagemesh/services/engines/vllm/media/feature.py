@@ -81,7 +81,8 @@ class Media(RequestFeature):
         features = await self._process(given)
         if isinstance(task.prompt, RawPrompt):
             check_placeholders(features)
-        prompt = RequestPrompt(list(features["prompt_token_ids"]), features, _digest(media))
+        digest = await loop.run_in_executor(self._decoding_thread, _digest, media)
+        prompt = RequestPrompt(list(features["prompt_token_ids"]), features, digest)
         check_tokens(_without_placeholders(features), vocabulary=self.llm.model_config.get_vocab_size())
         return prompt
 
@@ -252,9 +253,10 @@ def _digest(media: Sequence[Medium]) -> bytes:
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for medium in media:
         if isinstance(medium, MediaFile):
-            form, data = f"{medium.media_type} {medium.use_audio}", medium.data
+            digest.update(f"{medium.kind} {medium.media_type} {medium.use_audio} {medium.size_bytes} ".encode())
+            with medium.open() as content:
+                digest.update(hashlib.file_digest(content, "blake2b").digest())
         else:
-            form, data = f"{medium.samples.shape} {medium.sample_rate_hz}", medium.samples.tobytes()
-        digest.update(f"{medium.kind} {form} {len(data)} ".encode())
-        digest.update(data)
+            digest.update(f"audio {medium.samples.shape} {medium.sample_rate_hz} ".encode())
+            digest.update(medium.samples.tobytes())
     return digest.digest()

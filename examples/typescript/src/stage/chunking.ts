@@ -1,0 +1,115 @@
+import { status } from "@grpc/grpc-js";
+import { failure } from "../errors.js";
+import type { ChunkPolicy, FramesPolicy } from "../gen/stagemesh/v1/stage.js";
+import { unknownKind, unknownKindError } from "../protocol.js";
+import { concatRows, invalidChunk, type NamedTensor, type Packet, rowsOf, sliceRows } from "./packets.js";
+
+/** Divides the packets that a function emits into the chunks of a flow. */
+export interface Chunker {
+  /** Returns the chunks that are complete with this packet. */
+  add(packet: Packet): Packet[];
+  /** Returns the rest, after the last packet. */
+  finish(): Packet[];
+}
+
+/** Creates the chunker of a policy. Throws UNKNOWN_KIND for a policy that this program does not know. */
+export function createChunker(policy: ChunkPolicy | undefined): Chunker {
+  switch (policy?.cut?.$case) {
+    case undefined: {
+      const kind = policy && unknownKind(policy);
+      if (kind !== undefined) throw unknownKindError("the orchestrator", "ChunkPolicy", kind);
+      return { add: (packet) => [packet], finish: () => [] };
+    }
+    case "whole":
+      return new FramesChunker({ frames: Infinity, initialFrames: 0, leftContextFrames: 0 });
+    case "frames":
+      if (policy.cut.value.frames < 1) {
+        throw failure(status.INVALID_ARGUMENT, "INVALID_REQUEST", "a chunk policy needs at least 1 frame");
+      }
+      return new FramesChunker(policy.cut.value);
+  }
+}
+
+class FramesChunker implements Chunker {
+  #waiting: Packet[] = [];
+  #wanted: number;
+  #context: readonly NamedTensor[] = [];
+
+  constructor(readonly policy: FramesPolicy) {
+    this.#wanted = policy.initialFrames || policy.frames;
+  }
+
+  add(packet: Packet): Packet[] {
+    framesOf(packet);
+    this.#waiting.push(packet);
+    const chunks: Packet[] = [];
+    while (this.#waitingFrames >= this.#wanted) {
+      const joined = join(this.#waiting);
+      chunks.push(this.#withContext(slice(joined, 0, this.#wanted)));
+      this.#waiting = framesOf(joined) > this.#wanted ? [slice(joined, this.#wanted)] : [];
+      this.#wanted = this.policy.frames;
+    }
+    return chunks;
+  }
+
+  finish(): Packet[] {
+    if (this.#waitingFrames === 0) return [];
+    const chunk = this.#withContext(join(this.#waiting));
+    this.#waiting = [];
+    return [chunk];
+  }
+
+  get #waitingFrames(): number {
+    return this.#waiting.reduce((total, packet) => total + framesOf(packet), 0);
+  }
+
+  /** Repeats the last frames of the previous chunk at the start of a chunk. */
+  #withContext(chunk: Packet): Packet {
+    const { leftContextFrames } = this.policy;
+    if (leftContextFrames === 0) return chunk;
+    const context = this.#context;
+    const frames = context[0] ? rowsOf(context[0]) : 0;
+    const tensors = chunk.tensors.map((tensor, index) => {
+      const before = context[index];
+      return before ? concatRows([before, tensor]) : tensor;
+    });
+    this.#context = tensors.map((tensor) => {
+      const rows = rowsOf(tensor);
+      return sliceRows(tensor, Math.max(0, rows - leftContextFrames), rows);
+    });
+    const metadata = { ...chunk.metadata, context_frames: { $case: "integer", value: BigInt(frames) } as const };
+    return { tensors, metadata };
+  }
+}
+
+/** Returns the number of frames of a packet. Throws INVALID_CHUNK unless it is the same for all of its tensors. */
+function framesOf({ tensors }: Packet): number {
+  const [first] = tensors;
+  if (first === undefined || tensors.some(({ shape }) => shape[0] === undefined || shape[0] !== first.shape[0])) {
+    throw invalidChunk("tensors that are cut along their first axis must have equal lengths");
+  }
+  return rowsOf(first);
+}
+
+function slice({ tensors, metadata }: Packet, start: number, end?: number): Packet {
+  return { tensors: tensors.map((tensor) => sliceRows(tensor, start, end ?? rowsOf(tensor))), metadata };
+}
+
+/** Joins packets with the same tensors. Of metadata with the same name, the last packet's value is used. */
+function join(packets: readonly Packet[]): Packet {
+  const [first, ...others] = packets;
+  if (first === undefined) throw new RangeError("there is nothing to join");
+  const tensors = first.tensors.map((tensor, index) =>
+    concatRows([
+      tensor,
+      ...others.map((packet) => {
+        const other = packet.tensors[index];
+        if (other?.name !== tensor.name || packet.tensors.length !== first.tensors.length) {
+          throw invalidChunk("packets that are joined into one chunk must have the same tensors");
+        }
+        return other;
+      }),
+    ]),
+  );
+  return { tensors, metadata: Object.assign({}, ...packets.map(({ metadata }) => metadata)) as Packet["metadata"] };
+}

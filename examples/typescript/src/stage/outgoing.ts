@@ -1,0 +1,347 @@
+import { status } from "@grpc/grpc-js";
+import { errorFromWire, errorToWire, failure, type StagemeshError } from "../errors.js";
+import type { Chunk, ChunkData, EdgeKey } from "../gen/stagemesh/v1/chunk.js";
+import { Connector } from "../gen/stagemesh/v1/chunk.js";
+import { type EdgeOpened, PutItem, type PutReply } from "../gen/stagemesh/v1/stage.js";
+import { Tensor } from "../gen/stagemesh/v1/tensor.js";
+import type { Chunker } from "./chunking.js";
+import { FlowDigest } from "./digest.js";
+import { isRecoverable, LOST_PEER_MS, Signal } from "./flows.js";
+import { bytesOf, invalidChunk, type Packet } from "./packets.js";
+
+const FRAGMENT_BYTES = 256 * 1024;
+const MAX_RESYNCS = 10;
+const LONGEST_SILENCE_MS = 30_000;
+
+/** The largest number of bytes of delivered chunks that an edge retains for another consumer. */
+const RETAINED_BYTES = 64 * 1024 * 1024;
+
+type Content = Packet | NonNullable<Chunk["content"]>;
+
+interface SentChunk {
+  readonly content: Content;
+  readonly sizeBytes: number;
+  /** The payload bytes of the flow up to and including this chunk. */
+  readonly endBytes: number;
+}
+
+/** The connection to a consumer, as a flow sees it. */
+export interface Link {
+  readonly isReady: boolean;
+  readonly inlineLimitBytes: number;
+  readonly silenceMs: number;
+  nextTransferId(): bigint;
+  put(item: NonNullable<PutItem["item"]>): void;
+  remove(flow: OutgoingFlow): void;
+}
+
+/** The packets that a step sends over an edge. It outlives the attempts of the edge's consumer. */
+export class OutgoingEdge {
+  readonly changed = new Signal();
+  readonly usage = { chunks: 0n, sizeBytes: 0n };
+  flow: OutgoingFlow | undefined;
+  isCommitted = false;
+  #chunks: SentChunk[] = [];
+  /** The number of the first chunk that is retained. */
+  #firstSeq = 0;
+  #retainedBytes = 0;
+  #endBytes = 0;
+  #isClosed = false;
+  #aborted: StagemeshError | undefined;
+  readonly #digest = new FlowDigest();
+
+  constructor(
+    readonly name: string,
+    readonly chunker: Chunker,
+    /** The names of the tensors to send. Empty for all. */
+    readonly tensors: readonly string[],
+  ) {}
+
+  /** The number of the next chunk. */
+  get nextSeq(): number {
+    return this.#firstSeq + this.#chunks.length;
+  }
+
+  get isClosed(): boolean {
+    return this.#isClosed;
+  }
+
+  chunk(seq: number): SentChunk | undefined {
+    return this.#chunks[seq - this.#firstSeq];
+  }
+
+  /** Sends a packet. Resolves when the consumer's credit has sufficed. Throws the error of the flow. */
+  async send(packet: Packet): Promise<void> {
+    const { tensors, metadata } = packet;
+    const selected = this.tensors.length === 0 ? tensors : tensors.filter(({ name }) => this.tensors.includes(name));
+    for (const chunk of this.chunker.add({ tensors: selected, metadata })) this.#push(chunk);
+    await this.#until((flow) => flow.sentSeq === this.nextSeq);
+  }
+
+  /** Ends the flow. Resolves when all of it was delivered. Throws the error of the flow. */
+  async finish(): Promise<void> {
+    for (const chunk of this.chunker.finish()) this.#push(chunk);
+    const end = { count: this.#digest.count, digest: this.#digest.finish() };
+    this.#append({ content: { $case: "end", value: end }, sizeBytes: 0, endBytes: this.#endBytes });
+    this.#isClosed = true;
+    await this.#until((flow) => flow.ackedSeq === this.nextSeq);
+  }
+
+  /** Ends the flow with an error. The consumer receives it after the chunks for which there is credit. */
+  abort(error: StagemeshError): void {
+    this.#aborted = error;
+    if (!this.#isClosed) {
+      this.#isClosed = true;
+      while (this.flow !== undefined && this.nextSeq > this.flow.sentSeq && this.#chunks.length > 0) this.#chunks.pop();
+      this.#append({ content: { $case: "abort", value: { error: errorToWire(error) } }, sizeBytes: 0, endBytes: 0 });
+    }
+    if (this.flow?.error !== undefined) this.release();
+    this.changed.fire();
+  }
+
+  /** Throws CHUNK_GONE if another consumer could not receive all chunks. */
+  checkRetained(): void {
+    if (this.#firstSeq === 0 && !this.isCommitted) return;
+    const message = `the first chunks of edge ${this.name} are no longer retained`;
+    throw failure(status.FAILED_PRECONDITION, "CHUNK_GONE", message, { edge: this.name });
+  }
+
+  /** Called by the flow when chunks were delivered. */
+  delivered(seq: number): void {
+    while (this.#retainedBytes > RETAINED_BYTES && this.#firstSeq < seq) {
+      this.#retainedBytes -= this.#chunks.shift()?.sizeBytes ?? 0;
+      this.#firstSeq += 1;
+    }
+    this.changed.fire();
+  }
+
+  committed(): void {
+    this.isCommitted = true;
+    this.release();
+  }
+
+  /** Drops all chunks. */
+  release(): void {
+    this.#firstSeq = this.nextSeq;
+    this.#chunks = [];
+    this.changed.fire();
+  }
+
+  #push(packet: Packet): void {
+    const sizeBytes = bytesOf(packet);
+    this.#endBytes += sizeBytes;
+    this.#digest.add(packet.tensors);
+    this.usage.chunks += 1n;
+    this.usage.sizeBytes += BigInt(sizeBytes);
+    this.#append({ content: packet, sizeBytes, endBytes: this.#endBytes });
+  }
+
+  #append(chunk: SentChunk): void {
+    this.#chunks.push(chunk);
+    this.#retainedBytes += chunk.sizeBytes;
+    this.flow?.pump();
+  }
+
+  /** Waits until a condition holds for the present flow. A failed flow has some time to be replaced. */
+  async #until(holds: (flow: OutgoingFlow) => boolean): Promise<void> {
+    let failed: OutgoingFlow | undefined;
+    let lostUntil = 0;
+    for (;;) {
+      const { flow } = this;
+      if (this.#aborted !== undefined) throw this.#aborted;
+      if (this.isCommitted || (flow && !flow.error && holds(flow))) return;
+      if (flow?.error !== undefined && flow !== failed) {
+        if (!isRecoverable(flow.error)) throw flow.error;
+        failed = flow;
+        lostUntil = Date.now() + LOST_PEER_MS;
+      }
+      const isInTime = await this.changed.next(flow?.error === undefined ? undefined : lostUntil - Date.now());
+      if (!isInTime && this.flow === failed && failed?.error !== undefined) throw failed.error;
+    }
+  }
+}
+
+/** The flow of one attempt of an edge to one consumer. */
+export class OutgoingFlow {
+  error: StagemeshError | undefined;
+  /** The incarnation of the consumer that has opened the flow. Empty before. */
+  incarnation = "";
+  /** The number of the next chunk to send. */
+  sentSeq = 0;
+  /** All chunks with lower numbers were delivered. */
+  ackedSeq = 0;
+  #phase: "waiting" | "opening" | "open" | "over" = "waiting";
+  #openings = 0;
+  #windowBytes: number | undefined;
+  #limitBytes = 0;
+  #demandedSeq = -1;
+  #resyncs = 0;
+  #heardAt = Date.now();
+  #silenceMs: number;
+
+  constructor(
+    readonly key: EdgeKey,
+    readonly edge: OutgoingEdge,
+    readonly link: Link,
+  ) {
+    this.#silenceMs = link.silenceMs;
+  }
+
+  /** Opens the flow on the link's present stream. */
+  open(): void {
+    if (this.#phase === "over") return;
+    this.#phase = "opening";
+    this.#openings += 1;
+    this.#heardAt = Date.now();
+    this.link.put({ $case: "open", value: { key: this.key, connector: Connector.GRPC, opening: this.#openings } });
+  }
+
+  /** Called when the stream has ended. */
+  disconnect(): void {
+    if (this.#phase !== "over") this.#phase = "waiting";
+  }
+
+  /** Sends the chunks for which there is credit. */
+  pump(): void {
+    while (this.#phase === "open") {
+      const chunk = this.edge.chunk(this.sentSeq);
+      if (chunk === undefined) break;
+      if (chunk.sizeBytes > 0 && chunk.endBytes > this.#limitBytes) {
+        this.#demandCredit(chunk.sizeBytes);
+        break;
+      }
+      this.#put(chunk);
+      this.sentSeq += 1;
+    }
+    this.edge.changed.fire();
+  }
+
+  /** Handles a reply about this flow. */
+  take(reply: Exclude<NonNullable<PutReply["reply"]>, { $case: "offerAnswer" | "release" }>): void {
+    this.#heardAt = Date.now();
+    this.#silenceMs = this.link.silenceMs;
+    switch (reply.$case) {
+      case "opened":
+        this.#opened(reply.value);
+        break;
+      case "ack":
+        this.#acknowledge(reply.value.nextSeq);
+        this.#grant(reply.value.creditLimitBytes);
+        break;
+      case "credit":
+        this.#grant(reply.value.creditLimitBytes);
+        break;
+      case "commit":
+        this.#over();
+        this.edge.committed();
+        break;
+      case "rejected":
+        this.fail(errorFromWire(reply.value.error));
+        break;
+      case "resync":
+        this.#resyncs += 1;
+        if (this.#resyncs > MAX_RESYNCS) this.fail(errorFromWire(reply.value.error));
+        else if (this.link.isReady) this.open();
+        break;
+    }
+  }
+
+  /** Opens the flow again if an answer is due and the consumer has been silent for too long. */
+  checkSilence(): void {
+    const isAnswerDue =
+      this.#phase === "opening" || this.edge.isClosed || this.ackedSeq < this.sentSeq || this.sentSeq < this.edge.nextSeq;
+    if (!isAnswerDue) this.#heardAt = Date.now();
+    if (this.#phase === "over" || Date.now() - this.#heardAt < this.#silenceMs) return;
+    this.#silenceMs = Math.min(2 * this.#silenceMs, LONGEST_SILENCE_MS);
+    this.open();
+  }
+
+  fail(error: StagemeshError): void {
+    if (this.#phase === "over") return;
+    this.#over();
+    this.error = error.within({ edge: this.key.edge });
+    if (this.edge.isClosed && !isRecoverable(error)) this.edge.release();
+    this.edge.changed.fire();
+  }
+
+  #over(): void {
+    this.#phase = "over";
+    this.link.remove(this);
+  }
+
+  #opened({ opening, nextSeq, creditLimitBytes }: EdgeOpened): void {
+    if (opening !== this.#openings || this.#phase !== "opening") return;
+    this.#phase = "open";
+    this.#acknowledge(nextSeq);
+    this.sentSeq = Number(nextSeq);
+    this.#demandedSeq = -1;
+    this.#windowBytes ??= Number(creditLimitBytes);
+    this.#grant(creditLimitBytes);
+    this.pump();
+  }
+
+  #acknowledge(nextSeq: bigint): void {
+    const seq = Number(nextSeq);
+    if (seq > this.edge.nextSeq) {
+      this.fail(invalidChunk(`the consumer of edge ${this.key.edge} acknowledged chunk ${seq}, which was never sent`));
+    }
+    if (seq <= this.ackedSeq) return;
+    this.ackedSeq = seq;
+    this.#resyncs = 0;
+    const isAbortDelivered = this.edge.chunk(seq - 1)?.content;
+    if (isAbortDelivered && "$case" in isAbortDelivered && isAbortDelivered.$case === "abort") {
+      this.#over();
+      this.edge.release();
+    }
+    this.edge.delivered(seq);
+  }
+
+  #grant(limitBytes: bigint): void {
+    if (limitBytes <= this.#limitBytes) return;
+    this.#limitBytes = Number(limitBytes);
+    this.pump();
+  }
+
+  /** Asks for credit for a chunk that is larger than the window. Otherwise, credit comes as the consumer reads. */
+  #demandCredit(sizeBytes: number): void {
+    if (this.#demandedSeq === this.sentSeq || sizeBytes <= (this.#windowBytes ?? Infinity)) return;
+    this.#demandedSeq = this.sentSeq;
+    this.link.put({ $case: "demand", value: { key: this.key, sizeBytes: BigInt(sizeBytes) } });
+  }
+
+  #put({ content, sizeBytes }: SentChunk): void {
+    const seq = BigInt(this.sentSeq);
+    if ("$case" in content) {
+      this.link.put({ $case: "chunk", value: { key: this.key, seq, content } });
+      return;
+    }
+    const transferId = sizeBytes > this.link.inlineLimitBytes ? this.link.nextTransferId() : undefined;
+    const value = dataOf(content, sizeBytes, transferId);
+    if (transferId !== undefined) {
+      const transfer = Buffer.concat(content.tensors.map(({ data }) => data));
+      for (let offset = 0; offset < sizeBytes; offset += FRAGMENT_BYTES) {
+        const fragment = { key: this.key, transferId, totalBytes: BigInt(sizeBytes), offset: BigInt(offset) };
+        const payload = transfer.subarray(offset, offset + FRAGMENT_BYTES);
+        this.link.put({ $case: "fragment", value: { ...fragment, payload, padding: new Uint8Array() } });
+      }
+    }
+    this.link.put({ $case: "chunk", value: { key: this.key, seq, content: { $case: "data", value } } });
+  }
+}
+
+/** Describes a packet. Its bytes are inline if there is no transfer. */
+function dataOf(packet: Packet, sizeBytes: number, transferId: bigint | undefined): ChunkData {
+  let offset = 0;
+  const tensors = packet.tensors.map(({ name, dtype, shape, data }) => {
+    const tensor = Tensor.create({ name, dtype, shape: shape.map(BigInt) });
+    if (data.length > 0 && transferId === undefined) tensor.location = { $case: "inline", value: data };
+    else if (data.length > 0 && transferId !== undefined) {
+      const value = { transferId, offset: BigInt(offset), sizeBytes: BigInt(data.length) };
+      tensor.location = { $case: "streamed", value };
+    }
+    offset += data.length;
+    return tensor;
+  });
+  const metadata = Object.fromEntries(Object.entries(packet.metadata).map(([name, kind]) => [name, { kind }]));
+  return { tensors, metadata, leaseId: 0n, sizeBytes: BigInt(sizeBytes) };
+}

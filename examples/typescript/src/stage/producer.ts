@@ -1,0 +1,194 @@
+import { setTimeout as sleep } from "node:timers/promises";
+import { type ClientDuplexStream, credentials, status } from "@grpc/grpc-js";
+import { errorFromStatus, failure, isServiceError, type StagemeshError, toStagemeshError } from "../errors.js";
+import type { EdgeKey } from "../gen/stagemesh/v1/chunk.js";
+import {
+  type Hello,
+  PutChunkRequest,
+  type PutChunkResponse,
+  type PutItem,
+  type PutReply,
+  StageServiceClient,
+  type Welcome,
+} from "../gen/stagemesh/v1/stage.js";
+import { CHANNEL_OPTIONS, checkProtocol, PROTOCOL, unknownKind, unknownKindError } from "../protocol.js";
+import { type Identity, keyOfUnknownKind } from "./consumer.js";
+import { idOf, LOST_PEER_MS } from "./flows.js";
+import { type Link, type OutgoingEdge, OutgoingFlow } from "./outgoing.js";
+
+const RECONNECT_MS = 100;
+
+/** How long this stage waits for a consumer, in milliseconds. */
+export interface Timeouts {
+  /** For `Welcome`. After that, the connection is made again. */
+  readonly welcomeMs: number;
+  /** For an answer about a flow. After that, the flow is opened again. */
+  readonly silenceMs: number;
+}
+
+/** Sends the flows of the edges that leave this stage. Keeps a connection to each consumer that has flows. */
+export class Producer {
+  readonly #links = new Map<string, ConsumerLink>();
+
+  constructor(
+    readonly identity: Identity,
+    readonly timeouts: Timeouts,
+  ) {}
+
+  /** Opens a flow of an edge to a consumer, in place of the edge's present one. */
+  bind(edge: OutgoingEdge, key: EdgeKey, consumer: string, endpoint: string): void {
+    const message = `attempt ${edge.flow?.key.attempt} of edge ${edge.name} was replaced`;
+    edge.flow?.fail(failure(status.CANCELLED, "STALE_ATTEMPT", message));
+    let link = this.#links.get(endpoint);
+    if (link === undefined) {
+      const { pipeline, generation, replica, incarnation } = this.identity;
+      const hello = { replica, incarnation, pipeline, generation, protocol: PROTOCOL };
+      link = new ConsumerLink(endpoint, consumer, hello, this.timeouts, () => this.#links.delete(endpoint));
+      this.#links.set(endpoint, link);
+    }
+    edge.flow = new OutgoingFlow(key, edge, link);
+    link.add(edge.flow);
+    edge.changed.fire();
+  }
+
+  close(): void {
+    for (const link of this.#links.values()) link.close();
+  }
+}
+
+/** A connection to a consumer, which is made again while there are flows. */
+class ConsumerLink implements Link {
+  inlineLimitBytes = 0;
+  isReady = false;
+  readonly #client: StageServiceClient;
+  readonly #flows = new Map<string, OutgoingFlow>();
+  #stream: ClientDuplexStream<PutChunkRequest, PutChunkResponse> | undefined;
+  #incarnation = "";
+  #lastTransferId = 0n;
+  #seenAt = Date.now();
+  #isClosed = false;
+
+  constructor(
+    endpoint: string,
+    readonly consumer: string,
+    readonly hello: Hello,
+    readonly timeouts: Timeouts,
+    readonly onOver: () => void,
+  ) {
+    this.#client = new StageServiceClient(endpoint, credentials.createInsecure(), CHANNEL_OPTIONS);
+    void this.#run();
+  }
+
+  get silenceMs(): number {
+    return this.timeouts.silenceMs;
+  }
+
+  add(flow: OutgoingFlow): void {
+    if (this.#flows.size === 0) this.#seenAt = Date.now();
+    this.#flows.set(idOf(flow.key), flow);
+    if (this.isReady) flow.open();
+  }
+
+  remove(flow: OutgoingFlow): void {
+    if (this.#flows.get(idOf(flow.key)) === flow) this.#flows.delete(idOf(flow.key));
+  }
+
+  nextTransferId(): bigint {
+    return ++this.#lastTransferId;
+  }
+
+  put(item: NonNullable<PutItem["item"]>): void {
+    if (this.isReady) this.#stream?.write(PutChunkRequest.create({ items: [{ item }] }));
+  }
+
+  close(): void {
+    this.#isClosed = true;
+    this.#stream?.cancel();
+  }
+
+  async #run(): Promise<void> {
+    const timer = setInterval(() => this.#checkSilence(), this.silenceMs / 4);
+    do {
+      try {
+        await this.#serveStream();
+      } catch (thrown) {
+        const error = toStagemeshError(thrown);
+        // Without a reason, the connection broke.
+        if (error.reason !== "" && error.code !== status.UNAVAILABLE) this.#failFlows(error);
+      }
+      this.isReady = false;
+      for (const flow of this.#flows.values()) flow.disconnect();
+      if (Date.now() - this.#seenAt > LOST_PEER_MS) {
+        this.#failFlows(this.#lost(`${this.consumer} is unreachable`));
+      }
+      if (!this.#isClosed) await sleep(RECONNECT_MS);
+    } while (this.#flows.size > 0 && !this.#isClosed);
+    clearInterval(timer);
+    this.#failFlows(this.#lost(`${this.hello.replica} shuts down`));
+    this.onOver();
+    this.#client.close();
+  }
+
+  /** Opens a stream and handles its replies until it ends. Throws StagemeshError. */
+  async #serveStream(): Promise<void> {
+    const stream = this.#client.putChunk();
+    stream.on("error", () => undefined); // the loop below receives it, too, unless it has ended
+    this.#stream = stream;
+    const welcomeTimer = setTimeout(() => stream.cancel(), this.timeouts.welcomeMs);
+    stream.write(PutChunkRequest.create({ hello: this.hello }));
+    try {
+      for await (const { welcome, replies } of stream as AsyncIterable<PutChunkResponse>) {
+        if (!this.isReady) {
+          clearTimeout(welcomeTimer);
+          this.#welcomed(welcome);
+        }
+        this.#seenAt = Date.now();
+        for (const reply of replies) this.#take(reply);
+      }
+    } catch (thrown) {
+      throw isServiceError(thrown) ? errorFromStatus(thrown) : thrown;
+    } finally {
+      clearTimeout(welcomeTimer);
+      this.#seenAt = this.isReady ? Date.now() : this.#seenAt;
+      stream.cancel();
+    }
+  }
+
+  #welcomed(welcome: Welcome | undefined): void {
+    checkProtocol(this.consumer, welcome?.protocol);
+    this.#incarnation = welcome?.incarnation ?? "";
+    this.inlineLimitBytes = Number(welcome?.inlineLimitBytes ?? 0n);
+    this.isReady = true;
+    for (const flow of this.#flows.values()) {
+      if (flow.incarnation === "" || flow.incarnation === this.#incarnation) flow.open();
+      else flow.fail(this.#lost(`${this.consumer} was restarted`));
+    }
+  }
+
+  #take({ reply, ignorable, ...rest }: PutReply): void {
+    const kind = reply === undefined ? unknownKind(rest) : undefined;
+    if (kind !== undefined && !ignorable) {
+      const error = unknownKindError(this.consumer, "PutReply", kind);
+      const key = keyOfUnknownKind(rest);
+      if (key === undefined) throw error;
+      this.#flows.get(idOf(key))?.fail(error);
+    }
+    if (reply === undefined || reply.$case === "offerAnswer" || reply.$case === "release") return;
+    const { key } = reply.value;
+    const flow = key && this.#flows.get(idOf(key));
+    if (reply.$case === "opened" && flow) flow.incarnation = this.#incarnation;
+    flow?.take(reply);
+  }
+
+  #checkSilence(): void {
+    if (this.isReady) for (const flow of this.#flows.values()) flow.checkSilence();
+  }
+
+  #failFlows(error: StagemeshError): void {
+    for (const flow of this.#flows.values()) flow.fail(error);
+  }
+
+  #lost(message: string): StagemeshError {
+    return failure(status.UNAVAILABLE, "PEER_LOST", message, { replica: this.consumer });
+  }
+}

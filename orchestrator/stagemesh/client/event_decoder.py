@@ -1,0 +1,157 @@
+"""Converts the messages of an orchestrator to the events of a request."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+
+from stagemesh.client.media_transfer import stored_file
+from stagemesh.client.responses import (
+    Admitted,
+    AudioChunk,
+    EdgeUsage,
+    Event,
+    Finished,
+    Image,
+    MediaChunk,
+    OutputFinished,
+    Progress,
+    Queued,
+    StageReport,
+    StoredFile,
+    TensorOutput,
+    Text,
+    Timings,
+    TokenLogprob,
+    TokenLogprobs,
+    Tokens,
+    Usage,
+)
+from stagemesh.common.errors import InternalError, InvalidChunkError
+from stagemesh.common.output_position import OutputKey
+from stagemesh.common.tensors import read_inline
+from stagemesh.common.unknown_kinds import refuse_unknown
+from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
+
+
+class EventDecoder:
+    """Converts the responses of one request to events, in order. Joins the parts of an image."""
+
+    def __init__(self) -> None:
+        self._images = defaultdict[OutputKey, bytearray](bytearray)
+        """The bytes of the incomplete image of each output."""
+
+    def decode(self, response: orchestrator_pb2.GenerateResponse) -> Iterator[Event]:
+        """Yields the events in `response`. Yields nothing if this client may ignore it because it does not know its
+        kind.
+
+        Raises UnsupportedError (UNKNOWN_KIND) if this client does not know the kind of the event or of its output, and
+        the server has not marked the event as ignorable. Raises InvalidChunkError if the shape, dtype or size of audio
+        or of a tensor is inconsistent, and InternalError (OUTPUT_OUT_OF_ORDER) if a part of an image is missing.
+        """
+        match response.WhichOneof("event"):
+            case "admitted":
+                admitted = response.admitted
+                replicas = tuple(dict(choice.replicas) for choice in admitted.choices)
+                yield Admitted(admitted.request_id, admitted.seed, replicas)
+            case "queued":
+                queued = response.queued
+                yield Queued(queued.request_id, queued.position, queued.expected_wait_s)
+            case "progress":
+                done = response.progress.progress
+                total_steps = done.total_steps if done.HasField("total_steps") else None
+                yield Progress(response.progress.stage, done.steps, total_steps, response.progress.index)
+            case "output":
+                yield from self._content(response.output, ignorable=response.ignorable)
+                if response.output.HasField("finish"):
+                    yield _finish(response.output)
+            case "finished":
+                choices = response.finished.choices
+                reports = tuple({name: _report(stage) for name, stage in choice.stages.items()} for choice in choices)
+                yield Finished(reports, _timings(response.finished.timings))
+            case None:
+                refuse_unknown(response, of="the orchestrator")
+
+    def _content(self, message: request_pb2.Output, *, ignorable: bool) -> Iterator[Event]:
+        match message.WhichOneof("content"):
+            case "text":
+                yield Text(message.name, message.text, _read_logprobs(message), message.index)
+            case "token_ids":
+                yield Tokens(message.name, tuple(message.token_ids.ids), _read_logprobs(message), message.index)
+            case "audio":
+                yield _audio(message)
+            case "image":
+                yield from self._image(message)
+            case "media" if message.media.data:
+                media = message.media
+                yield MediaChunk(message.name, media.data, media.media_type, media.offset, message.index)
+            case "file":
+                yield StoredFile(message.name, stored_file(message.file), message.index)
+            case "tensor":
+                yield TensorOutput(message.name, message.tensor.name, read_inline(message.tensor), message.index)
+            case None if not message.HasField("finish") and not ignorable:
+                refuse_unknown(message, of="the orchestrator")
+            case _:
+                # Nothing but the end of the output.
+                pass
+
+    def _image(self, message: request_pb2.Output) -> Iterator[Image]:
+        part, data = message.image, self._images[message.name, message.index]
+        if not part.offset:
+            # A stage that restarted sends its image from the start again.
+            data.clear()
+        if part.offset != len(data):
+            raise InternalError(
+                f"an image of output {message.name!r} continues at byte {part.offset}, but {len(data)} were received; "
+                "report this as a defect",
+                reason="OUTPUT_OUT_OF_ORDER",
+            )
+        data += part.data
+        if part.last:
+            yield Image(message.name, bytes(data), part.media_type, part.preview, message.index)
+            data.clear()
+
+
+def _finish(message: request_pb2.Output) -> OutputFinished:
+    finish = message.finish
+    known = request_pb2.FinishReason.DESCRIPTOR.values_by_number.get(finish.reason)
+    reason = known.name.removeprefix("FINISH_REASON_").lower() if known is not None else "unspecified"
+    return OutputFinished(
+        message.name,
+        reason,
+        finish.stop_text if finish.HasField("stop_text") else None,
+        finish.stop_token_id if finish.HasField("stop_token_id") else None,
+        message.index,
+    )
+
+
+def _audio(message: request_pb2.Output) -> AudioChunk:
+    audio = message.audio
+    samples = read_inline(audio.samples)
+    if samples.dtype != np.float32 or samples.ndim not in (1, 2) or audio.sample_rate_hz < 1:
+        raise InvalidChunkError(
+            f"output {message.name!r} is {samples.dtype}{list(samples.shape)} at {audio.sample_rate_hz} Hz; audio must "
+            "be float32[samples] or float32[samples, channels] at 1 Hz or more; fix the stage that produces it"
+        )
+    return AudioChunk(message.name, samples.view(np.float32), audio.sample_rate_hz, message.index)
+
+
+def _report(message: stage_pb2.StepFinished) -> StageReport:
+    usage = Usage(**{name: getattr(message.usage, name) for name in Usage.__annotations__})
+    edges = tuple(EdgeUsage(edge.edge, edge.connector, edge.chunks, edge.size_bytes) for edge in message.edges)
+    return StageReport(usage, _timings(message.timings), edges)
+
+
+def _timings(message: request_pb2.Timings) -> Timings:
+    first_s = message.first_output_s if message.HasField("first_output_s") else None
+    return Timings(message.started_s, first_s, message.finished_s)
+
+
+def _read_logprobs(message: request_pb2.Output) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(_token(each.sampled), tuple(map(_token, each.top)), each.position) for each in message.logprobs
+    )
+
+
+def _token(message: request_pb2.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(message.id, message.text, message.logprob)

@@ -1,0 +1,154 @@
+"""The writer of one file in an object store."""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+from stagemesh.common.errors import StagemeshError
+from stagemesh.services.media.store_calls import call_store
+from stagemesh.v1 import request_pb2
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+_DISCARD_S = 2.0
+# The bytes of a file that are buffered before a remote store receives them. S3 requires 5 MiB.
+_BLOCK_BYTES = 8 << 20
+
+
+class Target(Protocol):
+    """A place to which one file is written. All methods block."""
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Appends bytes."""
+        ...
+
+    def commit(self) -> None:
+        """Makes the whole file visible under its name."""
+        ...
+
+    def discard(self) -> None:
+        """Deletes the file, whether it has been committed or not."""
+        ...
+
+
+class StoredFileWriter:
+    """Writes one file to a store. Call `write` any number of times, then either `commit` or `discard`.
+
+    Other processes see the file only after `commit`. The errors of all methods but `discard` are those of
+    `MediaStore.create`. Call one method at a time.
+    """
+
+    def __init__(self, target: Target, *, uri: str, media_type: str) -> None:
+        self.uri, self.media_type = uri, media_type
+        self.size_bytes = 0
+        """The number of bytes written so far."""
+        self._target = target
+        self._digest = hashlib.sha256()
+        # The thread of a call that was cancelled may still use the target.
+        self._lock = threading.Lock()
+
+    @property
+    def sha256(self) -> bytes:
+        """The SHA-256 digest of the bytes written so far, 32 bytes."""
+        return self._digest.digest()
+
+    async def write(self, data: bytes | memoryview) -> None:
+        """Appends bytes to the file."""
+        await self._call(lambda: self._write(data))
+
+    async def commit(self) -> request_pb2.MediaFile:
+        """Makes the whole file visible at its URI. Returns its description."""
+        await self._call(self._target.commit)
+        return request_pb2.MediaFile(
+            uri=self.uri, media_type=self.media_type, size_bytes=self.size_bytes, sha256=self.sha256
+        )
+
+    async def discard(self) -> None:
+        """Deletes what has been written, also after a `commit` that failed or was cancelled. Never raises an error.
+
+        Waits at most 2 seconds. If the store is slower, the file is deleted later.
+        """
+        with contextlib.suppress(StagemeshError, TimeoutError):
+            async with asyncio.timeout(_DISCARD_S):
+                await self._call(self._target.discard)
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self._target.write(data)
+        self._digest.update(data)
+        self.size_bytes += len(data)
+
+    async def _call(self, method: Callable[[], None]) -> None:
+        def locked() -> None:
+            with self._lock:
+                method()
+
+        await call_store(locked, what=self.uri)
+
+
+class LocalTarget(Target):
+    """Writes to a file in the folder `temporary`, which is on the same disk as `path`, and renames it to `path`."""
+
+    def __init__(self, path: Path, *, temporary: Path) -> None:
+        self._path, self._temporary = path, temporary / uuid.uuid4().hex
+        temporary.mkdir(parents=True, exist_ok=True)
+        self._file = self._temporary.open("xb", buffering=0)
+
+    def write(self, data: bytes | memoryview) -> None:
+        write_all(self._file.fileno(), data)
+
+    def commit(self) -> None:
+        # Some disks report only here that they are full.
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._temporary.replace(self._path)
+
+    def discard(self) -> None:
+        self._file.close()
+        try:
+            self._temporary.unlink()
+        except FileNotFoundError:
+            self._path.unlink(missing_ok=True)
+
+
+class RemoteTarget(Target):
+    """Uploads blocks to a remote store, which shows the object when the upload is completed."""
+
+    def __init__(self, file_system: "AbstractFileSystem", uri: str) -> None:
+        self._file_system, self._uri = file_system, uri
+        # autocommit=False: closing the file sends its last block, but does not complete the upload.
+        self._file = file_system.open(uri, "wb", block_size=_BLOCK_BYTES, autocommit=False)
+        self._is_committed = False
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+
+    def commit(self) -> None:
+        self._file.close()
+        self._is_committed = True
+        cast("_Upload", self._file).commit()
+
+    def discard(self) -> None:
+        if self._is_committed:
+            self._file_system.rm_file(self._uri)
+        else:
+            cast("_Upload", self._file).discard()
+
+
+class _Upload(Protocol):
+    def commit(self) -> None: ...
+    def discard(self) -> None: ...
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Writes all bytes to an open file. Raises OSError if the disk is full."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]

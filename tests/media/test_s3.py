@@ -1,0 +1,111 @@
+"""A store that speaks S3: objects appear as a whole, and what is discarded leaves nothing."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stagemesh.common.errors import StagemeshError
+from stagemesh.services.media.store import MediaStore
+from stagemesh.services.media.stored_file import StoredFileWriter
+from stagemesh.v1 import request_pb2
+from tests.deployment import deployed
+from tests.media.locations import Bucket, s3_server
+
+CONTENT = os.urandom(18_000_000)
+PART_BYTES = 1 << 20
+PIPELINE = """\
+pipeline: eye
+media:
+  store: {bucket.url}/store
+  max_file_bytes: 20000000
+  storage_options: {bucket.options}
+stages:
+  eye: {{engine: fake, function: look}}
+outputs: {{text: {{from: eye, stored: true, media_type: application/octet-stream}}}}
+"""
+
+
+@pytest.fixture
+def bucket() -> Iterator[Bucket]:
+    with s3_server() as bucket:
+        yield bucket
+
+
+async def written(store: MediaStore, content: bytes, *, name: str = "a.bin") -> StoredFileWriter:
+    writer = await store.create(store.config.uri_of(name), "application/octet-stream")
+    for start in range(0, len(content), PART_BYTES):
+        await writer.write(content[start : start + PART_BYTES])
+    return writer
+
+
+async def failure(store: MediaStore, uri: str, **fields: object) -> str:
+    with pytest.raises(StagemeshError) as caught:
+        (await store.fetch(request_pb2.MediaFile(uri=uri, **fields))).close()  # type: ignore[arg-type]
+    return caught.value.reason
+
+
+@pytest.mark.parametrize("size", [0, 5, 8 << 20, len(CONTENT)])
+async def test_an_object_appears_when_it_is_committed(bucket: Bucket, tmp_path: Path, size: int) -> None:
+    store, content = bucket.store(tmp_path), CONTENT[:size]
+    writer = await written(store, content)
+    assert bucket.contents() == {}
+    file = await writer.commit()
+    assert (file.size_bytes, file.sha256) == (size, hashlib.sha256(content).digest())
+    assert bucket.contents() == {"store/a.bin": content}
+    fetched = await store.fetch(file)
+    with fetched.open() as opened:
+        fetched.close()
+        assert opened.read() == content
+
+
+@pytest.mark.parametrize("size", [0, 5, len(CONTENT)])
+@pytest.mark.parametrize("commits", [False, True])
+async def test_a_discarded_object_leaves_nothing(bucket: Bucket, tmp_path: Path, size: int, commits: bool) -> None:
+    writer = await written(bucket.store(tmp_path), CONTENT[:size])
+    if commits:
+        await writer.commit()
+    await writer.discard()
+    assert (bucket.contents(), bucket.unfinished()) == ({}, [])
+
+
+async def test_what_is_not_as_stated_is_rejected(bucket: Bucket, tmp_path: Path) -> None:
+    store = bucket.store(tmp_path)
+    file = await (await written(store, b"content")).commit()
+    assert await failure(store, file.uri, sha256=b"x" * 32) == "MEDIA_MISMATCH"
+    assert await failure(store, file.uri + "x") == "UNKNOWN_MEDIA"
+    assert await failure(store, f"{bucket.url}/other/a.bin") == "REFERENCE_NOT_ALLOWED"
+    large = await (await written(store, CONTENT + CONTENT[: PART_BYTES * 3], name="large.bin")).commit()
+    assert await failure(store, large.uri) == "FILE_TOO_LARGE"
+
+
+async def test_a_store_that_has_gone_is_reported(tmp_path: Path) -> None:
+    with s3_server() as bucket:
+        store = bucket.store(tmp_path)
+        file = await (await written(store, b"content")).commit()
+        writer = await store.create(store.config.uri_of("b.bin"), "")
+        await writer.write(b"content")
+    assert await failure(store, file.uri) == "STORE_UNREACHABLE"
+    with pytest.raises(StagemeshError) as caught:
+        await writer.commit()
+    assert caught.value.reason == "STORE_UNREACHABLE"
+    await writer.discard()
+
+
+def test_a_pipeline_reads_and_writes_objects(bucket: Bucket, tmp_path: Path) -> None:
+    (tmp_path / "eye.yaml").write_text(PIPELINE.format(bucket=bucket))
+    source = tmp_path / "talk.mp4"
+    source.write_bytes(CONTENT)
+    with deployed(tmp_path / "eye.yaml") as up, up.client() as client:
+        file = client.upload(source)
+        result = client.generate([file, "what is it?"]).result()
+        (text,) = result.files["text"]
+        for each in (file, text):
+            client.download(each, tmp_path / "copy")
+            content = (tmp_path / "copy").read_bytes()
+            assert (each.size_bytes, each.sha256) == (len(content), hashlib.sha256(content).digest())
+    assert content == f"video {len(CONTENT)} {hashlib.sha256(CONTENT).hexdigest()}\n".encode()
+    assert sorted(bucket.contents().values()) == sorted([CONTENT, content])
+    assert bucket.unfinished() == []

@@ -1,0 +1,149 @@
+import asyncio
+import hashlib
+import os
+import resource
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from stagemesh.common.errors import StagemeshError
+from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.error_mapping import from_rpc_error
+from stagemesh.rpc.server import Server
+from stagemesh.services.media.service import MediaServicer
+from stagemesh.services.media.store import MediaStore
+from stagemesh.v1 import media_pb2, media_pb2_grpc, request_pb2
+from tests.media.locations import make_store, placed
+
+CONTENT = os.urandom(2_500_000)
+
+
+@asynccontextmanager
+async def serving(store: MediaStore) -> AsyncGenerator[str]:
+    server = Server("127.0.0.1:0")
+    media_pb2_grpc.add_MediaServiceServicer_to_server(MediaServicer(store), server.grpc)
+    yield f"127.0.0.1:{await server.start()}"
+    await server.stop(grace_s=0)
+
+
+@asynccontextmanager
+async def served(store: MediaStore) -> AsyncGenerator["media_pb2_grpc.MediaServiceAsyncStub"]:
+    async with serving(store) as endpoint, open_channel(endpoint) as channel:
+        yield media_pb2_grpc.MediaServiceStub(channel)
+
+
+def messages(
+    content: bytes = CONTENT, *, part_bytes: int = 1 << 20, **first: Any
+) -> list[media_pb2.UploadMediaRequest]:
+    """Returns the messages that upload `content`. `first` sets fields of the first message."""
+    parts = [
+        request_pb2.Media(data=content[at : at + part_bytes], offset=at, last=at + part_bytes >= len(content))
+        for at in range(0, max(1, len(content)), part_bytes)
+    ]
+    parts[0].media_type = "video/mp4"
+    return [media_pb2.UploadMediaRequest(media=each, **(first if each is parts[0] else {})) for each in parts]
+
+
+async def failure(store: MediaStore, sent: list[media_pb2.UploadMediaRequest]) -> StagemeshError:
+    def upload(endpoint: str) -> StagemeshError:
+        with grpc.insecure_channel(endpoint) as channel, pytest.raises(grpc.RpcError) as caught:
+            media_pb2_grpc.MediaServiceStub(channel).UploadMedia(iter(sent), timeout=20)
+        return from_rpc_error(caught.value, peer="media")
+
+    async with serving(store) as endpoint:
+        return await asyncio.to_thread(upload, endpoint)
+
+
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+async def test_an_uploaded_file_is_downloaded_unchanged(tmp_path: Path) -> None:
+    async with served(make_store(tmp_path)) as stub:
+        digest = hashlib.sha256(CONTENT).digest()
+        file = (await stub.UploadMedia(iter(messages(size_bytes=len(CONTENT), sha256=digest)))).file
+        assert (file.media_type, file.size_bytes, file.sha256) == ("video/mp4", len(CONTENT), digest)
+        assert file.uri.startswith(f"file://{tmp_path}/store/uploads/")
+        assert file.uri.endswith(".mp4")
+        parts = [each.media async for each in stub.DownloadMedia(media_pb2.DownloadMediaRequest(uri=file.uri))]
+    assert b"".join(part.data for part in parts) == CONTENT
+    assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (messages()[:-1], "INVALID_MEDIA"),
+        (messages()[1:], "INVALID_MEDIA"),
+        ([messages()[0], messages()[0]], "INVALID_MEDIA"),
+        ([*messages(b"x"), *messages(b"x")], "INVALID_MEDIA"),
+        (messages(part_bytes=(1 << 20) + 1), "INVALID_MEDIA"),
+        (messages(b""), "INVALID_MEDIA"),
+        ([], "INVALID_MEDIA"),
+        (messages(size_bytes=len(CONTENT) + 1), "MEDIA_MISMATCH"),
+        (messages(sha256=b"x" * 32), "MEDIA_MISMATCH"),
+        (messages(b"x", size_bytes=4_000_001), "FILE_TOO_LARGE"),
+        (messages(bytes(4_000_001)), "FILE_TOO_LARGE"),
+    ],
+)
+async def test_an_invalid_upload_is_rejected_and_leaves_nothing(
+    tmp_path: Path, sent: list[media_pb2.UploadMediaRequest], reason: str
+) -> None:
+    assert (await failure(make_store(tmp_path, max_file_bytes=4_000_000), sent)).reason == reason
+    assert files_in(tmp_path) == []
+
+
+async def test_an_upload_that_is_cut_off_leaves_nothing(tmp_path: Path) -> None:
+    async with served(make_store(tmp_path)) as stub:
+        call = stub.UploadMedia()
+        await call.write(messages()[0])
+        await _until(lambda: bool(files_in(tmp_path)))
+        call.cancel()
+        await _until(lambda: not files_in(tmp_path))
+
+
+async def _until(condition: Any) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@contextmanager
+def file_size_limit(size_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def test_a_full_store_is_reported_and_nothing_remains(tmp_path: Path) -> None:
+    with file_size_limit(2_000_000):
+        error = await failure(make_store(tmp_path), messages())
+    assert error.reason == "STORAGE_FULL"
+    assert files_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("uri", "reason"),
+    [("file:///etc/passwd", "REFERENCE_NOT_ALLOWED"), ("file://{folder}/store/none", "UNKNOWN_MEDIA")],
+)
+async def test_only_files_in_allowed_locations_are_downloaded(tmp_path: Path, uri: str, reason: str) -> None:
+    async with served(make_store(tmp_path)) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in stub.DownloadMedia(media_pb2.DownloadMediaRequest(uri=uri.format(folder=tmp_path))):
+                pass
+    assert from_rpc_error(caught.value, peer="media").reason == reason
+
+
+async def test_an_empty_file_is_downloaded_as_one_empty_part(tmp_path: Path) -> None:
+    async with served(make_store(tmp_path)) as stub:
+        uri = placed(tmp_path, content=b"")
+        parts = [each.media async for each in stub.DownloadMedia(media_pb2.DownloadMediaRequest(uri=uri))]
+    assert parts == [request_pb2.Media(last=True)]

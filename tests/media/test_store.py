@@ -1,0 +1,195 @@
+import asyncio
+import hashlib
+import os
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from stagemesh.common.errors import StagemeshError
+from stagemesh.services.media.store import MediaStore
+from stagemesh.v1 import request_pb2
+from tests.media.locations import make_store, placed, web_server
+
+
+def reference(uri: str, **fields: object) -> request_pb2.MediaFile:
+    return request_pb2.MediaFile(uri=uri, **fields)  # type: ignore[arg-type]
+
+
+async def fetched(store: MediaStore, file: request_pb2.MediaFile) -> bytes:
+    opened = await store.fetch(file)
+    with opened.open() as content:
+        opened.close()
+        return content.read()
+
+
+async def failure(store: MediaStore, file: request_pb2.MediaFile) -> str:
+    with pytest.raises(StagemeshError) as caught:
+        await store.fetch(file)
+    return caught.value.reason
+
+
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+async def test_a_committed_file_is_found_with_its_size_and_digest(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    writer = await store.create(store.config.uri_of("outputs", "a.bin"), "application/octet-stream")
+    for data in (b"con", b"tent"):
+        await writer.write(data)
+    written = await writer.commit()
+    assert written.size_bytes == 7
+    assert written.sha256 == hashlib.sha256(b"content").digest()
+    assert await fetched(store, written) == b"content"
+    assert len(files_in(tmp_path)) == 1
+
+
+async def test_a_file_is_invisible_until_it_is_committed(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    writer = await store.create(store.config.uri_of("a.bin"), "")
+    await writer.write(b"con")
+    assert await failure(store, reference(writer.uri)) == "UNKNOWN_MEDIA"
+    await writer.discard()
+
+
+@pytest.mark.parametrize("commits", [False, True])
+async def test_a_discarded_file_leaves_nothing(tmp_path: Path, commits: bool) -> None:
+    store = make_store(tmp_path)
+    writer = await store.create(store.config.uri_of("a.bin"), "")
+    await writer.write(b"con")
+    if commits:
+        await writer.commit()
+    await writer.discard()
+    assert files_in(tmp_path) == []
+
+
+async def test_a_restarted_writer_deletes_only_its_own_leftovers(tmp_path: Path) -> None:
+    for name in ("dead", "alive"):
+        placed(tmp_path, f".partial/{name}/x")
+    make_store(tmp_path, writer="dead").sweep()
+    assert files_in(tmp_path) == [tmp_path / "store" / ".partial" / "alive" / "x"]
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "file:///etc/passwd",
+        "file://{store}/../secret",
+        "file://{store}/x/../../secret",
+        "file://{store}/./a.png",
+        "file://{store}//a.png",
+        "file://{store}",
+        "file://{store}-2/a.png",
+        "file://{store}/a\n",
+        "{store}/a.png",
+        "file:{store}/a.png",
+        "s3://{store}/a.png",
+        "simplecache::file://{store}/a.png",
+        "local://{store}/a.png",
+        "file://{store}/" + "a" * 3000,
+    ],
+)
+async def test_a_reference_outside_the_roots_is_rejected(tmp_path: Path, uri: str) -> None:
+    placed(tmp_path, "../secret")
+    store = make_store(tmp_path)
+    given = uri.format(store=tmp_path / "store")
+    assert await failure(store, reference(given)) == "REFERENCE_NOT_ALLOWED"
+
+
+@pytest.mark.parametrize("link", ["file", "folder"])
+async def test_a_symbolic_link_out_of_a_root_is_rejected(tmp_path: Path, link: str) -> None:
+    placed(tmp_path, "../outside/secret")
+    (tmp_path / "store").mkdir(exist_ok=True)
+    target = tmp_path / "outside" / ("secret" if link == "file" else "")
+    (tmp_path / "store" / "link").symlink_to(target)
+    uri = f"file://{tmp_path}/store/link" + ("" if link == "file" else "/secret")
+    assert await failure(make_store(tmp_path), reference(uri)) == "REFERENCE_NOT_ALLOWED"
+
+
+async def test_a_root_may_be_a_symbolic_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "store").symlink_to(tmp_path / "real")
+    assert await fetched(make_store(tmp_path), reference(placed(tmp_path))) == b"content"
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+async def test_only_regular_files_are_read(tmp_path: Path, make: object) -> None:
+    (tmp_path / "store").mkdir()
+    make(tmp_path / "store" / "x")  # type: ignore[operator]
+    assert await failure(make_store(tmp_path), reference(f"file://{tmp_path}/store/x")) == "UNKNOWN_MEDIA"
+
+
+@pytest.mark.parametrize("fields", [{"size_bytes": 6}, {"sha256": b"x" * 32}, {"sha256": b"x"}])
+async def test_a_file_that_differs_from_its_description_is_rejected(tmp_path: Path, fields: dict[str, object]) -> None:
+    assert await failure(make_store(tmp_path), reference(placed(tmp_path), **fields)) == "MEDIA_MISMATCH"
+
+
+async def test_a_file_above_the_limit_is_rejected(tmp_path: Path) -> None:
+    store = make_store(tmp_path, max_file_bytes=6)
+    assert await failure(store, reference(placed(tmp_path))) == "FILE_TOO_LARGE"
+
+
+async def test_a_fetched_file_survives_its_deletion(tmp_path: Path) -> None:
+    uri = placed(tmp_path)
+    file = await make_store(tmp_path).fetch(reference(uri))
+    (tmp_path / "store" / "a.png").unlink()
+    with file.open() as content:
+        assert content.read() == b"content"
+    file.close()
+
+
+async def test_a_remote_file_is_copied_to_the_spool_folder_without_a_name(tmp_path: Path) -> None:
+    content = os.urandom(3 << 20)
+    with web_server(content) as url:
+        store = make_store(tmp_path, allowed=(url,))
+        file = await store.fetch(reference(f"{url}/a.png", sha256=hashlib.sha256(content).digest()))
+        with file.open() as opened:
+            assert opened.read() == content
+        file.close()
+    assert files_in(tmp_path) == []
+
+
+async def test_a_remote_file_above_the_limit_is_rejected(tmp_path: Path) -> None:
+    with web_server(bytes(100)) as url:
+        store = make_store(tmp_path, allowed=(url,), max_file_bytes=99)
+        assert await failure(store, reference(f"{url}/a.png")) == "FILE_TOO_LARGE"
+
+
+async def test_an_unreachable_store_is_reported(tmp_path: Path) -> None:
+    with web_server(b"") as url:
+        pass
+    store = make_store(tmp_path, allowed=(url,))
+    assert await failure(store, reference(f"{url}/a.png")) == "STORE_UNREACHABLE"
+
+
+async def test_a_store_that_never_answers_delays_no_other_caller(tmp_path: Path) -> None:
+    with web_server(None) as url:
+        store = make_store(tmp_path, allowed=(url,))
+        waiting = [asyncio.create_task(store.fetch(reference(f"{url}/{number}"))) for number in range(50)]
+        assert await fetched(store, reference(placed(tmp_path))) == b"content"
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting, timeout=5)
+        assert all(task.cancelled() for task in waiting)
+
+
+async def test_reading_yields_blocks_of_one_mebibyte(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    async with aclosing(store.read(placed(tmp_path, content=bytes((2 << 20) + 1)))) as blocks:
+        assert [len(block) async for block in blocks] == [1 << 20, 1 << 20, 1]
+
+
+async def test_nothing_is_written_outside_the_store(tmp_path: Path) -> None:
+    store = make_store(tmp_path, allowed=(str(tmp_path / "other"),))
+    with pytest.raises(StagemeshError) as caught:
+        await store.create(f"file://{tmp_path}/other/a.bin", "")
+    assert caught.value.reason == "REFERENCE_NOT_ALLOWED"
+
+
+async def test_a_store_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "store").write_bytes(b"not a folder")
+    store = make_store(tmp_path)
+    with pytest.raises(StagemeshError) as caught:
+        await store.create(store.config.uri_of("a.bin"), "")
+    assert caught.value.reason in {"STORE_UNREACHABLE", "STORE_DENIED"}

@@ -1,0 +1,56 @@
+"""Transforms of external packages."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+RENAMED = """\
+from stagemesh.connectors.edge import Packet
+from stagemesh.common.tensors import TensorSpec
+from stagemesh.common.descriptors import TransformDescriptor
+
+_ROWS = TensorSpec("float32", ("tokens", "hidden"))
+DESCRIPTOR = TransformDescriptor({"hidden_states": _ROWS}, {"inputs_embeds": _ROWS}, "added_renamed:Renamed")
+
+
+class Renamed:
+    def push(self, packet):
+        return [Packet({"inputs_embeds": packet.tensors["hidden_states"]}, packet.metadata)]
+
+    def finish(self):
+        return []
+"""
+"""Turns hidden states of one stage into the next one's embeddings by position."""
+DOUBLED = """\
+import numpy as np
+from stagemesh.connectors.edge import Packet
+from stagemesh.common.tensors import TensorSpec
+from stagemesh.common.descriptors import TransformDescriptor
+
+_TEXT = {"text": TensorSpec("uint8", ("bytes",))}
+DESCRIPTOR = TransformDescriptor(_TEXT, _TEXT, "added_doubled:Doubled")
+
+
+class Doubled:
+    def __init__(self):
+        self._last = b""
+
+    def push(self, packet):
+        self._last, text = packet.tensors["text"].tobytes()[-5:], self._last + packet.tensors["text"].tobytes()[:-5]
+        return [Packet({"text": np.repeat(np.frombuffer(text, np.uint8), 2)})]
+
+    def finish(self):
+        return [Packet({"text": np.repeat(np.frombuffer(self._last, np.uint8), 2)})]
+"""
+"""Repeats each byte of a text, and retains the last five bytes of each packet until the next one."""
+
+
+def add_transform(folder: Path, monkeypatch: pytest.MonkeyPatch, *, name: str, source: str) -> None:
+    """Registers a transform for all processes that are started afterwards. `source` defines its DESCRIPTOR."""
+    (folder / f"added_{name}.py").write_text(source)
+    package = folder / f"added_{name}-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: added_{name}\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text(f"[stagemesh.transforms]\n{name} = added_{name}:DESCRIPTOR\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", ""))))

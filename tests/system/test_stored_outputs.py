@@ -1,0 +1,118 @@
+"""Outputs that stages encode or store, as real processes whose stages are killed."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stagemesh.client import AsyncClient, MediaChunk, Text
+from stagemesh.client.responses import Result, ResultBuilder
+from stagemesh.common.errors import CancelledRequestError
+from tests.cli.commands import stagemesh
+from tests.deployment import Deployment, deployed, eventually
+
+STEPS = 30
+PIPELINE = """\
+pipeline: film
+stages:
+  writer: {{engine: fake, function: source, options: {{steps: {steps}, step_s: 0.05}}}}
+  camera: {{engine: fake, function: video, options: {{frame_side: 32}}}}
+  tuner: {{engine: fake, function: frames, options: {{checkpoint_steps: 4}}}}
+  singer: {{engine: fake, function: sound, options: {{checkpoint_steps: 4}}}}
+edges: [{{from: writer, to: camera}}, {{from: writer, to: tuner}}, {{from: tuner, to: singer}}]
+outputs:
+  script: writer
+  film: {{from: camera, media_type: video/mp4, frame_rate: 24, stored: true}}
+  song: {{from: singer, media_type: audio/ogg}}
+media: {{store: {store}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def up(store: Path) -> Iterator[Deployment]:
+    path = store.parent / "film.yaml"
+    path.write_text(PIPELINE.format(steps=STEPS, store=store))
+    with deployed(path) as up:
+        yield up
+
+
+@pytest.fixture(scope="module")
+def undisturbed(up: Deployment) -> Result:
+    with up.client() as client:
+        return client.generate("hello", seed=7).result()
+
+
+def stored_files(store: Path, request_id: str = "") -> list[Path]:
+    return [path for path in store.rglob("*") if path.is_file() and f"/{request_id}" in str(path)]
+
+
+def test_a_stored_output_is_in_the_store_and_can_be_downloaded(
+    up: Deployment, undisturbed: Result, tmp_path: Path
+) -> None:
+    (film,) = undisturbed.files["film"]
+    with up.client() as client:
+        client.download(film, tmp_path / "film.mp4")
+    content = (tmp_path / "film.mp4").read_bytes()
+    assert (film.media_type, film.size_bytes) == ("video/mp4", len(content))
+    assert film.sha256 == hashlib.sha256(content).digest()
+    assert Path(film.uri.removeprefix("file://")).read_bytes() == content
+    assert undisturbed.media["song"].media_type == "audio/ogg"
+    assert undisturbed.finishes.keys() == {"script", "film", "song"}
+
+
+@pytest.mark.parametrize("victim", ["camera-0", "singer-0"])
+def test_a_stage_that_is_killed_makes_the_same_file_again(
+    up: Deployment, store: Path, undisturbed: Result, victim: str
+) -> None:
+    builder, texts, songs, offset = ResultBuilder(), 0, 0, 0
+    with up.client() as client:
+        for event in client.generate("hello", seed=7, request_id=f"killed-{victim}"):
+            builder.add(event)
+            texts += isinstance(event, Text)
+            if isinstance(event, MediaChunk):
+                assert event.offset == offset
+                songs, offset = songs + 1, offset + len(event.data)
+            if texts == STEPS // 2 and isinstance(event, Text):
+                up.kill(victim)
+    result = builder.build()
+    assert result.media == undisturbed.media
+    (film,), (same,) = result.files["film"], undisturbed.files["film"]
+    assert (film.size_bytes, film.sha256) == (same.size_bytes, same.sha256)
+    assert film.uri.endswith(".2.mp4") == (victim == "camera-0")
+    assert [str(path) for path in stored_files(store, f"killed-{victim}")] == [film.uri.removeprefix("file://")]
+    up.wait(Deployment.all_ready)
+
+
+async def test_a_cancelled_request_leaves_no_file(up: Deployment, store: Path) -> None:
+    up.wait(Deployment.all_ready)
+    async with AsyncClient(up.endpoint) as client:
+        with pytest.raises(CancelledRequestError):
+            async for event in client.generate("hello", request_id="cancelled", max_tokens=500):
+                if isinstance(event, Text):
+                    await client.cancel("cancelled")
+    eventually(lambda: not stored_files(store, "cancelled") and not stored_files(store / ".partial"), timeout_s=5)
+
+
+async def test_the_command_line_downloads_stored_outputs(up: Deployment, tmp_path: Path) -> None:
+    up.wait(Deployment.all_ready)
+    ran = await stagemesh(
+        "generate", "hello", "--server", up.endpoint, "--max-tokens", "3", "--output", str(tmp_path), "--json"
+    )
+    document = json.loads(ran.stdout)
+    (stored,) = document["stored"]["film"]
+    assert document["files"]["film"] == [str(tmp_path / "film.mp4")]
+    assert hashlib.sha256((tmp_path / "film.mp4").read_bytes()).hexdigest() == stored["sha256"]
+    assert (tmp_path / "song.ogg").read_bytes().startswith(b"OggS")
+
+
+def test_the_pipeline_describes_its_files(up: Deployment) -> None:
+    with up.client() as client:
+        outputs = {output.name: (output.media_type, output.stored) for output in client.describe().outputs}
+    assert outputs == {"script": ("", False), "film": ("video/mp4", True), "song": ("audio/ogg", False)}

@@ -1,0 +1,15 @@
+import shutil
+
+import pytest
+
+from tests.typescript.nodes import EXAMPLE
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _built() -> None:
+    """Skips the tests without node. Fails them if the programs are not built, or older than their sources."""
+    if shutil.which("npm") is None:
+        pytest.skip("needs node and npm: install Node.js 20 or later, then run `make typescript`")
+    stamp, sources = EXAMPLE / "dist" / ".stamp", [*EXAMPLE.glob("src/*.ts"), *EXAMPLE.glob("src/stage/*.ts")]
+    is_built = stamp.exists() and all(source.stat().st_mtime <= stamp.stat().st_mtime for source in sources)
+    assert is_built, "examples/typescript is not built: run `make typescript`"

@@ -1,0 +1,93 @@
+"""Programs in TypeScript (examples/typescript) as child processes of a test."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "typescript"
+QUICK = ("--window-bytes", "65536", "--welcome-ms", "500", "--silence-ms", "300")
+"""A small window of credit, and a short time before a silent flow is opened again."""
+
+
+def program(name: str) -> tuple[str, str]:
+    """Returns the command of a program of the example."""
+    node = shutil.which("node")
+    assert node is not None, "the tests in this folder are skipped without node"
+    return node, str(EXAMPLE / "dist" / f"{name}.js")
+
+
+class RunningClient:
+    """The client in TypeScript, which runs one request."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def __aiter__(self) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """Yields the kind and the content of each event."""
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            event = json.loads(line)
+            yield event["$case"], event["value"]
+
+    async def error(self) -> str:
+        """Returns what a client that fails prints."""
+        _, error = await self.process.communicate()
+        assert self.process.returncode == 1
+        return error.decode()
+
+
+@asynccontextmanager
+async def running_client(endpoints: str, prompt: str, *arguments: str) -> AsyncIterator[RunningClient]:
+    """Runs a request. Kills the client if it still runs at the end."""
+    process = await asyncio.create_subprocess_exec(
+        *program("generate"),
+        "--json",
+        *arguments,
+        endpoints,
+        prompt,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        limit=16 << 20,
+    )
+    try:
+        yield RunningClient(process)
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
+
+
+@dataclass(frozen=True)
+class RunningStage:
+    """A replica of the stage in TypeScript."""
+
+    endpoint: str
+    process: asyncio.subprocess.Process
+
+
+@asynccontextmanager
+async def running_stage(*arguments: str) -> AsyncIterator[RunningStage]:
+    """Runs the replica "m-0" of the stage in TypeScript, and stops it by SIGTERM."""
+    process = await asyncio.create_subprocess_exec(
+        *program("upper"), "--replica", "m-0", *arguments, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        line = (await process.stdout.readline()).decode()
+        yield RunningStage(f"127.0.0.1:{line.split()[-1]}", process)
+    finally:
+        with suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(15):
+                status = await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+            raise
+    assert status == 0, f"the stage ended with status {status}"

@@ -1,0 +1,139 @@
+"""A replica of the stage in TypeScript between Python data planes, driven as an orchestrator would."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+
+from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.connectors.edge import EdgeKey, Packet
+from stagemesh.connectors.flow.chunking import StepPolicy
+from stagemesh.connectors.flow.inlet import Inlet
+from stagemesh.connectors.flow.outlet import Outlet
+from stagemesh.rpc.channels import open_channel
+from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc, tensor_pb2
+from tests.connectors.hosts import Host
+from tests.typescript.nodes import RunningStage, running_stage
+
+IN, OUT = "a->m", "m->c"
+
+
+@dataclass
+class Step:
+    """A call of ExecuteStep, whose events are collected."""
+
+    request: stage_pb2.ExecuteStepRequest
+    call: Any
+    events: list[stage_pb2.ExecuteStepResponse] = field(default_factory=list[stage_pb2.ExecuteStepResponse])
+
+    async def finished(self) -> list[stage_pb2.ExecuteStepResponse]:
+        """Returns all events of the step. Raises AioRpcError if the step fails."""
+        while (event := await self.call.read()) is not grpc.aio.EOF:
+            self.events.append(event)
+        assert await self.call.code() is grpc.StatusCode.OK, self.call.details()
+        return self.events
+
+
+def step_request(
+    request_id: str, *, consumer: str, producer: str = "a-0", attempt: int = 1, **fields: Any
+) -> stage_pb2.ExecuteStepRequest:
+    """Returns the request of a step from `producer` to "c-0", whose endpoint is `consumer`."""
+    request = stage_pb2.ExecuteStepRequest(
+        request_id=request_id, step_id=f"{request_id}/{attempt}", attempt=attempt, **fields
+    )
+    request.inputs.add(edge=IN, producer=producer)
+    request.outputs.add(edge=OUT, consumer="c-0", endpoint=consumer, connector=chunk_pb2.CONNECTOR_GRPC)
+    return request
+
+
+class Upper:
+    """The replica "m-0" of the stage, between the producer "a-0" and the consumer "c-0"."""
+
+    def __init__(self, running: RunningStage, channel: grpc.aio.Channel) -> None:
+        self.endpoint, self.process, self.channel = running.endpoint, running.process, channel
+        self.stub = stage_pb2_grpc.StageServiceStub(channel)
+
+    async def start(
+        self, request_id: str, *, consumer: str, producer: str = "a-0", attempt: int = 1, **fields: Any
+    ) -> Step:
+        """Starts a step and waits until it is accepted. `consumer` is the endpoint of "c-0"."""
+        return await self.call(
+            step_request(request_id, consumer=consumer, producer=producer, attempt=attempt, **fields)
+        )
+
+    async def call(self, request: stage_pb2.ExecuteStepRequest) -> Step:
+        """Calls ExecuteStep and waits until the step is accepted."""
+        step = Step(request, self.stub.ExecuteStep(request))
+        step.events.append(await step.call.read())
+        assert step.events[0].HasField("accepted")
+        return step
+
+    async def rebind(self, step: Step, **bindings: Any) -> None:
+        """Calls RebindStep."""
+        request = stage_pb2.RebindStepRequest(
+            request_id=step.request.request_id, step_id=step.request.step_id, **bindings
+        )
+        await self.stub.RebindStep(request, timeout=5)
+
+
+@asynccontextmanager
+async def upper_stage(*arguments: str) -> AsyncIterator[Upper]:
+    """Runs the stage in TypeScript for the pipeline of the hosts of the conformance kit."""
+    async with (
+        running_stage("--pipeline", "p", "--generation", "g", *arguments) as running,
+        open_channel(running.endpoint) as channel,
+    ):
+        yield Upper(running, channel)
+
+
+@asynccontextmanager
+async def host(replica: str, **limits: Any) -> AsyncIterator[Host]:
+    """Runs a data plane."""
+    started = await Host.started(replica, **limits)
+    try:
+        yield started
+    finally:
+        await started.close()
+
+
+def outlet_to(stage_endpoint: str, plane: DataPlane, request_id: str, *, attempt: int = 1) -> Outlet:
+    """Opens a flow into the stage in TypeScript."""
+    return plane.open_outlet(
+        EdgeKey(request_id, IN, attempt),
+        endpoint=stage_endpoint,
+        consumer="m-0",
+        connector="auto",
+        policy=StepPolicy(),
+    )
+
+
+def inlet_from(plane: DataPlane, request_id: str, *, attempt: int = 1) -> Inlet:
+    """Expects a flow from the stage in TypeScript."""
+    return plane.open_inlet(EdgeKey(request_id, OUT, attempt), producer="m-0")
+
+
+def text(seq: int, size_bytes: int) -> Packet:
+    """Returns a packet of lower-case letters, the same for the same arguments."""
+    letters = np.random.default_rng(seq).integers(ord("a"), ord("z") + 1, size_bytes, np.uint8)
+    return Packet({"text": letters}, {"seq": seq})
+
+
+def texts(count: int, size_bytes: int) -> list[Packet]:
+    """Returns packets of lower-case letters."""
+    return [text(seq, size_bytes) for seq in range(count)]
+
+
+def upper(packets: Sequence[Packet]) -> list[Packet]:
+    """Computes what the stage computes."""
+    return [
+        Packet({"text": np.frombuffer(packet.tensors["text"].tobytes().upper(), np.uint8)}, packet.metadata)
+        for packet in packets
+    ]
+
+
+def integer(value: int) -> tensor_pb2.TypedValue:
+    """Returns the value of an option."""
+    return tensor_pb2.TypedValue(integer=value)

@@ -1,0 +1,240 @@
+"""The client in TypeScript: results, usage, and requests that survive the loss of a connection or an orchestrator."""
+
+import asyncio
+import base64
+import signal
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from stagemesh.client import Result
+from stagemesh.common.errors import InternalError, OverloadedError, StagemeshError, UnavailableError
+from stagemesh.v1 import request_pb2
+from stagemesh.v1.orchestrator_pb2 import GenerateResponse
+from tests.client.scripted import Pause, admitted, audio, ended, finished, progress, queued, served, text
+from tests.deployment import Deployment, deployed
+from tests.later_contract import later_class
+from tests.system.breakable_relay import breakable_relay
+from tests.system.pipelines import relays
+from tests.typescript.nodes import RunningClient, running_client
+
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    folder = tmp_path_factory.mktemp("relays")
+    with deployed(relays(folder, steps=STEPS, step_s=0.03, size_bytes=2000)) as up:
+        yield up
+
+
+@pytest.fixture(scope="module")
+def undisturbed(up: Deployment) -> Result:
+    with up.client() as client:
+        return client.generate("hello", seed=7).result()
+
+
+@dataclass
+class Received:
+    """The events that the client in TypeScript received."""
+
+    texts: defaultdict[int, str] = field(default_factory=lambda: defaultdict(str))
+    """The text of each choice, by the index of the choice."""
+    frames: bytes = b""
+    kinds: list[str] = field(default_factory=list[str])
+    finishes: dict[str, int] = field(default_factory=dict[str, int])
+    stages: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def text(self) -> str:
+        return self.texts[0]
+
+    def add(self, kind: str, value: dict[str, Any]) -> None:
+        self.kinds.append(kind)
+        if kind == "finished":
+            self.stages = value["choices"][0]["stages"]
+        if kind != "output":
+            return
+        content = value.get("content", {"$case": ""})
+        if content["$case"] == "text":
+            assert int(value["position"]) == len(self.texts[value["index"]])
+            self.texts[value["index"]] += content["value"]
+        if content["$case"] == "tensor":
+            self.frames += base64.b64decode(content["value"]["location"]["value"])
+        if "finish" in value:
+            key = value["name"] if not value["index"] else f"{value['name']} of choice {value['index']}"
+            assert key not in self.finishes
+            self.finishes[key] = value["finish"]["reason"]
+
+
+async def receive(client: RunningClient, at: dict[int, Callable[[], None]] | None = None) -> Received:
+    """Receives everything, and calls a function when a number of texts has arrived."""
+    received, texts, actions = Received(), 0, dict(at or {})
+    async for kind, value in client:
+        received.add(kind, value)
+        if kind == "output" and value["name"] == "text":
+            texts += 1
+            actions.pop(texts, _nothing)()
+    assert await client.process.wait() == 0, await client.error()
+    assert not actions, "something was not done"
+    return received
+
+
+def _nothing() -> None:
+    pass
+
+
+def check(received: Received, undisturbed: Result) -> None:
+    """Checks that nothing is lost or doubled."""
+    assert received.text == undisturbed.text
+    assert received.frames == b"".join(output.tensor.tobytes() for output in undisturbed.tensors["frames"])
+    assert received.finishes == {"text": request_pb2.FINISH_REASON_END, "frames": request_pb2.FINISH_REASON_END}
+    assert (received.kinds.count("admitted"), received.kinds.count("finished")) == (1, 1)
+    assert received.kinds[-1] == "finished"
+
+
+async def test_outputs_usage_and_finish_reasons_arrive(up: Deployment, undisturbed: Result) -> None:
+    async with running_client(up.endpoint, "hello", "--seed", "7") as client:
+        received = await receive(client)
+    check(received, undisturbed)
+    usages = {stage: report["usage"] for stage, report in received.stages.items()}
+    assert {stage: int(usage["outputTokens"]) for stage, usage in usages.items()} == {
+        stage: report.usage.output_tokens for stage, report in undisturbed.finished.stages.items()
+    }
+    (edge,) = received.stages["source"]["edges"]
+    assert (edge["edge"], int(edge["sizeBytes"])) == ("source->relay", STEPS * 2000)
+
+
+async def test_killed_orchestrator_loses_and_doubles_nothing(up: Deployment, undisturbed: Result) -> None:
+    async with running_client(up.endpoint, "hello", "--seed", "7") as client:
+        received = await receive(client, {STEPS // 3: lambda: up.kill("orchestrator")})
+    check(received, undisturbed)
+
+
+async def test_broken_connections_lose_and_double_nothing(up: Deployment, undisturbed: Result) -> None:
+    with breakable_relay(up.endpoint) as way:
+        async with running_client(way.endpoint, "hello", "--seed", "7") as client:
+            received = await receive(client, dict.fromkeys((1, 5, 6, 20), way.cut))
+    check(received, undisturbed)
+
+
+async def test_next_call_sends_the_ends_of_what_has_arrived() -> None:
+    async with served() as orchestrator:
+        orchestrator.scripts.extend(
+            [
+                [admitted(seed=9), text("Zoë😀"), audio([0.5, 1]), Pause.BREAK],
+                [admitted(seed=9), text("!"), finished()],
+            ]
+        )
+        async with running_client(orchestrator.endpoint, "hello") as client:
+            received = await receive(client)
+        first, second = orchestrator.requests
+    assert received.text == "Zoë😀!"
+    assert {each.name: each.position for each in second.next_positions} == {"text": 4, "audio": 2}
+    assert (second.parameters.seed, second.earlier_calls, second.request_id) == (9, 1, first.request_id)
+    assert not first.parameters.HasField("seed")
+    assert first.linger_s == second.linger_s == 30
+
+
+async def test_each_choice_continues_at_its_own_position() -> None:
+    async with served() as orchestrator:
+        orchestrator.scripts.extend(
+            [
+                [admitted(choices=2), progress("a", steps=2), text("ab"), text("x", index=1), ended(), Pause.BREAK],
+                [
+                    *(admitted(choices=2), progress("a", steps=1), progress("a", steps=1, index=1)),
+                    *(ended(), text("yz", index=1), ended(index=1), finished(2)),
+                ],
+            ]
+        )
+        async with running_client(orchestrator.endpoint, "hello", "--choices", "2") as client:
+            received = await receive(client)
+        first, second = orchestrator.requests
+    assert (received.texts, received.kinds.count("progress")) == ({0: "ab", 1: "xyz"}, 2)
+    assert received.finishes == dict.fromkeys(("text", "text of choice 1"), request_pb2.FINISH_REASON_END)
+    assert {each.index: each.position for each in second.next_positions} == {0: 2, 1: 1}
+    assert (first.parameters.choices, second.parameters.choices) == (2, 2)
+
+
+async def test_repeated_events_are_dropped() -> None:
+    events = [admitted(), progress("thinker", steps=3), text("Hi"), ended()]
+    async with served() as orchestrator:
+        orchestrator.scripts.extend(
+            [
+                [queued(2), *events, Pause.BREAK],
+                [queued(1), *events[:2], progress("thinker", steps=4), ended(), finished(), Pause.BREAK],
+                [admitted(), finished()],
+            ]
+        )
+        async with running_client(orchestrator.endpoint, "hello") as client:
+            received = await receive(client)
+    assert received.kinds == ["queued", "admitted", "progress", "output", "output", "progress", "finished"]
+
+
+async def test_another_orchestrator_takes_over() -> None:
+    async with served() as first, served() as second:
+        first.scripts.append([admitted(), text("Hi "), UnavailableError("it stops", reason="NOT_RUNNING")])
+        second.scripts.append([admitted(), text("you"), finished()])
+        async with running_client(f"{first.endpoint},{second.endpoint}", "hello") as client:
+            assert (await receive(client)).text == "Hi you"
+
+
+async def test_full_queue_is_tried_again_when_it_says() -> None:
+    full = OverloadedError("the queue is full", reason="ADMISSION_LIMIT", retry_after_s=0.01)
+    async with served() as orchestrator:
+        orchestrator.scripts.extend([[full], [full], [queued(1), admitted(), text("Hi"), finished()]])
+        async with running_client(orchestrator.endpoint, "hello") as client:
+            assert (await receive(client)).text == "Hi"
+        assert [request.earlier_calls for request in orchestrator.requests] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [InternalError("out of luck"), OverloadedError("too late", reason="CALLER_LIMIT", retry_after_s=0.01)],
+    ids=["final", "after the start"],
+)
+async def test_other_errors_are_final(error: StagemeshError) -> None:
+    async with served() as orchestrator:
+        orchestrator.scripts.append([admitted(), error])
+        async with running_client(orchestrator.endpoint, "hello") as client:
+            assert error.message in await client.error()
+        assert len(orchestrator.requests) == 1
+
+
+async def test_interrupted_client_cancels_its_request() -> None:
+    async with served() as orchestrator:
+        orchestrator.scripts.append([admitted(), Pause.FOREVER])
+        async with running_client(orchestrator.endpoint, "hello", "--request-id", "mine") as client:
+            await anext(aiter(client))
+            client.process.send_signal(signal.SIGINT)
+            assert "aborted" in await client.error()
+        await asyncio.wait_for(orchestrator.hung_up.wait(), 10)
+        assert [(cancel.request_id, cancel.when_left) for cancel in orchestrator.cancels] == [("mine", True)]
+
+
+def _later(*, ignorable: bool) -> GenerateResponse:
+    """Returns an event of a kind that today's contract does not know."""
+    event = later_class("GenerateResponse")(later="news", ignorable=ignorable)
+    return GenerateResponse.FromString(event.SerializeToString())
+
+
+async def test_event_of_a_later_kind_is_refused_or_ignored() -> None:
+    async with served() as orchestrator:
+        orchestrator.scripts.extend(
+            [[admitted(), _later(ignorable=True), text("Hi"), finished()], [admitted(), _later(ignorable=False)]]
+        )
+        async with running_client(orchestrator.endpoint, "hello") as client:
+            assert (await receive(client)).text == "Hi"
+        async with running_client(orchestrator.endpoint, "hello") as client:
+            assert "UNKNOWN_KIND: the orchestrator sent a GenerateResponse" in await client.error()
+
+
+async def test_orchestrator_without_a_common_version_is_refused() -> None:
+    async with served() as orchestrator:
+        orchestrator.description.protocol.lowest_version = 2
+        orchestrator.description.protocol.highest_version = 3
+        async with running_client(orchestrator.endpoint, "hello") as client:
+            assert "NO_COMMON_VERSION" in await client.error()

@@ -1,0 +1,236 @@
+"""The stage in TypeScript when replicas at the other ends of its edges are replaced or restarted."""
+
+import asyncio
+
+import grpc
+import numpy as np
+import pytest
+
+from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.connectors.conformance import assert_same, receive_all, send_all
+from stagemesh.connectors.conformance.fault_suite import proxied
+from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.flow.chunking import Chunker, FramesPolicy, WholePolicy
+from stagemesh.rpc.error_mapping import from_rpc_error
+from stagemesh.v1 import stage_pb2
+from tests.typescript.nodes import QUICK
+from tests.typescript.stage_harness import (
+    IN,
+    OUT,
+    Step,
+    Upper,
+    host,
+    inlet_from,
+    outlet_to,
+    step_request,
+    text,
+    texts,
+    upper,
+    upper_stage,
+)
+
+
+def numbered(count: int, *, rows: int) -> list[Packet]:
+    """Returns packets whose rows make one long text."""
+    letters = np.resize(np.arange(ord("a"), ord("z") + 1, dtype=np.uint8), count * rows)
+    return [Packet({"text": letters[start : start + rows]}) for start in range(0, count * rows, rows)]
+
+
+def joined(packets: list[Packet]) -> bytes:
+    return b"".join(packet.tensors["text"].tobytes() for packet in packets)
+
+
+def input_binding(producer: str, attempt: int, **first_rows: int) -> stage_pb2.InputRebinding:
+    binding = stage_pb2.InputBinding(edge=IN, producer=producer, attempt=attempt)
+    return stage_pb2.InputRebinding(binding=binding, first_rows=first_rows)
+
+
+def output_binding(endpoint: str, attempt: int, consumer: str = "c-1") -> stage_pb2.OutputBinding:
+    return stage_pb2.OutputBinding(edge=OUT, consumer=consumer, endpoint=endpoint, attempt=attempt)
+
+
+@pytest.mark.parametrize(("first_row", "rows"), [(0, 7), (0, 5), (10, 4), (21, 7)])
+async def test_restarted_producer_continues_the_edge_by_rows(first_row: int, rows: int) -> None:
+    sent = numbered(10, rows=7)
+    whole = joined(sent)
+    async with upper_stage(*QUICK) as stage, host("a-0") as a1, host("a-1") as a2, host("c-0") as c:
+        inlet = inlet_from(c.plane, "r")
+        step = await stage.start("r", consumer=c.endpoint)
+        former = outlet_to(stage.endpoint, a1.plane, "r")
+        for one in sent[:3]:
+            await former.send(one)
+        got = [await anext(inlet) for _ in range(3)]
+        await stage.rebind(step, inputs=[input_binding("a-1", 2, text=first_row)])
+        rest = np.frombuffer(whole[first_row:], np.uint8)
+        again = [Packet({"text": rest[start : start + rows]}) for start in range(0, len(rest), rows)]
+        later = outlet_to(stage.endpoint, a2.plane, "r", attempt=2)
+        _, received = await asyncio.gather(send_all(later, again), receive_all(inlet))
+        assert joined([*got, *received]) == whole.upper()
+        await step.finished()
+        with pytest.raises(StagemeshError):
+            await send_all(former, sent[3:])
+
+
+async def test_dead_producer_is_replaced_while_its_flow_waits() -> None:
+    sent = texts(10, 5000)
+    async with upper_stage(*QUICK) as stage, host("a-0") as a1, host("a-1") as a2, host("c-0") as c:
+        inlet = inlet_from(c.plane, "r")
+        step = await stage.start("r", consumer=c.endpoint)
+        former = outlet_to(stage.endpoint, a1.plane, "r")
+        await former.send(sent[0])
+        got = [await anext(inlet)]
+        await a1.close()
+        await stage.rebind(step, inputs=[input_binding("a-1", 2)])
+        later = outlet_to(stage.endpoint, a2.plane, "r", attempt=2)
+        _, received = await asyncio.gather(send_all(later, sent), receive_all(inlet))
+        assert_same([*got, *received], upper(sent))
+        await step.finished()
+
+
+@pytest.mark.parametrize("taken", [0, 4, 12])
+async def test_another_consumer_receives_all_chunks(taken: int) -> None:
+    sent = texts(12, 20_000)
+    async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0") as c1, host("c-1") as c2:
+        inlet = inlet_from(c1.plane, "r")
+        step = await stage.start("r", consumer=c1.endpoint)
+        sending = asyncio.create_task(send_all(outlet_to(stage.endpoint, a.plane, "r"), sent))
+        for _ in range(taken):
+            await anext(inlet)
+        await inlet.aclose(lost=True)
+        successor = inlet_from(c2.plane, "r", attempt=2)
+        await stage.rebind(step, outputs=[output_binding(c2.endpoint, 2)])
+        assert_same(await receive_all(successor), upper(sent))
+        await sending
+        await step.finished()
+
+
+async def test_finished_step_sends_its_chunks_to_another_consumer() -> None:
+    sent = texts(6, 20_000)
+    async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0") as c1, host("c-1") as c2:
+        inlet = inlet_from(c1.plane, "r")
+        step = await stage.start("r", consumer=c1.endpoint)
+        await asyncio.gather(send_all(outlet_to(stage.endpoint, a.plane, "r"), sent), step.finished())
+        await anext(inlet)
+        await c1.close()
+        successor = inlet_from(c2.plane, "r", attempt=2)
+        await stage.rebind(step, outputs=[output_binding(c2.endpoint, 2)])
+        assert_same(await receive_all(successor), upper(sent))
+        error = await _error_of(stage, step, outputs=[output_binding(c1.endpoint, 1)])
+        assert error.reason == "STALE_ATTEMPT"
+
+
+async def test_rebinding_that_cannot_succeed_changes_nothing() -> None:
+    sent = texts(4, 100)
+    async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0") as c:
+        inlet = inlet_from(c.plane, "r")
+        step = await stage.start("r", consumer=c.endpoint)
+        outlet = outlet_to(stage.endpoint, a.plane, "r")
+        await outlet.send(sent[0])
+        await anext(inlet)
+        error = await _error_of(stage, step, inputs=[input_binding("a-1", 2, text=101)])
+        assert (error.reason, error.metadata["tensor"], error.metadata["rows"]) == ("ROWS_MISSING", "text", "100")
+        elsewhere = stage_pb2.OutputBinding(edge="m->x", consumer="c-0", endpoint=c.endpoint, attempt=2)
+        error = await _error_of(stage, step, inputs=[input_binding("a-1", 2)], outputs=[elsewhere])
+        assert error.reason == "UNKNOWN_EDGE"
+        unknown = Step(stage_pb2.ExecuteStepRequest(request_id="r", step_id="r/9"), None)
+        assert (await _error_of(stage, unknown)).reason == "UNKNOWN_STEP"
+        await stage.rebind(step, inputs=[input_binding("a-0", 1)], outputs=[output_binding(c.endpoint, 1, "c-0")])
+        _, received = await asyncio.gather(send_all(outlet, sent[1:]), receive_all(inlet))
+        assert_same(received, upper(sent[1:]))
+        await step.finished()
+
+
+async def test_producer_that_repeats_fewer_rows_fails_the_step() -> None:
+    async with upper_stage(*QUICK) as stage, host("a-0") as a1, host("a-1") as a2, host("c-0") as c:
+        inlet = inlet_from(c.plane, "r")
+        step = await stage.start("r", consumer=c.endpoint)
+        await outlet_to(stage.endpoint, a1.plane, "r").send(text(0, 100))
+        await anext(inlet)
+        await stage.rebind(step, inputs=[input_binding("a-1", 2)])
+        later = outlet_to(stage.endpoint, a2.plane, "r", attempt=2)
+        sending = asyncio.create_task(send_all(later, [text(0, 50)]))
+        with pytest.raises(StagemeshError) as caught:
+            await anext(inlet)
+        assert caught.value.reason == "ATTEMPTS_DIFFER"
+        with pytest.raises(grpc.aio.AioRpcError):
+            await step.finished()
+        await asyncio.gather(sending, return_exceptions=True)
+        await inlet.aclose()
+
+
+async def test_restarted_consumer_gets_the_flow_again_by_rebinding() -> None:
+    sent = texts(8, 20_000)
+    async with (
+        upper_stage(*QUICK) as stage,
+        host("a-0") as a,
+        host("c-0") as c1,
+        host("c-0") as c2,
+        proxied(c1.endpoint) as (proxy, endpoint),
+    ):
+        inlet = inlet_from(c1.plane, "r")
+        step = await stage.start("r", consumer=endpoint)
+        sending = asyncio.create_task(send_all(outlet_to(stage.endpoint, a.plane, "r"), sent))
+        await anext(inlet)
+        proxy.target_port = int(c2.endpoint.rsplit(":", 1)[1])
+        proxy.cut()
+        successor = inlet_from(c2.plane, "r", attempt=2)
+        await stage.rebind(step, outputs=[output_binding(endpoint, 2, "c-0")])
+        assert_same(await receive_all(successor), upper(sent))
+        await sending
+        await step.finished()
+
+
+async def test_restarted_producer_is_not_taken_for_its_previous_incarnation() -> None:
+    sent = texts(5, 20_000)
+    async with upper_stage(*QUICK) as stage, host("a-0") as a1, host("a-0") as a2, host("c-0") as c:
+        inlet, other = inlet_from(c.plane, "r"), inlet_from(c.plane, "r2")
+        await stage.start("r", consumer=c.endpoint)
+        await outlet_to(stage.endpoint, a1.plane, "r").send(sent[0])
+        await anext(inlet)
+        await a1.close()
+        step = await stage.start("r2", consumer=c.endpoint)
+        _, received = await asyncio.gather(
+            send_all(outlet_to(stage.endpoint, a2.plane, "r2"), sent), receive_all(other)
+        )
+        assert_same(received, upper(sent))
+        await step.finished()
+        again = outlet_to(stage.endpoint, a2.plane, "r")
+        with pytest.raises(UnavailableError, match="was lost before chunk 1"):
+            await send_all(again, sent)
+        await stage.stub.CancelStep(stage_pb2.CancelStepRequest(request_id="r"), timeout=5)
+        await inlet.aclose()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        WholePolicy(),
+        FramesPolicy(10),
+        FramesPolicy(100, initial_frames=3),
+        FramesPolicy(10, initial_frames=4, left_context_frames=6),
+    ],
+    ids=["whole", "frames", "initial", "context"],
+)
+async def test_chunk_policies_cut_as_they_do_in_python(policy: FramesPolicy | WholePolicy) -> None:
+    sent = texts(6, 37)
+    chunker = Chunker(policy)
+    expected = [chunk for packet in upper(sent) for chunk in chunker.push(packet)] + chunker.finish()
+    async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0") as c:
+        inlet = inlet_from(c.plane, "r")
+        request = step_request("r", consumer=c.endpoint)
+        if isinstance(policy, FramesPolicy):
+            frames = request.outputs[0].policy.frames
+            frames.frames, frames.initial_frames = policy.frames, policy.initial_frames
+            frames.left_context_frames = policy.left_context_frames
+        else:
+            request.outputs[0].policy.whole.SetInParent()
+        step = await stage.call(request)
+        _, received = await asyncio.gather(send_all(outlet_to(stage.endpoint, a.plane, "r"), sent), receive_all(inlet))
+        assert_same(received, expected)
+        await step.finished()
+
+
+async def _error_of(stage: Upper, step: Step, **bindings: object) -> StagemeshError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stage.rebind(step, **bindings)
+    return from_rpc_error(caught.value, peer="m-0")
