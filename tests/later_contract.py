@@ -25,7 +25,14 @@ _WITH_KINDS = {
     "ExecuteStepResponse",
     "GenerateResponse",
     "Output",
+    "Input",
+    "Part",
+    "MediaFile",
+    "TypedValue",
+    "Sampling",
 }
+_WITHOUT_NOTES = {"Parameters", "StageParameters", "Sampling"}
+"""The messages none of whose fields may be ignored."""
 _Field = descriptor_pb2.FieldDescriptorProto
 
 
@@ -49,7 +56,8 @@ def today(message: Any, kind: type[Message]) -> Any:
 def _add_notes(message: Any) -> None:
     if "later_note" not in message.DESCRIPTOR.fields_by_name:
         return
-    message.later_note = "unknown today"
+    if message.DESCRIPTOR.name not in _WITHOUT_NOTES:
+        message.later_note = "unknown today"
     for field, value in message.ListFields():
         if field.message_type is None or field.message_type.GetOptions().map_entry:
             continue

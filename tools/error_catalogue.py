@@ -141,8 +141,9 @@ not create, for example that of a proxy, has no ErrorInfo.
 - Programs compare `reason` and the code, never the message.
 - A reason always has the same code. Later versions may add reasons, so that a program treats an unknown reason like
   its code.
-- *retry* says whether the same call, repeated unchanged later, can succeed without any change to the request or to the
-  deployment. If the status contains a `google.rpc.RetryInfo`, wait for its delay first. `UNAUTHENTICATED` and
+- *retry* says whether the same call can succeed later without any change to its content or to the deployment. If the
+  status contains a `google.rpc.RetryInfo`, wait for its delay first. A request that was admitted before it failed needs
+  another `request_id`, because the orchestrator keeps its error for a while. `UNAUTHENTICATED` and
   `PERMISSION_DENIED` are final: a retry needs other credentials.
 - *raised by* names where the error originates: the Python *client* before or after the call, the *orchestrator*, a
   *stage* with its engine, the *data plane* between two replicas, or a *command* of `stagemesh` or the start of a

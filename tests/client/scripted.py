@@ -16,6 +16,7 @@ from stagemesh.common.tensors import inline_tensor
 from stagemesh.common.versions import own_protocol
 from stagemesh.rpc.handlers import RpcContext, answering, streaming
 from stagemesh.rpc.server import Server
+from stagemesh.v1 import chunk_pb2
 from stagemesh.v1.orchestrator_pb2 import (
     AdmittedChoice,
     CancelRequestRequest,
@@ -158,6 +159,6 @@ def audio(samples: Sequence[float], *, sample_rate_hz: int = 24000, index: int =
 def finished(choices: int = 1) -> GenerateResponse:
     """Returns the last event of a request."""
     stage = StepFinished(usage=Usage(prompt_tokens=5, output_tokens=2, steps=2), timings=Timings(finished_s=0.5))
-    stage.edges.add(edge="thinker->vocoder", connector="shm", chunks=3, size_bytes=300)
+    stage.edges.add(edge="thinker->vocoder", connector=chunk_pb2.CONNECTOR_SHM, chunks=3, size_bytes=300)
     choice = FinishedChoice(stages={"thinker": stage})
     return GenerateResponse(finished=RequestFinished(choices=[choice] * choices, timings=Timings(finished_s=0.6)))

@@ -71,6 +71,17 @@ async def test_the_next_orchestrator_continues_the_request(
     assert _text_of(await _events(orchestrator.endpoint, other.endpoint)) == "Hi you"
 
 
+async def test_the_request_finishes_once_although_another_orchestrator_repeats_it(
+    orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator
+) -> None:
+    end = finished()
+    end.finished.timings.finished_s += 1
+    orchestrator.scripts.append([admitted(), text("Hi"), finished(), Pause.BREAK])
+    other.scripts.append([admitted(), end])
+    events = await _events(orchestrator.endpoint, other.endpoint)
+    assert [type(event) for event in events].count(Finished) == 1
+
+
 async def test_an_unreachable_orchestrator_is_skipped(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([admitted(), text("Hi"), finished()])
     policy = RetryPolicy(attempts=1)
@@ -235,9 +246,9 @@ def test_every_kind_of_output_is_counted() -> None:
 
 async def test_each_choice_continues_where_it_was(orchestrator: ScriptedOrchestrator) -> None:
     first = [text("Hi ", index=1), text("You"), progress("thinker", steps=2), progress("thinker", steps=3, index=1)]
-    orchestrator.scripts.append([admitted(choices=2, seed=2**32 - 1), *first, Pause.BREAK])
+    orchestrator.scripts.append([admitted(choices=2, seed=2**63 - 1), *first, Pause.BREAK])
     repeated = [progress("thinker", steps=3), progress("thinker", steps=3, index=1), text("there", index=1)]
-    orchestrator.scripts.append([admitted(choices=2, seed=2**32 - 1), *repeated, text("?"), finished(2)])
+    orchestrator.scripts.append([admitted(choices=2, seed=2**63 - 1), *repeated, text("?"), finished(2)])
     async with AsyncClient(orchestrator.endpoint, retry_policy=QUICK) as client:
         generation = client.generate("hello", choices=2)
         builder, steps = ResultBuilder(), list[tuple[int, int]]()
@@ -246,8 +257,8 @@ async def test_each_choice_continues_where_it_was(orchestrator: ScriptedOrchestr
             if isinstance(event, Progress):
                 steps.append((event.index, event.steps))
     result = builder.build()
-    assert [(choice.seed, choice.text) for choice in result.choices] == [(2**32 - 1, "You?"), (0, "Hi there")]
-    assert (result.text, result.seed, steps) == ("You?", 2**32 - 1, [(0, 2), (1, 3), (0, 3)])
+    assert [(choice.seed, choice.text) for choice in result.choices] == [(2**63 - 1, "You?"), (0, "Hi there")]
+    assert (result.text, result.seed, steps) == ("You?", 2**63 - 1, [(0, 2), (1, 3), (0, 3)])
     sent = orchestrator.requests
     assert [(each.name, each.index, each.position) for each in sent[1].next_positions] == [
         ("text", 1, 3),

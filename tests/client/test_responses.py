@@ -62,12 +62,12 @@ def test_the_deltas_of_a_text_are_joined_in_order() -> None:
 def test_a_result_has_the_outputs_of_each_choice() -> None:
     reports = [StageReport(Usage(steps, steps, steps), Timings(0.0, None, 0.1), ()) for steps in (2, 3)]
     builder = ResultBuilder()
-    builder.add(Admitted("r", 2**32 - 1, ({"a": "a-0"}, {"a": "a-1"})))
+    builder.add(Admitted("r", 2**63 - 1, ({"a": "a-0"}, {"a": "a-1"})))
     for event in (Text("t", "one"), Text("t", "two", index=1), OutputFinished("t", "stop", index=1)):
         builder.add(event)
     builder.add(Finished(tuple({"a": report} for report in reports), Timings(0.0, 0.1, 0.2)))
     result = builder.build()
-    assert [(choice.seed, choice.text) for choice in result.choices] == [(2**32 - 1, "one"), (0, "two")]
+    assert [(choice.seed, choice.text) for choice in result.choices] == [(2**63 - 1, "one"), (0, "two")]
     assert ([list(choice.finishes) for choice in result.choices], result.text) == ([[], ["t"]], "one")
     assert (result.finished.stages["a"], result.finished.usage) == (reports[0], {"a": Usage(5, 5, 5)})
 

@@ -394,7 +394,7 @@ async def test_a_task_resumed_at_its_end_emits_nothing() -> None:
 
 async def test_the_estimated_work_decreases_with_each_step() -> None:
     engine = fake(steps=4, step_s=0.01)
-    left = [round(engine.load().work_s, 3) async for _ in engine.submit(Task("r", 0, "hi"))]
+    left = [round(engine.load().work_s or 0.0, 3) async for _ in engine.submit(Task("r", 0, "hi"))]
     assert left == [0.04, 0.03, 0.03, 0.02, 0.02, 0.01, 0.01, 0.0, 0.0, 0.0]
     assert not engine.load().running
 

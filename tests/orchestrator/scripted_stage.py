@@ -126,6 +126,8 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         )
         self.requests: list[stage_pb2.ExecuteStepRequest] = []
         self.cancels: list[stage_pb2.CancelStepRequest] = []
+        self.released: dict[str, asyncio.Event] = {}
+        """When the stage answers CancelStep, by request id. At once for other requests."""
         self.rebinds: list[stage_pb2.RebindStepRequest] = []
         self.probes: list[stage_pb2.ProbeEdgeRequest] = []
         self.probed: list[Probed] = [stage_pb2.ProbeEdgeResponse()]
@@ -202,6 +204,8 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
     async def CancelStep(self, request: stage_pb2.CancelStepRequest, context: object) -> stage_pb2.CancelStepResponse:
         del context
         self.cancels.append(request)
+        if request.request_id in self.released:
+            await self.released[request.request_id].wait()
         return stage_pb2.CancelStepResponse(stopped=self.running)
 
     async def RebindStep(self, request: stage_pb2.RebindStepRequest, context: object) -> stage_pb2.RebindStepResponse:

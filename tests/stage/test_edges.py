@@ -39,7 +39,7 @@ async def test_text_crosses_an_edge_unchanged(connector: str) -> None:
         assert sent == received
         assert len(sent) == 5 * 20_000
         edge = thought.edges[0]
-        assert (edge.edge, edge.connector, edge.chunks, edge.size_bytes) == (EDGE, connector, 5, 100_000)
+        assert (edge.edge, edge.connector, edge.chunks, edge.size_bytes) == (EDGE, CONNECTORS[connector], 5, 100_000)
         assert (talked.usage.steps, len(talked.edges)) == (5, 0)
 
 
@@ -254,23 +254,38 @@ async def _run(
 ) -> tuple[tuple[str, stage_pb2.StepFinished], tuple[str, stage_pb2.StepFinished]]:
     thinking, talking = _requests(talker, **how)  # type: ignore[arg-type]
     async with asyncio.TaskGroup() as group:
-        hearing = group.create_task(_receive(talker, talking))
+        accepted = asyncio.Event()
+        hearing = group.create_task(_receive(talker, talking, begun=accepted))
+        await accepted.wait()
         sent = await _receive(thinker, thinking)
     return sent, hearing.result()
 
 
-async def _receive(replica: Replica, request: stage_pb2.ExecuteStepRequest) -> tuple[str, stage_pb2.StepFinished]:
-    text, finished = "", stage_pb2.StepFinished()
-    async for event in replica.stub.ExecuteStep(request, timeout=20):
-        text += event.output.text
-        finished = event.finished
+async def _receive(
+    replica: Replica, request: stage_pb2.ExecuteStepRequest, *, begun: asyncio.Event | None = None
+) -> tuple[str, stage_pb2.StepFinished]:
+    """Executes a step. `begun` is set when the step is accepted or has failed."""
+    text, finished, begun = "", stage_pb2.StepFinished(), begun or asyncio.Event()
+    try:
+        async for event in replica.stub.ExecuteStep(request, timeout=20):
+            begun.set()
+            text += event.output.text
+            finished = event.finished
+    finally:
+        begun.set()
     return text, finished
 
 
 async def _failures(thinker: Replica, talker: Replica, **how: object) -> dict[str, StagemeshError]:
     """Returns the errors of the stages; the consumer opens first."""
     thinking, talking = _requests(talker, **how)  # type: ignore[arg-type]
-    results = await asyncio.gather(_receive(talker, talking), _receive(thinker, thinking), return_exceptions=True)
+    begun = asyncio.Event()
+
+    async def think() -> tuple[str, stage_pb2.StepFinished]:
+        await begun.wait()
+        return await _receive(thinker, thinking)
+
+    results = await asyncio.gather(_receive(talker, talking, begun=begun), think(), return_exceptions=True)
     return {
         name: from_rpc_error(result, peer=name)
         for name, result in zip(("talker", "thinker"), results, strict=True)

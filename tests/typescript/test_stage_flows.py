@@ -12,6 +12,7 @@ from stagemesh.connectors.conformance import assert_same, receive_all, send_all
 from stagemesh.connectors.conformance.fault_suite import proxied
 from stagemesh.connectors.conformance.replicas import until
 from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.v1 import chunk_pb2
 from tests.connectors.relay_faults import Direction, Fault, Faults
 from tests.connectors.relays import relayed
 from tests.typescript.nodes import QUICK
@@ -31,7 +32,7 @@ async def test_every_size_arrives(size_bytes: int) -> None:
         assert_same(received, upper(sent))
         (finished,) = [event.finished for event in await step.finished() if event.HasField("finished")]
         (edge,) = finished.edges
-        assert (edge.connector, edge.chunks, edge.size_bytes) == ("grpc", 4, 4 * size_bytes)
+        assert (edge.connector, edge.chunks, edge.size_bytes) == (chunk_pb2.CONNECTOR_GRPC, 4, 4 * size_bytes)
 
 
 async def test_requests_at_once_arrive_apart() -> None:

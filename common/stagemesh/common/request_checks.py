@@ -15,10 +15,12 @@ from stagemesh.common.descriptors import OptionSpec
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
 from stagemesh.common.tensors import Array, read_inline
 from stagemesh.common.typed_values import Value, from_message
+from stagemesh.common.unknown_kinds import refuse_unknown, refuse_unknown_fields
 from stagemesh.v1 import request_pb2, tensor_pb2
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _CHOICE = re.compile(r"/[0-9]{1,10}$")
+_CALLER = "the caller"
 _ROLES = ", ".join(request_pb2.Role.keys()[1:])
 _SAMPLING: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     "max_tokens": ("at least 1", lambda value: value >= 1),
@@ -56,9 +58,12 @@ def check_request_id(request_id: str) -> None:
 def check_input(given: request_pb2.Input) -> None:
     """Checks the messages, tools and tensors of a request's input without decoding media.
 
-    Raises InvalidRequestError (INVALID_PROMPT) if a message, a tool or the template arguments are invalid, and
-    InvalidChunkError if the bytes of a tensor or of audio samples are invalid.
+    Raises InvalidRequestError (INVALID_PROMPT) if a message, a tool or the template arguments are invalid,
+    InvalidChunkError if the bytes of a tensor or of audio samples are invalid, and UnsupportedError (UNKNOWN_KIND) if
+    the prompt or a part is of an unknown kind.
     """
+    if given.WhichOneof("prompt") is None:
+        refuse_unknown(given, of=_CALLER)
     _check_tools(given.conversation.tools)
     read_json_object(given.conversation.template_arguments, "template_arguments")
     known = set[str]()
@@ -138,12 +143,14 @@ def is_medium(part: request_pb2.Part) -> bool:
 def read_options(messages: Mapping[str, tensor_pb2.TypedValue]) -> dict[str, Value]:
     """Returns the values of a request's options, by option name.
 
-    Raises InvalidRequestError (INVALID_OPTION) if a value is not set.
+    Raises InvalidRequestError (INVALID_OPTION) if a value is not set, and UnsupportedError (UNKNOWN_KIND) if it is of
+    an unknown type.
     """
     values: dict[str, Value] = {}
     for name, message in messages.items():
         value = from_message(message)
         if value is None:
+            refuse_unknown(message, of=_CALLER)
             raise _option_error(name, "has no value; set one, or omit the option")
         values[name] = value
     return values
@@ -208,6 +215,16 @@ def describe_allowed(spec: OptionSpec) -> str:
         return kind if math.isinf(spec.maximum) else f"{kind} of at most {spec.maximum:g}"
     at_least = f"{kind} of at least {spec.minimum:g}"
     return at_least if math.isinf(spec.maximum) else f"{kind} from {spec.minimum:g} to {spec.maximum:g}"
+
+
+def check_known(*parameters: request_pb2.Parameters | request_pb2.StageParameters) -> None:
+    """Raises UnsupportedError (UNKNOWN_KIND) if parameters of a request have a field that this process does not know.
+
+    Otherwise a parameter of a newer client would have no effect, and the client would not notice.
+    """
+    for each in parameters:
+        refuse_unknown_fields(each, of=_CALLER)
+        refuse_unknown_fields(each.sampling, of=_CALLER)
 
 
 def check_sampling(sampling: request_pb2.Sampling) -> None:
@@ -284,12 +301,16 @@ def _check_tools(tools: Iterable[request_pb2.Tool]) -> None:
 
 
 def _check_part(part: request_pb2.Part) -> None:
-    if part.WhichOneof("content") is None:
+    kind = part.WhichOneof("content")
+    if kind is None:
+        refuse_unknown(part, of=_CALLER)
         raise _prompt_error("a message has a part without content; remove the part")
     if part.use_audio_in_video and not part.HasField("video_file"):
         raise _prompt_error("use_audio_in_video is set for a part that is not a video; leave it unset")
-    if part.HasField("audio"):
+    if kind == "audio":
         read_samples(part.audio)
+    elif kind != "text" and getattr(part, kind).WhichOneof("content") is None:
+        refuse_unknown(getattr(part, kind), of=_CALLER)
 
 
 def _prompt_error(message: str) -> InvalidRequestError:

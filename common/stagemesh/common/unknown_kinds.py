@@ -22,15 +22,7 @@ def unknown_kind(message: Message, *, of: str) -> UnsupportedError | None:
 
     Returns None if the message is empty, or if the sender has marked it as ignorable. `of` is the name of the sender.
     """
-    name, fields = message.DESCRIPTOR.name, ", ".join(str(number) for number, _ in unknown_fields(message))
-    if not fields or getattr(message, "ignorable", False):
-        return None
-    return UnsupportedError(
-        f"{of} sent a {name} of an unknown kind (field {fields}); upgrade this "
-        "process, or let the sender use only what both versions know",
-        reason=UNKNOWN_KIND,
-        metadata={"message": name, "field": fields},
-    )
+    return None if getattr(message, "ignorable", False) else _error(message, "of an unknown kind (field {})", of=of)
 
 
 def refuse_unknown(message: Message, *, of: str) -> None:
@@ -38,3 +30,25 @@ def refuse_unknown(message: Message, *, of: str) -> None:
     error = unknown_kind(message, of=of)
     if error is not None:
         raise error
+
+
+def refuse_unknown_fields(message: Message, *, of: str) -> None:
+    """Raises UnsupportedError (UNKNOWN_KIND) if the message has any field that this process does not know.
+
+    For messages none of whose fields may be ignored. `of` is the name of the sender.
+    """
+    error = _error(message, "with the unknown field {}", of=of)
+    if error is not None:
+        raise error
+
+
+def _error(message: Message, what: str, *, of: str) -> UnsupportedError | None:
+    name, fields = message.DESCRIPTOR.name, ", ".join(str(number) for number, _ in unknown_fields(message))
+    if not fields:
+        return None
+    return UnsupportedError(
+        f"{of} sent a {name} {what.format(fields)}; upgrade this process, or let the sender use only what both "
+        "versions know",
+        reason=UNKNOWN_KIND,
+        metadata={"message": name, "field": fields},
+    )

@@ -147,7 +147,7 @@ export class StagemeshClient {
 
 /** What a client has received of a request. It says where the next call continues, and which events are repeated. */
 class Received {
-  seed: number | undefined;
+  seed: bigint | undefined;
   /** For each output of each choice, the end of its last part. */
   readonly ends = new Map<string, OutputPosition>();
   readonly #complete = new Set<string>();

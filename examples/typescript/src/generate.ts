@@ -33,7 +33,7 @@ async function main(): Promise<void> {
       requestId: values["request-id"] ?? "",
       input: { prompt: { $case: "text" as const, value: prompt } },
       parameters: {
-        ...(values.seed === undefined ? {} : { seed: Number(values.seed) }),
+        ...(values.seed === undefined ? {} : { seed: BigInt(values.seed) }),
         ...(values.choices === undefined ? {} : { choices: Number(values.choices) }),
       },
     };

@@ -31,7 +31,7 @@ from stagemesh.common.errors import InternalError, InvalidChunkError
 from stagemesh.common.output_position import OutputKey
 from stagemesh.common.tensors import read_inline
 from stagemesh.common.unknown_kinds import refuse_unknown
-from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
+from stagemesh.v1 import chunk_pb2, orchestrator_pb2, request_pb2, stage_pb2
 
 
 class EventDecoder:
@@ -138,13 +138,21 @@ def _audio(message: request_pb2.Output) -> AudioChunk:
 
 def _report(message: stage_pb2.StepFinished) -> StageReport:
     usage = Usage(**{name: getattr(message.usage, name) for name in Usage.__annotations__})
-    edges = tuple(EdgeUsage(edge.edge, edge.connector, edge.chunks, edge.size_bytes) for edge in message.edges)
+    edges = tuple(
+        EdgeUsage(edge.edge, _connector_name(edge.connector), edge.chunks, edge.size_bytes) for edge in message.edges
+    )
     return StageReport(usage, _timings(message.timings), edges)
 
 
+def _connector_name(number: int) -> str:
+    known = chunk_pb2.Connector.DESCRIPTOR.values_by_number.get(number)
+    return known.name.removeprefix("CONNECTOR_").lower() if known is not None else f"connector {number}"
+
+
 def _timings(message: request_pb2.Timings) -> Timings:
+    started_s = message.started_s if message.HasField("started_s") else None
     first_s = message.first_output_s if message.HasField("first_output_s") else None
-    return Timings(message.started_s, first_s, message.finished_s)
+    return Timings(started_s, first_s, message.finished_s)
 
 
 def _read_logprobs(message: request_pb2.Output) -> tuple[TokenLogprobs, ...]:

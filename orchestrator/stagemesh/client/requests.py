@@ -188,7 +188,7 @@ class GenerateArguments(SamplingArguments, total=False):
     adapter: str | None
     """The name of a LoRA adapter for the pipeline's main stage. None selects no adapter."""
     seed: int | None
-    """The random seed, from 0 to 2**32 - 1. If it is omitted or None, the server chooses a random seed.
+    """The random seed, from 0 to 2**63 - 1. If it is omitted or None, the server chooses a random seed.
 
     The event `Admitted` contains the seed.
     """

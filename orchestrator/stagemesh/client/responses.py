@@ -20,7 +20,7 @@ from stagemesh.client.wav import WavWriter
 from stagemesh.common.errors import InternalError, NotFoundError
 from stagemesh.common.tensors import Array
 
-_SEEDS = 1 << 32
+_SEEDS = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -212,13 +212,13 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """The start, first output and end of a request, in seconds since the server accepted the request.
+    """The start, first output and end of a request, in seconds since the server received the request.
 
-    `first_output_s` is None if there was no output. In a StageReport, the times are in seconds since the stage accepted
-    its step.
+    `started_s` is None if no stage accepted the request, and `first_output_s` if there was no output. In a StageReport,
+    the times are in seconds since the stage accepted its step, and the step starts with its first input.
     """
 
-    started_s: float
+    started_s: float | None
     first_output_s: float | None
     finished_s: float
 

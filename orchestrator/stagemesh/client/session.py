@@ -177,7 +177,7 @@ class ClientPosition:
         self._received, self._decoder = Position(), EventDecoder()
         self._steps = Counter[tuple[str, int]]()
         self._admitted = False
-        self._finished: Finished | None = None
+        self._is_finished = False
 
     def request(self) -> orchestrator_pb2.GenerateRequest:
         """Returns the request to send with the next call, which asks for the outputs that are still missing."""
@@ -214,9 +214,8 @@ class ClientPosition:
                     self._steps[key] = event.steps
                 return is_new
             case Finished():
-                # The same orchestrator repeats it if the connection broke after it.
-                is_new = event != self._finished
-                self._finished = event
+                # An orchestrator repeats it if the connection broke after it.
+                is_new, self._is_finished = not self._is_finished, True
                 return is_new
             case _:
                 pass

@@ -59,6 +59,7 @@ def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePi
             max_message_bytes=MAX_MESSAGE_BYTES,
             max_file_bytes=0 if pipeline.media is None else pipeline.media.max_file_bytes,
             max_choices=pipeline.limits.largest_request,
+            max_request_s=orchestrator.max_request_s,
         ),
         media_endpoint=orchestrator.media_endpoint,
     )

@@ -15,6 +15,7 @@ from stagemesh.common.errors import (
     StagemeshError,
     UnavailableError,
 )
+from stagemesh.common.request_checks import read_options
 from stagemesh.orchestrator.admission import Admission, AdmissionRequest
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.planning.failover import Failover
@@ -25,7 +26,7 @@ from stagemesh.orchestrator.request.parameters import parameters_of
 from stagemesh.orchestrator.request.timeline import History, Timeline, Totals
 from stagemesh.orchestrator.request.validation import ValidRequest, validate
 from stagemesh.orchestrator.spec import Pipeline
-from stagemesh.v1 import orchestrator_pb2
+from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Orchestrator:
         self._planner = Planner(pipeline, fleet.registry, adapters=fleet.adapters, choice=choice)
         self._failover = Failover(self._planner, max_kept_state_bytes=max_kept_state_bytes)
         self._numbers = itertools.count(1)
-        self._max_request_s, self._drain_s = max_request_s, drain_s
+        self.max_request_s, self._drain_s = max_request_s, drain_s
         self._group: asyncio.TaskGroup | None = None
 
     @asynccontextmanager
@@ -135,7 +136,7 @@ class Orchestrator:
         """
         if self._group is None:
             raise _not_running()
-        timeout_s = self._max_request_s
+        timeout_s = self.max_request_s
         if time_left_s is not None:
             # The error of a late request says what it waits for, and must arrive before the caller stops waiting.
             timeout_s = min(timeout_s, time_left_s - min(_ANSWER_S, _ANSWER_SHARE * time_left_s))
@@ -217,15 +218,15 @@ def _to_admission_request(request: ValidRequest, *, deadline_s: float) -> Admiss
     all requests. Engine memory is not estimated here, because each engine limits its own memory.
 
     Requests are of the same kind if they have the same outputs, options and number of choices, and if their input sizes
-    and token limits have the same number of binary digits.
+    and token limits have the same number of binary digits. The parameters of single stages count, too.
     """
     parameters, input_bytes = request.parameters, request.input.ByteSize()
     kind = (
         request.outputs,
         request.choices,
         input_bytes.bit_length(),
-        parameters.sampling.max_tokens.bit_length(),
-        tuple(sorted(request.options.items())),
+        _kind_of(parameters),
+        tuple(sorted((name, _kind_of(given)) for name, given in parameters.stages.items())),
     )
     return AdmissionRequest(
         request_id=request.request_id,
@@ -236,6 +237,11 @@ def _to_admission_request(request: ValidRequest, *, deadline_s: float) -> Admiss
         input_bytes=input_bytes,
         kind=kind,
     )
+
+
+def _kind_of(parameters: request_pb2.Parameters | request_pb2.StageParameters) -> tuple[int, tuple[object, ...]]:
+    options = sorted(read_options(parameters.options).items())
+    return parameters.sampling.max_tokens.bit_length(), tuple(options)
 
 
 def _made_bytes(record: RequestRecord, pipeline: Pipeline) -> int:

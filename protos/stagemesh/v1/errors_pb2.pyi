@@ -1084,8 +1084,9 @@ class ErrorDescription(_message.Message):
     code: _builtins.str
     """The name of the status's code in google.rpc.Code, for example NOT_FOUND."""
     retry: _builtins.bool
-    """Whether the same call, repeated unchanged later, can succeed without any change to the request or the deployment. If
-    the status contains a google.rpc.RetryInfo, a client waits for its delay first.
+    """Whether the same call can succeed later without any change to its content or to the deployment. If the status
+    contains a google.rpc.RetryInfo, a client waits for its delay first. A request that was admitted before it failed
+    needs another request_id, because the orchestrator keeps its error for a while.
     """
     @_builtins.property
     def metadata(self) -> _containers.RepeatedScalarFieldContainer[Global___ErrorMetadataKey.ValueType]:

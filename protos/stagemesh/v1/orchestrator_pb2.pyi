@@ -569,22 +569,26 @@ class PipelineLimits(_message.Message):
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     MAX_FILE_BYTES_FIELD_NUMBER: _builtins.int
     MAX_CHOICES_FIELD_NUMBER: _builtins.int
+    MAX_REQUEST_S_FIELD_NUMBER: _builtins.int
     max_message_bytes: _builtins.int
     """The size of a message in bytes, in each direction."""
     max_file_bytes: _builtins.int
     """The size of an uploaded file, and of a file to which a request refers, in bytes. 0 if requests cannot refer to files."""
     max_choices: _builtins.int
     """The maximum number of choices of a request (Parameters.choices)."""
+    max_request_s: _builtins.float
+    """The longest time that a request may take in seconds, from its first call to its end."""
     def __init__(
         self,
         *,
         max_message_bytes: _builtins.int = ...,
         max_file_bytes: _builtins.int = ...,
         max_choices: _builtins.int = ...,
+        max_request_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_choices", b"max_choices", "max_file_bytes", b"max_file_bytes", "max_message_bytes", b"max_message_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_choices", b"max_choices", "max_file_bytes", b"max_file_bytes", "max_message_bytes", b"max_message_bytes", "max_request_s", b"max_request_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -727,7 +731,7 @@ class EdgeDescription(_message.Message):
     """The connector that the pipeline file sets."""
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___EdgeLink]:
-        """The connectors in use, for each pair of ready replicas that the edge connects."""
+        """The connectors in use, for some of the pairs of ready replicas that the edge connects."""
 
     def __init__(
         self,

@@ -61,10 +61,11 @@ class OrchestratorServiceServicer(object):
         same request_id and content attaches to the running request. With other content it fails (ALREADY_EXISTS,
         REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
         content. Neither do next_positions, linger_s, earlier_calls and the deadline. All other fields must be equal. The
-        deadline of the call that starts a request is the request's deadline. The request ends a tenth of that time earlier,
-        at most half a second, so that its error reaches the caller. An orchestrator keeps an ended request for 30
-        seconds, or less if the records of ended requests exceed 64 MiB; a later call with its request_id runs it again. The
-        request is cancelled when its last caller disconnects, or GenerateRequest.linger_s after that.
+        deadline of the call that starts a request is the request's deadline, or PipelineLimits.max_request_s if the call
+        has none or a later one. The request ends a tenth of that time earlier, at most half a second, so that its error
+        reaches the caller. An orchestrator keeps an ended request for 30 seconds, or less if the records of ended requests
+        exceed 64 MiB; a later call with its request_id runs it again. The request is cancelled when its last caller
+        disconnects, or GenerateRequest.linger_s after that.
 
         A caller loses nothing and receives nothing twice if it does the following:
 
@@ -83,7 +84,9 @@ class OrchestratorServiceServicer(object):
         4. It drops what it has already: queued and admitted events after the first admitted one, progress that is not
         higher than before for its stage and choice, a second part with `finish` of an output of a choice, and a second
         `finished`.
-        5. It is done after `finished` and the status OK. A status for which point 3 does not apply is final.
+        5. It is done after `finished` and the status OK. A status for which point 3 does not apply is final: every call with
+        the same request_id receives it again while the orchestrator keeps the request. A client that tries once more,
+        for example after the delay of a RetryInfo, uses another request_id.
         6. If it stops reading on purpose, it calls CancelRequest with when_left. Otherwise the request runs for linger_s
         more.
 
@@ -115,7 +118,9 @@ class OrchestratorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CancelRequest(self, request, context):
-        """CancelRequest stops a request on every stage. Its Generate calls end with CANCELLED.
+        """CancelRequest stops a request on every stage. Its Generate calls end with CANCELLED. It has no effect on a request
+        that has ended and that the orchestrator still keeps. A request runs at the orchestrator that answered the latest
+        call of Generate; others do not know it (NOT_FOUND, UNKNOWN_REQUEST), and a client that is not sure calls them all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

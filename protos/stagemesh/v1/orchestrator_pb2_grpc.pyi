@@ -38,10 +38,11 @@ class OrchestratorServiceStub:
     same request_id and content attaches to the running request. With other content it fails (ALREADY_EXISTS,
     REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
     content. Neither do next_positions, linger_s, earlier_calls and the deadline. All other fields must be equal. The
-    deadline of the call that starts a request is the request's deadline. The request ends a tenth of that time earlier,
-    at most half a second, so that its error reaches the caller. An orchestrator keeps an ended request for 30
-    seconds, or less if the records of ended requests exceed 64 MiB; a later call with its request_id runs it again. The
-    request is cancelled when its last caller disconnects, or GenerateRequest.linger_s after that.
+    deadline of the call that starts a request is the request's deadline, or PipelineLimits.max_request_s if the call
+    has none or a later one. The request ends a tenth of that time earlier, at most half a second, so that its error
+    reaches the caller. An orchestrator keeps an ended request for 30 seconds, or less if the records of ended requests
+    exceed 64 MiB; a later call with its request_id runs it again. The request is cancelled when its last caller
+    disconnects, or GenerateRequest.linger_s after that.
 
     A caller loses nothing and receives nothing twice if it does the following:
 
@@ -60,7 +61,9 @@ class OrchestratorServiceStub:
     4. It drops what it has already: queued and admitted events after the first admitted one, progress that is not
        higher than before for its stage and choice, a second part with `finish` of an output of a choice, and a second
        `finished`.
-    5. It is done after `finished` and the status OK. A status for which point 3 does not apply is final.
+    5. It is done after `finished` and the status OK. A status for which point 3 does not apply is final: every call with
+       the same request_id receives it again while the orchestrator keeps the request. A client that tries once more,
+       for example after the delay of a RetryInfo, uses another request_id.
     6. If it stops reading on purpose, it calls CancelRequest with when_left. Otherwise the request runs for linger_s
        more.
 
@@ -88,7 +91,10 @@ class OrchestratorServiceStub:
     orchestrator keeps no record of a request that never ran, so its request_id can be used again.
     """
     CancelRequest: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.CancelRequestRequest, _orchestrator_pb2.CancelRequestResponse]
-    """CancelRequest stops a request on every stage. Its Generate calls end with CANCELLED."""
+    """CancelRequest stops a request on every stage. Its Generate calls end with CANCELLED. It has no effect on a request
+    that has ended and that the orchestrator still keeps. A request runs at the orchestrator that answered the latest
+    call of Generate; others do not know it (NOT_FOUND, UNKNOWN_REQUEST), and a client that is not sure calls them all.
+    """
     DescribePipeline: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.DescribePipelineRequest, _orchestrator_pb2.DescribePipelineResponse]
     """DescribePipeline returns the current state of the pipeline, its stages and its replicas."""
 
@@ -102,10 +108,11 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     same request_id and content attaches to the running request. With other content it fails (ALREADY_EXISTS,
     REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
     content. Neither do next_positions, linger_s, earlier_calls and the deadline. All other fields must be equal. The
-    deadline of the call that starts a request is the request's deadline. The request ends a tenth of that time earlier,
-    at most half a second, so that its error reaches the caller. An orchestrator keeps an ended request for 30
-    seconds, or less if the records of ended requests exceed 64 MiB; a later call with its request_id runs it again. The
-    request is cancelled when its last caller disconnects, or GenerateRequest.linger_s after that.
+    deadline of the call that starts a request is the request's deadline, or PipelineLimits.max_request_s if the call
+    has none or a later one. The request ends a tenth of that time earlier, at most half a second, so that its error
+    reaches the caller. An orchestrator keeps an ended request for 30 seconds, or less if the records of ended requests
+    exceed 64 MiB; a later call with its request_id runs it again. The request is cancelled when its last caller
+    disconnects, or GenerateRequest.linger_s after that.
 
     A caller loses nothing and receives nothing twice if it does the following:
 
@@ -124,7 +131,9 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     4. It drops what it has already: queued and admitted events after the first admitted one, progress that is not
        higher than before for its stage and choice, a second part with `finish` of an output of a choice, and a second
        `finished`.
-    5. It is done after `finished` and the status OK. A status for which point 3 does not apply is final.
+    5. It is done after `finished` and the status OK. A status for which point 3 does not apply is final: every call with
+       the same request_id receives it again while the orchestrator keeps the request. A client that tries once more,
+       for example after the delay of a RetryInfo, uses another request_id.
     6. If it stops reading on purpose, it calls CancelRequest with when_left. Otherwise the request runs for linger_s
        more.
 
@@ -152,7 +161,10 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     orchestrator keeps no record of a request that never ran, so its request_id can be used again.
     """
     CancelRequest: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.CancelRequestRequest, _orchestrator_pb2.CancelRequestResponse]  # type: ignore[assignment]
-    """CancelRequest stops a request on every stage. Its Generate calls end with CANCELLED."""
+    """CancelRequest stops a request on every stage. Its Generate calls end with CANCELLED. It has no effect on a request
+    that has ended and that the orchestrator still keeps. A request runs at the orchestrator that answered the latest
+    call of Generate; others do not know it (NOT_FOUND, UNKNOWN_REQUEST), and a client that is not sure calls them all.
+    """
     DescribePipeline: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.DescribePipelineRequest, _orchestrator_pb2.DescribePipelineResponse]  # type: ignore[assignment]
     """DescribePipeline returns the current state of the pipeline, its stages and its replicas."""
 
@@ -169,10 +181,11 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         same request_id and content attaches to the running request. With other content it fails (ALREADY_EXISTS,
         REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
         content. Neither do next_positions, linger_s, earlier_calls and the deadline. All other fields must be equal. The
-        deadline of the call that starts a request is the request's deadline. The request ends a tenth of that time earlier,
-        at most half a second, so that its error reaches the caller. An orchestrator keeps an ended request for 30
-        seconds, or less if the records of ended requests exceed 64 MiB; a later call with its request_id runs it again. The
-        request is cancelled when its last caller disconnects, or GenerateRequest.linger_s after that.
+        deadline of the call that starts a request is the request's deadline, or PipelineLimits.max_request_s if the call
+        has none or a later one. The request ends a tenth of that time earlier, at most half a second, so that its error
+        reaches the caller. An orchestrator keeps an ended request for 30 seconds, or less if the records of ended requests
+        exceed 64 MiB; a later call with its request_id runs it again. The request is cancelled when its last caller
+        disconnects, or GenerateRequest.linger_s after that.
 
         A caller loses nothing and receives nothing twice if it does the following:
 
@@ -191,7 +204,9 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         4. It drops what it has already: queued and admitted events after the first admitted one, progress that is not
            higher than before for its stage and choice, a second part with `finish` of an output of a choice, and a second
            `finished`.
-        5. It is done after `finished` and the status OK. A status for which point 3 does not apply is final.
+        5. It is done after `finished` and the status OK. A status for which point 3 does not apply is final: every call with
+           the same request_id receives it again while the orchestrator keeps the request. A client that tries once more,
+           for example after the delay of a RetryInfo, uses another request_id.
         6. If it stops reading on purpose, it calls CancelRequest with when_left. Otherwise the request runs for linger_s
            more.
 
@@ -225,7 +240,10 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.CancelRequestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.CancelRequestResponse, _abc.Awaitable[_orchestrator_pb2.CancelRequestResponse]]:
-        """CancelRequest stops a request on every stage. Its Generate calls end with CANCELLED."""
+        """CancelRequest stops a request on every stage. Its Generate calls end with CANCELLED. It has no effect on a request
+        that has ended and that the orchestrator still keeps. A request runs at the orchestrator that answered the latest
+        call of Generate; others do not know it (NOT_FOUND, UNKNOWN_REQUEST), and a client that is not sure calls them all.
+        """
 
     @_abc_1.abstractmethod
     def DescribePipeline(

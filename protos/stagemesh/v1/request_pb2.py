@@ -22,10 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from stagemesh.v1 import chunk_pb2 as stagemesh_dot_v1_dot_chunk__pb2
 from stagemesh.v1 import tensor_pb2 as stagemesh_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1astagemesh/v1/request.proto\x12\x0cstagemesh.v1\x1a\x19stagemesh/v1/tensor.proto\"\xf9\x01\n\x05Input\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x32\n\x0c\x63onversation\x18\x02 \x01(\x0b\x32\x1a.stagemesh.v1.ConversationH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.stagemesh.v1.TokenIdsH\x00\x12\x12\n\x08raw_text\x18\x04 \x01(\tH\x00\x12%\n\x07tensors\x18\x05 \x03(\x0b\x32\x14.stagemesh.v1.Tensor\x12\x17\n\x0fnegative_prompt\x18\x06 \x01(\t\x12!\n\x05media\x18\x07 \x03(\x0b\x32\x12.stagemesh.v1.PartB\x08\n\x06prompt\"v\n\x0c\x43onversation\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.stagemesh.v1.Message\x12!\n\x05tools\x18\x02 \x03(\x0b\x32\x12.stagemesh.v1.Tool\x12\x1a\n\x12template_arguments\x18\x03 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"\xa1\x01\n\x07Message\x12 \n\x04role\x18\x01 \x01(\x0e\x32\x12.stagemesh.v1.Role\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12!\n\x05parts\x18\x03 \x03(\x0b\x32\x12.stagemesh.v1.Part\x12*\n\ntool_calls\x18\x04 \x03(\x0b\x32\x16.stagemesh.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\xeb\x01\n\x04Part\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12(\n\x05image\x18\x02 \x01(\x0b\x32\x17.stagemesh.v1.MediaFileH\x00\x12$\n\x05\x61udio\x18\x03 \x01(\x0b\x32\x13.stagemesh.v1.AudioH\x00\x12-\n\naudio_file\x18\x04 \x01(\x0b\x32\x17.stagemesh.v1.MediaFileH\x00\x12-\n\nvideo_file\x18\x05 \x01(\x0b\x32\x17.stagemesh.v1.MediaFileH\x00\x12\x1a\n\x12use_audio_in_video\x18\x06 \x01(\x08\x42\t\n\x07\x63ontent\"m\n\tMediaFile\x12\x12\n\nmedia_type\x18\x01 \x01(\t\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\r\n\x03uri\x18\x03 \x01(\tH\x00\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06sha256\x18\x05 \x01(\x0c\x42\t\n\x07\x63ontent\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x9c\x03\n\nParameters\x12\x11\n\x04seed\x18\x01 \x01(\rH\x00\x88\x01\x01\x12(\n\x08sampling\x18\x02 \x01(\x0b\x32\x16.stagemesh.v1.Sampling\x12\x36\n\x07options\x18\x03 \x03(\x0b\x32%.stagemesh.v1.Parameters.OptionsEntry\x12\x14\n\x07\x61\x64\x61pter\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x34\n\x06stages\x18\x05 \x03(\x0b\x32$.stagemesh.v1.Parameters.StagesEntry\x12\x14\n\x07\x63hoices\x18\x06 \x01(\rH\x02\x88\x01\x01\x1aH\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.TypedValue:\x02\x38\x01\x1aL\n\x0bStagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12,\n\x05value\x18\x02 \x01(\x0b\x32\x1d.stagemesh.v1.StageParameters:\x02\x38\x01\x42\x07\n\x05_seedB\n\n\x08_adapterB\n\n\x08_choices\"\xe4\x01\n\x0fStageParameters\x12(\n\x08sampling\x18\x01 \x01(\x0b\x32\x16.stagemesh.v1.Sampling\x12;\n\x07options\x18\x02 \x03(\x0b\x32*.stagemesh.v1.StageParameters.OptionsEntry\x12\x14\n\x07\x61\x64\x61pter\x18\x03 \x01(\tH\x00\x88\x01\x01\x1aH\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.TypedValue:\x02\x38\x01\x42\n\n\x08_adapter\"\x82\x05\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x12\n\x05min_p\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x17\n\nmin_tokens\x18\x0b \x01(\rH\t\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\n\x88\x01\x01\x12\x11\n\tbad_words\x18\r \x03(\t\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x0b\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x0f \x01(\tH\x00\x12\x0f\n\x05regex\x18\x10 \x01(\tH\x00\x12\x33\n\rallowed_texts\x18\x11 \x01(\x0b\x32\x1a.stagemesh.v1.AllowedTextsH\x00\x12\x11\n\x07grammar\x18\x12 \x01(\tH\x00\x42\x0b\n\tstructureB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x15\n\x13_repetition_penaltyB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobs\"\x1d\n\x0c\x41llowedTexts\x12\r\n\x05texts\x18\x01 \x03(\t\"\x97\x03\n\x06Output\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\x04\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x16.stagemesh.v1.TokenIdsH\x00\x12$\n\x05\x61udio\x18\x06 \x01(\x0b\x32\x13.stagemesh.v1.AudioH\x00\x12$\n\x05image\x18\x07 \x01(\x0b\x32\x13.stagemesh.v1.MediaH\x00\x12$\n\x05media\x18\x08 \x01(\x0b\x32\x13.stagemesh.v1.MediaH\x00\x12\'\n\x04\x66ile\x18\t \x01(\x0b\x32\x17.stagemesh.v1.MediaFileH\x00\x12&\n\x06tensor\x18\n \x01(\x0b\x32\x14.stagemesh.v1.TensorH\x00\x12-\n\x08logprobs\x18\x0b \x03(\x0b\x32\x1b.stagemesh.v1.TokenLogprobs\x12$\n\x06\x66inish\x18\x0c \x01(\x0b\x32\x14.stagemesh.v1.FinishB\t\n\x07\x63ontent\"j\n\x06\x46inish\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.stagemesh.v1.FinishReason\x12\x13\n\tstop_text\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x42\x06\n\x04stop\"w\n\rTokenLogprobs\x12+\n\x07sampled\x18\x01 \x01(\x0b\x32\x1a.stagemesh.v1.TokenLogprob\x12\'\n\x03top\x18\x02 \x03(\x0b\x32\x1a.stagemesh.v1.TokenLogprob\x12\x10\n\x08position\x18\x03 \x01(\x04\"9\n\x0cTokenLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"F\n\x05\x41udio\x12%\n\x07samples\x18\x01 \x01(\x0b\x32\x14.stagemesh.v1.Tensor\x12\x16\n\x0esample_rate_hz\x18\x02 \x01(\r\"X\n\x05Media\x12\x12\n\nmedia_type\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x0f\n\x07preview\x18\x05 \x01(\x08\"\xa2\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x15\n\routput_tokens\x18\x02 \x01(\x04\x12\r\n\x05steps\x18\x03 \x01(\x04\x12\x15\n\rcached_tokens\x18\x04 \x01(\x04\x12\x14\n\x0cmedia_tokens\x18\x05 \x01(\x04\x12\x0f\n\x07\x61udio_s\x18\x06 \x01(\x01\x12\x0e\n\x06images\x18\x07 \x01(\x04\x12\x0e\n\x06\x66rames\x18\x08 \x01(\x04\"`\n\x07Timings\x12\x11\n\tstarted_s\x18\x01 \x01(\x01\x12\x1b\n\x0e\x66irst_output_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nfinished_s\x18\x03 \x01(\x01\x42\x11\n\x0f_first_output_s\"P\n\tEdgeUsage\x12\x0c\n\x04\x65\x64ge\x18\x01 \x01(\t\x12\x11\n\tconnector\x18\x02 \x01(\t\x12\x0e\n\x06\x63hunks\x18\x03 \x01(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04*s\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\x12\n\x0eROLE_DEVELOPER\x10\x02\x12\r\n\tROLE_USER\x10\x03\x12\x12\n\x0eROLE_ASSISTANT\x10\x04\x12\r\n\tROLE_TOOL\x10\x05*\xc6\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_END\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x12\x17\n\x13\x46INISH_REASON_LIMIT\x10\x04\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x05\x12\x18\n\x14\x46INISH_REASON_FAILED\x10\x06\x42.\n\x10\x63om.stagemesh.v1P\x01Z\x18stagemesh/v1;stagemeshv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1astagemesh/v1/request.proto\x12\x0cstagemesh.v1\x1a\x18stagemesh/v1/chunk.proto\x1a\x19stagemesh/v1/tensor.proto\"\xf9\x01\n\x05Input\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x32\n\x0c\x63onversation\x18\x02 \x01(\x0b\x32\x1a.stagemesh.v1.ConversationH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.stagemesh.v1.TokenIdsH\x00\x12\x12\n\x08raw_text\x18\x04 \x01(\tH\x00\x12%\n\x07tensors\x18\x05 \x03(\x0b\x32\x14.stagemesh.v1.Tensor\x12\x17\n\x0fnegative_prompt\x18\x06 \x01(\t\x12!\n\x05media\x18\x07 \x03(\x0b\x32\x12.stagemesh.v1.PartB\x08\n\x06prompt\"v\n\x0c\x43onversation\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.stagemesh.v1.Message\x12!\n\x05tools\x18\x02 \x03(\x0b\x32\x12.stagemesh.v1.Tool\x12\x1a\n\x12template_arguments\x18\x03 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"\xa1\x01\n\x07Message\x12 \n\x04role\x18\x01 \x01(\x0e\x32\x12.stagemesh.v1.Role\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12!\n\x05parts\x18\x03 \x03(\x0b\x32\x12.stagemesh.v1.Part\x12*\n\ntool_calls\x18\x04 \x03(\x0b\x32\x16.stagemesh.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\xeb\x01\n\x04Part\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12(\n\x05image\x18\x02 \x01(\x0b\x32\x17.stagemesh.v1.MediaFileH\x00\x12$\n\x05\x61udio\x18\x03 \x01(\x0b\x32\x13.stagemesh.v1.AudioH\x00\x12-\n\naudio_file\x18\x04 \x01(\x0b\x32\x17.stagemesh.v1.MediaFileH\x00\x12-\n\nvideo_file\x18\x05 \x01(\x0b\x32\x17.stagemesh.v1.MediaFileH\x00\x12\x1a\n\x12use_audio_in_video\x18\x06 \x01(\x08\x42\t\n\x07\x63ontent\"m\n\tMediaFile\x12\x12\n\nmedia_type\x18\x01 \x01(\t\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\r\n\x03uri\x18\x03 \x01(\tH\x00\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06sha256\x18\x05 \x01(\x0c\x42\t\n\x07\x63ontent\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x9c\x03\n\nParameters\x12\x11\n\x04seed\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12(\n\x08sampling\x18\x02 \x01(\x0b\x32\x16.stagemesh.v1.Sampling\x12\x36\n\x07options\x18\x03 \x03(\x0b\x32%.stagemesh.v1.Parameters.OptionsEntry\x12\x14\n\x07\x61\x64\x61pter\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x34\n\x06stages\x18\x05 \x03(\x0b\x32$.stagemesh.v1.Parameters.StagesEntry\x12\x14\n\x07\x63hoices\x18\x06 \x01(\rH\x02\x88\x01\x01\x1aH\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.TypedValue:\x02\x38\x01\x1aL\n\x0bStagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12,\n\x05value\x18\x02 \x01(\x0b\x32\x1d.stagemesh.v1.StageParameters:\x02\x38\x01\x42\x07\n\x05_seedB\n\n\x08_adapterB\n\n\x08_choices\"\xe4\x01\n\x0fStageParameters\x12(\n\x08sampling\x18\x01 \x01(\x0b\x32\x16.stagemesh.v1.Sampling\x12;\n\x07options\x18\x02 \x03(\x0b\x32*.stagemesh.v1.StageParameters.OptionsEntry\x12\x14\n\x07\x61\x64\x61pter\x18\x03 \x01(\tH\x00\x88\x01\x01\x1aH\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.TypedValue:\x02\x38\x01\x42\n\n\x08_adapter\"\x82\x05\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x12\n\x05min_p\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x17\n\nmin_tokens\x18\x0b \x01(\rH\t\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\n\x88\x01\x01\x12\x11\n\tbad_words\x18\r \x03(\t\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x0b\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x0f \x01(\tH\x00\x12\x0f\n\x05regex\x18\x10 \x01(\tH\x00\x12\x33\n\rallowed_texts\x18\x11 \x01(\x0b\x32\x1a.stagemesh.v1.AllowedTextsH\x00\x12\x11\n\x07grammar\x18\x12 \x01(\tH\x00\x42\x0b\n\tstructureB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x15\n\x13_repetition_penaltyB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobs\"\x1d\n\x0c\x41llowedTexts\x12\r\n\x05texts\x18\x01 \x03(\t\"\x97\x03\n\x06Output\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\x04\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x16.stagemesh.v1.TokenIdsH\x00\x12$\n\x05\x61udio\x18\x06 \x01(\x0b\x32\x13.stagemesh.v1.AudioH\x00\x12$\n\x05image\x18\x07 \x01(\x0b\x32\x13.stagemesh.v1.MediaH\x00\x12$\n\x05media\x18\x08 \x01(\x0b\x32\x13.stagemesh.v1.MediaH\x00\x12\'\n\x04\x66ile\x18\t \x01(\x0b\x32\x17.stagemesh.v1.MediaFileH\x00\x12&\n\x06tensor\x18\n \x01(\x0b\x32\x14.stagemesh.v1.TensorH\x00\x12-\n\x08logprobs\x18\x0b \x03(\x0b\x32\x1b.stagemesh.v1.TokenLogprobs\x12$\n\x06\x66inish\x18\x0c \x01(\x0b\x32\x14.stagemesh.v1.FinishB\t\n\x07\x63ontent\"j\n\x06\x46inish\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.stagemesh.v1.FinishReason\x12\x13\n\tstop_text\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x42\x06\n\x04stop\"w\n\rTokenLogprobs\x12+\n\x07sampled\x18\x01 \x01(\x0b\x32\x1a.stagemesh.v1.TokenLogprob\x12\'\n\x03top\x18\x02 \x03(\x0b\x32\x1a.stagemesh.v1.TokenLogprob\x12\x10\n\x08position\x18\x03 \x01(\x04\"9\n\x0cTokenLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"F\n\x05\x41udio\x12%\n\x07samples\x18\x01 \x01(\x0b\x32\x14.stagemesh.v1.Tensor\x12\x16\n\x0esample_rate_hz\x18\x02 \x01(\r\"X\n\x05Media\x12\x12\n\nmedia_type\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x0f\n\x07preview\x18\x05 \x01(\x08\"\xa2\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x15\n\routput_tokens\x18\x02 \x01(\x04\x12\r\n\x05steps\x18\x03 \x01(\x04\x12\x15\n\rcached_tokens\x18\x04 \x01(\x04\x12\x14\n\x0cmedia_tokens\x18\x05 \x01(\x04\x12\x0f\n\x07\x61udio_s\x18\x06 \x01(\x01\x12\x0e\n\x06images\x18\x07 \x01(\x04\x12\x0e\n\x06\x66rames\x18\x08 \x01(\x04\"s\n\x07Timings\x12\x16\n\tstarted_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x1b\n\x0e\x66irst_output_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\nfinished_s\x18\x03 \x01(\x01\x42\x0c\n\n_started_sB\x11\n\x0f_first_output_s\"i\n\tEdgeUsage\x12\x0c\n\x04\x65\x64ge\x18\x01 \x01(\t\x12*\n\tconnector\x18\x02 \x01(\x0e\x32\x17.stagemesh.v1.Connector\x12\x0e\n\x06\x63hunks\x18\x03 \x01(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04*s\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\x12\n\x0eROLE_DEVELOPER\x10\x02\x12\r\n\tROLE_USER\x10\x03\x12\x12\n\x0eROLE_ASSISTANT\x10\x04\x12\r\n\tROLE_TOOL\x10\x05*\xc6\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_END\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x12\x17\n\x13\x46INISH_REASON_LIMIT\x10\x04\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x05\x12\x18\n\x14\x46INISH_REASON_FAILED\x10\x06\x42.\n\x10\x63om.stagemesh.v1P\x01Z\x18stagemesh/v1;stagemeshv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,56 +40,56 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PARAMETERS_STAGESENTRY']._serialized_options = b'8\001'
   _globals['_STAGEPARAMETERS_OPTIONSENTRY']._loaded_options = None
   _globals['_STAGEPARAMETERS_OPTIONSENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=3628
-  _globals['_ROLE']._serialized_end=3743
-  _globals['_FINISHREASON']._serialized_start=3746
-  _globals['_FINISHREASON']._serialized_end=3944
-  _globals['_INPUT']._serialized_start=72
-  _globals['_INPUT']._serialized_end=321
-  _globals['_CONVERSATION']._serialized_start=323
-  _globals['_CONVERSATION']._serialized_end=441
-  _globals['_TOOL']._serialized_start=443
-  _globals['_TOOL']._serialized_end=504
-  _globals['_MESSAGE']._serialized_start=507
-  _globals['_MESSAGE']._serialized_end=668
-  _globals['_TOOLCALL']._serialized_start=670
-  _globals['_TOOLCALL']._serialized_end=725
-  _globals['_PART']._serialized_start=728
-  _globals['_PART']._serialized_end=963
-  _globals['_MEDIAFILE']._serialized_start=965
-  _globals['_MEDIAFILE']._serialized_end=1074
-  _globals['_TOKENIDS']._serialized_start=1076
-  _globals['_TOKENIDS']._serialized_end=1099
-  _globals['_PARAMETERS']._serialized_start=1102
-  _globals['_PARAMETERS']._serialized_end=1514
-  _globals['_PARAMETERS_OPTIONSENTRY']._serialized_start=1331
-  _globals['_PARAMETERS_OPTIONSENTRY']._serialized_end=1403
-  _globals['_PARAMETERS_STAGESENTRY']._serialized_start=1405
-  _globals['_PARAMETERS_STAGESENTRY']._serialized_end=1481
-  _globals['_STAGEPARAMETERS']._serialized_start=1517
-  _globals['_STAGEPARAMETERS']._serialized_end=1745
-  _globals['_STAGEPARAMETERS_OPTIONSENTRY']._serialized_start=1331
-  _globals['_STAGEPARAMETERS_OPTIONSENTRY']._serialized_end=1403
-  _globals['_SAMPLING']._serialized_start=1748
-  _globals['_SAMPLING']._serialized_end=2390
-  _globals['_ALLOWEDTEXTS']._serialized_start=2392
-  _globals['_ALLOWEDTEXTS']._serialized_end=2421
-  _globals['_OUTPUT']._serialized_start=2424
-  _globals['_OUTPUT']._serialized_end=2831
-  _globals['_FINISH']._serialized_start=2833
-  _globals['_FINISH']._serialized_end=2939
-  _globals['_TOKENLOGPROBS']._serialized_start=2941
-  _globals['_TOKENLOGPROBS']._serialized_end=3060
-  _globals['_TOKENLOGPROB']._serialized_start=3062
-  _globals['_TOKENLOGPROB']._serialized_end=3119
-  _globals['_AUDIO']._serialized_start=3121
-  _globals['_AUDIO']._serialized_end=3191
-  _globals['_MEDIA']._serialized_start=3193
-  _globals['_MEDIA']._serialized_end=3281
-  _globals['_USAGE']._serialized_start=3284
-  _globals['_USAGE']._serialized_end=3446
-  _globals['_TIMINGS']._serialized_start=3448
-  _globals['_TIMINGS']._serialized_end=3544
-  _globals['_EDGEUSAGE']._serialized_start=3546
-  _globals['_EDGEUSAGE']._serialized_end=3626
+  _globals['_ROLE']._serialized_start=3698
+  _globals['_ROLE']._serialized_end=3813
+  _globals['_FINISHREASON']._serialized_start=3816
+  _globals['_FINISHREASON']._serialized_end=4014
+  _globals['_INPUT']._serialized_start=98
+  _globals['_INPUT']._serialized_end=347
+  _globals['_CONVERSATION']._serialized_start=349
+  _globals['_CONVERSATION']._serialized_end=467
+  _globals['_TOOL']._serialized_start=469
+  _globals['_TOOL']._serialized_end=530
+  _globals['_MESSAGE']._serialized_start=533
+  _globals['_MESSAGE']._serialized_end=694
+  _globals['_TOOLCALL']._serialized_start=696
+  _globals['_TOOLCALL']._serialized_end=751
+  _globals['_PART']._serialized_start=754
+  _globals['_PART']._serialized_end=989
+  _globals['_MEDIAFILE']._serialized_start=991
+  _globals['_MEDIAFILE']._serialized_end=1100
+  _globals['_TOKENIDS']._serialized_start=1102
+  _globals['_TOKENIDS']._serialized_end=1125
+  _globals['_PARAMETERS']._serialized_start=1128
+  _globals['_PARAMETERS']._serialized_end=1540
+  _globals['_PARAMETERS_OPTIONSENTRY']._serialized_start=1357
+  _globals['_PARAMETERS_OPTIONSENTRY']._serialized_end=1429
+  _globals['_PARAMETERS_STAGESENTRY']._serialized_start=1431
+  _globals['_PARAMETERS_STAGESENTRY']._serialized_end=1507
+  _globals['_STAGEPARAMETERS']._serialized_start=1543
+  _globals['_STAGEPARAMETERS']._serialized_end=1771
+  _globals['_STAGEPARAMETERS_OPTIONSENTRY']._serialized_start=1357
+  _globals['_STAGEPARAMETERS_OPTIONSENTRY']._serialized_end=1429
+  _globals['_SAMPLING']._serialized_start=1774
+  _globals['_SAMPLING']._serialized_end=2416
+  _globals['_ALLOWEDTEXTS']._serialized_start=2418
+  _globals['_ALLOWEDTEXTS']._serialized_end=2447
+  _globals['_OUTPUT']._serialized_start=2450
+  _globals['_OUTPUT']._serialized_end=2857
+  _globals['_FINISH']._serialized_start=2859
+  _globals['_FINISH']._serialized_end=2965
+  _globals['_TOKENLOGPROBS']._serialized_start=2967
+  _globals['_TOKENLOGPROBS']._serialized_end=3086
+  _globals['_TOKENLOGPROB']._serialized_start=3088
+  _globals['_TOKENLOGPROB']._serialized_end=3145
+  _globals['_AUDIO']._serialized_start=3147
+  _globals['_AUDIO']._serialized_end=3217
+  _globals['_MEDIA']._serialized_start=3219
+  _globals['_MEDIA']._serialized_end=3307
+  _globals['_USAGE']._serialized_start=3310
+  _globals['_USAGE']._serialized_end=3472
+  _globals['_TIMINGS']._serialized_start=3474
+  _globals['_TIMINGS']._serialized_end=3589
+  _globals['_EDGEUSAGE']._serialized_start=3591
+  _globals['_EDGEUSAGE']._serialized_end=3696
 # @@protoc_insertion_point(module_scope)

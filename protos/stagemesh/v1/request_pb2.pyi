@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from stagemesh.v1 import chunk_pb2 as _chunk_pb2
 from stagemesh.v1 import tensor_pb2 as _tensor_pb2
 import builtins as _builtins
 import sys
@@ -82,7 +83,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """The request failed. The output is incomplete."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
-    """FinishReason is the reason why an output ends."""
+    """FinishReason is the reason why an output ends. With an unknown reason, the output is complete as far as it can be."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Not set; never sent."""
@@ -442,7 +443,10 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Parameters(_message.Message):
-    """Parameters control the stages of a request. Parameters that no stage of the pipeline takes are rejected (UNSUPPORTED)."""
+    """Parameters control the stages of a request. Parameters that no stage of the pipeline takes are rejected (UNSUPPORTED).
+    A field that the receiver does not know, here, in StageParameters and in Sampling, is rejected (UNIMPLEMENTED,
+    UNKNOWN_KIND), because the request would otherwise run without it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -495,8 +499,8 @@ class Parameters(_message.Message):
     STAGES_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
-    """The random seed of all stages. The same seed reproduces the outputs. If absent, the orchestrator chooses one at
-    random and reports it in RequestAdmitted.
+    """The random seed of all stages, at most 2^63 - 1. The same seed reproduces the outputs. If absent, the orchestrator
+    chooses one at random and reports it in RequestAdmitted.
     """
     adapter: _builtins.str
     """The LoRA adapter of the main stage, by the name given to AdminService.LoadAdapter. If the pipeline file names no main
@@ -505,7 +509,7 @@ class Parameters(_message.Message):
     """
     choices: _builtins.int
     """The number of choices: how many times the request runs, each time with another seed. Choice k, counted from 0, has
-    the seed + k, modulo 2^32, and equals the outputs of a request with that seed and one choice. 1 if absent. 0 and
+    the seed + k, modulo 2^63, and equals the outputs of a request with that seed and one choice. 1 if absent. 0 and
     more than PipelineLimits.max_choices are rejected (INVALID_CHOICES).
     """
     @_builtins.property
@@ -1113,7 +1117,9 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """Timings are times in seconds since the request was accepted."""
+    """Timings are times in seconds: of a request since the orchestrator received it, so that they include the time in the
+    queue, and of a step since the stage accepted it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1121,25 +1127,32 @@ class Timings(_message.Message):
     FIRST_OUTPUT_S_FIELD_NUMBER: _builtins.int
     FINISHED_S_FIELD_NUMBER: _builtins.int
     started_s: _builtins.float
-    """When its first engine step started."""
+    """When work began: when the first stage accepted the request, or when the engine received the step's first input.
+    Absent if that did not happen.
+    """
     first_output_s: _builtins.float
-    """When its first output or chunk was produced. Absent if there was none."""
+    """When the first output or chunk was produced. Absent if there was none."""
     finished_s: _builtins.float
-    """When it ended."""
+    """When the request or the step ended."""
     def __init__(
         self,
         *,
-        started_s: _builtins.float = ...,
+        started_s: _builtins.float | None = ...,
         first_output_s: _builtins.float | None = ...,
         finished_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_output_s", b"_first_output_s", "first_output_s", b"first_output_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_output_s", b"_first_output_s", "_started_s", b"_started_s", "first_output_s", b"first_output_s", "started_s", b"started_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_output_s", b"_first_output_s", "finished_s", b"finished_s", "first_output_s", b"first_output_s", "started_s", b"started_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_output_s", b"_first_output_s", "_started_s", b"_started_s", "finished_s", b"finished_s", "first_output_s", b"first_output_s", "started_s", b"started_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_output_s: _TypeAlias = _typing.Literal["first_output_s"]  # noqa: Y015
     _WhichOneofArgType__first_output_s: _TypeAlias = _typing.Literal["_first_output_s", b"_first_output_s"]  # noqa: Y015
+    _WhichOneofReturnType__started_s: _TypeAlias = _typing.Literal["started_s"]  # noqa: Y015
+    _WhichOneofArgType__started_s: _TypeAlias = _typing.Literal["_started_s", b"_started_s"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__first_output_s) -> _WhichOneofReturnType__first_output_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__started_s) -> _WhichOneofReturnType__started_s | None: ...
 
 Global___Timings: _TypeAlias = Timings  # noqa: Y015
 
@@ -1155,8 +1168,8 @@ class EdgeUsage(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     edge: _builtins.str
     """The edge."""
-    connector: _builtins.str
-    """The connector's name, for example "shm", "nixl" or "grpc"."""
+    connector: _chunk_pb2.Connector.ValueType
+    """The connector."""
     chunks: _builtins.int
     """Data chunks sent."""
     size_bytes: _builtins.int
@@ -1165,7 +1178,7 @@ class EdgeUsage(_message.Message):
         self,
         *,
         edge: _builtins.str = ...,
-        connector: _builtins.str = ...,
+        connector: _chunk_pb2.Connector.ValueType = ...,
         chunks: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
     ) -> None: ...

@@ -1882,7 +1882,9 @@ class WatchLoadResponse(_message.Message):
     queued: _builtins.int
     """Steps that wait for the engine."""
     work_s: _builtins.float
-    """The engine's estimate of the remaining work in seconds. 0 if it is idle."""
+    """The engine's estimate of the remaining work in seconds. 0 if it is idle. Absent if it does not estimate its work; the
+    orchestrator then assumes that each step takes as long as at the stage's other replicas.
+    """
     arena_used_bytes: _builtins.int
     """Bytes of the arena in use."""
     arena_size_bytes: _builtins.int
@@ -1912,7 +1914,7 @@ class WatchLoadResponse(_message.Message):
         *,
         running: _builtins.int = ...,
         queued: _builtins.int = ...,
-        work_s: _builtins.float = ...,
+        work_s: _builtins.float | None = ...,
         arena_used_bytes: _builtins.int = ...,
         arena_size_bytes: _builtins.int = ...,
         credit_bytes: _builtins.int = ...,
@@ -1923,11 +1925,13 @@ class WatchLoadResponse(_message.Message):
         landing_size_bytes: _builtins.int = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_work_s", b"_work_s", "work_s", b"work_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "arena_largest_free_bytes", b"arena_largest_free_bytes", "arena_size_bytes", b"arena_size_bytes", "arena_used_bytes", b"arena_used_bytes", "arena_waiting", b"arena_waiting", "credit_bytes", b"credit_bytes", "free_memory_bytes", b"free_memory_bytes", "landing_size_bytes", b"landing_size_bytes", "landing_used_bytes", b"landing_used_bytes", "queued", b"queued", "running", b"running", "work_s", b"work_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_work_s", b"_work_s", "adapters", b"adapters", "arena_largest_free_bytes", b"arena_largest_free_bytes", "arena_size_bytes", b"arena_size_bytes", "arena_used_bytes", b"arena_used_bytes", "arena_waiting", b"arena_waiting", "credit_bytes", b"credit_bytes", "free_memory_bytes", b"free_memory_bytes", "landing_size_bytes", b"landing_size_bytes", "landing_used_bytes", b"landing_used_bytes", "queued", b"queued", "running", b"running", "work_s", b"work_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__work_s: _TypeAlias = _typing.Literal["work_s"]  # noqa: Y015
+    _WhichOneofArgType__work_s: _TypeAlias = _typing.Literal["_work_s", b"_work_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__work_s) -> _WhichOneofReturnType__work_s | None: ...
 
 Global___WatchLoadResponse: _TypeAlias = WatchLoadResponse  # noqa: Y015
 

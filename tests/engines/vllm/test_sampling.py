@@ -349,7 +349,7 @@ WRONG: Sequence[tuple[Mapping[str, object], str, str]] = [
     (
         {"structure": Structure("allowed_texts", ("ab",)), "bad_words": ("a",)},
         "INVALID_SAMPLING",
-        "can continue the choice",
+        "no token fulfils allowed_texts",
     ),
     ({"stop_token_ids": (5, 10**6)}, "UNKNOWN_TOKEN", "stop_token_ids: token id 1000000 is outside the model's"),
     ({"bad_words": ("<|beyond|>",)}, "UNKNOWN_TOKEN", "bad_words: token id 260 is outside"),

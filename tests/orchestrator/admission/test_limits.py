@@ -24,6 +24,14 @@ def test_a_request_beyond_pipeline_and_queue_is_rejected() -> None:
     assert caught.value.reason == "ADMISSION_LIMIT"
 
 
+def test_a_request_with_many_choices_delays_others_only_until_it_ends() -> None:
+    driver = AdmissionDriver(16)
+    driver.run_before(took_s=10.0)
+    driver.ask(choices=16)
+    waits_s = [driver.ask(within_s=30.0).waits_s[-1] for _ in range(8)]
+    assert waits_s == [pytest.approx(10 * position / 16) for position in range(1, 9)]
+
+
 def test_bytes_are_limited_like_requests() -> None:
     driver = AdmissionDriver(10, max_in_flight_bytes=100)
     first, second, third = (driver.ask(input_bytes=50) for _ in range(3))

@@ -92,6 +92,14 @@ def test_a_request_in_the_report_is_not_subtracted_at_its_release(load: LoadEsti
     assert load.work_s == pytest.approx(1.0)
 
 
+def test_a_replica_that_does_not_estimate_is_not_idle(clock: Clock) -> None:
+    cost = StepCost()
+    one, other = LoadEstimate(cost, clock=clock), LoadEstimate(cost, clock=clock)
+    one.report(8.0, steps=2)
+    other.report(None, steps=3)
+    assert other.work_s == pytest.approx(12.0)
+
+
 def test_replicas_of_a_stage_learn_from_each_other(clock: Clock) -> None:
     cost = StepCost()
     one, other = LoadEstimate(cost, clock=clock), LoadEstimate(cost, clock=clock)

@@ -8,6 +8,8 @@ import grpc
 import pytest
 
 from stagemesh.common.errors import CancelledRequestError, InternalError, InvalidRequestError, StaleAttemptError
+from stagemesh.connectors.conformance.replicas import until
+from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, orchestrator_pb2, request_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN, Mesh, ask, mesh
 from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, Script, ScriptedStage, hang, text_output
@@ -43,9 +45,9 @@ SEEDS = dict.fromkeys("abc", _say_seed)
 
 async def test_each_choice_runs_with_the_next_seed(tmp_path: Path) -> None:
     async with mesh(tmp_path, scripts=SEEDS) as chain:
-        events = await chain.generate(request_id="r", parameters=_choices(3, seed=2**32 - 2))
+        events = await chain.generate(request_id="r", parameters=_choices(3, seed=2**63 - 2))
         steps = chain.stages["b"].requests
-    assert _texts(events, "last") == {0: f"c {2**32 - 2}", 1: f"c {2**32 - 1}", 2: "c 0"}
+    assert _texts(events, "last") == {0: f"c {2**63 - 2}", 1: f"c {2**63 - 1}", 2: "c 0"}
     assert {step.request_id: step.step_id for step in steps} == {"r": "r/b/1", "r/1": "r/1/b/1", "r/2": "r/2/b/1"}
 
 
@@ -85,7 +87,7 @@ async def _fail_second(stage: ScriptedStage, request: stage_pb2.ExecuteStepReque
         yield text_output(tensor.tensor, "c ")
     if request.request_id.endswith("/1"):
         await asyncio.gather(*(stage.peers["a-0"].started_steps[f"r{suffix}"].wait() for suffix in ("", "/1", "/2")))
-        raise InternalError("out of luck")
+        raise InternalError("out of luck", metadata={"request_id": request.request_id})
     await asyncio.Event().wait()
 
 
@@ -93,9 +95,10 @@ async def test_the_error_of_one_choice_ends_the_request(tmp_path: Path) -> None:
     events: Events = []
     async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": _fail_second}) as chain:
         call = chain.stub.Generate(ask(request_id="r", parameters=_choices(3)), timeout=20)
-        with pytest.raises(grpc.aio.AioRpcError, match="out of luck"):
+        with pytest.raises(grpc.aio.AioRpcError, match="out of luck") as caught:
             async for event in call:
                 events.append(event)
+        assert from_rpc_error(caught.value, peer="the orchestrator").metadata["request_id"] == "r"
         await chain.until_idle()
         assert (await chain.describe()).in_flight == 0
         cancelled = {name: sorted(each.request_id for each in stage.cancels) for name, stage in chain.stages.items()}
@@ -104,6 +107,16 @@ async def test_the_error_of_one_choice_ends_the_request(tmp_path: Path) -> None:
     del ends["", 0]
     assert ends == {(name, index): request_pb2.FINISH_REASON_FAILED for name in ("first", "last") for index in range(3)}
     assert len(events[-1].finished.choices) == 3
+
+
+async def test_a_failed_choice_stops_the_others_before_it_is_released(tmp_path: Path) -> None:
+    released = asyncio.Event()
+    async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": _fail_second}) as chain, asyncio.TaskGroup() as group:
+        chain.stages["b"].released["r/1"] = released
+        failure = group.create_task(chain.failure(request_id="r", parameters=_choices(3)))
+        await until(lambda: {each.request_id for each in chain.stages["b"].cancels} >= {"r", "r/1", "r/2"}, timeout_s=10)
+        released.set()
+        assert "out of luck" in (await failure).message
 
 
 def _taken_second(first_spoke: asyncio.Event, taken_over: asyncio.Event) -> Script:

@@ -125,10 +125,10 @@ async def test_a_failed_run_without_references_is_freed_at_once(tmp_path: Path, 
         client=_FailingClient(),
     )
     step = PlannedStep(stage, cast("Replica", replica), lambda: None)
-    run = RequestRun(
-        _request(), Plan({"a": step}, Route((stage,), (), {})), RequestRecord(), failover=FAILOVER, timeout_s=10
-    )
+    plan, errors = Plan({"a": step}, Route((stage,), (), {})), list[StagemeshError]()
+    run = RequestRun(_request(), plan, RequestRecord(), failover=FAILOVER, timeout_s=10, failed=errors.append)
     error = await run.run()
+    assert errors == [error]
     ended = weakref.ref(run)
     del run
     assert (str(error), ended()) == ("r does not work", None)

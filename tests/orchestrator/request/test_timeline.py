@@ -3,7 +3,7 @@ import pytest
 from stagemesh.common.errors import CancelledRequestError, InternalError
 from stagemesh.orchestrator.request.timeline import History, RequestState, StepNotes, Timeline, Totals
 from stagemesh.orchestrator.request.waits import describe_wait
-from stagemesh.v1 import control_pb2, request_pb2, stage_pb2
+from stagemesh.v1 import chunk_pb2, control_pb2, request_pb2, stage_pb2
 
 
 class Clock:
@@ -28,7 +28,7 @@ def _running(clock: Clock) -> tuple[Timeline, StepNotes]:
 def _finished(outputs: int = 2, steps: int = 3) -> stage_pb2.StepFinished:
     return stage_pb2.StepFinished(
         usage=request_pb2.Usage(steps=steps, output_tokens=outputs),
-        edges=[request_pb2.EdgeUsage(edge="a->b", connector="shm", chunks=4, size_bytes=50)],
+        edges=[request_pb2.EdgeUsage(edge="a->b", connector=chunk_pb2.CONNECTOR_SHM, chunks=4, size_bytes=50)],
     )
 
 

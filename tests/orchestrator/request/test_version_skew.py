@@ -10,6 +10,8 @@ import pytest
 
 from stagemesh.client.clients import AsyncClient
 from stagemesh.common.errors import CancelledRequestError, NotReadyError, UnsupportedError
+from stagemesh.orchestrator.request.lifecycle import fingerprint
+from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, request_pb2, stage_pb2
 from stagemesh.v1.protocol_pb2 import Protocol
 from tests.client.conftest import orchestrator as orchestrator  # noqa: PLC0414 - a fixture
@@ -106,6 +108,49 @@ async def test_an_orchestrator_refuses_a_client_without_a_common_version(tmp_pat
         request = orchestrator_pb2.DescribePipelineRequest(protocol=Protocol(lowest_version=2, highest_version=2))
         with pytest.raises(grpc.aio.AioRpcError, match="the client speaks wire versions 2 to 2, but this orchestrator"):
             await chain.stub.DescribePipeline(request, timeout=10)
+
+
+def _asking(**fields: Any) -> Any:
+    """Returns a later client's request."""
+    request = later_class("GenerateRequest")(request_id="r", **fields)
+    if "input" not in fields:
+        request.input.text = "hello"
+    return request
+
+
+def _saying_part(**content: Any) -> Any:
+    part = later_class("Part")(**content)
+    message = later_class("Message")(role=request_pb2.ROLE_USER, parts=[part])
+    return later_class("Input")(conversation=later_class("Conversation")(messages=[message]))
+
+
+@pytest.mark.parametrize(
+    ("request_", "name"),
+    [
+        (_asking(input=later_class("Input")(later="song")), "Input"),
+        (_asking(input=_saying_part(later="song")), "Part"),
+        (_asking(input=_saying_part(image=later_class("MediaFile")(later="song"))), "MediaFile"),
+        (_asking(parameters=later_class("Parameters")(later_note="x")), "Parameters"),
+        (_asking(parameters=later_class("Parameters")(sampling={"later": "x"})), "Sampling"),
+        (_asking(parameters=later_class("Parameters")(sampling={"later_note": "x"})), "Sampling"),
+        (_asking(parameters=later_class("Parameters")(options={"speed": {"later": "x"}})), "TypedValue"),
+        (_asking(parameters=later_class("Parameters")(stages={"a": {"later_note": "x"}})), "StageParameters"),
+    ],
+    ids=["prompt", "part", "file", "parameter", "structure", "sampling", "option", "stage"],
+)
+async def test_an_orchestrator_refuses_what_would_have_no_effect(tmp_path: Path, request_: Any, name: str) -> None:
+    async with mesh(tmp_path) as chain:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [event async for event in chain.stub.Generate(today(request_, orchestrator_pb2.GenerateRequest))]
+        await chain.until_idle()
+    error = from_rpc_error(caught.value, peer="the orchestrator")
+    assert (error.reason, error.metadata["message"]) == ("UNKNOWN_KIND", name)
+
+
+def test_a_field_that_is_not_known_does_not_make_another_request() -> None:
+    request = ask(request_id="r")
+    request_of_later = today(later(request), orchestrator_pb2.GenerateRequest)
+    assert fingerprint(request_of_later) == fingerprint(request)
 
 
 # -- later stage, today's orchestrator

@@ -16,7 +16,7 @@ export interface StageFunction {
 /** A request, as a function sees it. */
 export interface Task {
   readonly requestId: string;
-  readonly seed: number;
+  readonly seed: bigint;
   /** All options of the signature, with their defaults. */
   readonly options: ReadonlyMap<string, Value>;
   /** The client's input. Set only for a stage without incoming edges. */

@@ -224,22 +224,27 @@ class Admission:
             schedule.remove(request.request_id)
 
     def _interval_s(self, loads: Loads) -> float:
-        """Returns the expected interval between consecutive completions of the running requests in `loads`.
+        """Returns the expected interval between consecutive completions of the running choices in `loads`.
 
         The interval is in seconds.
         """
-        return self._estimates.duration_s.value / max(1, loads.running.requests)
+        return self._estimates.duration_s.value / max(1, loads.running.choices)
 
     def _wait_s(self, ticket: Ticket, caller: Caller, *, position: int, in_caller_queue: int) -> float:
         """Returns the expected time until the limits allow the request to run, in seconds.
 
         - `position` is the request's position in the order of admission, from 1.
         - `in_caller_queue` is the request's position in the queue of its caller, from 1.
+
+        Counts earlier requests as one choice each, because a request that is expected too early is rejected later,
+        but one that is expected too late is lost.
         """
-        wait_s = position * self._interval_s(self.loads)
+        further = ticket.request.choices - 1
+        wait_s = (position + further) * self._interval_s(self.loads)
         if caller.may_run(ticket, self.limits.per_caller):
             return wait_s
-        return max(wait_s, min(in_caller_queue, caller.waiting.requests + 1) * self._interval_s(caller))
+        in_caller_queue = min(in_caller_queue, caller.waiting.requests + 1)
+        return max(wait_s, (in_caller_queue + further) * self._interval_s(caller))
 
     def _report(self, ticket: Ticket, *, position: int, wait_s: float) -> None:
         ticket.reported_position = position

@@ -53,10 +53,7 @@ class StepCost:
         """Whether any load report contained an estimate of work. If False, `seconds` is an initial guess."""
 
     def learn(self, work_s: float, *, steps: int) -> None:
-        """Updates the estimate from a load report: `steps` steps take `work_s` seconds.
-
-        `work_s` is 0 if the engine does not estimate its work. Such a report is ignored.
-        """
+        """Updates the estimate from a load report: `steps` steps take `work_s` seconds. Ignores a report of 0."""
         if work_s <= 0 or steps <= 0:
             return
         measured_s = work_s / steps
@@ -99,15 +96,18 @@ class LoadEstimate:
         """
         return self.work_s + self.running * self._cost.seconds
 
-    def report(self, work_s: float, *, steps: int) -> None:
+    def report(self, work_s: float | None, *, steps: int) -> None:
         """Updates the estimate from a load report: `steps` steps remain and take `work_s` seconds.
 
-        `work_s` is 0 if the engine does not estimate its work.
+        `work_s` is None if the engine does not estimate its work.
         """
-        # An infinite or undefined value is not an estimate. It would corrupt the step cost of the whole stage.
-        work_s = work_s if math.isfinite(work_s) else 0.0
-        self._cost.learn(work_s, steps=steps)
-        self._reported_s = work_s if self._cost.known else steps * self._cost.seconds
+        if work_s is None:
+            self._reported_s = steps * self._cost.seconds
+        else:
+            # An infinite or undefined value is not an estimate. It would corrupt the step cost of the whole stage.
+            work_s = work_s if math.isfinite(work_s) else 0.0
+            self._cost.learn(work_s, steps=steps)
+            self._reported_s = work_s if self._cost.known else steps * self._cost.seconds
         self._reported_at_s = self._clock()
         # The report contains at most `steps` of this orchestrator's requests. The others have not arrived yet.
         self._unreported = max(0, self.running - steps)
@@ -214,7 +214,8 @@ class Replica:
     def record_load(self, report: stage_pb2.WatchLoadResponse) -> None:
         """Stores a load report for operators, and updates the load estimate for the planner."""
         self.last_report, self._reported_at_s = report, self._clock()
-        self.load.report(report.work_s, steps=report.running + report.queued)
+        work_s = report.work_s if report.HasField("work_s") else None
+        self.load.report(work_s, steps=report.running + report.queued)
         adapters = frozenset(report.adapters)
         if adapters != self.adapters:
             self.adapters = adapters

@@ -189,10 +189,17 @@ class RequestLifecycle:
         admitted = orchestrator_pb2.RequestAdmitted(request_id=request.request_id, seed=request.seed, choices=choices)
         self.record.add(orchestrator_pb2.GenerateResponse(admitted=admitted))
 
+    def _note_failed(self, error: StagemeshError) -> None:
+        """Stops the other choices at once, unless the choice that failed may run a second time."""
+        if _attempt_elsewhere(error) is None:
+            self.stop(error)
+
     async def _run_planned(self, request: ValidRequest, plan: Plan) -> StagemeshError | None:
         try:
             timeout_s = self._admission_request.deadline_s - self._clock()
-            run = RequestRun(request, plan, self.record, failover=self._failover, timeout_s=timeout_s)
+            run = RequestRun(
+                request, plan, self.record, failover=self._failover, timeout_s=timeout_s, failed=self._note_failed
+            )
             self._runs += (run,)
             if self._stopped is not None:
                 run.stop(self._stopped)
@@ -293,11 +300,13 @@ class RequestRegistry:
 def fingerprint(request: orchestrator_pb2.GenerateRequest) -> bytes:
     """Returns a digest of the request's content. All calls with the same request_id must have the same digest.
 
-    The digest excludes fields that may differ between calls of the same request, such as `next_positions`. It also
-    excludes the seed, because a caller that attaches again may set the seed that was chosen for its first call.
+    The digest excludes fields that may differ between calls of the same request, such as `next_positions`, and fields
+    that this process does not know, which may do so, too. It also excludes the seed, because a caller that attaches
+    again may set the seed that was chosen for its first call.
     """
     content = orchestrator_pb2.GenerateRequest()
     content.CopyFrom(request)
+    content.DiscardUnknownFields()
     for name in ("next_positions", "linger_s", "earlier_calls"):
         content.ClearField(name)
     content.parameters.ClearField("seed")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
-from stagemesh.common.request_checks import check_options, check_sampling, read_options
+from stagemesh.common.request_checks import check_known, check_options, check_sampling, read_options
 from stagemesh.orchestrator.spec import Pipeline, Stage
 from stagemesh.v1 import request_pb2, tensor_pb2
 
@@ -16,6 +16,7 @@ def check_parameters(parameters: request_pb2.Parameters, pipeline: Pipeline) -> 
     Raises InvalidRequestError (UNKNOWN_STAGE, UNKNOWN_OPTION, INVALID_OPTION, INVALID_SAMPLING) or UnsupportedError if
     the pipeline or a stage does not take the parameters.
     """
+    check_known(parameters, *parameters.stages.values())
     main = [stage for stage in pipeline.stages.values() if stage.is_main]
     owner = f"the main stage {main[0].name!r}" if len(main) == 1 else f"every stage of pipeline {pipeline.name!r}"
     if parameters.sampling.ByteSize() and not any(stage.signature.sampling for stage in main):

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 
@@ -51,8 +51,17 @@ class RequestRun:
     """
 
     def __init__(
-        self, request: ValidRequest, plan: Plan, record: RequestRecord, *, failover: Failover, timeout_s: float
+        self,
+        request: ValidRequest,
+        plan: Plan,
+        record: RequestRecord,
+        *,
+        failover: Failover,
+        timeout_s: float,
+        failed: Callable[[StagemeshError], None],
     ) -> None:
+        """`failed` is called with the error if the choice fails, before its steps are cancelled."""
+        self._failed = failed
         self._request, self._plan, self._record, self._failover = request, plan, record, failover
         self._timeout_s, self._deadline_s = timeout_s, 0.0
         self._route = plan.route
@@ -91,6 +100,7 @@ class RequestRun:
                 error = await self._outcome()
                 if error is not None:
                     _log.warning("request failed: %s", error.message)
+                    self._failed(error)
                     await self._cancel_steps(error)
                 for tasks in (self._cancelling, *(state.tasks for state in self._states.values())):
                     for task in list(tasks):
@@ -120,7 +130,10 @@ class RequestRun:
             return self._stopped
         if self._failures.final:
             cause = root_cause(self._failures.final)
-            return cause.error.located(stage=cause.stage)
+            error = cause.error.located(stage=cause.stage)
+            # Stages know the choice as a request with an id of its own, which the client does not know.
+            error.metadata["request_id"] = self._request.request_id
+            return error
         return None
 
     @property

@@ -165,9 +165,9 @@ class Timeline:
         return sorted((step for step in self.steps if step.ended_s is None), key=lambda step: step.last_event_s or 0.0)
 
     @property
-    def started_s(self) -> float:
-        """The time at which the first stage accepted the request, in seconds, or 0 if no stage has accepted it."""
-        return min((step.accepted_s for step in self.steps if step.accepted_s is not None), default=0.0)
+    def started_s(self) -> float | None:
+        """The time at which the first stage accepted the request, in seconds, or None if no stage has accepted it."""
+        return min((step.accepted_s for step in self.steps if step.accepted_s is not None), default=None)
 
     def elapsed_s(self) -> float:
         """Returns the seconds since the request was received."""

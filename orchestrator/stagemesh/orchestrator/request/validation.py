@@ -26,7 +26,7 @@ from stagemesh.v1 import orchestrator_pb2, request_pb2
 _CALLER = re.compile(r"[A-Za-z0-9._:@/-]{0,128}")
 _MAX_EARLIER_CALLS = 1_000_000
 _ATTEMPTS_A_CALL = 1000
-_SEEDS = 1 << 32
+_SEEDS = 1 << 63
 _INPUT_KINDS: Mapping[str, InputKind] = {
     "text": "text",
     "image": "image",
@@ -108,7 +108,10 @@ def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> V
     check_parameters(request.parameters, pipeline)
     parameters = request_pb2.Parameters()
     parameters.CopyFrom(request.parameters)
+    if parameters.seed >= _SEEDS:
+        raise InvalidRequestError(f"seed is {parameters.seed}; use 0 to {_SEEDS - 1}")
     if not parameters.HasField("seed"):
+        # Half of the digits are enough, and every programming language has numbers for them.
         parameters.seed = secrets.randbits(32)
     return ValidRequest(
         request_id=request.request_id or uuid.uuid4().hex,

@@ -396,12 +396,13 @@ EngineEvent: TypeAlias = Emission | Progress | Checkpoint | Usage | Paused
 class EngineLoad:
     """The load of an engine: the numbers of running and of queued tasks, and the estimated remaining work.
 
-    `work_s` is the time until all tasks have finished, in seconds, or 0 if the engine is idle.
+    `work_s` is the time until all tasks have finished, in seconds, 0 if the engine is idle, or None if it does not
+    estimate this time.
     """
 
     running: int
     queued: int
-    work_s: float = 0.0
+    work_s: float | None = None
 
 
 class Engine(Protocol):

@@ -279,7 +279,7 @@ def _ending(step: "admin_pb2.StepStatus") -> str:
     if not step.HasField("finished"):
         return "ended"
     sent = "".join(
-        f"; sent {edge.chunks:,} chunks ({size(edge.size_bytes)}) on {edge.edge} by {edge.connector}"
+        f"; sent {edge.chunks:,} chunks ({size(edge.size_bytes)}) on {edge.edge} by {connector_name(edge.connector)}"
         for edge in step.finished.edges
     )
     return f"finished: {step.outputs:,} outputs, {step.steps:,} engine steps{sent}"

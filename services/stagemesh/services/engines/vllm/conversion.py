@@ -341,8 +341,8 @@ def _check_end(output: CompletionOutput, task: Task, *, stage: str) -> None:
         return
     if task.sampling.structure is not None:
         raise InvalidRequestError(
-            f"stage {stage}: no token can continue the {task.sampling.structure.kind}, or the "
-            f"{task.sampling.structure.kind} is too large; simplify it, or omit bad_words",
+            f"stage {stage}: no token fulfils {task.sampling.structure.kind}, or it is too large; simplify it, or omit "
+            "bad_words",
             reason="INVALID_SAMPLING",
         )
     raise UnavailableError(

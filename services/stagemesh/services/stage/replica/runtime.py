@@ -422,7 +422,7 @@ class StageRuntime:
     def _check_capacity(self) -> None:
         held = len(self._runs.running())
         if held >= self.config.max_queued:
-            retry_after_s = min(_MAX_RETRY_S, max(_MIN_RETRY_S, self.engine.load().work_s))
+            retry_after_s = min(_MAX_RETRY_S, max(_MIN_RETRY_S, self.engine.load().work_s or 0.0))
             raise OverloadedError(
                 f"stage {self.config.stage} has {held} steps, its max_queued; try again in {retry_after_s:.1f} s",
                 retry_after_s=retry_after_s,

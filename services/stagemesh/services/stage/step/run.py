@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import asdict, replace
 
+from stagemesh.common.connector_descriptors import number_of
 from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import (
     CancelledRequestError,
@@ -81,9 +82,7 @@ class Stopwatch:
 
     def timings(self) -> request_pb2.Timings:
         """Returns the step's timings. Call at the end of the step, because the current time is recorded as the end."""
-        now_s = self.age_s
-        started_s = now_s if self.started_s is None else self.started_s
-        return request_pb2.Timings(started_s=started_s, first_output_s=self._first_output_s, finished_s=now_s)
+        return request_pb2.Timings(started_s=self.started_s, first_output_s=self._first_output_s, finished_s=self.age_s)
 
 
 class StepRun:
@@ -431,7 +430,10 @@ class StepRun:
         finished = stage_pb2.StepFinished(
             usage=self.usage(),
             timings=self._stopwatch.timings(),
-            edges=[request_pb2.EdgeUsage(**asdict(usage)) for usage in (outlets.usages if outlets else ())],
+            edges=[
+                request_pb2.EdgeUsage(**{**asdict(usage), "connector": number_of(usage.connector)})
+                for usage in (outlets.usages if outlets else ())
+            ],
         )
         self._append(stage_pb2.ExecuteStepResponse(finished=finished))
 

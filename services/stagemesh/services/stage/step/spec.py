@@ -10,6 +10,7 @@ from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.request_checks import (
     check_input,
+    check_known,
     check_sampling,
     has_prompt,
     read_json_object,
@@ -238,10 +239,13 @@ def _from_last_prompt_token(packet: Packet) -> Packet | None:
 
 
 def spec_from_wire(request: stage_pb2.ExecuteStepRequest) -> StepSpec:
-    """Converts an ExecuteStep request to a step spec. Raises InvalidRequestError if a value is invalid regardless of
-    the stage.
+    """Converts an ExecuteStep request to a step spec.
+
+    Raises InvalidRequestError if a value is invalid regardless of the stage, and UnsupportedError (UNKNOWN_KIND) if the
+    input or the parameters need a later version.
     """
     check_input(request.input)
+    check_known(request.parameters)
     return StepSpec(
         step_id=request.step_id,
         attempt=request.attempt,
