@@ -114,7 +114,9 @@ async def test_a_failed_choice_stops_the_others_before_it_is_released(tmp_path: 
     async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": _fail_second}) as chain, asyncio.TaskGroup() as group:
         chain.stages["b"].released["r/1"] = released
         failure = group.create_task(chain.failure(request_id="r", parameters=_choices(3)))
-        await until(lambda: {each.request_id for each in chain.stages["b"].cancels} >= {"r", "r/1", "r/2"}, timeout_s=10)
+        await until(
+            lambda: {each.request_id for each in chain.stages["b"].cancels} >= {"r", "r/1", "r/2"}, timeout_s=10
+        )
         released.set()
         assert "out of luck" in (await failure).message
 
