@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from stagemesh.common.connector_descriptors import number_of
 from stagemesh.common.descriptors import Signature
@@ -21,7 +21,7 @@ from stagemesh.common.errors import (
 from stagemesh.common.logs import bind_log_context
 from stagemesh.common.notification import Journal
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.edge import FlowUsage, Packet
 from stagemesh.connectors.flow.packet_queue import add_rows
 from stagemesh.services.engines.base import Checkpoint, Emission, Engine, Paused, Progress, Task, Usage
 from stagemesh.services.media.store import MediaStore
@@ -430,10 +430,7 @@ class StepRun:
         finished = stage_pb2.StepFinished(
             usage=self.usage(),
             timings=self._stopwatch.timings(),
-            edges=[
-                request_pb2.EdgeUsage(**{**asdict(usage), "connector": number_of(usage.connector)})
-                for usage in (outlets.usages if outlets else ())
-            ],
+            edges=list(map(_usage_to_wire, outlets.usages if outlets else ())),
         )
         self._append(stage_pb2.ExecuteStepResponse(finished=finished))
 
@@ -481,3 +478,9 @@ class StepRun:
 
 def _checkpoint_event(state: Checkpoint) -> stage_pb2.ExecuteStepResponse:
     return stage_pb2.ExecuteStepResponse(checkpoint=checkpoint_to_wire(state))
+
+
+def _usage_to_wire(usage: FlowUsage) -> request_pb2.EdgeUsage:
+    return request_pb2.EdgeUsage(
+        edge=usage.edge, connector=number_of(usage.connector), chunks=usage.chunks, size_bytes=usage.size_bytes
+    )
