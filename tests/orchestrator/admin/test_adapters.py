@@ -70,15 +70,25 @@ async def _until_reported(mesh: Mesh, replica: str, *adapters: str) -> None:
             await asyncio.sleep(0.05)
 
 
+async def _until_remembered(mesh: Mesh, *adapters: str) -> None:
+    """Waits until the orchestrator remembers these adapters alone."""
+    async with asyncio.timeout(20):
+        while [name for name, (remembered, _) in (await _list(mesh)).items() if remembered] != list(adapters):
+            await asyncio.sleep(0.05)
+
+
 async def _restart(mesh: Mesh, name: str) -> None:
     """Replaces the first replica of a stage by a new process without adapters."""
     stage, server = mesh.stages[name], mesh.servers[name]
+    # Otherwise the ended process would seem to have unloaded its adapters.
+    stage.tells_load = False
     stage.description.incarnation = "second"
     stage.controls.adapters.clear()
     server.set_health("", serving=False)
     async with asyncio.timeout(20):
         while (await _replica(mesh, f"{name}-0")).incarnation != "second":
             await asyncio.sleep(0.05)
+    stage.tells_load = True
     server.set_health("", serving=True)
 
 
@@ -130,6 +140,28 @@ async def test_an_unloaded_adapter_does_not_return_after_a_restart(adapted: Mesh
     await _load(adapted, "y")
     await _unload(adapted)
     await _restart(adapted, "a")
+    await _until_reported(adapted, "a-0", "y")
+    assert list(adapted.stages["a"].controls.adapters) == ["y"]
+
+
+async def test_an_adapter_that_another_orchestrator_loaded_is_restored(adapted: Mesh) -> None:
+    for name in ("a", "a-1"):
+        adapted.stages[name].controls.adapters["x"] = control_pb2.Adapter(name="x", path="/x")
+    await _until_remembered(adapted, "x")
+    await _restart(adapted, "a")
+    await _until_reported(adapted, "a-0", "x")
+    assert adapted.stages["a"].controls.adapters["x"].path == "/x"
+
+
+async def test_an_adapter_that_another_orchestrator_unloaded_does_not_return(adapted: Mesh) -> None:
+    await _load(adapted)
+    await _until_reported(adapted, "a-0", "x")
+    await _until_reported(adapted, "a-1", "x")
+    for name in ("a", "a-1"):
+        adapted.stages[name].controls.adapters.clear()
+    await _until_remembered(adapted)
+    await _restart(adapted, "a")
+    await _load(adapted, "y")
     await _until_reported(adapted, "a-0", "y")
     assert list(adapted.stages["a"].controls.adapters) == ["y"]
 

@@ -8,11 +8,8 @@ from stagemesh.common.errors import ExistsError, NotFoundError, StagemeshError, 
 from stagemesh.connectors.stream.wire import error_to_wire
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.fleet.replica import Replica
-from stagemesh.orchestrator.fleet.stage_adapters import StageAdapters, load_adapter, unload_adapter
+from stagemesh.orchestrator.fleet.stage_adapters import StageAdapters, list_adapters, load_adapter, unload_adapter
 from stagemesh.v1 import admin_pb2, control_pb2
-
-_LIST_S = 5.0
-_PAGE = 1000
 
 _Answer = TypeVar("_Answer")
 
@@ -89,7 +86,7 @@ class Adapters:
         replicas = self._replicas(stage)
         remembered = self._remembered.names(stage)
         found = {name: admin_pb2.StageAdapter(name=name, persistent=True) for name in remembered}
-        answers = await _each(map(_adapters_of, replicas))
+        answers = await _each(map(list_adapters, replicas))
         _check_any(answers)
         for replica, answer in zip(replicas, answers, strict=True):
             for adapter in () if isinstance(answer, StagemeshError) else answer:
@@ -122,18 +119,6 @@ def _check_any(answers: Collection[object]) -> None:
     errors = [answer for answer in answers if isinstance(answer, StagemeshError)]
     if errors and len(errors) == len(answers):
         raise errors[0]
-
-
-async def _adapters_of(replica: Replica) -> Sequence[control_pb2.Adapter]:
-    adapters: list[control_pb2.Adapter] = []
-    request = control_pb2.ListAdaptersRequest(page_size=_PAGE)
-    while True:
-        answer = await replica.client.control("ListAdapters", request.SerializeToString(), timeout_s=_LIST_S)
-        page = control_pb2.ListAdaptersResponse.FromString(answer)
-        adapters += page.adapters
-        request.page_token = page.next_page_token
-        if not request.page_token:
-            return adapters
 
 
 def _outcome(replica: Replica, answer: "control_pb2.Adapter | StagemeshError | None") -> admin_pb2.AdapterOutcome:

@@ -155,6 +155,8 @@ class Fleet:
         self._on_change()
 
     def _update(self, replica: Replica) -> None:
+        if self.adapters.observe(replica) and self._group is not None:
+            self._start(self.adapters.adopt(replica), name=f"adapters of {replica.name}")
         can_connect = replica.can_connect and replica in self.registry
         if can_connect and replica not in self.edge_connectors:
             self.edge_connectors.join(replica)

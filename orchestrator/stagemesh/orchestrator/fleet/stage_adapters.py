@@ -2,6 +2,8 @@
 
 import logging
 from collections import defaultdict
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.fleet.replica import Replica
@@ -10,16 +12,20 @@ from stagemesh.v1 import control_pb2
 _log = logging.getLogger(__name__)
 
 _LOAD_S = 300.0
+_LIST_S = 5.0
+_PAGE = 1000
 
 
 class StageAdapters:
     """The folders of the adapters that each replica of a stage is to have, by stage and adapter name.
 
-    This orchestrator alone remembers them, until its process ends.
+    Nothing stores them: a new orchestrator process, or another orchestrator, adopts them from the replicas.
     """
 
     def __init__(self) -> None:
         self._paths: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        self._reported = WeakKeyDictionary[Replica, frozenset[str]]()
+        """The names of the adapters in the latest report of each replica."""
 
     def path_of(self, stage: str, name: str) -> str | None:
         """Returns the folder of an adapter, or None if the replicas of the stage need not have the adapter."""
@@ -33,6 +39,29 @@ class StageAdapters:
 
     def names(self, stage: str) -> list[str]:
         return list(self._paths[stage])
+
+    def observe(self, replica: Replica) -> bool:
+        """Compares the adapters that a replica reports with those of its previous report.
+
+        Forgets those that the replica has unloaded, because an operator may have unloaded them through another
+        orchestrator. Returns whether the replica has adapters that this orchestrator must `adopt`.
+        """
+        former, names = self._reported.get(replica, frozenset()), replica.adapters or frozenset()
+        self._reported[replica] = names
+        for name in former - names:
+            self.forget(replica.stage, name)
+        return any(self.path_of(replica.stage, name) is None for name in names - former)
+
+    async def adopt(self, replica: Replica) -> None:
+        """Remembers the adapters of a replica for the other replicas of its stage. Logs a failure."""
+        try:
+            adapters = await list_adapters(replica)
+        except StagemeshError as exc:
+            _log.warning("replica %s did not list its adapters: %s", replica.name, exc.message)
+            return
+        for adapter in adapters:
+            if self.path_of(replica.stage, adapter.name) is None:
+                self.remember(replica.stage, adapter.name, adapter.path)
 
     async def restore(self, replica: Replica) -> None:
         """Loads the adapters of the replica's stage that the replica does not have. Logs failures.
@@ -49,6 +78,19 @@ class StageAdapters:
                 _log.warning("replica %s did not load adapter %s again: %s", replica.name, name, exc.message)
             else:
                 _log.info("replica %s has loaded adapter %s again", replica.name, name)
+
+
+async def list_adapters(replica: Replica) -> Sequence[control_pb2.Adapter]:
+    """Returns the adapters that a replica has loaded, in the order of their names."""
+    adapters: list[control_pb2.Adapter] = []
+    request = control_pb2.ListAdaptersRequest(page_size=_PAGE)
+    while True:
+        answer = await replica.client.control("ListAdapters", request.SerializeToString(), timeout_s=_LIST_S)
+        page = control_pb2.ListAdaptersResponse.FromString(answer)
+        adapters += page.adapters
+        request.page_token = page.next_page_token
+        if not request.page_token:
+            return adapters
 
 
 async def load_adapter(replica: Replica, name: str, path: str, *, timeout_s: float) -> control_pb2.Adapter:
