@@ -27,7 +27,7 @@ from stagemesh.services.stage.step import run
 from stagemesh.services.stage.step.encoders import make_encoder
 from stagemesh.services.stage.step.spec import StepSpec, StreamedOutput
 from stagemesh.v1 import request_pb2, stage_pb2
-from tests.media.locations import s3_server
+from tests.media.locations import join_store_threads, s3_server
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, make_runtime, stage_config, step_spec
 
@@ -287,9 +287,7 @@ async def test_a_slow_store_delays_only_its_own_step_until_its_deadline(
         with pytest.raises(DeadlineError):
             await slow
         written.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("media "):
-            thread.join(5)
+    await asyncio.to_thread(join_store_threads)
     assert files_in(tmp_path) == []
 
 
