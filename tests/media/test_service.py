@@ -3,7 +3,7 @@ import hashlib
 import os
 import resource
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,11 @@ import grpc
 import grpc.aio
 import pytest
 
+from stagemesh.client import AsyncClient, Client
 from stagemesh.common.errors import StagemeshError
+from stagemesh.orchestrator import service as orchestrator
+from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
+from stagemesh.orchestrator.spec import load_pipeline
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.rpc.server import Server
@@ -208,3 +212,45 @@ async def test_an_empty_file_is_downloaded_as_one_empty_part(tmp_path: Path) -> 
         uri = placed(tmp_path, content=b"")
         parts = [each.media async for each in stub.DownloadMedia(media_pb2.DownloadMediaRequest(uri=uri))]
     assert parts == [request_pb2.Media(last=True)]
+
+
+@pytest.mark.parametrize("server_name", ["media.example", ""])
+async def test_clients_connect_with_the_name_in_the_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server_name: str
+) -> None:
+    (tmp_path / "eye.yaml").write_text(
+        "pipeline: eye\nstages: {eye: {engine: fake, function: look}}\noutputs: {text: eye}"
+    )
+    (tmp_path / "a.mp4").write_bytes(CONTENT)
+    names = list[tuple[str, object]]()
+
+    def noted(open_insecure: Callable[..., Any]) -> Callable[..., Any]:
+        def insecure_channel(endpoint: str, *, options: Sequence[tuple[str, object]]) -> Any:
+            names.append((endpoint, dict(options).get("grpc.ssl_target_name_override", "")))
+            return open_insecure(endpoint, options=options)
+
+        return insecure_channel
+
+    for module in (grpc, grpc.aio):
+        monkeypatch.setattr(module, "insecure_channel", noted(module.insecure_channel))
+    async with serving(make_store(tmp_path)) as media_endpoint:
+        config = OrchestratorConfig(
+            str(tmp_path / "eye.yaml"),
+            {"eye": (ReplicaAddress("eye-0", "127.0.0.1:1"),)},
+            "127.0.0.1:0",
+            drain_s=0,
+            media_endpoint=media_endpoint,
+            media_server_name=server_name,
+        )
+        async with orchestrator.serving(config, load_pipeline(config.pipeline)) as port:
+            endpoint = f"127.0.0.1:{port}"
+            await asyncio.to_thread(_transfer, endpoint, tmp_path)
+            async with AsyncClient(endpoint) as client:
+                file = await client.upload(tmp_path / "a.mp4")
+                await client.download(file, tmp_path / "b.mp4")
+    assert [name for opened, name in names if opened == media_endpoint] == [server_name] * 4
+
+
+def _transfer(endpoint: str, folder: Path) -> None:
+    with Client(endpoint) as client:
+        client.download(client.upload(folder / "a.mp4"), folder / "b.mp4")

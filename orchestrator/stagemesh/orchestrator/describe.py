@@ -61,6 +61,7 @@ def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePi
             max_choices=pipeline.limits.largest_request,
         ),
         media_endpoint=orchestrator.media_endpoint,
+        media_server_name=orchestrator.media_server_name,
     )
 
 
