@@ -146,8 +146,9 @@ not create, for example that of a proxy, has no ErrorInfo.
   another `request_id`, because the orchestrator keeps its error for a while. `UNAUTHENTICATED` and
   `PERMISSION_DENIED` are final: a retry needs other credentials.
 - *raised by* names where the error originates: the Python *client* before or after the call, the *orchestrator*, a
-  *stage* with its engine, the *data plane* between two replicas, or a *command* of `stagemesh` or the start of a
-  process, in which case it is never sent. Errors are passed on: a client also receives errors of stages.
+  *stage* with its engine (also the media service), the *data plane* between two replicas, or a *command* of `stagemesh`
+  or the start of a process, in which case it is never sent. Errors are passed on: a client also receives errors of
+  stages.
 
 In Python, each code is a class in `stagemesh.common.errors`, and `error.reason`, `error.metadata` and
 `error.retry_after_s` have the rest."""

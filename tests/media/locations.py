@@ -30,6 +30,13 @@ def placed(folder: Path, name: str = "a.png", content: bytes = b"content") -> st
     return f"file://{path}"
 
 
+def join_store_threads() -> None:
+    """Waits until the threads of calls that were cancelled have ended."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("media "):
+            thread.join(5)
+
+
 @contextmanager
 def web_server(content: bytes | None) -> Iterator[str]:
     """Serves `content` at every path of a web server. If it is None, the server never answers. Yields its URL."""

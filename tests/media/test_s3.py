@@ -71,6 +71,17 @@ async def test_a_discarded_object_leaves_nothing(bucket: Bucket, tmp_path: Path,
     assert (bucket.contents(), bucket.unfinished()) == ({}, [])
 
 
+async def test_a_large_write_is_sent_in_blocks(bucket: Bucket, tmp_path: Path) -> None:
+    store = bucket.store(tmp_path)
+    writer = await store.create(store.config.uri_of("a.bin"), "application/octet-stream")
+    await writer.write(CONTENT)
+    (upload,) = bucket.client.list_multipart_uploads(Bucket=bucket.name)["Uploads"]
+    parts = bucket.client.list_parts(Bucket=bucket.name, Key=upload["Key"], UploadId=upload["UploadId"])["Parts"]
+    assert [part["Size"] for part in parts] == [8 << 20] * 2
+    await writer.commit()
+    assert bucket.contents() == {"store/a.bin": CONTENT}
+
+
 async def test_what_is_not_as_stated_is_rejected(bucket: Bucket, tmp_path: Path) -> None:
     store = bucket.store(tmp_path)
     file = await (await written(store, b"content")).commit()

@@ -2,7 +2,8 @@ import asyncio
 import hashlib
 import os
 import resource
-from collections.abc import AsyncGenerator, Iterator
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,19 @@ import grpc
 import grpc.aio
 import pytest
 
+from stagemesh.client import AsyncClient, Client
 from stagemesh.common.errors import StagemeshError
+from stagemesh.orchestrator import service as orchestrator
+from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
+from stagemesh.orchestrator.spec import load_pipeline
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.rpc.server import Server
+from stagemesh.services.media import stored_file
 from stagemesh.services.media.service import MediaServicer
 from stagemesh.services.media.store import MediaStore
 from stagemesh.v1 import media_pb2, media_pb2_grpc, request_pb2
-from tests.media.locations import make_store, placed
+from tests.media.locations import make_store, placed, web_server
 
 CONTENT = os.urandom(2_500_000)
 
@@ -49,14 +55,23 @@ def messages(
     return [media_pb2.UploadMediaRequest(media=each, **(first if each is parts[0] else {})) for each in parts]
 
 
-async def failure(store: MediaStore, sent: list[media_pb2.UploadMediaRequest]) -> StagemeshError:
-    def upload(endpoint: str) -> StagemeshError:
-        with grpc.insecure_channel(endpoint) as channel, pytest.raises(grpc.RpcError) as caught:
-            media_pb2_grpc.MediaServiceStub(channel).UploadMedia(iter(sent), timeout=20)
-        return from_rpc_error(caught.value, peer="media")
+def upload_error(endpoint: str, sent: list[media_pb2.UploadMediaRequest], *, timeout_s: float = 20) -> StagemeshError:
+    """Returns the error with which an upload ends."""
+    with grpc.insecure_channel(endpoint) as channel, pytest.raises(grpc.RpcError) as caught:
+        media_pb2_grpc.MediaServiceStub(channel).UploadMedia(iter(sent), timeout=timeout_s)
+    return from_rpc_error(caught.value, peer="media")
 
+
+async def failure(store: MediaStore, sent: list[media_pb2.UploadMediaRequest]) -> StagemeshError:
     async with serving(store) as endpoint:
-        return await asyncio.to_thread(upload, endpoint)
+        return await asyncio.to_thread(upload_error, endpoint, sent)
+
+
+async def downloaded(endpoint: str, uri: str) -> bytes:
+    request = media_pb2.DownloadMediaRequest(uri=uri)
+    async with open_channel(endpoint) as channel:
+        parts = media_pb2_grpc.MediaServiceStub(channel).DownloadMedia(request, timeout=20)
+        return b"".join([part.media.data async for part in parts])
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -130,6 +145,56 @@ async def test_a_full_store_is_reported_and_nothing_remains(tmp_path: Path) -> N
     assert files_in(tmp_path) == []
 
 
+async def test_a_read_only_store_rejects_uploads_and_serves_downloads(tmp_path: Path) -> None:
+    uri = placed(tmp_path)
+    # Not even root can create a folder here.
+    store = make_store(tmp_path, store="/sys/stagemesh", allowed=(str(tmp_path / "store"),))
+    async with serving(store) as endpoint:
+        uploading = asyncio.create_task(asyncio.to_thread(upload_error, endpoint, messages()))
+        assert await downloaded(endpoint, uri) == b"content"
+        assert (await uploading).reason == "STORE_DENIED"
+    assert files_in(tmp_path) == [tmp_path / "store" / "a.png"]
+
+
+async def test_a_remote_store_that_never_answers_is_reported_and_delays_no_download(tmp_path: Path) -> None:
+    uri = placed(tmp_path)
+    with web_server(None) as url:
+        timeouts = {"read_timeout": 0.1, "retries": {"total_max_attempts": 1}}
+        access = {"endpoint_url": url, "key": "test", "secret": "test", "config_kwargs": timeouts}
+        allowed = (str(tmp_path / "store"),)
+        store = make_store(tmp_path, store="s3://bucket", allowed=allowed, storage_options={"s3": access})
+        async with serving(store) as endpoint:
+            uploading = asyncio.create_task(asyncio.to_thread(upload_error, endpoint, messages()))
+            assert await downloaded(endpoint, uri) == b"content"
+            assert not uploading.done()
+            assert (await uploading).reason == "STORE_UNREACHABLE"
+    assert files_in(tmp_path) == [tmp_path / "store" / "a.png"]
+
+
+async def test_an_upload_whose_store_never_answers_ends_at_its_deadline_and_delays_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, may_write, write = threading.Event(), threading.Event(), stored_file.LocalTarget.write
+
+    def write_slowly(self: stored_file.LocalTarget, data: bytes | memoryview) -> None:
+        if data == b"slow":
+            writing.set()
+            may_write.wait(20)
+        write(self, data)
+
+    monkeypatch.setattr(stored_file.LocalTarget, "write", write_slowly)
+    async with serving(make_store(tmp_path)) as endpoint, open_channel(endpoint) as channel:
+        slow = asyncio.create_task(asyncio.to_thread(upload_error, endpoint, messages(b"slow"), timeout_s=1))
+        await asyncio.to_thread(writing.wait, 10)
+        uploaded = await media_pb2_grpc.MediaServiceStub(channel).UploadMedia(iter(messages()), timeout=20)
+        assert await downloaded(endpoint, uploaded.file.uri) == CONTENT
+        assert not slow.done()
+        assert (await slow).reason == "DEADLINE_EXCEEDED"
+        may_write.set()
+        await _until(lambda: len(files_in(tmp_path)) == 1)
+    assert [path.read_bytes() for path in files_in(tmp_path)] == [CONTENT]
+
+
 @pytest.mark.parametrize(
     ("uri", "reason"),
     [("file:///etc/passwd", "REFERENCE_NOT_ALLOWED"), ("file://{folder}/store/none", "UNKNOWN_MEDIA")],
@@ -147,3 +212,45 @@ async def test_an_empty_file_is_downloaded_as_one_empty_part(tmp_path: Path) -> 
         uri = placed(tmp_path, content=b"")
         parts = [each.media async for each in stub.DownloadMedia(media_pb2.DownloadMediaRequest(uri=uri))]
     assert parts == [request_pb2.Media(last=True)]
+
+
+@pytest.mark.parametrize("server_name", ["media.example", ""])
+async def test_clients_connect_with_the_name_in_the_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server_name: str
+) -> None:
+    (tmp_path / "eye.yaml").write_text(
+        "pipeline: eye\nstages: {eye: {engine: fake, function: look}}\noutputs: {text: eye}"
+    )
+    (tmp_path / "a.mp4").write_bytes(CONTENT)
+    names = list[tuple[str, object]]()
+
+    def noted(open_insecure: Callable[..., Any]) -> Callable[..., Any]:
+        def insecure_channel(endpoint: str, *, options: Sequence[tuple[str, object]]) -> Any:
+            names.append((endpoint, dict(options).get("grpc.ssl_target_name_override", "")))
+            return open_insecure(endpoint, options=options)
+
+        return insecure_channel
+
+    for module in (grpc, grpc.aio):
+        monkeypatch.setattr(module, "insecure_channel", noted(module.insecure_channel))
+    async with serving(make_store(tmp_path)) as media_endpoint:
+        config = OrchestratorConfig(
+            str(tmp_path / "eye.yaml"),
+            {"eye": (ReplicaAddress("eye-0", "127.0.0.1:1"),)},
+            "127.0.0.1:0",
+            drain_s=0,
+            media_endpoint=media_endpoint,
+            media_server_name=server_name,
+        )
+        async with orchestrator.serving(config, load_pipeline(config.pipeline)) as port:
+            endpoint = f"127.0.0.1:{port}"
+            await asyncio.to_thread(_transfer, endpoint, tmp_path)
+            async with AsyncClient(endpoint) as client:
+                file = await client.upload(tmp_path / "a.mp4")
+                await client.download(file, tmp_path / "b.mp4")
+    assert [name for opened, name in names if opened == media_endpoint] == [server_name] * 4
+
+
+def _transfer(endpoint: str, folder: Path) -> None:
+    with Client(endpoint) as client:
+        client.download(client.upload(folder / "a.mp4"), folder / "b.mp4")

@@ -1,15 +1,17 @@
 import asyncio
 import hashlib
 import os
-from contextlib import aclosing
+import threading
+from contextlib import ExitStack, aclosing
 from pathlib import Path
 
 import pytest
 
 from stagemesh.common.errors import StagemeshError
+from stagemesh.services.media import store as store_module
 from stagemesh.services.media.store import MediaStore
 from stagemesh.v1 import request_pb2
-from tests.media.locations import make_store, placed, web_server
+from tests.media.locations import join_store_threads, make_store, placed, web_server
 
 
 def reference(uri: str, **fields: object) -> request_pb2.MediaFile:
@@ -172,6 +174,30 @@ async def test_a_store_that_never_answers_delays_no_other_caller(tmp_path: Path)
             task.cancel()
         await asyncio.wait(waiting, timeout=5)
         assert all(task.cancelled() for task in waiting)
+
+
+async def test_a_cancelled_copy_is_not_written_to_a_file_that_is_opened_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, may_write = threading.Event(), threading.Event()
+
+    def late_write(descriptor: int, data: bytes) -> None:
+        writing.set()
+        may_write.wait(10)
+        os.write(descriptor, data)
+
+    monkeypatch.setattr(store_module, "write_all", late_write)
+    with web_server(b"content") as url:
+        copying = asyncio.create_task(make_store(tmp_path, allowed=(url,)).fetch(reference(f"{url}/a.png")))
+        await asyncio.to_thread(writing.wait, 10)
+        copying.cancel()
+        await asyncio.wait([copying])
+    with ExitStack() as stack:
+        # One of these files gets the number of the copy's descriptor.
+        files = [stack.enter_context((tmp_path / str(number)).open("xb")) for number in range(20)]
+        may_write.set()
+        await asyncio.to_thread(join_store_threads)
+        assert [os.fstat(file.fileno()).st_size for file in files] == [0] * len(files)
 
 
 async def test_reading_yields_blocks_of_one_mebibyte(tmp_path: Path) -> None:

@@ -11,11 +11,19 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration
-from stagemesh.rpc.roles import CLIENT, OPERATOR, STAGE, Role, roles_of
+from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.roles import CLIENT, OPERATOR, ORCHESTRATOR, STAGE, Role, roles_of
+from stagemesh.rpc.server import Server
+from stagemesh.services.media.service import MediaServicer
+from stagemesh.v1 import media_pb2
+from stagemesh.v1.media_pb2_grpc import add_MediaServiceServicer_to_server
+from stagemesh.v1.roles_pb2 import CallerRole
+from tests.media.locations import make_store
 from tests.orchestrator.mesh import mesh
 from tests.repository.test_contract import SERVICERS
 
 _EVERYWHERE = {health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME}
+_MEDIA = media_pb2.DESCRIPTOR.services_by_name["MediaService"].full_name
 METHODS = {f"/{service.full_name}/{method.name}": method for service in SERVICERS for method in service.methods}
 
 
@@ -55,7 +63,18 @@ async def _served(channel: grpc.aio.Channel) -> set[str]:
 async def test_the_clients_port_serves_the_client_role_alone(tmp_path: Path) -> None:
     async with mesh(tmp_path) as up:
         assert await _services(up.channel) == {"stagemesh.v1.OrchestratorService"}
-        assert await _served(up.channel) == {path for path in METHODS if CLIENT in roles_of(path)}
+        for_clients = {path for path in METHODS if CLIENT in roles_of(path)}
+        assert await _served(up.channel) == {path for path in for_clients if not path.startswith(f"/{_MEDIA}/")}
+
+
+@pytest.mark.parametrize("role", [CLIENT, ORCHESTRATOR, STAGE, OPERATOR], ids=CallerRole.Name)
+async def test_the_media_service_is_for_clients_alone(tmp_path: Path, role: Role) -> None:
+    server = Server("127.0.0.1:0", roles={role})
+    add_MediaServiceServicer_to_server(MediaServicer(make_store(tmp_path)), server.grpc)
+    async with open_channel(f"127.0.0.1:{await server.start()}") as channel:
+        served = await _served(channel)
+    await server.stop(grace_s=0)
+    assert served == {path for path in METHODS if path.startswith(f"/{_MEDIA}/") and role == CLIENT}
 
 
 async def test_the_admin_port_serves_operators_and_stages(tmp_path: Path) -> None:

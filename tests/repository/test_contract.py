@@ -8,9 +8,10 @@ from stagemesh.orchestrator.admin.service import AdminServicer
 from stagemesh.orchestrator.membership.registration import MembershipServicer
 from stagemesh.orchestrator.servicer import OrchestratorServicer
 from stagemesh.rpc.roles import roles_of
+from stagemesh.services.media.service import MediaServicer
 from stagemesh.services.stage.service.control_servicer import StageControlServicer
 from stagemesh.services.stage.service.servicer import StageServicer
-from stagemesh.v1 import admin_pb2, control_pb2, membership_pb2, orchestrator_pb2, roles_pb2, stage_pb2
+from stagemesh.v1 import admin_pb2, control_pb2, media_pb2, membership_pb2, orchestrator_pb2, roles_pb2, stage_pb2
 from tests.repository.commands import ROOT, run
 
 STUBS = ROOT / "protos" / "stagemesh" / "v1"
@@ -20,6 +21,7 @@ SERVICERS = {
     orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService"]: OrchestratorServicer,
     membership_pb2.DESCRIPTOR.services_by_name["MembershipService"]: MembershipServicer,
     admin_pb2.DESCRIPTOR.services_by_name["AdminService"]: AdminServicer,
+    media_pb2.DESCRIPTOR.services_by_name["MediaService"]: MediaServicer,
 }
 
 
@@ -31,6 +33,11 @@ def test_the_committed_stubs_and_error_catalogue_match_the_protos(tmp_path: Path
     run("make", "--no-print-directory", "stubs", f"OUT={tmp_path}", f"DOCS={tmp_path}")
     assert read_stubs(tmp_path / "stagemesh" / "v1") == read_stubs(STUBS)
     assert (tmp_path / "errors.md").read_text() == (ROOT / "docs" / "errors.md").read_text()
+
+
+def test_every_service_of_the_contract_has_a_servicer() -> None:
+    protos = "".join(path.read_text() for path in (ROOT / "protos").rglob("*.proto"))
+    assert sorted(re.findall(r"^service (\w+)", protos, re.MULTILINE)) == sorted(each.name for each in SERVICERS)
 
 
 def test_the_protos_are_formatted_and_linted() -> None:
@@ -46,9 +53,7 @@ def test_generated_clients_in_python_match_the_committed_stubs() -> None:
     assert plugins == [("protocolbuffers", *protobuf), ("grpc", *grpc)]
 
 
-@pytest.mark.parametrize(
-    ("service", "servicer"), SERVICERS.items(), ids=["stage", "control", "orchestrator", "membership", "admin"]
-)
+@pytest.mark.parametrize(("service", "servicer"), SERVICERS.items(), ids=[service.name for service in SERVICERS])
 def test_every_rpc_is_served(service: ServiceDescriptor, servicer: type) -> None:
     missing = [method.name for method in service.methods if method.name not in vars(servicer)]
     assert not missing

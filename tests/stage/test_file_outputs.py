@@ -23,9 +23,11 @@ from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, Task, Usage
 from stagemesh.services.media import stored_file
 from stagemesh.services.stage.replica.runtime import StageRuntime
+from stagemesh.services.stage.step import run
 from stagemesh.services.stage.step.encoders import make_encoder
 from stagemesh.services.stage.step.spec import StepSpec, StreamedOutput
 from stagemesh.v1 import request_pb2, stage_pb2
+from tests.media.locations import join_store_threads, s3_server
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, make_runtime, stage_config, step_spec
 
@@ -50,8 +52,9 @@ class EmittingEngine(GatedEngine):
     def __init__(self, *packets: Packet) -> None:
         super().__init__()
         self.packets = packets
-        self.emitted = asyncio.Event()
+        self.emitted, self.may_release = asyncio.Event(), asyncio.Event()
         self.gate.set()
+        self.may_release.set()
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         self.running.append(task.request_id)
@@ -59,7 +62,10 @@ class EmittingEngine(GatedEngine):
             yield Emission(packet)
             yield Checkpoint(steps, token_ids=(1,))
         self.emitted.set()
-        await self.gate.wait()
+        try:
+            await self.gate.wait()
+        finally:
+            await self.may_release.wait()
         if self.error is not None:
             raise self.error
         assert not task.pause_requested.is_set()
@@ -71,8 +77,8 @@ def emitting(name: str, *tensors: Array, **metadata: Any) -> EmittingEngine:
 
 
 @asynccontextmanager
-async def stage(engine: EmittingEngine, store: Path | str) -> AsyncGenerator[StageRuntime]:
-    config = replace(stage_config(), media=MediaConfig(store=str(store)))
+async def stage(engine: EmittingEngine, store: Path | str, **media: Any) -> AsyncGenerator[StageRuntime]:
+    config = replace(stage_config(), media=MediaConfig(store=str(store), **media))
     runtime = make_runtime(config, engine=engine)
     runtime.signature = SIGNATURE
     try:
@@ -80,11 +86,13 @@ async def stage(engine: EmittingEngine, store: Path | str) -> AsyncGenerator[Sta
         yield runtime
     finally:
         engine.gate.set()
+        engine.may_release.set()
         await runtime.close()
 
 
-def wanted(tensor: str, media_type: str = "", *, store: Path | None = None, frame_rate: float = 0.0) -> StepSpec:
-    uri = f"file://{store}/outputs/r/file" if store is not None else ""
+def wanted(tensor: str, media_type: str = "", *, store: Path | str | None = None, frame_rate: float = 0.0) -> StepSpec:
+    root = f"file://{store}" if isinstance(store, Path) else store
+    uri = f"{root}/outputs/r/file" if root else ""
     return step_spec(streamed=(StreamedOutput(tensor, media_type, frame_rate, uri),))
 
 
@@ -203,6 +211,44 @@ async def test_a_step_that_does_not_finish_leaves_nothing(tmp_path: Path, ends: 
     assert files_in(tmp_path) == []
 
 
+@asynccontextmanager
+async def ended_before_release(
+    runtime: StageRuntime, engine: EmittingEngine, spec: StepSpec, monkeypatch: pytest.MonkeyPatch
+) -> AsyncGenerator[None]:
+    """Yields when the step has ended and its engine has not released it yet. Lets the engine release it at the end."""
+    monkeypatch.setattr(run, "ABORT_S", 0.0)
+    engine.gate.clear()
+    engine.may_release.clear()
+    running = asyncio.create_task(events_of(runtime, spec))
+    await engine.emitted.wait()
+    cancelling = asyncio.create_task(runtime.cancel("r", attempt=1, reason="enough"))
+    with pytest.raises(CancelledRequestError):
+        await running
+    yield
+    engine.may_release.set()
+    await cancelling
+
+
+async def test_a_step_that_its_engine_releases_late_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = emitting("frames", FRAMES)
+    async with stage(engine, tmp_path) as runtime:
+        async with ended_before_release(runtime, engine, wanted("frames", RAW, store=tmp_path), monkeypatch):
+            assert len(files_in(tmp_path)) == 1
+        assert files_in(tmp_path) == []
+
+
+async def test_a_step_that_its_engine_releases_late_aborts_its_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The upload begins when the first block of 8 MiB is full.
+    engine = emitting("frames", np.resize(FRAMES, (12_000, 16, 16, 3)))
+    with s3_server() as bucket:
+        async with stage(engine, bucket.url, storage_options=bucket.options) as runtime:
+            async with ended_before_release(runtime, engine, wanted("frames", RAW, store=bucket.url), monkeypatch):
+                assert bucket.unfinished() == ["outputs/r/file"]
+            assert (bucket.contents(), bucket.unfinished()) == ({}, [])
+
+
 async def test_a_full_store_fails_no_other_step(tmp_path: Path) -> None:
     async with stage(emitting("frames", *np.array_split(FRAMES, 4)), tmp_path) as runtime:
         with files_of_at_most(8 << 10), pytest.raises(StagemeshError) as caught:
@@ -241,9 +287,7 @@ async def test_a_slow_store_delays_only_its_own_step_until_its_deadline(
         with pytest.raises(DeadlineError):
             await slow
         written.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("media "):
-            thread.join(5)
+    await asyncio.to_thread(join_store_threads)
     assert files_in(tmp_path) == []
 
 

@@ -1,5 +1,7 @@
 """gRPC channels, and the options of channels and servers: message size limits, keepalive and reconnection."""
 
+from collections.abc import Sequence
+
 import grpc
 
 MAX_MESSAGE_BYTES = 8 << 20  # the limit for each message of every RPC and local stream
@@ -49,6 +51,11 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+def named_options(options: Sequence[tuple[str, int]], server_name: str) -> Sequence[tuple[str, int | str]]:
+    """Returns channel options with the name in the server's TLS certificate, or the same options if it is empty."""
+    return (*options, ("grpc.ssl_target_name_override", server_name)) if server_name else options
+
+
 def open_channel(endpoint: str, *, server_name: str = "", keepalive_s: float | None = None) -> grpc.aio.Channel:
     """Opens and returns a channel to `endpoint` ("host:port"). The caller must close the channel.
 
@@ -58,9 +65,7 @@ def open_channel(endpoint: str, *, server_name: str = "", keepalive_s: float | N
     `keepalive_s` is the number of seconds between keepalive pings. None stands for the default of two seconds, with
     which a silent connection is detected within three seconds.
     """
-    options: dict[str, int | str] = dict(CHANNEL_OPTIONS)
-    if server_name:
-        options["grpc.ssl_target_name_override"] = server_name
+    options = dict[str, int | str](named_options(CHANNEL_OPTIONS, server_name))
     if keepalive_s is not None:
         options["grpc.keepalive_time_ms"] = round(1000 * keepalive_s)
     return grpc.aio.insecure_channel(endpoint, options=list(options.items()))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 import grpc
 import grpc.aio
 
-from stagemesh.client.media_transfer import Download, OnBytes, UploadMessages, media_endpoint, stored_file
+from stagemesh.client.media_transfer import Download, OnBytes, UploadMessages, media_address, stored_file
 from stagemesh.client.requests import Content, GenerateArguments, MediaFile, build_request
 from stagemesh.client.responses import Event, Result, ResultBuilder
 from stagemesh.client.session import BaseClient, BaseGeneration, RetryPolicy, main_error
@@ -134,14 +134,15 @@ class AsyncClient(BaseClient):
         UnsupportedError if the pipeline has no media service. After an error, nothing is stored.
         """
         messages = UploadMessages(path, media_type=media_type, on_bytes=on_bytes)
-        endpoint = media_endpoint(await self.describe())
+        endpoint, server_name = media_address(await self.describe())
+        options = channels.named_options(_CHANNEL_OPTIONS, server_name)
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def end(_: object) -> None:
             loop.call_soon_threadsafe(ended.set)
 
         # A call of grpc.aio loses its status if the server ends it while a message is written.
-        with grpc.insecure_channel(endpoint, options=_CHANNEL_OPTIONS) as channel:
+        with grpc.insecure_channel(endpoint, options=options) as channel:
             call = MediaServiceStub(channel).UploadMedia.future(iter(messages), timeout=timeout_s)
             call.add_done_callback(end)
             try:
@@ -167,8 +168,9 @@ class AsyncClient(BaseClient):
         InvalidRequestError (MEDIA_MISMATCH) if it differs from `file`, and UnsupportedError if the pipeline has no
         media service. After an error, an earlier file at `path` is unchanged.
         """
-        endpoint = media_endpoint(await self.describe())
-        async with grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS) as channel:
+        endpoint, server_name = media_address(await self.describe())
+        options = channels.named_options(_CHANNEL_OPTIONS, server_name)
+        async with grpc.aio.insecure_channel(endpoint, options=options) as channel:
             with Download(file, path, on_bytes=on_bytes) as download:
                 try:
                     async for response in MediaServiceStub(channel).DownloadMedia(download.request, timeout=timeout_s):
@@ -307,8 +309,9 @@ class Client(BaseClient):
         `on_bytes` is called in another thread.
         """
         messages = UploadMessages(path, media_type=media_type, on_bytes=on_bytes)
-        endpoint = media_endpoint(self.describe())
-        with grpc.insecure_channel(endpoint, options=_CHANNEL_OPTIONS) as channel:
+        endpoint, server_name = media_address(self.describe())
+        options = channels.named_options(_CHANNEL_OPTIONS, server_name)
+        with grpc.insecure_channel(endpoint, options=options) as channel:
             try:
                 return stored_file(MediaServiceStub(channel).UploadMedia(iter(messages), timeout=timeout_s).file)
             except grpc.RpcError as exc:
@@ -323,9 +326,10 @@ class Client(BaseClient):
         timeout_s: float | None = None,
     ) -> None:
         """Writes a stored file to `path`, in the same way as `AsyncClient.download`."""
-        endpoint = media_endpoint(self.describe())
+        endpoint, server_name = media_address(self.describe())
+        options = channels.named_options(_CHANNEL_OPTIONS, server_name)
         with (
-            grpc.insecure_channel(endpoint, options=_CHANNEL_OPTIONS) as channel,
+            grpc.insecure_channel(endpoint, options=options) as channel,
             Download(file, path, on_bytes=on_bytes) as download,
         ):
             try:

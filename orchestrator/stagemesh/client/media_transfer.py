@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 from uuid import uuid4
 
 from stagemesh.client.requests import MediaFile, media_type_of
@@ -18,14 +18,21 @@ OnBytes: TypeAlias = Callable[[int], None]
 """A function that is called during a transfer with the number of bytes transferred so far."""
 
 
-def media_endpoint(pipeline: orchestrator_pb2.DescribePipelineResponse) -> str:
+class MediaAddress(NamedTuple):
+    """The address of a media service ("host:port"), and the name in its TLS certificate, or empty if it is the host."""
+
+    endpoint: str
+    server_name: str
+
+
+def media_address(pipeline: orchestrator_pb2.DescribePipelineResponse) -> MediaAddress:
     """Returns the address of a pipeline's media service. Raises UnsupportedError if the pipeline has none."""
     if not pipeline.media_endpoint:
         raise UnsupportedError(
             f"pipeline {pipeline.pipeline!r} has no media service; send the file in the request, or ask the operator "
             "to add `media:` with a store to the pipeline file"
         )
-    return pipeline.media_endpoint
+    return MediaAddress(pipeline.media_endpoint, pipeline.media_server_name)
 
 
 class UploadMessages:

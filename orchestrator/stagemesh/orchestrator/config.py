@@ -81,6 +81,8 @@ class OrchestratorConfig:
     """
     media_endpoint: str = ""
     """The address at which clients reach the media service, "host:port". Empty if the pipeline accepts no uploads."""
+    media_server_name: str = ""
+    """The name in the media service's TLS certificate, or empty if it is the host in `media_endpoint`."""
     max_request_s: Annotated[float, Field(gt=0)] = 3600.0
     """The maximum duration of a request, in seconds. A client may set a shorter limit for its own request."""
     drain_s: Annotated[float, Field(ge=0)] = 10.0

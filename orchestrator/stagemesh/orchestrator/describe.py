@@ -62,6 +62,7 @@ def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePi
             max_request_s=orchestrator.max_request_s,
         ),
         media_endpoint=orchestrator.media_endpoint,
+        media_server_name=orchestrator.media_server_name,
     )
 
 

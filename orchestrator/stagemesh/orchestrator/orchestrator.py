@@ -48,6 +48,7 @@ class Orchestrator:
         drain_s: float,
         max_kept_state_bytes: int = 256 << 20,
         media_endpoint: str = "",
+        media_server_name: str = "",
         choice: Choice | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -55,6 +56,8 @@ class Orchestrator:
         self.fleet = fleet
         self.media_endpoint = media_endpoint
         """The address of the media service for clients. Empty if the pipeline accepts no uploads."""
+        self.media_server_name = media_server_name
+        """The name in the media service's TLS certificate, or empty if it is the host in `media_endpoint`."""
         self.admission = Admission(pipeline.limits, clock=clock)
         self.requests = RequestRegistry()
         self.totals = Totals()

@@ -46,6 +46,7 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
         drain_s=config.drain_s,
         max_kept_state_bytes=config.max_kept_state_bytes,
         media_endpoint=config.media_endpoint,
+        media_server_name=config.media_server_name,
     )
     add_orchestrator_service(OrchestratorServicer(orchestrator), server.grpc)
     server.reflect(SERVICE_NAME)

@@ -6,12 +6,12 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, closing, suppress
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 from urllib.parse import quote
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, PermissionDeniedError
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _PARTIAL = ".partial"
 _READ_BLOCK_BYTES = 4 << 20
+
+_Result = TypeVar("_Result")
 
 
 class MediaStore:
@@ -183,7 +185,8 @@ class MediaStore:
         async with aclosing(self.read(location.uri)) as blocks:
             async for block in blocks:
                 self._check_size(location, copy.size_bytes + len(block))
-                await call_store(partial(copy.append, block), what=f"a copy in {self._spool}")
+                append = _with_duplicate(copy, partial(FetchedFile.append, block=block))
+                await call_store(append, what=f"a copy in {self._spool}")
 
     def _check_size(self, location: Location, size_bytes: int) -> None:
         limit_bytes = self.config.max_file_bytes
@@ -211,6 +214,10 @@ class FetchedFile:
         """Returns a new reader, at the start of the file. Readers are independent, and remain usable after `close`."""
         return Path(_by_descriptor(self._descriptor)).open("rb")
 
+    def duplicate(self) -> "FetchedFile":
+        """Returns the same open file with a descriptor of its own. The caller closes it."""
+        return FetchedFile(os.dup(self._descriptor))
+
     def append(self, block: bytes) -> None:
         """Appends bytes to a copy. Raises OSError if the disk is full."""
         write_all(self._descriptor, block)
@@ -223,12 +230,28 @@ class FetchedFile:
 
 
 async def _check_content(reference: request_pb2.MediaFile, file: FetchedFile) -> None:
-    def digest() -> bytes:
-        with file.open() as content:
-            return hashlib.file_digest(content, "sha256").digest()
-
-    sha256 = await call_store(digest, what=reference.uri, timeout_s=None) if reference.sha256 else b""
+    sha256 = b""
+    if reference.sha256:
+        sha256 = await call_store(_with_duplicate(file, _digest), what=reference.uri, timeout_s=None)
     check_content(reference, size_bytes=file.size_bytes, sha256=sha256)
+
+
+def _digest(file: FetchedFile) -> bytes:
+    with file.open() as content:
+        return hashlib.file_digest(content, "sha256").digest()
+
+
+def _with_duplicate(file: FetchedFile, function: Callable[[FetchedFile], _Result]) -> Callable[[], _Result]:
+    """Returns a call of `function` with a duplicate of `file`, to be made once. `file` may be closed during the call,
+    as it is when the caller of `call_store` is cancelled.
+    """
+    duplicate = file.duplicate()
+
+    def call() -> _Result:
+        with closing(duplicate):
+            return function(duplicate)
+
+    return call
 
 
 def _by_descriptor(descriptor: int) -> str:

@@ -128,7 +128,9 @@ class RemoteTarget(Target):
         self._is_committed = False
 
     def write(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
+        # fsspec copies the whole argument, several times, before it sends any of it.
+        for start in range(0, len(data), _BLOCK_BYTES):
+            self._file.write(memoryview(data)[start : start + _BLOCK_BYTES])
 
     def commit(self) -> None:
         self._file.close()

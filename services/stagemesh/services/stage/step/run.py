@@ -238,6 +238,8 @@ class StepRun:
         if error is not None:
             await self._files.discard()
         left = await (self._early_close or self._close(error))
+        # `_close` does not drop the files, because it may run before the engine has released the task.
+        self._files = FileOutputs((), {}, store=None)
         # An exception refers to the frames that it passed through, and thereby retains a packet and its lease.
         self._cause = None
         on_ended(self, left)
@@ -471,7 +473,7 @@ class StepRun:
         # The run is stored for callers that attach again. They need only the journal.
         self._spec = StepSpec(self.step_id, self.attempt, Task(self.request_id, self._spec.task.seed))
         self.edges = StepEdges(self._spec, self._data_plane)
-        self._inputs, self._paused, self._files = [], None, FileOutputs((), {}, store=None)
+        self._inputs, self._paused = [], None
         self.journal.close(error)
         return None if edges_error is not None or edges.is_over else edges
 
