@@ -1134,7 +1134,7 @@ class PutItem(_message.Message):
 
     @_builtins.property
     def demand(self) -> Global___CreditDemand:
-        """The next chunk is larger than the credit window of the flow."""
+        """The next chunk lacks credit and is larger than half the credit window of the flow."""
 
     @_builtins.property
     def offer(self) -> Global___Offer:
@@ -1254,8 +1254,9 @@ Global___OpenEdge: _TypeAlias = OpenEdge  # noqa: Y015
 
 @_typing.final
 class CreditDemand(_message.Message):
-    """CreditDemand asks for enough credit for one chunk that exceeds the credit window. Answered by CreditGrant after the
-    earlier chunks have been consumed, or by EdgeRejected (CHUNK_TOO_LARGE).
+    """CreditDemand asks for enough credit for the next chunk. Sent for a chunk that lacks credit and is larger than half the
+    credit window, because a consumer withholds small raises of the limit. Answered by CreditGrant after the earlier chunks
+    have been consumed, unless the limit already suffices, or by EdgeRejected (CHUNK_TOO_LARGE).
     """
 
     DESCRIPTOR: _descriptor.Descriptor

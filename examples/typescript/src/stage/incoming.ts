@@ -154,8 +154,10 @@ export class IncomingFlow {
       stepBytes = 1;
       this.#demandedBytes = 0;
     }
-    if (limitBytes - this.#limitBytes < stepBytes || this.#phase !== "open") return;
+    if (limitBytes - this.#limitBytes < stepBytes) return;
     this.#limitBytes = limitBytes;
+    // Otherwise, the answer to the next OpenEdge contains the limit.
+    if (this.#phase !== "open") return;
     this.session?.reply({ $case: "credit", value: { key: this.key, creditLimitBytes: BigInt(limitBytes) } });
   }
 
