@@ -87,11 +87,7 @@ def end() -> chunk_pb2.ChunkEnd:
 
 
 def later_item(*, with_key: bool = True, ignorable: bool = False) -> Any:
-    item = later_class("PutItem")(ignorable=ignorable)
-    item.later.SetInParent()
-    if with_key:
-        item.later.key.MergeFrom(later(KEY))
-    return item
+    return later_class("PutItem")(later="?", key=later(KEY) if with_key else None, ignorable=ignorable)
 
 
 def later_content() -> Any:

@@ -1106,8 +1106,8 @@ class PutItem(_message.Message):
     """PutItem is one message of a producer to a consumer.
 
     A consumer that does not know the kind of an item rejects the flow that the item belongs to (EdgeRejected,
-    UNIMPLEMENTED, UNKNOWN_KIND). If it belongs to no flow, the consumer ends the stream with that error. For this
-    purpose, field 1 of the message of every kind that belongs to a flow is the flow's EdgeKey.
+    UNIMPLEMENTED, UNKNOWN_KIND). If it belongs to no flow, the consumer ends the stream with that error. A producer never
+    sends an item without a kind.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1117,6 +1117,7 @@ class PutItem(_message.Message):
     FRAGMENT_FIELD_NUMBER: _builtins.int
     DEMAND_FIELD_NUMBER: _builtins.int
     OFFER_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     IGNORABLE_FIELD_NUMBER: _builtins.int
     ignorable: _builtins.bool
     """Whether a consumer that does not know the kind of the item ignores the item instead."""
@@ -1140,6 +1141,12 @@ class PutItem(_message.Message):
     def offer(self) -> Global___Offer:
         """A connector can read the producer's arena. Sent only if the consumer supports the feature "offers"."""
 
+    @_builtins.property
+    def key(self) -> _chunk_pb2.EdgeKey:
+        """The flow of an item of a kind that was added after version 1, so that a consumer that does not know the kind rejects
+        this flow alone. Unset for the kinds above, which name their flows, and for a kind that belongs to no flow.
+        """
+
     def __init__(
         self,
         *,
@@ -1148,11 +1155,12 @@ class PutItem(_message.Message):
         fragment: _chunk_pb2.ChunkFragment | None = ...,
         demand: Global___CreditDemand | None = ...,
         offer: Global___Offer | None = ...,
+        key: _chunk_pb2.EdgeKey | None = ...,
         ignorable: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "fragment", b"fragment", "item", b"item", "offer", b"offer", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "fragment", b"fragment", "item", b"item", "key", b"key", "offer", b"offer", "open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "fragment", b"fragment", "ignorable", b"ignorable", "item", b"item", "offer", b"offer", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "fragment", b"fragment", "ignorable", b"ignorable", "item", b"item", "key", b"key", "offer", b"offer", "open", b"open"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["open", "chunk", "fragment", "demand", "offer"]  # noqa: Y015
     _WhichOneofArgType_item: _TypeAlias = _typing.Literal["item", b"item"]  # noqa: Y015
@@ -1371,7 +1379,7 @@ class PutReply(_message.Message):
 
     A producer that does not know the kind of a reply fails the flow that the reply belongs to (UNIMPLEMENTED,
     UNKNOWN_KIND). If it belongs to no flow, the producer ends the stream with that error, which fails the flows that the
-    stream carries. Field 1 of the message of every kind that belongs to a flow is the flow's EdgeKey.
+    stream carries. A consumer never sends a reply without a kind.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1384,6 +1392,7 @@ class PutReply(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     OFFER_ANSWER_FIELD_NUMBER: _builtins.int
     RESYNC_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     IGNORABLE_FIELD_NUMBER: _builtins.int
     ignorable: _builtins.bool
     """Whether a producer that does not know the kind of the reply ignores the reply instead."""
@@ -1419,6 +1428,12 @@ class PutReply(_message.Message):
     def resync(self) -> Global___EdgeResync:
         """The producer must open the flow again."""
 
+    @_builtins.property
+    def key(self) -> _chunk_pb2.EdgeKey:
+        """The flow of a reply of a kind that was added after version 1, so that a producer that does not know the kind fails
+        this flow alone. Unset for the kinds above, which name their flows, and for a kind that belongs to no flow.
+        """
+
     def __init__(
         self,
         *,
@@ -1430,11 +1445,12 @@ class PutReply(_message.Message):
         release: Global___LeaseRelease | None = ...,
         offer_answer: Global___OfferAnswer | None = ...,
         resync: Global___EdgeResync | None = ...,
+        key: _chunk_pb2.EdgeKey | None = ...,
         ignorable: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commit", b"commit", "credit", b"credit", "offer_answer", b"offer_answer", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply", "resync", b"resync"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commit", b"commit", "credit", b"credit", "key", b"key", "offer_answer", b"offer_answer", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply", "resync", b"resync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commit", b"commit", "credit", b"credit", "ignorable", b"ignorable", "offer_answer", b"offer_answer", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply", "resync", b"resync"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commit", b"commit", "credit", b"credit", "ignorable", b"ignorable", "key", b"key", "offer_answer", b"offer_answer", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply", "resync", b"resync"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["opened", "ack", "credit", "commit", "rejected", "release", "offer_answer", "resync"]  # noqa: Y015
     _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
