@@ -32,6 +32,15 @@ class OddEngine(GatedEngine):
         yield Usage()
 
 
+class HastyEngine(GatedEngine):
+    """Ends after the first packet."""
+
+    async def submit(self, task: Task) -> AsyncGenerator[Emission | Usage, None]:
+        (inlet,) = task.inlets.values()
+        yield Emission(await anext(aiter(inlet)))
+        yield Usage(steps=1)
+
+
 @pytest.mark.parametrize("connector", CONNECTORS)
 async def test_text_crosses_an_edge_unchanged(connector: str) -> None:
     async with _pair(stage_config(steps=5, size_bytes=20_000)) as (thinker, talker):
@@ -41,6 +50,17 @@ async def test_text_crosses_an_edge_unchanged(connector: str) -> None:
         edge = thought.edges[0]
         assert (edge.edge, edge.connector, edge.chunks, edge.size_bytes) == (EDGE, connector, 5, 100_000)
         assert (talked.usage.steps, len(talked.edges)) == (5, 0)
+
+
+async def test_an_engine_may_end_before_its_input() -> None:
+    config = stage_config("talker", function="relay")
+    async with (
+        served_stage(stage_config(steps=500, size_bytes=50_000)) as thinker,
+        served_stage(config, engine=HastyEngine()) as talker,
+    ):
+        (sent, thought), (received, talked) = await _run(thinker, talker)
+    assert (len(received), received) == (50_000, sent[:50_000])
+    assert (thought.usage.steps, talked.usage.steps) == (500, 1)
 
 
 async def test_producers_connect_by_the_name_in_the_consumers_certificate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_CLIENT_CLOSED: _ErrorReason.ValueType  # 4
     """The client object was closed while its request ran. Keep the client open until its requests have ended."""
     ERROR_REASON_NOT_READ: _ErrorReason.ValueType  # 5
-    """The consumer of a flow deliberately stopped reading it, because it needs no more of its chunks."""
+    """The consumer's step was cancelled, failed or paused before it had read the whole flow. The cause is the end of that
+    step.
+    """
     ERROR_REASON_INVALID_REQUEST: _ErrorReason.ValueType  # 6
     """A field or an argument has a value that its comment does not allow. The message names the field and the allowed
     values.
@@ -462,7 +464,9 @@ ERROR_REASON_CALLER_DISCONNECTED: ErrorReason.ValueType  # 3
 ERROR_REASON_CLIENT_CLOSED: ErrorReason.ValueType  # 4
 """The client object was closed while its request ran. Keep the client open until its requests have ended."""
 ERROR_REASON_NOT_READ: ErrorReason.ValueType  # 5
-"""The consumer of a flow deliberately stopped reading it, because it needs no more of its chunks."""
+"""The consumer's step was cancelled, failed or paused before it had read the whole flow. The cause is the end of that
+step.
+"""
 ERROR_REASON_INVALID_REQUEST: ErrorReason.ValueType  # 6
 """A field or an argument has a value that its comment does not allow. The message names the field and the allowed
 values.

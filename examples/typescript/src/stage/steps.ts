@@ -225,6 +225,8 @@ class Step {
       if (this.#stopped !== undefined) throw this.#stopped;
       for (const output of this.#outputs.values()) this.#emit({ $case: "output", value: output.finish() });
       await Promise.all([...this.#outgoing.values()].map((edge) => edge.finish()));
+      // If the function ended before its input, a rejection of the rest would fail the producer and the request.
+      for await (const unread of packets) void unread;
       this.#emitFinished();
       this.#end = "succeeded";
     } catch (thrown) {
