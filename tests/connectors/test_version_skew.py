@@ -230,8 +230,8 @@ async def test_a_producer_refuses_a_consumer_without_a_common_version() -> None:
 async def test_a_producer_offers_nothing_to_a_consumer_without_that_feature() -> None:
     async with scene() as it:
         del it.consumer.welcome.welcome.protocol.features[:]
-        it.consumer.meetings = [False] * 9
+        it.consumer.accepts_offers = [False] * 9
         assert (await it.send("auto", connector="auto")).usage.connector == "grpc"
         with pytest.raises(NotReadyError, match="does not support offers"):
             await it.send("fixed", connector=SHM)
-        assert len(it.consumer.meetings) == 9
+        assert len(it.consumer.accepts_offers) == 9

@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
-from stagemesh.common.errors import StagemeshError
+from stagemesh.common.errors import InvalidRequestError, StagemeshError
 from stagemesh.connectors.edge import Packet
 from stagemesh.connectors.stream import connection
 from stagemesh.rpc.channels import open_channel
@@ -208,6 +208,17 @@ async def test_producers_failure_reaches_its_consumer() -> None:
         errors = await _failures(thinker, talker)
     assert "stage thinker fails at step 1" in errors["talker"].message
     assert errors["talker"].metadata["stage"] == "thinker"
+
+
+async def test_a_reason_of_a_stages_own_crosses_an_edge_unchanged() -> None:
+    engine = GatedEngine()
+    engine.error = InvalidRequestError("too loud", reason="X_TOO_LOUD")
+    engine.gate.set()
+    async with _pair(engine=engine) as (thinker, talker):
+        errors = await _failures(thinker, talker)
+    assert {name: (type(error), error.reason) for name, error in errors.items()} == dict.fromkeys(
+        ("thinker", "talker"), (InvalidRequestError, "X_TOO_LOUD")
+    )
 
 
 async def test_consumers_failure_reaches_its_producer() -> None:

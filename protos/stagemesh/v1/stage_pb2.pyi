@@ -1236,10 +1236,10 @@ class OpenEdge(_message.Message):
     CONNECTOR_FIELD_NUMBER: _builtins.int
     OPENING_FIELD_NUMBER: _builtins.int
     connector: _chunk_pb2.Connector.ValueType
-    """The connector that the flow will use: GRPC, or one that a OfferAnswer accepted."""
+    """The connector that the flow will use: GRPC, or one that an OfferAnswer accepted."""
     opening: _builtins.int
-    """The number of times that the producer has opened the flow before. The answer repeats it, so that a delayed answer
-    to an earlier OpenEdge is recognized.
+    """The number of this opening of the flow, from 1. The answer repeats it, so that a delayed answer to an earlier OpenEdge
+    is recognized.
     """
     @_builtins.property
     def key(self) -> _chunk_pb2.EdgeKey:

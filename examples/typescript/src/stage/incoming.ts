@@ -338,7 +338,7 @@ export class IncomingEdge implements AsyncIterable<Packet> {
     this.#stopped = error;
     this.#queue = [];
     this.changed.fire();
-    const isLost = error.code === status.UNAVAILABLE;
+    const isLost = isRecoverable(error);
     const message = isLost ? `the consumer of edge ${this.name} has ended` : `the consumer of edge ${this.name} stopped reading`;
     const context = { edge: this.name };
     this.flow?.close(

@@ -232,8 +232,8 @@ class Step {
     } catch (thrown) {
       this.#end = (this.#stopped ?? toStagemeshError(thrown)).within({ stage: this.parts.identity.stage });
       this.#emit({ $case: "usage", value: this.usage });
+      this.#closeEdges(this.#end);
     }
-    this.#closeEdges(this.#end === "succeeded" ? undefined : this.#end);
     clearTimeout(this.#callerTimer);
     this.#changed.fire();
     this.#forgetLater();
@@ -256,11 +256,9 @@ class Step {
     this.#emit({ $case: "finished", value: { usage: this.usage, timings, edges } });
   }
 
-  /** Ends the edges. Incoming edges that were read to their end are committed already. */
-  #closeEdges(error: StagemeshError | undefined): void {
-    const unread = failure(status.CANCELLED, "NOT_READ", "the step has ended");
-    for (const edge of this.#incoming.values()) edge.close(error ?? unread);
-    if (error !== undefined) for (const edge of this.#outgoing.values()) edge.abort(error);
+  #closeEdges(error: StagemeshError): void {
+    for (const edge of this.#incoming.values()) edge.close(error);
+    for (const edge of this.#outgoing.values()) edge.abort(error);
   }
 
   /** Retains the events for another call, and the chunks of outgoing edges until their consumers have committed them. */
