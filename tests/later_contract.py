@@ -85,12 +85,9 @@ def _extend(file: descriptor_pb2.FileDescriptorProto) -> None:
     for message in file.message_type:
         message.field.add(name="later_note", number=_NOTE, type=_Field.TYPE_STRING, label=_Field.LABEL_OPTIONAL)
         if message.name in _WITH_KINDS:
-            kind = message.field.add(name="later", number=_KIND, label=_Field.LABEL_OPTIONAL, oneof_index=0)
-            # The kinds of a flow begin with the flow's key. CreditDemand is a message that does.
-            if message.name in {"PutItem", "PutReply"}:
-                kind.type, kind.type_name = _Field.TYPE_MESSAGE, ".stagemesh.v1.CreditDemand"
-            else:
-                kind.type = _Field.TYPE_STRING
+            message.field.add(
+                name="later", number=_KIND, type=_Field.TYPE_STRING, label=_Field.LABEL_OPTIONAL, oneof_index=0
+            )
 
 
 _POOL = descriptor_pool.DescriptorPool()

@@ -196,7 +196,7 @@ class Sending:
 
     async def send(self, seq: int, chunk: Chunk) -> None:
         size_bytes = chunk.data.size_bytes
-        if size_bytes > self._window_bytes:
+        if 2 * size_bytes > self._window_bytes and self._sent_bytes + size_bytes > self._limit_bytes:
             await self._put(Item(demand=stage_pb2.CreditDemand(key=self._key, size_bytes=size_bytes)))
         while self._sent_bytes + size_bytes > self._limit_bytes:
             await self._receive()

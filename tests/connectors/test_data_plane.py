@@ -40,6 +40,15 @@ async def test_auto_chooses_shm_on_one_host() -> None:
         assert outlet.usage.connector == SHM
 
 
+async def test_chunk_within_the_window_may_exceed_half_the_arena() -> None:
+    sent = [packet(seq, 150_000) for seq in range(5)]
+    async with two_hosts() as (a, _), two_hosts(arena_bytes=1 << 20, window_bytes=1 << 20) as (_, b):
+        for connector in (SHM, GRPC):
+            outlet, inlet = open_flow(a, b, connector=connector)
+            _, received = await asyncio.gather(send_all(outlet, sent), receive_all(inlet))
+            assert_same(received, sent)
+
+
 @pytest.mark.parametrize("connector", [NIXL, GRPC, AUTO])
 async def test_private_arena_transfers_by_every_connector_but_shm(connector: ConnectorName) -> None:
     pytest.importorskip("nixl_cu12")

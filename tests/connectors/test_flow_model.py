@@ -35,7 +35,8 @@ from tests.connectors.relay_faults import Direction, split
 ARENA_BYTES = 128 << 10
 WINDOW_BYTES = 32 << 10
 LIMITS: dict[str, Any] = {"arena_bytes": ARENA_BYTES, "window_bytes": WINDOW_BYTES, "inline_limit_bytes": 64}
-SIZES = [0, 10, 3000, 9000, 20_000]
+SIZES = [0, 10, 3000, 9000, 20_000, 31_000]
+"""The sizes of packets in bytes. Two exceed half the window, and one needs nearly all of it."""
 FLOWS = {"by shm": "shm", "by grpc": "grpc"}
 NEVER_S = 1e9
 SETTLING_TURNS = 12

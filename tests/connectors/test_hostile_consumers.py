@@ -76,7 +76,7 @@ class Consumer:
             )
         )
         self.answers: dict[str, Answer] = {}
-        self.meetings: list[bool] = []
+        self.accepts_offers: list[bool] = []
         """Whether each offer is accepted, in order. All later offers are accepted."""
         self.connections = 0
 
@@ -102,17 +102,17 @@ class Consumer:
         kind = item.WhichOneof("item") or ""
         content = getattr(item, kind)
         if kind == "offer":
-            return [self._meeting_reply(content)]
+            return [self._offer_reply(content)]
         if content.key.request_id == KEY.request_id and kind in self.answers:
             return self.answers[kind](content)
         usual: dict[str, Answer] = {"open": opened, "chunk": _acked}
         return usual[kind](content) if kind in usual else []
 
-    def _meeting_reply(self, offer: stage_pb2.Offer) -> Reply:
-        meeting = stage_pb2.OfferAnswer(connector=offer.connector)
-        if not (self.meetings.pop(0) if self.meetings else True):
-            meeting.error.CopyFrom(chunk_pb2.Error(code=9, message="not now"))
-        return Reply(offer_answer=meeting)
+    def _offer_reply(self, offer: stage_pb2.Offer) -> Reply:
+        answer = stage_pb2.OfferAnswer(connector=offer.connector)
+        if not (self.accepts_offers.pop(0) if self.accepts_offers else True):
+            answer.error.CopyFrom(chunk_pb2.Error(code=9, message="not now"))
+        return Reply(offer_answer=answer)
 
 
 class Scene:
@@ -195,8 +195,8 @@ IDLE_TALK: list[tuple[str, list[Reply]]] = [
     ("resync, of an unknown flow", [Reply(resync=stage_pb2.EdgeResync(key=NOBODYS))]),
     ("resync, of an unknown flow and connector", [Reply(resync=stage_pb2.EdgeResync(key=NOBODYS, failed=UNKNOWN))]),
     ("leases that there are not", [_released(0, 1, 99, HUGE), _released(1, 1)]),
-    ("meeting that nobody asked for", [Reply(offer_answer=stage_pb2.OfferAnswer(connector=chunk_pb2.CONNECTOR_SHM))]),
-    ("meeting of an unknown connector", [Reply(offer_answer=stage_pb2.OfferAnswer(connector=UNKNOWN))]),
+    ("answer to no offer", [Reply(offer_answer=stage_pb2.OfferAnswer(connector=chunk_pb2.CONNECTOR_SHM))]),
+    ("answer for an unknown connector", [Reply(offer_answer=stage_pb2.OfferAnswer(connector=UNKNOWN))]),
 ]
 
 
@@ -235,7 +235,7 @@ async def test_leases_returned_twice_or_too_early_free_nothing_else() -> None:
 
 async def test_connector_that_worked_is_offered_again_after_a_rejection() -> None:
     async with scene() as it:
-        it.consumer.meetings = [True, False]
+        it.consumer.accepts_offers = [True, False]
         failures = iter([True])
         it.consumer.answers["chunk"] = lambda item: (
             _resync(item, failed=chunk_pb2.CONNECTOR_SHM) if next(failures, False) else _acked(item)

@@ -91,11 +91,7 @@ def _key(request: str) -> EdgeKey:
 
 
 def _later_item(key: EdgeKey | None, *, ignorable: bool = False) -> Any:
-    item = later_class("PutItem")(ignorable=ignorable)
-    item.later.SetInParent()
-    if key is not None:
-        item.later.key.MergeFrom(later(key_to_wire(key)))
-    return item
+    return later_class("PutItem")(later="?", key=None if key is None else later(key_to_wire(key)), ignorable=ignorable)
 
 
 async def test_a_consumer_ignores_added_fields_and_ignorable_kinds() -> None:
@@ -190,9 +186,7 @@ def _replies(message: Any) -> list[REPLY]:
 
 
 def _later_reply(item: Any, *, ignorable: bool = False) -> list[REPLY]:
-    reply = later_class("PutReply")(ignorable=ignorable)
-    reply.later.key.MergeFrom(later(item.key))
-    return _replies(reply)
+    return _replies(later_class("PutReply")(later="?", key=later(item.key), ignorable=ignorable))
 
 
 async def test_a_producer_ignores_added_fields_and_ignorable_kinds() -> None:
@@ -216,9 +210,7 @@ async def test_a_producer_fails_one_flow_at_an_unknown_kind() -> None:
 
 async def test_a_producer_ends_the_stream_at_an_unknown_kind_without_a_flow() -> None:
     async with scene() as it:
-        reply = later_class("PutReply")()
-        reply.later.SetInParent()
-        it.consumer.answers["chunk"] = lambda _: _replies(reply)
+        it.consumer.answers["chunk"] = lambda _: _replies(later_class("PutReply")(later="?"))
         with pytest.raises(StagemeshError, match="sent a PutReply of an unknown kind"):
             await it.send()
         it.consumer.answers.clear()
@@ -238,8 +230,8 @@ async def test_a_producer_refuses_a_consumer_without_a_common_version() -> None:
 async def test_a_producer_offers_nothing_to_a_consumer_without_that_feature() -> None:
     async with scene() as it:
         del it.consumer.welcome.welcome.protocol.features[:]
-        it.consumer.meetings = [False] * 9
+        it.consumer.accepts_offers = [False] * 9
         assert (await it.send("auto", connector="auto")).usage.connector == "grpc"
         with pytest.raises(NotReadyError, match="does not support offers"):
             await it.send("fixed", connector=SHM)
-        assert len(it.consumer.meetings) == 9
+        assert len(it.consumer.accepts_offers) == 9

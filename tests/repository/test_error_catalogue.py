@@ -91,6 +91,10 @@ def test_every_reason_names_the_parts_that_raise_it(found: Findings, catalogue: 
     assert not problems, explained(problems)
 
 
+def test_no_reason_has_the_prefix_that_is_reserved_for_other_stages(catalogue: Catalogue) -> None:
+    assert not [reason for reason in catalogue.entries if reason.startswith("X_")]
+
+
 def test_a_retry_follows_from_the_code_where_the_code_decides(catalogue: Catalogue) -> None:
     for entry in catalogue.entries.values():
         assert entry.code in Code.__members__, entry

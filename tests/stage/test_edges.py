@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
-from stagemesh.common.errors import StagemeshError
+from stagemesh.common.errors import InvalidRequestError, StagemeshError
 from stagemesh.connectors.edge import Packet
 from stagemesh.connectors.stream import connection
 from stagemesh.rpc.channels import open_channel
@@ -32,6 +32,15 @@ class OddEngine(GatedEngine):
         yield Usage()
 
 
+class HastyEngine(GatedEngine):
+    """Ends after the first packet."""
+
+    async def submit(self, task: Task) -> AsyncGenerator[Emission | Usage, None]:
+        (inlet,) = task.inlets.values()
+        yield Emission(await anext(aiter(inlet)))
+        yield Usage(steps=1)
+
+
 @pytest.mark.parametrize("connector", CONNECTORS)
 async def test_text_crosses_an_edge_unchanged(connector: str) -> None:
     async with _pair(stage_config(steps=5, size_bytes=20_000)) as (thinker, talker):
@@ -41,6 +50,17 @@ async def test_text_crosses_an_edge_unchanged(connector: str) -> None:
         edge = thought.edges[0]
         assert (edge.edge, edge.connector, edge.chunks, edge.size_bytes) == (EDGE, CONNECTORS[connector], 5, 100_000)
         assert (talked.usage.steps, len(talked.edges)) == (5, 0)
+
+
+async def test_an_engine_may_end_before_its_input() -> None:
+    config = stage_config("talker", function="relay")
+    async with (
+        served_stage(stage_config(steps=500, size_bytes=50_000)) as thinker,
+        served_stage(config, engine=HastyEngine()) as talker,
+    ):
+        (sent, thought), (received, talked) = await _run(thinker, talker)
+    assert (len(received), received) == (50_000, sent[:50_000])
+    assert (thought.usage.steps, talked.usage.steps) == (500, 1)
 
 
 async def test_producers_connect_by_the_name_in_the_consumers_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +208,17 @@ async def test_producers_failure_reaches_its_consumer() -> None:
         errors = await _failures(thinker, talker)
     assert "stage thinker fails at step 1" in errors["talker"].message
     assert errors["talker"].metadata["stage"] == "thinker"
+
+
+async def test_a_reason_of_a_stages_own_crosses_an_edge_unchanged() -> None:
+    engine = GatedEngine()
+    engine.error = InvalidRequestError("too loud", reason="X_TOO_LOUD")
+    engine.gate.set()
+    async with _pair(engine=engine) as (thinker, talker):
+        errors = await _failures(thinker, talker)
+    assert {name: (type(error), error.reason) for name, error in errors.items()} == dict.fromkeys(
+        ("thinker", "talker"), (InvalidRequestError, "X_TOO_LOUD")
+    )
 
 
 async def test_consumers_failure_reaches_its_producer() -> None:

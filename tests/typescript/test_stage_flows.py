@@ -35,6 +35,16 @@ async def test_every_size_arrives(size_bytes: int) -> None:
         assert (edge.connector, edge.chunks, edge.size_bytes) == (chunk_pb2.CONNECTOR_GRPC, 4, 4 * size_bytes)
 
 
+async def test_chunk_of_almost_the_window_follows_a_small_one() -> None:
+    sent = [text(seq, size) for seq, size in enumerate([12_000, 62_000, 12_000, 62_000, 40_000])]
+    async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0", window_bytes=64 << 10) as c:
+        inlet = inlet_from(c.plane, "r")
+        step = await stage.start("r", consumer=c.endpoint)
+        _, received = await asyncio.gather(send_all(outlet_to(stage.endpoint, a.plane, "r"), sent), receive_all(inlet))
+        assert_same(received, upper(sent))
+        await step.finished()
+
+
 async def test_requests_at_once_arrive_apart() -> None:
     async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0") as c:
 

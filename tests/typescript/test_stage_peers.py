@@ -46,6 +46,12 @@ class LaterProducer:
                     return getattr(reply, kind)
         raise AssertionError(await self._call.details())
 
+    async def end(self) -> None:
+        """Ends the stream, and waits until the stage has ended it, too."""
+        await self._call.done_writing()
+        while await self._call.read() is not grpc.aio.EOF:
+            pass
+
     async def error(self) -> StagemeshError:
         """Returns the error that ends the stream."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -81,11 +87,7 @@ def end() -> chunk_pb2.ChunkEnd:
 
 
 def later_item(*, with_key: bool = True, ignorable: bool = False) -> Any:
-    item = later_class("PutItem")(ignorable=ignorable)
-    item.later.SetInParent()
-    if with_key:
-        item.later.key.MergeFrom(later(KEY))
-    return item
+    return later_class("PutItem")(later="?", key=later(KEY) if with_key else None, ignorable=ignorable)
 
 
 def later_content() -> Any:
@@ -210,6 +212,28 @@ async def test_lost_messages_are_asked_for_three_times() -> None:
             assert (await producer.reply("rejected")).error.reason == "SEQUENCE_GAP"
         with pytest.raises(StagemeshError):
             await anext(inlet)
+        await inlet.aclose()
+
+
+async def test_bytes_read_without_a_connection_are_granted_with_the_next_one() -> None:
+    size_bytes = 16 << 10
+    content = data()
+    content.tensors[0].shape[0] = content.size_bytes = size_bytes
+    content.tensors[0].inline = b"x" * size_bytes
+    async with upper_stage(*QUICK) as stage, host("c-0", window_bytes=size_bytes) as c:
+        inlet = inlet_from(c.plane, "r")
+        await stage.start("r", consumer=c.endpoint)
+        async with later_producer(stage) as producer:
+            await producer.put(later(ITEM(open=OPEN)))
+            for seq in range(4):
+                await producer.put(later(chunk(seq, data=content)))
+                await producer.reply("ack")
+            await producer.end()
+        for _ in range(4):
+            await anext(inlet)
+        async with later_producer(stage) as producer:
+            await producer.put(later(ITEM(open=OPEN)))
+            assert (await producer.reply("opened")).credit_limit_bytes == (64 << 10) + 4 * size_bytes
         await inlet.aclose()
 
 

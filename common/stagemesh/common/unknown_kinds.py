@@ -8,15 +8,6 @@ from stagemesh.common.errors import UnsupportedError
 UNKNOWN_KIND = "UNKNOWN_KIND"
 
 
-def unknown_fields(message: Message) -> list[tuple[int, object]]:
-    """Returns the fields of a message that this process does not know, each as its number and its value.
-
-    The value of a text, a message or bytes is its bytes.
-    """
-    fields = UnknownFieldSet(message)
-    return [(fields[index].field_number, fields[index].data) for index in range(len(fields))]
-
-
 def unknown_kind(message: Message, *, of: str) -> UnsupportedError | None:
     """Returns the error for a message whose oneof has no field that this process knows.
 
@@ -43,7 +34,8 @@ def refuse_unknown_fields(message: Message, *, of: str) -> None:
 
 
 def _error(message: Message, what: str, *, of: str) -> UnsupportedError | None:
-    name, fields = message.DESCRIPTOR.name, ", ".join(str(number) for number, _ in unknown_fields(message))
+    unknown = UnknownFieldSet(message)
+    name, fields = message.DESCRIPTOR.name, ", ".join(str(unknown[n].field_number) for n in range(len(unknown)))
     if not fields:
         return None
     return UnsupportedError(

@@ -21,7 +21,7 @@ REBIND_S = 15.0
 """Time limit, in seconds, for the replacement of a flow's unreachable producer or consumer."""
 
 NOT_READ = "NOT_READ"
-"""The reason of a flow's error if the consumer deliberately stopped reading."""
+"""The reason of a flow's error if the consumer's step failed or paused, so that no other consumer can help."""
 _REPLICA_REASONS = frozenset({"UNKNOWN_FLOW", "STALE_ATTEMPT", "STALE_INCARNATION"})
 
 

@@ -43,7 +43,7 @@ export function checkProtocol(peer: string, protocol: Protocol | undefined): voi
 }
 
 /** The unknown fields of a generated message: the encoded values by tag, where a tag is `number << 3 | wireType`. */
-export interface WithUnknownFields {
+interface WithUnknownFields {
   _unknownFields?: { [tag: number]: Uint8Array[] } | undefined;
 }
 

@@ -42,7 +42,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_CLIENT_CLOSED: _ErrorReason.ValueType  # 4
     """The client object was closed while its request ran. Keep the client open until its requests have ended."""
     ERROR_REASON_NOT_READ: _ErrorReason.ValueType  # 5
-    """The consumer of a flow deliberately stopped reading it, because it needs no more of its chunks."""
+    """The consumer's step failed or paused before it had read the whole flow. The cause is the end of that step."""
     ERROR_REASON_INVALID_REQUEST: _ErrorReason.ValueType  # 6
     """A field or an argument has a value that its comment does not allow. The message names the field and the allowed
     values.
@@ -216,7 +216,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_UNKNOWN_TARGET: _ErrorReason.ValueType  # 70
     """No replica or stage has this name. List the replicas."""
     ERROR_REASON_UNKNOWN_TRANSFORM: _ErrorReason.ValueType  # 71
-    """No installed package provides this transform. The message lists the known transforms."""
+    """No installed package provides this transform. The message lists the known transforms. An external stage knows none."""
     ERROR_REASON_UNKNOWN_MEDIA: _ErrorReason.ValueType  # 154
     """A media file does not exist in its store. It may have been deleted. Upload it again, or refer to another file."""
     ERROR_REASON_ALREADY_EXISTS: _ErrorReason.ValueType  # 72
@@ -443,8 +443,9 @@ class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
 
     Each value's comment says what is wrong and what remedies it. Its options state the gRPC code, whether a retry helps,
     the keys of the metadata, and the parts that raise it. A reason never changes its code or its meaning. Later versions
-    add reasons. A client therefore treats an unknown reason like the code of its status. docs/errors.md is generated
-    from this file.
+    add reasons. A client therefore treats an unknown reason like the code of its status. A stage that is not Stagemesh's
+    may use reasons of its own. They begin with X_, which no value of this catalogue does. docs/errors.md is generated from
+    this file.
     """
 
 ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
@@ -462,7 +463,7 @@ ERROR_REASON_CALLER_DISCONNECTED: ErrorReason.ValueType  # 3
 ERROR_REASON_CLIENT_CLOSED: ErrorReason.ValueType  # 4
 """The client object was closed while its request ran. Keep the client open until its requests have ended."""
 ERROR_REASON_NOT_READ: ErrorReason.ValueType  # 5
-"""The consumer of a flow deliberately stopped reading it, because it needs no more of its chunks."""
+"""The consumer's step failed or paused before it had read the whole flow. The cause is the end of that step."""
 ERROR_REASON_INVALID_REQUEST: ErrorReason.ValueType  # 6
 """A field or an argument has a value that its comment does not allow. The message names the field and the allowed
 values.
@@ -636,7 +637,7 @@ ERROR_REASON_UNKNOWN_STEP: ErrorReason.ValueType  # 69
 ERROR_REASON_UNKNOWN_TARGET: ErrorReason.ValueType  # 70
 """No replica or stage has this name. List the replicas."""
 ERROR_REASON_UNKNOWN_TRANSFORM: ErrorReason.ValueType  # 71
-"""No installed package provides this transform. The message lists the known transforms."""
+"""No installed package provides this transform. The message lists the known transforms. An external stage knows none."""
 ERROR_REASON_UNKNOWN_MEDIA: ErrorReason.ValueType  # 154
 """A media file does not exist in its store. It may have been deleted. Upload it again, or refer to another file."""
 ERROR_REASON_ALREADY_EXISTS: ErrorReason.ValueType  # 72

@@ -42,7 +42,8 @@ class MembershipServiceStub:
     once. A replica whose stream breaks, or that stops renewing, is deregistered when its lease ends, unless it
     registers again before. Steps that it runs continue in either case.
 
-    Fails with FAILED_PRECONDITION: NO_COMMON_VERSION if no version of the wire is in common; REPLICA_REFUSED if the
+    Fails with INVALID_ARGUMENT (INVALID_REPLICA) if the first message has no replica, or an incomplete one. Fails with
+    FAILED_PRECONDITION: NO_COMMON_VERSION if no version of the wire is in common; REPLICA_REFUSED if the
     replica's pipeline or generation differs, or its stage does not exist; REGISTRATION_CLOSED if the orchestrator's
     configuration does not enable registration; LEASE_ENDED if a renewal arrived after the end of the lease, in which
     case the replica registers again. Fails with UNAVAILABLE (NOT_RUNNING) while the orchestrator starts or stops, and
@@ -63,7 +64,8 @@ class MembershipServiceAsyncStub(MembershipServiceStub):
     once. A replica whose stream breaks, or that stops renewing, is deregistered when its lease ends, unless it
     registers again before. Steps that it runs continue in either case.
 
-    Fails with FAILED_PRECONDITION: NO_COMMON_VERSION if no version of the wire is in common; REPLICA_REFUSED if the
+    Fails with INVALID_ARGUMENT (INVALID_REPLICA) if the first message has no replica, or an incomplete one. Fails with
+    FAILED_PRECONDITION: NO_COMMON_VERSION if no version of the wire is in common; REPLICA_REFUSED if the
     replica's pipeline or generation differs, or its stage does not exist; REGISTRATION_CLOSED if the orchestrator's
     configuration does not enable registration; LEASE_ENDED if a renewal arrived after the end of the lease, in which
     case the replica registers again. Fails with UNAVAILABLE (NOT_RUNNING) while the orchestrator starts or stops, and
@@ -87,7 +89,8 @@ class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
         once. A replica whose stream breaks, or that stops renewing, is deregistered when its lease ends, unless it
         registers again before. Steps that it runs continue in either case.
 
-        Fails with FAILED_PRECONDITION: NO_COMMON_VERSION if no version of the wire is in common; REPLICA_REFUSED if the
+        Fails with INVALID_ARGUMENT (INVALID_REPLICA) if the first message has no replica, or an incomplete one. Fails with
+        FAILED_PRECONDITION: NO_COMMON_VERSION if no version of the wire is in common; REPLICA_REFUSED if the
         replica's pipeline or generation differs, or its stage does not exist; REGISTRATION_CLOSED if the orchestrator's
         configuration does not enable registration; LEASE_ENDED if a renewal arrived after the end of the lease, in which
         case the replica registers again. Fails with UNAVAILABLE (NOT_RUNNING) while the orchestrator starts or stops, and

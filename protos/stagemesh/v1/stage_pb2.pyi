@@ -1106,8 +1106,8 @@ class PutItem(_message.Message):
     """PutItem is one message of a producer to a consumer.
 
     A consumer that does not know the kind of an item rejects the flow that the item belongs to (EdgeRejected,
-    UNIMPLEMENTED, UNKNOWN_KIND). If it belongs to no flow, the consumer ends the stream with that error. For this
-    purpose, field 1 of the message of every kind that belongs to a flow is the flow's EdgeKey.
+    UNIMPLEMENTED, UNKNOWN_KIND). If it belongs to no flow, the consumer ends the stream with that error. A producer never
+    sends an item without a kind.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1117,6 +1117,7 @@ class PutItem(_message.Message):
     FRAGMENT_FIELD_NUMBER: _builtins.int
     DEMAND_FIELD_NUMBER: _builtins.int
     OFFER_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     IGNORABLE_FIELD_NUMBER: _builtins.int
     ignorable: _builtins.bool
     """Whether a consumer that does not know the kind of the item ignores the item instead."""
@@ -1134,11 +1135,17 @@ class PutItem(_message.Message):
 
     @_builtins.property
     def demand(self) -> Global___CreditDemand:
-        """The next chunk is larger than the credit window of the flow."""
+        """The next chunk lacks credit and is larger than half the credit window of the flow."""
 
     @_builtins.property
     def offer(self) -> Global___Offer:
         """A connector can read the producer's arena. Sent only if the consumer supports the feature "offers"."""
+
+    @_builtins.property
+    def key(self) -> _chunk_pb2.EdgeKey:
+        """The flow of an item of a kind that was added after version 1, so that a consumer that does not know the kind rejects
+        this flow alone. Unset for the kinds above, which name their flows, and for a kind that belongs to no flow.
+        """
 
     def __init__(
         self,
@@ -1148,11 +1155,12 @@ class PutItem(_message.Message):
         fragment: _chunk_pb2.ChunkFragment | None = ...,
         demand: Global___CreditDemand | None = ...,
         offer: Global___Offer | None = ...,
+        key: _chunk_pb2.EdgeKey | None = ...,
         ignorable: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "fragment", b"fragment", "item", b"item", "offer", b"offer", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "fragment", b"fragment", "item", b"item", "key", b"key", "offer", b"offer", "open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "fragment", b"fragment", "ignorable", b"ignorable", "item", b"item", "offer", b"offer", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "fragment", b"fragment", "ignorable", b"ignorable", "item", b"item", "key", b"key", "offer", b"offer", "open", b"open"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["open", "chunk", "fragment", "demand", "offer"]  # noqa: Y015
     _WhichOneofArgType_item: _TypeAlias = _typing.Literal["item", b"item"]  # noqa: Y015
@@ -1228,10 +1236,10 @@ class OpenEdge(_message.Message):
     CONNECTOR_FIELD_NUMBER: _builtins.int
     OPENING_FIELD_NUMBER: _builtins.int
     connector: _chunk_pb2.Connector.ValueType
-    """The connector that the flow will use: GRPC, or one that a OfferAnswer accepted."""
+    """The connector that the flow will use: GRPC, or one that an OfferAnswer accepted."""
     opening: _builtins.int
-    """The number of times that the producer has opened the flow before. The answer repeats it, so that a delayed answer
-    to an earlier OpenEdge is recognized.
+    """The number of this opening of the flow, from 1. The answer repeats it, so that a delayed answer to an earlier OpenEdge
+    is recognized.
     """
     @_builtins.property
     def key(self) -> _chunk_pb2.EdgeKey:
@@ -1254,8 +1262,9 @@ Global___OpenEdge: _TypeAlias = OpenEdge  # noqa: Y015
 
 @_typing.final
 class CreditDemand(_message.Message):
-    """CreditDemand asks for enough credit for one chunk that exceeds the credit window. Answered by CreditGrant after the
-    earlier chunks have been consumed, or by EdgeRejected (CHUNK_TOO_LARGE).
+    """CreditDemand asks for enough credit for the next chunk. Sent for a chunk that lacks credit and is larger than half the
+    credit window, because a consumer withholds small raises of the limit. Answered by CreditGrant after the earlier chunks
+    have been consumed, unless the limit already suffices, or by EdgeRejected (CHUNK_TOO_LARGE).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1370,7 +1379,7 @@ class PutReply(_message.Message):
 
     A producer that does not know the kind of a reply fails the flow that the reply belongs to (UNIMPLEMENTED,
     UNKNOWN_KIND). If it belongs to no flow, the producer ends the stream with that error, which fails the flows that the
-    stream carries. Field 1 of the message of every kind that belongs to a flow is the flow's EdgeKey.
+    stream carries. A consumer never sends a reply without a kind.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1383,6 +1392,7 @@ class PutReply(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     OFFER_ANSWER_FIELD_NUMBER: _builtins.int
     RESYNC_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     IGNORABLE_FIELD_NUMBER: _builtins.int
     ignorable: _builtins.bool
     """Whether a producer that does not know the kind of the reply ignores the reply instead."""
@@ -1418,6 +1428,12 @@ class PutReply(_message.Message):
     def resync(self) -> Global___EdgeResync:
         """The producer must open the flow again."""
 
+    @_builtins.property
+    def key(self) -> _chunk_pb2.EdgeKey:
+        """The flow of a reply of a kind that was added after version 1, so that a producer that does not know the kind fails
+        this flow alone. Unset for the kinds above, which name their flows, and for a kind that belongs to no flow.
+        """
+
     def __init__(
         self,
         *,
@@ -1429,11 +1445,12 @@ class PutReply(_message.Message):
         release: Global___LeaseRelease | None = ...,
         offer_answer: Global___OfferAnswer | None = ...,
         resync: Global___EdgeResync | None = ...,
+        key: _chunk_pb2.EdgeKey | None = ...,
         ignorable: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commit", b"commit", "credit", b"credit", "offer_answer", b"offer_answer", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply", "resync", b"resync"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commit", b"commit", "credit", b"credit", "key", b"key", "offer_answer", b"offer_answer", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply", "resync", b"resync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commit", b"commit", "credit", b"credit", "ignorable", b"ignorable", "offer_answer", b"offer_answer", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply", "resync", b"resync"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commit", b"commit", "credit", b"credit", "ignorable", b"ignorable", "key", b"key", "offer_answer", b"offer_answer", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply", "resync", b"resync"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["opened", "ack", "credit", "commit", "rejected", "release", "offer_answer", "resync"]  # noqa: Y015
     _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015

@@ -9,6 +9,7 @@ from stagemesh.common.errors import (
     CancelledRequestError,
     DeadlineError,
     InternalError,
+    InvalidRequestError,
     StagemeshError,
     UnavailableError,
 )
@@ -33,6 +34,14 @@ async def test_the_stage_that_failed_is_named_and_all_others_stop(tmp_path: Path
         await chain.until_idle()
         assert [len(stage.cancels) for stage in chain.stages.values()] == [1, 0, 1]
     assert (error.message, error.metadata["stage"]) == ("out of luck", "b")
+
+
+async def test_a_reason_of_a_stages_own_reaches_the_client_unchanged(tmp_path: Path) -> None:
+    own = InvalidRequestError("too loud", reason="X_TOO_LOUD", metadata={"loudness": "11"})
+    async with mesh(tmp_path, scripts={"a": hang, "b": _failing(own), "c": hang}) as chain:
+        error = await chain.failure()
+    assert (type(error), error.reason, error.message) == (InvalidRequestError, "X_TOO_LOUD", "too loud")
+    assert error.metadata["loudness"] == "11"
 
 
 async def test_a_stage_that_echoes_an_abort_is_not_blamed(tmp_path: Path) -> None:

@@ -141,3 +141,9 @@ class DataSuite(Suite):
             parts = [Packet({"x": np.full(100_000, n, np.float32)}) for n in range(12)]
             received = await exchange(outlet, inlet, parts)
             assert_same(received, [Packet({"x": np.concatenate([part.tensors["x"] for part in parts])})])
+
+    async def test_chunk_of_almost_the_window_follows_a_small_one(self) -> None:
+        # After the small chunk is read, the consumer's raise is too small to be sent unless the producer demands it.
+        sent = [packet(seq, size) for seq, size in enumerate([30_000, 250_000, 30_000, 250_000, 140_000])]
+        async with self.hosts(arena_bytes=4 * MIB, window_bytes=MIB) as (a, b):
+            assert_same(await self.carry(a, b, sent), sent)

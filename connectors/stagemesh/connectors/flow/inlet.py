@@ -378,7 +378,7 @@ class InletAttempt:
             )
 
     def demand(self, size_bytes: int) -> None:
-        """Requests credit for a chunk that is larger than the credit window.
+        """Requests credit for the producer's next chunk.
 
         The credit is granted when all earlier chunks have been read. Rejects the producer if `size_bytes` exceeds the
         consumer's maximum chunk size.

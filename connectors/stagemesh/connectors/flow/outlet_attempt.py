@@ -313,17 +313,22 @@ class OutletAttempt:
 
         (0, 0) if no chunk lacks credit.
         """
-        pending, wanted_bytes = self.chunks.pending, self.chunks.wanted_bytes
-        if pending:
-            sent = pending[0]
-            return (sent.size_bytes, sent.end_bytes) if sent.end_bytes > self.limit_bytes else (0, 0)
-        return (wanted_bytes, self.chunks.sent_bytes + wanted_bytes) if wanted_bytes else (0, 0)
+        chunks = self.chunks
+        if chunks.pending:
+            size_bytes, end_bytes = chunks.pending[0].size_bytes, chunks.pending[0].end_bytes
+        else:
+            size_bytes, end_bytes = chunks.wanted_bytes, chunks.sent_bytes + chunks.wanted_bytes
+        return (size_bytes, end_bytes) if end_bytes > self.limit_bytes else (0, 0)
 
     @property
     def _demands_credit(self) -> bool:
-        """Whether the attempt must demand credit, because the next chunk is larger than the credit window."""
+        """Whether the attempt must demand credit, because the next chunk is larger than half the credit window.
+
+        Credit for smaller chunks arrives when the earlier chunks are read. The consumer withholds small raises of the
+        limit, so larger chunks may never receive enough credit without a demand.
+        """
         size_bytes, end_bytes = self._blocked
-        return size_bytes > self._window_bytes and end_bytes > self._demanded_bytes
+        return 2 * size_bytes > self._window_bytes and end_bytes > self._demanded_bytes
 
     def _encode(self, chunk: chunk_pb2.Chunk, sent: SentChunk, *, transfer_id: int = 0) -> None:
         chunk.key.CopyFrom(self.wire_key)

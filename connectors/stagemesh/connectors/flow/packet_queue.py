@@ -184,9 +184,9 @@ class Credit:
     def __init__(self, window_bytes: int, *, max_chunk_bytes: int) -> None:
         """Grants an initial credit of `window_bytes` bytes.
 
-        A chunk of more than `max_chunk_bytes` bytes never receives credit.
+        A chunk that is larger than both `max_chunk_bytes` and `window_bytes` never receives credit.
         """
-        self.max_chunk_bytes = max_chunk_bytes
+        self.max_chunk_bytes = max(max_chunk_bytes, window_bytes)
         self.limit_bytes = self._window_bytes = self._reported_bytes = window_bytes
         self.received_bytes = self._consumed_bytes = self._demanded_bytes = 0
 
@@ -198,8 +198,9 @@ class Credit:
     def consume(self, size_bytes: int) -> bool:
         """Counts `size_bytes` bytes as read. Returns whether the credit limit has risen.
 
-        The limit rises in steps of at least a quarter of the credit window. If a demand is pending and all received
-        bytes have been read, the limit rises far enough for the demanded chunk.
+        The limit rises in steps of at least a quarter of the credit window, so a chunk of at most half the window
+        receives credit when all received bytes have been read. If a demand is pending at that time, the limit rises
+        far enough for the demanded chunk.
         """
         self._consumed_bytes += size_bytes
         limit_bytes, step_bytes = self._consumed_bytes + self._window_bytes, max(1, self._window_bytes // 4)

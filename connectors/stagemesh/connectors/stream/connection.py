@@ -334,17 +334,17 @@ class Connection:
         """Returns this replica's instance of the negotiated connector `name`, or None if `name` is grpc."""
         return self._negotiated.get(name)
 
-    def answer(self, meeting: stage_pb2.OfferAnswer) -> None:
-        """Processes `meeting`, the consumer's answer to the offer of a connector.
+    def answer(self, offer_answer: stage_pb2.OfferAnswer) -> None:
+        """Processes `offer_answer`, the consumer's answer to the offer of a connector.
 
         Does nothing if no offer of this connector is pending.
         """
-        name = next((name for name in self._offering if number_of(name) == meeting.connector), None)
+        name = next((name for name in self._offering if number_of(name) == offer_answer.connector), None)
         if name is None:
             return
         self._offering.pop(name).cancel()
-        if meeting.HasField("error"):
-            self._refuse(name, wire.error_from_wire(meeting.error))
+        if offer_answer.HasField("error"):
+            self._refuse(name, wire.error_from_wire(offer_answer.error))
         else:
             self._negotiated[name] = self._connectors.get(name)
             self._peer.worked.add(name)

@@ -282,10 +282,9 @@ class ConsumerLink:
         error = unknown_kind(reply, of=str(self._peer))
         if error is None:
             return
-        key = wire.key_of_unknown(reply)
-        if not key.request_id:
+        if not reply.HasField("key"):
             raise error
-        flow = self._flows.get(wire.key_from_wire(key))
+        flow = self._flows.get(wire.key_from_wire(reply.key))
         if flow is not None:
             flow.fail(error)
 

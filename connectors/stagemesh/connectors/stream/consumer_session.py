@@ -209,10 +209,9 @@ class ConsumerSession:
         if error is None:
             return
         _log.warning("%s", error.message)
-        key = wire.key_of_unknown(item)
-        if not key.request_id:
+        if not item.HasField("key"):
             raise error
-        self._guarded(key, _raise, error)
+        self._guarded(item.key, _raise, error)
 
     def _guarded(self, message: chunk_pb2.EdgeKey, process: Callable[..., None], item: object) -> None:
         """Calls `process(item)`. If an error is raised, rejects only the flow to which the item belongs.

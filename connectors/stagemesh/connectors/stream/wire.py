@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
 from stagemesh.common.connector_descriptors import ConnectorName, name_of, number_of
 from stagemesh.common.errors import InvalidChunkError, StagemeshError, error_class
 from stagemesh.common.tensors import Array, Tensors, checked_layout, dtype_name, dtype_to_wire, read_inline
 from stagemesh.common.typed_values import fill_message, from_message
-from stagemesh.common.unknown_kinds import refuse_unknown, unknown_fields
+from stagemesh.common.unknown_kinds import refuse_unknown
 from stagemesh.connectors.arena.memory_file import layout_of
 from stagemesh.connectors.base import ArenaRange, Bytes, InPlaceReader
 from stagemesh.connectors.edge import EdgeKey, MetadataValue, Packet
@@ -55,20 +55,6 @@ def key_to_wire(key: EdgeKey) -> chunk_pb2.EdgeKey:
 def key_from_wire(message: chunk_pb2.EdgeKey) -> EdgeKey:
     """Converts a protobuf message to a flow key."""
     return EdgeKey(message.request_id, message.edge, message.attempt)
-
-
-def key_of_unknown(message: Message) -> chunk_pb2.EdgeKey:
-    """Returns the key of the flow to which an item or reply of an unknown kind belongs. Empty if there is no flow.
-
-    Field 1 of every kind that belongs to a flow is the flow's key.
-    """
-    for _, value in unknown_fields(message):
-        if isinstance(value, bytes):
-            try:
-                return stage_pb2.EdgeCommit.FromString(value).key
-            except DecodeError:
-                break
-    return chunk_pb2.EdgeKey()
 
 
 def error_to_wire(error: StagemeshError) -> chunk_pb2.Error:

@@ -1,4 +1,3 @@
-import { BinaryReader, WireType } from "@bufbuild/protobuf/wire";
 import { type ServerDuplexStream, status } from "@grpc/grpc-js";
 import { errorToStatus, errorToWire, failure, type StagemeshError, toStagemeshError } from "../errors.js";
 import { Connector, EdgeKey } from "../gen/stagemesh/v1/chunk.js";
@@ -10,7 +9,7 @@ import {
   type PutItem,
   PutReply,
 } from "../gen/stagemesh/v1/stage.js";
-import { checkProtocol, PROTOCOL, unknownKind, unknownKindError, type WithUnknownFields } from "../protocol.js";
+import { checkProtocol, PROTOCOL, unknownKind, unknownKindError } from "../protocol.js";
 import { idOf, RecentMap } from "./flows.js";
 import { type CreditLimits, type IncomingEdge, IncomingFlow, type Session } from "./incoming.js";
 
@@ -112,7 +111,7 @@ export class Consumer {
   }
 
   /** Handles an item. An error of one flow rejects that flow alone. */
-  #take(session: ProducerSession, { item, ignorable, ...rest }: PutItem): void {
+  #take(session: ProducerSession, { item, ignorable, key: keyOfLaterKind, ...rest }: PutItem): void {
     if (item?.$case === "offer") {
       const message = `${this.identity.replica} reads by the connector grpc alone`;
       const error = errorToWire(failure(status.FAILED_PRECONDITION, "CONNECTOR_UNAVAILABLE", message));
@@ -121,7 +120,7 @@ export class Consumer {
     }
     const kind = item === undefined ? unknownKind(rest) : undefined;
     if (item === undefined && (kind === undefined || ignorable)) return;
-    const key = item === undefined ? keyOfUnknownKind(rest) : (item.value.key ?? EdgeKey.create());
+    const key = item === undefined ? keyOfLaterKind : (item.value.key ?? EdgeKey.create());
     const unknown = kind === undefined ? undefined : unknownKindError(session.producer, "PutItem", kind);
     if (key === undefined) throw unknown;
     const flow = this.#flowOf(session, key);
@@ -208,19 +207,4 @@ class ProducerSession implements Session {
     this.#replies = [];
     if (!this.stream.cancelled && this.stream.writable) this.stream.write(PutChunkResponse.create({ replies }));
   }
-}
-
-/** Returns field 1 of an item of an unknown kind, which is the key of its flow if it belongs to one. */
-export function keyOfUnknownKind(item: WithUnknownFields): EdgeKey | undefined {
-  const isMessage = (tag: number): boolean => (tag & 7) === 2;
-  const [tag, [content] = []] = Object.entries(item._unknownFields ?? {}).find(([tag]) => isMessage(Number(tag))) ?? [];
-  if (tag === undefined || content === undefined) return undefined;
-  const reader = new BinaryReader(content);
-  reader.uint32(); // the length of the message
-  while (reader.pos < reader.len) {
-    const [field, type] = reader.tag();
-    if (field === 1 && type === WireType.LengthDelimited) return EdgeKey.decode(reader, reader.uint32());
-    reader.skip(type, field);
-  }
-  return undefined;
 }

@@ -5,7 +5,7 @@ import type { EdgeKey } from "../gen/stagemesh/v1/chunk.js";
 /** For how long a lost end of a flow may stay away, and for how long a failed flow waits for RebindStep. */
 export const LOST_PEER_MS = 15_000;
 
-/** The reason of a flow's error if the consumer wants nothing more. */
+/** The reason of a flow's error if the consumer's step has failed, so that no other consumer can help. */
 export const NOT_READ = "NOT_READ";
 
 /** Returns a text that identifies a flow. */

@@ -154,8 +154,10 @@ export class IncomingFlow {
       stepBytes = 1;
       this.#demandedBytes = 0;
     }
-    if (limitBytes - this.#limitBytes < stepBytes || this.#phase !== "open") return;
+    if (limitBytes - this.#limitBytes < stepBytes) return;
     this.#limitBytes = limitBytes;
+    // Otherwise, the answer to the next OpenEdge contains the limit.
+    if (this.#phase !== "open") return;
     this.session?.reply({ $case: "credit", value: { key: this.key, creditLimitBytes: BigInt(limitBytes) } });
   }
 
@@ -336,7 +338,7 @@ export class IncomingEdge implements AsyncIterable<Packet> {
     this.#stopped = error;
     this.#queue = [];
     this.changed.fire();
-    const isLost = error.code === status.UNAVAILABLE;
+    const isLost = isRecoverable(error);
     const message = isLost ? `the consumer of edge ${this.name} has ended` : `the consumer of edge ${this.name} stopped reading`;
     const context = { edge: this.name };
     this.flow?.close(

@@ -302,9 +302,9 @@ export class OutgoingFlow {
     this.pump();
   }
 
-  /** Asks for credit for a chunk that is larger than the window. Otherwise, credit comes as the consumer reads. */
+  /** Asks for credit for a chunk that is larger than half the window. Otherwise, credit comes as the consumer reads. */
   #demandCredit(sizeBytes: number): void {
-    if (this.#demandedSeq === this.sentSeq || sizeBytes <= (this.#windowBytes ?? Infinity)) return;
+    if (this.#demandedSeq === this.sentSeq || 2 * sizeBytes <= (this.#windowBytes ?? Infinity)) return;
     this.#demandedSeq = this.sentSeq;
     this.link.put({ $case: "demand", value: { key: this.key, sizeBytes: BigInt(sizeBytes) } });
   }

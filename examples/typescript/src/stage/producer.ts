@@ -12,7 +12,7 @@ import {
   type Welcome,
 } from "../gen/stagemesh/v1/stage.js";
 import { CHANNEL_OPTIONS, checkProtocol, PROTOCOL, unknownKind, unknownKindError } from "../protocol.js";
-import { type Identity, keyOfUnknownKind } from "./consumer.js";
+import type { Identity } from "./consumer.js";
 import { idOf, LOST_PEER_MS } from "./flows.js";
 import { type Link, type OutgoingEdge, OutgoingFlow } from "./outgoing.js";
 
@@ -165,13 +165,12 @@ class ConsumerLink implements Link {
     }
   }
 
-  #take({ reply, ignorable, ...rest }: PutReply): void {
+  #take({ reply, ignorable, key: keyOfLaterKind, ...rest }: PutReply): void {
     const kind = reply === undefined ? unknownKind(rest) : undefined;
     if (kind !== undefined && !ignorable) {
       const error = unknownKindError(this.consumer, "PutReply", kind);
-      const key = keyOfUnknownKind(rest);
-      if (key === undefined) throw error;
-      this.#flows.get(idOf(key))?.fail(error);
+      if (keyOfLaterKind === undefined) throw error;
+      this.#flows.get(idOf(keyOfLaterKind))?.fail(error);
     }
     if (reply === undefined || reply.$case === "offerAnswer" || reply.$case === "release") return;
     const { key } = reply.value;

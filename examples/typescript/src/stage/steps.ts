@@ -226,13 +226,15 @@ class Step {
       if (this.#stopped !== undefined) throw this.#stopped;
       for (const output of this.#outputs.values()) this.#emit({ $case: "output", value: output.finish() });
       await Promise.all([...this.#outgoing.values()].map((edge) => edge.finish()));
+      // If the function ended before its input, a rejection of the rest would fail the producer and the request.
+      for await (const unread of packets) void unread;
       this.#emitFinished();
       this.#end = "succeeded";
     } catch (thrown) {
       this.#end = (this.#stopped ?? toStagemeshError(thrown)).within({ stage: this.parts.identity.stage });
       this.#emit({ $case: "usage", value: this.usage });
+      this.#closeEdges(this.#end);
     }
-    this.#closeEdges(this.#end === "succeeded" ? undefined : this.#end);
     clearTimeout(this.#callerTimer);
     this.#changed.fire();
     this.#forgetLater();
@@ -255,11 +257,9 @@ class Step {
     this.#emit({ $case: "finished", value: { usage: this.usage, timings, edges } });
   }
 
-  /** Ends the edges. Incoming edges that were read to their end are committed already. */
-  #closeEdges(error: StagemeshError | undefined): void {
-    const unread = failure(status.CANCELLED, "NOT_READ", "the step has ended");
-    for (const edge of this.#incoming.values()) edge.close(error ?? unread);
-    if (error !== undefined) for (const edge of this.#outgoing.values()) edge.abort(error);
+  #closeEdges(error: StagemeshError): void {
+    for (const edge of this.#incoming.values()) edge.close(error);
+    for (const edge of this.#outgoing.values()) edge.abort(error);
   }
 
   /** Retains the events for another call, and the chunks of outgoing edges until their consumers have committed them. */

@@ -260,7 +260,8 @@ class Task:
     inlets: Mapping[str, AsyncIterable[Packet]] = field(default_factory=dict[str, AsyncIterable[Packet]])
     """The packets of each incoming edge after the edge's transform, by edge name.
 
-    `input_join` combines the packets into inputs.
+    `input_join` combines the packets into inputs. An engine may end before it has read an edge to its end. The stage
+    then discards the rest.
     """
     apart: frozenset[str] = frozenset()
     """The names of the edges that are not joined: each packet of such an edge is a separate input.

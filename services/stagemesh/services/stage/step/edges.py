@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -24,6 +24,7 @@ from stagemesh.connectors.edge import REBIND_S, EdgeKey, FlowStatus, Packet, is_
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.services.engines.base import Transform
+from stagemesh.services.engines.input_join import merge
 from stagemesh.services.stage.step.spec import STATE_EDGE, InputBinding, OutputBinding, Rebinding, StepSpec
 from stagemesh.v1 import control_pb2
 
@@ -147,6 +148,16 @@ class StepEdges:
         lost = error is not None and is_recoverable(error)
         await asyncio.gather(*(inlet.aclose(lost=lost) for inlet in self._all_inlets().values()))
         self._inlets, self.state_inlet, self.state_outlet = {}, None, None
+
+    async def discard_unread(self) -> None:
+        """Reads the incoming edges of the pipeline to their ends and discards the packets, if the engine ended earlier.
+
+        Otherwise, the producers would be rejected, their steps would fail, and the request would fail with them. Raises
+        the error of an edge that fails.
+        """
+        async with aclosing(merge(list(self._inlets.values()))) as packets:
+            async for _ in packets:
+                pass
 
     def abort(self, error: StagemeshError) -> None:
         """Aborts the outlets of the pipeline's edges. Their consumers receive `error`."""

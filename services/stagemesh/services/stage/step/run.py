@@ -425,6 +425,7 @@ class StepRun:
         outlets = self.edges.outlets
         if outlets is not None:
             await outlets.finish()
+        await self.edges.discard_unread()
         # The last wait of the run: afterwards nothing can fail, so that no stored file belongs to a failed step.
         for output in await self._files.commit(finish):
             self._append(stage_pb2.ExecuteStepResponse(output=output))
