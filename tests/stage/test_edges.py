@@ -20,6 +20,8 @@ from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import Replica, served_stage, stage_config, step_request
 
+Received = tuple[str, stage_pb2.StepFinished]
+"""The text and the last event of a step."""
 EDGE = "thinker->talker"
 CONNECTORS = {"shm": chunk_pb2.CONNECTOR_SHM, "grpc": chunk_pb2.CONNECTOR_GRPC}
 
@@ -115,9 +117,7 @@ async def test_a_transform_at_the_producer_leaves_other_edges_alone() -> None:
         thinking.outputs.add(edge=other, consumer="framer-0", endpoint=framer.endpoint, connector=CONNECTORS["shm"])
         framing = stage_pb2.ExecuteStepRequest(request_id="r", step_id="r/framer/1", attempt=1)
         framing.inputs.add(edge=other, producer="thinker-0")
-        sent, received, framed = await asyncio.gather(
-            _receive(thinker, thinking), _receive(talker, talking), _receive(framer, framing)
-        )
+        received, framed, sent = await _execute((talker, talking), (framer, framing), (thinker, thinking))
         assert "".join(sent[0].split()) == "".join(received[0].split())
         assert framed[1].usage.steps == 5
         assert [edge.size_bytes for edge in sent[1].edges] == [len(received[0]), 100_000]
@@ -133,9 +133,7 @@ async def test_a_packet_for_two_stages_is_stored_once() -> None:
         thinking.outputs.add(edge=other, consumer="framer-0", endpoint=framer.endpoint, connector=CONNECTORS["shm"])
         framing = stage_pb2.ExecuteStepRequest(request_id="r", step_id="r/framer/1", attempt=1)
         framing.inputs.add(edge=other, producer="thinker-0")
-        sent, received, framed = await asyncio.gather(
-            _receive(thinker, thinking), _receive(talker, talking), _receive(framer, framing)
-        )
+        received, framed, sent = await _execute((talker, talking), (framer, framing), (thinker, thinking))
         assert sent[0] == received[0]
         assert framed[1].usage.steps == 5
         assert [edge.size_bytes for edge in sent[1].edges] == [100_000, 100_000]
@@ -164,8 +162,8 @@ async def _mixed(request: str, thinker: Replica, framer: Replica, mixer: Replica
     framing.inputs.add(edge="raw", producer="thinker-0")
     mixing.inputs.add(edge="text", producer="thinker-0", apart=apart)
     mixing.inputs.add(edge="frames", producer="framer-0", apart=apart)
-    events = await asyncio.gather(_receive(mixer, mixing), _receive(framer, framing), _receive(thinker, thinking))
-    return int(events[0][1].usage.steps)
+    mixed, _, _ = await _execute((mixer, mixing), (framer, framing), (thinker, thinking))
+    return int(mixed[1].usage.steps)
 
 
 async def test_an_unknown_transform_is_named() -> None:
@@ -280,23 +278,35 @@ def _requests(
     return thinking, talking
 
 
-async def _run(
-    thinker: Replica, talker: Replica, **how: object
-) -> tuple[tuple[str, stage_pb2.StepFinished], tuple[str, stage_pb2.StepFinished]]:
+async def _run(thinker: Replica, talker: Replica, **how: object) -> tuple[Received, Received]:
+    """Returns what the thinker and the talker output."""
     thinking, talking = _requests(talker, **how)  # type: ignore[arg-type]
-    async with asyncio.TaskGroup() as group:
-        accepted = asyncio.Event()
-        hearing = group.create_task(_receive(talker, talking, begun=accepted))
-        await accepted.wait()
-        sent = await _receive(thinker, thinking)
-    return sent, hearing.result()
+    received, sent = await _execute((talker, talking), (thinker, thinking))
+    return sent, received
 
 
-async def _receive(
-    replica: Replica, request: stage_pb2.ExecuteStepRequest, *, begun: asyncio.Event | None = None
-) -> tuple[str, stage_pb2.StepFinished]:
+async def _execute(*steps: tuple[Replica, stage_pb2.ExecuteStepRequest]) -> list[Received]:
+    """Executes the steps of a request. Raises the first error. Name consumers before their producers."""
+    results = await _attempt(*steps)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
+async def _attempt(*steps: tuple[Replica, stage_pb2.ExecuteStepRequest]) -> list[Received | BaseException]:
+    """Starts each step when the step before it is accepted or has failed. Returns their results and errors."""
+    tasks: list[asyncio.Task[Received]] = []
+    for replica, request in steps:
+        begun = asyncio.Event()
+        tasks.append(asyncio.create_task(_receive(replica, request, begun=begun)))
+        await begun.wait()
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _receive(replica: Replica, request: stage_pb2.ExecuteStepRequest, *, begun: asyncio.Event) -> Received:
     """Executes a step. `begun` is set when the step is accepted or has failed."""
-    text, finished, begun = "", stage_pb2.StepFinished(), begun or asyncio.Event()
+    text, finished = "", stage_pb2.StepFinished()
     try:
         async for event in replica.stub.ExecuteStep(request, timeout=20):
             begun.set()
@@ -308,15 +318,9 @@ async def _receive(
 
 
 async def _failures(thinker: Replica, talker: Replica, **how: object) -> dict[str, StagemeshError]:
-    """Returns the errors of the stages; the consumer opens first."""
+    """Returns the errors of the stages."""
     thinking, talking = _requests(talker, **how)  # type: ignore[arg-type]
-    begun = asyncio.Event()
-
-    async def think() -> tuple[str, stage_pb2.StepFinished]:
-        await begun.wait()
-        return await _receive(thinker, thinking)
-
-    results = await asyncio.gather(_receive(talker, talking, begun=begun), think(), return_exceptions=True)
+    results = await _attempt((talker, talking), (thinker, thinking))
     return {
         name: from_rpc_error(result, peer=name)
         for name, result in zip(("talker", "thinker"), results, strict=True)
