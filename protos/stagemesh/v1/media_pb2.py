@@ -26,7 +26,7 @@ from stagemesh.v1 import request_pb2 as stagemesh_dot_v1_dot_request__pb2
 from stagemesh.v1 import roles_pb2 as stagemesh_dot_v1_dot_roles__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18stagemesh/v1/media.proto\x12\x0cstagemesh.v1\x1a\x1astagemesh/v1/request.proto\x1a\x18stagemesh/v1/roles.proto\"\\\n\x12UploadMediaRequest\x12\"\n\x05media\x18\x01 \x01(\x0b\x32\x13.stagemesh.v1.Media\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\"<\n\x13UploadMediaResponse\x12%\n\x04\x66ile\x18\x01 \x01(\x0b\x32\x17.stagemesh.v1.MediaFile\"#\n\x14\x44ownloadMediaRequest\x12\x0b\n\x03uri\x18\x01 \x01(\t\";\n\x15\x44ownloadMediaResponse\x12\"\n\x05media\x18\x01 \x01(\x0b\x32\x13.stagemesh.v1.Media2\xce\x01\n\x0cMediaService\x12[\n\x0bUploadMedia\x12 .stagemesh.v1.UploadMediaRequest\x1a!.stagemesh.v1.UploadMediaResponse\"\x05\xca\xd5\"\x01\x01(\x01\x12\x61\n\rDownloadMedia\x12\".stagemesh.v1.DownloadMediaRequest\x1a#.stagemesh.v1.DownloadMediaResponse\"\x05\xca\xd5\"\x01\x01\x30\x01\x42.\n\x10\x63om.stagemesh.v1P\x01Z\x18stagemesh/v1;stagemeshv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18stagemesh/v1/media.proto\x12\x0cstagemesh.v1\x1a\x1astagemesh/v1/request.proto\x1a\x18stagemesh/v1/roles.proto\"\\\n\x12UploadMediaRequest\x12\"\n\x05media\x18\x01 \x01(\x0b\x32\x13.stagemesh.v1.Media\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\"<\n\x13UploadMediaResponse\x12%\n\x04\x66ile\x18\x01 \x01(\x0b\x32\x17.stagemesh.v1.MediaFile\"#\n\x14\x44ownloadMediaRequest\x12\x0b\n\x03uri\x18\x01 \x01(\t\";\n\x15\x44ownloadMediaResponse\x12\"\n\x05media\x18\x01 \x01(\x0b\x32\x13.stagemesh.v1.Media2\xd2\x01\n\x0cMediaService\x12]\n\x0bUploadMedia\x12 .stagemesh.v1.UploadMediaRequest\x1a!.stagemesh.v1.UploadMediaResponse\"\x07\xda\xbd\xc9\xa8\n\x01\x01(\x01\x12\x63\n\rDownloadMedia\x12\".stagemesh.v1.DownloadMediaRequest\x1a#.stagemesh.v1.DownloadMediaResponse\"\x07\xda\xbd\xc9\xa8\n\x01\x01\x30\x01\x42.\n\x10\x63om.stagemesh.v1P\x01Z\x18stagemesh/v1;stagemeshv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,9 +35,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\020com.stagemesh.v1P\001Z\030stagemesh/v1;stagemeshv1'
   _globals['_MEDIASERVICE'].methods_by_name['UploadMedia']._loaded_options = None
-  _globals['_MEDIASERVICE'].methods_by_name['UploadMedia']._serialized_options = b'\312\325\"\001\001'
+  _globals['_MEDIASERVICE'].methods_by_name['UploadMedia']._serialized_options = b'\332\275\311\250\n\001\001'
   _globals['_MEDIASERVICE'].methods_by_name['DownloadMedia']._loaded_options = None
-  _globals['_MEDIASERVICE'].methods_by_name['DownloadMedia']._serialized_options = b'\312\325\"\001\001'
+  _globals['_MEDIASERVICE'].methods_by_name['DownloadMedia']._serialized_options = b'\332\275\311\250\n\001\001'
   _globals['_UPLOADMEDIAREQUEST']._serialized_start=96
   _globals['_UPLOADMEDIAREQUEST']._serialized_end=188
   _globals['_UPLOADMEDIARESPONSE']._serialized_start=190
@@ -47,5 +47,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DOWNLOADMEDIARESPONSE']._serialized_start=289
   _globals['_DOWNLOADMEDIARESPONSE']._serialized_end=348
   _globals['_MEDIASERVICE']._serialized_start=351
-  _globals['_MEDIASERVICE']._serialized_end=557
+  _globals['_MEDIASERVICE']._serialized_end=561
 # @@protoc_insertion_point(module_scope)

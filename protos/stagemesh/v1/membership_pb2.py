@@ -26,7 +26,7 @@ from stagemesh.v1 import protocol_pb2 as stagemesh_dot_v1_dot_protocol__pb2
 from stagemesh.v1 import roles_pb2 as stagemesh_dot_v1_dot_roles__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dstagemesh/v1/membership.proto\x12\x0cstagemesh.v1\x1a\x1bstagemesh/v1/protocol.proto\x1a\x18stagemesh/v1/roles.proto\"A\n\x0fRegisterRequest\x12.\n\x07replica\x18\x01 \x01(\x0b\x32\x1d.stagemesh.v1.ReplicaIdentity\"\xbd\x01\n\x0fReplicaIdentity\x12(\n\x08protocol\x18\x01 \x01(\x0b\x32\x16.stagemesh.v1.Protocol\x12\x10\n\x08pipeline\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\t\x12\r\n\x05stage\x18\x04 \x01(\t\x12\x0f\n\x07replica\x18\x05 \x01(\t\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x07 \x01(\t\x12\x13\n\x0bserver_name\x18\x08 \x01(\t\"M\n\x10RegisterResponse\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12(\n\x08protocol\x18\x02 \x01(\x0b\x32\x16.stagemesh.v1.Protocol2i\n\x11MembershipService\x12T\n\x08Register\x12\x1d.stagemesh.v1.RegisterRequest\x1a\x1e.stagemesh.v1.RegisterResponse\"\x05\xca\xd5\"\x01\x03(\x01\x30\x01\x42.\n\x10\x63om.stagemesh.v1P\x01Z\x18stagemesh/v1;stagemeshv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dstagemesh/v1/membership.proto\x12\x0cstagemesh.v1\x1a\x1bstagemesh/v1/protocol.proto\x1a\x18stagemesh/v1/roles.proto\"A\n\x0fRegisterRequest\x12.\n\x07replica\x18\x01 \x01(\x0b\x32\x1d.stagemesh.v1.ReplicaIdentity\"\xbd\x01\n\x0fReplicaIdentity\x12(\n\x08protocol\x18\x01 \x01(\x0b\x32\x16.stagemesh.v1.Protocol\x12\x10\n\x08pipeline\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\t\x12\r\n\x05stage\x18\x04 \x01(\t\x12\x0f\n\x07replica\x18\x05 \x01(\t\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x07 \x01(\t\x12\x13\n\x0bserver_name\x18\x08 \x01(\t\"M\n\x10RegisterResponse\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12(\n\x08protocol\x18\x02 \x01(\x0b\x32\x16.stagemesh.v1.Protocol2k\n\x11MembershipService\x12V\n\x08Register\x12\x1d.stagemesh.v1.RegisterRequest\x1a\x1e.stagemesh.v1.RegisterResponse\"\x07\xda\xbd\xc9\xa8\n\x01\x03(\x01\x30\x01\x42.\n\x10\x63om.stagemesh.v1P\x01Z\x18stagemesh/v1;stagemeshv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,7 +35,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\020com.stagemesh.v1P\001Z\030stagemesh/v1;stagemeshv1'
   _globals['_MEMBERSHIPSERVICE'].methods_by_name['Register']._loaded_options = None
-  _globals['_MEMBERSHIPSERVICE'].methods_by_name['Register']._serialized_options = b'\312\325\"\001\003'
+  _globals['_MEMBERSHIPSERVICE'].methods_by_name['Register']._serialized_options = b'\332\275\311\250\n\001\003'
   _globals['_REGISTERREQUEST']._serialized_start=102
   _globals['_REGISTERREQUEST']._serialized_end=167
   _globals['_REPLICAIDENTITY']._serialized_start=170
@@ -43,5 +43,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REGISTERRESPONSE']._serialized_start=361
   _globals['_REGISTERRESPONSE']._serialized_end=438
   _globals['_MEMBERSHIPSERVICE']._serialized_start=440
-  _globals['_MEMBERSHIPSERVICE']._serialized_end=545
+  _globals['_MEMBERSHIPSERVICE']._serialized_end=547
 # @@protoc_insertion_point(module_scope)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18stagemesh/v1/roles.proto\x12\x0cstagemesh.v1\x1a google/protobuf/descriptor.proto*\x90\x01\n\nCallerRole\x12\x1b\n\x17\x43\x41LLER_ROLE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43\x41LLER_ROLE_CLIENT\x10\x01\x12\x1c\n\x18\x43\x41LLER_ROLE_ORCHESTRATOR\x10\x02\x12\x15\n\x11\x43\x41LLER_ROLE_STAGE\x10\x03\x12\x18\n\x14\x43\x41LLER_ROLE_OPERATOR\x10\x04:P\n\x0c\x63\x61ller_roles\x12\x1e.google.protobuf.MethodOptions\x18\xd9\xaa\x04 \x03(\x0e\x32\x18.stagemesh.v1.CallerRoleB.\n\x10\x63om.stagemesh.v1P\x01Z\x18stagemesh/v1;stagemeshv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18stagemesh/v1/roles.proto\x12\x0cstagemesh.v1\x1a google/protobuf/descriptor.proto*\x90\x01\n\nCallerRole\x12\x1b\n\x17\x43\x41LLER_ROLE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43\x41LLER_ROLE_CLIENT\x10\x01\x12\x1c\n\x18\x43\x41LLER_ROLE_ORCHESTRATOR\x10\x02\x12\x15\n\x11\x43\x41LLER_ROLE_STAGE\x10\x03\x12\x18\n\x14\x43\x41LLER_ROLE_OPERATOR\x10\x04:R\n\x0c\x63\x61ller_roles\x12\x1e.google.protobuf.MethodOptions\x18\xdb\x97\x89\xa5\x01 \x03(\x0e\x32\x18.stagemesh.v1.CallerRoleB.\n\x10\x63om.stagemesh.v1P\x01Z\x18stagemesh/v1;stagemeshv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

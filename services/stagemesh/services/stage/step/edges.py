@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -24,7 +24,6 @@ from stagemesh.connectors.edge import REBIND_S, EdgeKey, FlowStatus, Packet, is_
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.services.engines.base import Transform
-from stagemesh.services.engines.input_join import merge
 from stagemesh.services.stage.step.spec import STATE_EDGE, InputBinding, OutputBinding, Rebinding, StepSpec
 from stagemesh.v1 import control_pb2
 
@@ -155,9 +154,8 @@ class StepEdges:
         Otherwise, the producers would be rejected, their steps would fail, and the request would fail with them. Raises
         the error of an edge that fails.
         """
-        async with aclosing(merge(list(self._inlets.values()))) as packets:
-            async for _ in packets:
-                pass
+        # At once, because a producer may wait for credit on one edge before it ends another.
+        await asyncio.gather(*map(_discard, self._inlets.values()))
 
     def abort(self, error: StagemeshError) -> None:
         """Aborts the outlets of the pipeline's edges. Their consumers receive `error`."""
@@ -317,6 +315,11 @@ class _OutputTransform(_EdgeTransform):
 
     def _checked(self, packets: Sequence[Packet]) -> Sequence[Packet]:
         return [accepted_part(each, self.descriptor.gives, edge=self.edge) for each in packets]
+
+
+async def _discard(inlet: Inlet) -> None:
+    async for _ in inlet:
+        pass
 
 
 def _rebind_s(edge: str) -> float:
