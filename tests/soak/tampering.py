@@ -25,7 +25,6 @@ class Tampering(Enum):
     ALTER = "alter"
     END_EARLY = "end early"
     FAIL = "fail"
-    REPEAT_END = "repeat end"
 
 
 def tampered(tampering: Tampering, *, output: str, piece: int = 3) -> Through:
@@ -74,10 +73,6 @@ class _Tamperer:
 
     def _changed(self, message: bytes) -> list[bytes]:
         response = orchestrator_pb2.GenerateResponse.FromString(message)
-        if response.WhichOneof("event") == "finished" and self._tampering is Tampering.REPEAT_END:
-            # A client drops an equal event.
-            response.finished.timings.finished_s += 1
-            return [message, response.SerializeToString()]
         if response.output.name != self._output:
             return [message]
         self._seen += 1

@@ -43,7 +43,6 @@ async def test_no_problem_is_found_if_none_is_planted(up: Deployment) -> None:
         (Tampering.SWAP, "text", Flaws(reordered=4)),
         (Tampering.SWAP, "frames", Flaws(reordered=4)),
         (Tampering.ALTER, "text", Flaws(lost=4, altered=4)),
-        (Tampering.REPEAT_END, "text", Flaws(altered=4)),
     ],
 )
 async def test_a_tampered_delivery_is_found(up: Deployment, tampering: Tampering, output: str, found: Flaws) -> None:

@@ -10,7 +10,7 @@ from tests.deployment import Deployment, deployed, eventually
 from tests.system.breakable_relay import breakable_relay
 from tests.system.pipelines import relays
 
-STEPS, CHOICES, SEED = 30, 3, 2**32 - 2
+STEPS, CHOICES, SEED = 30, 3, 2**63 - 2
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 def apart(up: Deployment) -> list[tuple[str, bytes]]:
     """Returns what the choices contain as requests of their own."""
     with up.client() as client:
-        seeds = [(SEED + index) % 2**32 for index in range(CHOICES)]
+        seeds = [(SEED + index) % 2**63 for index in range(CHOICES)]
         return [_contents(client.generate("hello", seed=seed).result()) for seed in seeds]
 
 
@@ -32,7 +32,7 @@ def test_choices_equal_requests_with_their_seeds(up: Deployment, apart: list[tup
         result = client.generate("hello", seed=SEED, choices=CHOICES).result()
     assert [_contents(choice) for choice in result.choices] == apart
     assert len({text for text, _ in apart}) == CHOICES
-    assert [choice.seed for choice in result.choices] == [2**32 - 2, 2**32 - 1, 0]
+    assert [choice.seed for choice in result.choices] == [2**63 - 2, 2**63 - 1, 0]
     assert result.finished.usage["source"].steps == CHOICES * STEPS
 
 
