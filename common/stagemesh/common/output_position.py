@@ -2,7 +2,7 @@
 
 Outputs are replayed if a connection breaks, a stage restarts or a client calls another orchestrator. The parts of the
 replay may have other boundaries. A position therefore counts units: code points of text, tokens, audio samples,
-images, or rows of a tensor along its first axis. A tensor without axes counts as one row.
+images, bytes of an encoded file, stored files, or rows of a tensor along its first axis.
 """
 
 from collections.abc import Mapping

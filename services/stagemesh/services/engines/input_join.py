@@ -4,7 +4,6 @@ One packet from each joined edge forms one input. Each packet of an edge that is
 Separate inputs are processed in arrival order, which is not deterministic across edges.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 
@@ -14,6 +13,7 @@ from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
 from stagemesh.common.tensors import Array
 from stagemesh.connectors.edge import MetadataValue, Packet
+from stagemesh.connectors.flow.merging import merge
 from stagemesh.services.engines.base import Task, plain_text_of
 
 
@@ -83,34 +83,6 @@ class JoinedEdges:
         if all(part is None for part in parts.values()):
             raise StopAsyncIteration
         return join(parts)
-
-
-async def merge(sources: Sequence[AsyncIterator[Packet]]) -> AsyncGenerator[Packet, None]:
-    """Yields the packets of all sources in arrival order. Reads at most one packet ahead from each source."""
-    if len(sources) == 1:
-        async for only in sources[0]:
-            yield only
-        return
-    reading = {asyncio.ensure_future(_next(source)): source for source in sources}
-    try:
-        while reading:
-            await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
-            # Packets are processed one at a time, because a packet may have a lease and must not be retained after use.
-            task = next(task for task in reading if task.done())
-            source = reading.pop(task)
-            packet = task.result()
-            if packet is not None:
-                reading[asyncio.ensure_future(_next(source))] = source
-                yield packet
-            del packet, task
-    finally:
-        for task in reading:
-            task.cancel()
-        await asyncio.gather(*reading, return_exceptions=True)
-
-
-async def _next(source: AsyncIterator[Packet]) -> Packet | None:
-    return await anext(source, None)
 
 
 def join(parts: Mapping[str, Packet | None]) -> Packet:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -22,6 +22,7 @@ from stagemesh.common.tensors import Array, TensorSpec
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import REBIND_S, EdgeKey, FlowStatus, Packet, is_recoverable
 from stagemesh.connectors.flow.inlet import Inlet
+from stagemesh.connectors.flow.merging import merge
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.services.engines.base import Transform
 from stagemesh.services.stage.step.spec import STATE_EDGE, InputBinding, OutputBinding, Rebinding, StepSpec
@@ -155,7 +156,9 @@ class StepEdges:
         the error of an edge that fails.
         """
         # At once, because a producer may wait for credit on one edge before it ends another.
-        await asyncio.gather(*map(_discard, self._inlets.values()))
+        async with aclosing(merge(list(self._inlets.values()))) as packets:
+            async for _ in packets:
+                pass
 
     def abort(self, error: StagemeshError) -> None:
         """Aborts the outlets of the pipeline's edges. Their consumers receive `error`."""
@@ -315,11 +318,6 @@ class _OutputTransform(_EdgeTransform):
 
     def _checked(self, packets: Sequence[Packet]) -> Sequence[Packet]:
         return [accepted_part(each, self.descriptor.gives, edge=self.edge) for each in packets]
-
-
-async def _discard(inlet: Inlet) -> None:
-    async for _ in inlet:
-        pass
 
 
 def _rebind_s(edge: str) -> float:
