@@ -161,7 +161,7 @@ class AsyncClient(BaseClient):
         on_bytes: OnBytes | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Writes a stored file to `path`, after its size and its digest have been compared with `file`, if it has them.
+        """Downloads a stored file, compares it with the size and the digest in `file`, and writes it to `path`.
 
         `on_bytes` is called during the transfer with the number of bytes received so far. `timeout_s` is the time limit
         in seconds, or None for no limit. Raises NotFoundError (UNKNOWN_MEDIA) if there is no such file,

@@ -148,7 +148,10 @@ class Outlet:
     # -- another consumer
 
     def check_rebindable(self) -> None:
-        """Raises NotReadyError (CHUNK_GONE) if the flow has ended, or if some of its chunks are no longer retained."""
+        """Checks that another consumer can receive the flow from its first chunk.
+
+        Raises NotReadyError (CHUNK_GONE) if the flow has ended, or if some of its chunks are no longer retained.
+        """
         if self.is_over or self.chunks.retained_from(0) is None:
             edge = self.attempt.key.edge
             raise NotReadyError(

@@ -275,9 +275,10 @@ class ConsumerLink:
                 raise AssertionError(f"the reply {kind} has no handler")
 
     def _refuse_unknown(self, reply: stage_pb2.PutReply) -> None:
-        """Fails the flow of a reply of an unknown kind. Raises the error, which ends the stream, if there is no flow.
+        """Fails the flow to which a reply of an unknown kind belongs.
 
-        Does nothing if the consumer has marked the reply as ignorable.
+        Does nothing if the consumer has marked the reply as ignorable. If the reply belongs to no flow, raises
+        UnsupportedError (UNKNOWN_KIND), which ends the stream.
         """
         error = unknown_kind(reply, of=str(self._peer))
         if error is None:

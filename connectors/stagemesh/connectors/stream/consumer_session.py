@@ -201,9 +201,10 @@ class ConsumerSession:
                 self._refuse_unknown(item)
 
     def _refuse_unknown(self, item: stage_pb2.PutItem) -> None:
-        """Rejects the flow of an item of an unknown kind. Raises the error, which ends the stream, if there is no flow.
+        """Rejects the flow to which an item of an unknown kind belongs.
 
-        Does nothing if the producer has marked the item as ignorable.
+        Does nothing if the producer has marked the item as ignorable. If the item belongs to no flow, raises
+        UnsupportedError (UNKNOWN_KIND), which ends the stream.
         """
         error = unknown_kind(item, of=self._name)
         if error is None:

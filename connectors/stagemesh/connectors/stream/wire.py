@@ -175,9 +175,10 @@ def _digested(name: bytes, dtype: int, dims: tuple[int, ...]) -> bytes:
 
 
 def shape_of(packet: Packet, *, last: PacketShape | None) -> PacketShape:
-    """Returns the shape of `packet`. Reuses `last` if `packet` has the same shape.
+    """Returns the shape of a packet.
 
-    `last` is the shape of an earlier packet, or None if there is no earlier packet.
+    `last` is the shape of the previous packet, or None if there is none. If the shapes are equal, returns `last`, so
+    that equal packets share one object.
     """
     return last if last is not None and last.fits(packet) else PacketShape(packet)
 

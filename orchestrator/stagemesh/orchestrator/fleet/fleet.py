@@ -142,9 +142,9 @@ class Fleet:
             _log.warning("replica %s of stage %s: %s", replica.name, replica.stage, replica.detail)
 
     def replace(self, replica: Replica, successor: Replica | None) -> None:
-        """Unregisters `replica`, and registers `successor`, which is the next process at the same address.
+        """Removes a replica that has ended, and adds the next process at the same address.
 
-        `successor` is None if the address is no longer watched.
+        `successor` represents this process. It is None if the address is no longer watched.
         """
         self.registry.remove(replica)
         self.edge_connectors.leave(replica)

@@ -161,8 +161,9 @@ class StageRuntime:
         return len(self._runs.running())
 
     def end_drain(self) -> None:
-        """Ends a drain that `start_drain` has started. Does nothing if there is no drain. Raises NotReadyError if the
-        replica is shutting down.
+        """Lets the replica accept steps again after `start_drain`. Does nothing if the replica is not drained.
+
+        Raises NotReadyError if the replica is shutting down.
         """
         if self._drained_by_operator:
             self._drained_by_operator = self._handed_over = False
