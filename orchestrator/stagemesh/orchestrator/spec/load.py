@@ -15,6 +15,7 @@ from stagemesh.common.media_config import parse_root
 from stagemesh.orchestrator.spec.checks.conditions import ConditionResolver, merge_options
 from stagemesh.orchestrator.spec.checks.edges import EdgeResolver, topological_order
 from stagemesh.orchestrator.spec.checks.flows import check_flows
+from stagemesh.orchestrator.spec.checks.kubernetes import check_pods, check_values
 from stagemesh.orchestrator.spec.checks.media import check_media
 from stagemesh.orchestrator.spec.checks.stages_and_outputs import (
     Catalog,
@@ -41,13 +42,17 @@ def load_pipeline(
     variables: Mapping[str, str] | None = None,
     overrides: Mapping[str, str] | None = None,
     check_models: bool = True,
+    for_kubernetes: bool = False,
     catalog: Catalog | None = None,
 ) -> Pipeline:
-    """Loads and checks a pipeline. `name_or_path` is the name of a built-in pipeline or the path of a file.
+    """Loads and checks a pipeline.
+
+    `name_or_path` is the name of a built-in pipeline, or the path of a pipeline file or of the chart's values file.
 
     - `variables` are the values for variables in the file. If None, the environment variables are used.
     - `overrides` replace values of the file, for example {"edges.*.connector": "grpc"}.
     - `check_models` is True if a missing model is an error. If it is False, models are not looked up.
+    - `for_kubernetes` is True if the rules of the Helm chart are checked, too.
     - `catalog` loads the descriptors of engines and transforms. If None, the installed descriptors are used.
 
     Raises NotFoundError (UNKNOWN_PIPELINE) if there is no such pipeline. Raises InvalidPipelineError if the file is
@@ -57,6 +62,8 @@ def load_pipeline(
     variables = settings.variables() if variables is None else variables
     document = read_document(_read(source), file=str(source), variables=variables)
     apply_overrides(document, overrides or {})
+    if for_kubernetes:
+        check_values(document)
     file = check_shape(document)
     catalog = catalog or Catalog()
     problems = document.problems
@@ -81,6 +88,8 @@ def load_pipeline(
     _check_limits(file.limits, problems)
     if file.media is not None:
         check_media(file.media, problems, check_packages=check_models)
+    if for_kubernetes:
+        check_pods(file, problems)
     problems.raise_any()
     stages = {name: stages[name] for name in topological_order(list(stages), {edge.arc for edge in edges})}
     pipeline = Pipeline(
@@ -94,6 +103,7 @@ def load_pipeline(
         source=source,
         options=options,
         explanation=tuple(_explain(file, problems.origins)),
+        content=document.as_written(),
     )
     check_flows(catalog, problems, pipeline)
     problems.raise_any()
