@@ -8,7 +8,9 @@ import yaml
 from stagemesh.common.exit_codes import ExitCode
 from tests.cli.commands import Ran, invoke
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+CHART_EXAMPLES = sorted((ROOT / "k8s" / "chart" / "ci").glob("*-values.yaml"))
 MODELS = """\
 pipeline: song
 stages:
@@ -143,6 +145,13 @@ def test_a_pipeline_that_breaks_a_rule_of_the_chart_is_rejected() -> None:
     assert f"{path}:18: edge 'writer->words' uses shm, but its stages do not share a pod" in ran.stderr
     assert invoke("pipeline", "validate", str(path)).exit_code == 0
     assert _validate(path).exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("path", CHART_EXAMPLES, ids=lambda path: path.stem)
+def test_only_later_functions_are_missing_in_the_examples_of_the_chart(path: Path) -> None:
+    later = ("unknown function 'qwen3_", "unknown transform 'qwen3_", "stage 'talker' emits have no common first axis")
+    lines = _validate(path).stderr.splitlines()
+    assert [line for line in lines if not any(text in line for text in later)] == []
 
 
 def test_models_are_not_looked_up_for_kubernetes(song: Path) -> None:
