@@ -103,7 +103,14 @@ def test_the_number_of_gpus_of_a_diffusion_stage(options: str, gpus: int, tmp_pa
         f"pipeline: image\nstages: {{all: {{engine: diffusion, model: m, options: {options}}}}}\n"
         "outputs: {image: all}\n"
     )
-    assert _render(str(path))["stages"]["all"]["gpus"] == gpus
+    stage = _render(str(path))["stages"]["all"]
+    assert (stage.get("gpus", 0), "image" in stage) == (gpus, gpus > 0)
+
+
+@pytest.mark.parametrize("size", ["null", "two", "[2]"])
+def test_an_option_that_is_not_a_number_does_not_count(size: str, song: Path) -> None:
+    values = _render(str(song), "--set", f"stages.thinker.options.tensor_parallel_size={size}")
+    assert values["stages"]["thinker"]["gpus"] == 2
 
 
 def test_memory_includes_the_arena(song: Path) -> None:
