@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from difflib import get_close_matches
 from importlib.resources import files
@@ -41,7 +41,7 @@ def load_pipeline(
     *,
     variables: Mapping[str, str] | None = None,
     overrides: Mapping[str, str] | None = None,
-    check_models: bool = True,
+    check_models: bool | Collection[str] = True,
     for_kubernetes: bool = False,
     catalog: Catalog | None = None,
 ) -> Pipeline:
@@ -51,7 +51,8 @@ def load_pipeline(
 
     - `variables` are the values for variables in the file. If None, the environment variables are used.
     - `overrides` replace values of the file, for example {"edges.*.connector": "grpc"}.
-    - `check_models` is True if a missing model is an error. If it is False, models are not looked up.
+    - `check_models` names the stages whose models are looked up, and a missing model of these stages is an error. True
+      stands for all stages, and False for none.
     - `for_kubernetes` is True if the rules of the Helm chart are checked, too.
     - `catalog` loads the descriptors of engines and transforms. If None, the installed descriptors are used.
 
@@ -66,8 +67,9 @@ def load_pipeline(
         check_values(document)
     file = check_shape(document)
     catalog = catalog or Catalog()
+    checked = file.stages if check_models is True else check_models or ()
     problems = document.problems
-    stages = StageResolver(catalog, problems, check_models, _fetch_hint(name_or_path)).resolve(file)
+    stages = StageResolver(catalog, problems, checked, _fetch_hint(name_or_path)).resolve(file)
     store_uri = parse_root(file.media.store).uri if file.media is not None and file.media.store else ""
     outputs = resolve_outputs(file, stages, problems, store_uri=store_uri)
     options, ambiguous = merge_options(stages, file.options, problems)
@@ -87,7 +89,7 @@ def load_pipeline(
     _check_main_stage(file.main_stage, stages, problems)
     _check_limits(file.limits, problems)
     if file.media is not None:
-        check_media(file.media, problems, check_packages=check_models)
+        check_media(file.media, problems, check_packages=bool(check_models))
     if for_kubernetes:
         check_pods(file, problems)
     problems.raise_any()
