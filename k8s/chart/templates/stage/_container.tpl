@@ -38,7 +38,7 @@
 {{- end -}}
 {{- range $kind := list "limits" "requests" -}}
   {{- $quantities := dict -}}
-  {{- range $name, $quantity := get $resources $kind -}}
+  {{- range $name, $quantity := get $resources $kind | default dict -}}
     {{- $_ := set $quantities $name (toString $quantity) -}}
   {{- end -}}
   {{- if $quantities }}
