@@ -75,6 +75,9 @@ stageDefaults.{{ $key }}
 {{- with .Values.pipeline.media -}}
   {{- $_ := set $read "pipeline.media.store" .store -}}
 {{- end -}}
+{{- if regexMatch "\\$\\{[^}\\n]*\\n" (include "stagemesh.pipelineFile" .Values.pipeline) -}}
+  {{- fail "pipeline has a variable ${NAME:-default} that YAML breaks into two lines; shorten the text, or write a default without spaces" -}}
+{{- end -}}
 {{- range $path, $value := $read -}}
   {{- if contains "${" (toString $value) -}}
     {{- fail (printf "%s is %q, but the chart reads this value itself and knows no variables; write the value" $path $value) -}}
@@ -106,15 +109,15 @@ stageDefaults.{{ $key }}
 {{- range $name, $entry := .Values.pipeline.stages -}}
   {{- $group := $entry.group | default $name -}}
   {{- range $path, $value := dict (printf "pipeline.stages.%s" $name) $name (printf "pipeline.stages.%s.group" $name) $group -}}
-    {{- if not (regexMatch "^[a-z]([a-z0-9-]*[a-z0-9])?$" $value) -}}
-      {{- fail (printf "%s is named %q; use lower-case letters, digits and '-', a letter first and no '-' last" $path $value) -}}
+    {{- if not (regexMatch "^[a-z]([a-z0-9-]{0,28}[a-z0-9])?$" $value) -}}
+      {{- fail (printf "%s is named %q; use at most 30 lower-case letters, digits and '-', a letter first and no '-' last" $path $value) -}}
     {{- end -}}
     {{- if or (has $value (list "orchestrator" "admin" "media")) (hasSuffix "-warm" $value) -}}
       {{- fail (printf "%s is named %q, as another object of the chart is; choose a name other than orchestrator, admin and media, without the end -warm" $path $value) -}}
     {{- end -}}
   {{- end -}}
   {{- $namesake := get $.Values.pipeline.stages $group -}}
-  {{- if and $namesake (ne ($namesake.group | default $group) $group) -}}
+  {{- if and $namesake (ne $group $name) (ne ($namesake.group | default "") $group) -}}
     {{- fail (printf "pipeline.stages.%s.group is %q, the name of a stage outside the group; choose another name, or add that stage to the group" $name $group) -}}
   {{- end -}}
 {{- end -}}
