@@ -1,6 +1,6 @@
-"""Writes cpu.txt and dev.txt: exact versions of what pip resolves for this project on a machine without a GPU.
+"""Writes cpu.txt, dev.txt and checkov.txt: exact versions of what pip resolves on a machine without a GPU.
 
-Both are installed with `pip install --no-deps`, so that nothing outside them comes in. Run by `make lock`.
+They are installed with `pip install --no-deps`, so that nothing outside them comes in. Run by `make lock`.
 """
 
 import json
@@ -22,14 +22,17 @@ HEADER = "# {what}\n# Made by `make lock`; install with `pip install --no-deps -
 CPU_WHAT = """\
 What runs the speech pipeline without a GPU. torch is to be the CPU build: where the package index lacks it, add
 # PyTorch's own CPU index to pip's configuration."""
+CHECKOV_WHAT = """\
+Checkov, which checks the rendered chart. It has an environment of its own, because its requirements contradict
+# those of the project."""
 
 
-def resolve(extras: str, *, constraints: Path | None = None) -> dict[str, str]:
-    """The versions by normalized name that pip would install for the project with `extras`."""
+def resolve(requirement: str, *, constraints: Path | None = None) -> dict[str, str]:
+    """The versions by normalized name that pip would install for `requirement`, except the project itself."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-        command += ["--report", str(report), f"{HERE.parent}[{extras}]"]
+        command += ["--report", str(report), requirement]
         command += ["--constraint", str(constraints)] if constraints else []
         subprocess.run(command, check=True)
         installs = json.loads(report.read_text())["install"]
@@ -49,15 +52,16 @@ def write(path: Path, *, what: str, pins: dict[str, str]) -> None:
 
 
 def main() -> None:
-    """Resolves everything together, then the runtime alone within that."""
-    everything = resolve(ALL_EXTRAS)
+    """Resolves everything together, then the runtime alone within that, and Checkov apart."""
+    everything = resolve(f"{HERE.parent}[{ALL_EXTRAS}]")
     with tempfile.TemporaryDirectory() as folder:
         constraints = Path(folder) / "constraints.txt"
         constraints.write_text("".join(f"{name}=={version}\n" for name, version in everything.items()))
-        runtime = resolve(RUNTIME_EXTRAS, constraints=constraints)
+        runtime = resolve(f"{HERE.parent}[{RUNTIME_EXTRAS}]", constraints=constraints)
     tools = {name: version for name, version in everything.items() if name not in runtime}
     write(HERE / "cpu.txt", what=CPU_WHAT, pins=runtime)
     write(HERE / "dev.txt", what="What tests and checks it, beside cpu.txt.", pins=tools)
+    write(HERE / "checkov.txt", what=CHECKOV_WHAT, pins=resolve("checkov"))
 
 
 if __name__ == "__main__":
