@@ -64,6 +64,10 @@ class Fleet:
         """All replicas by stage, including replicas that are unreachable or leaving."""
         return {stage: self.registry.of(stage) for stage in self._pipeline.stages}
 
+    def step_cost_s(self, stage: str) -> float:
+        """Returns the average time that a step of a stage takes, in seconds. 1 until a replica has reported work."""
+        return self._costs[stage].seconds
+
     @property
     def ready(self) -> bool:
         """Whether the fleet can run requests.
