@@ -64,9 +64,9 @@ class Fleet:
         """All replicas by stage, including replicas that are unreachable or leaving."""
         return {stage: self.registry.of(stage) for stage in self._pipeline.stages}
 
-    def step_cost_s(self, stage: str) -> float:
-        """Returns the average time that a step of a stage takes, in seconds. 1 until a replica has reported work."""
-        return self._costs[stage].seconds
+    def step_cost(self, stage: str) -> StepCost:
+        """Returns the estimate of the time that a step of a stage takes."""
+        return self._costs[stage]
 
     @property
     def ready(self) -> bool:

@@ -101,7 +101,7 @@ class ScalingSignals:
                 own_queued_at_replicas_s=sum(
                     replica.load.queued_s * _own_part(replica, load.running + load.queued) for replica, load in loads
                 ),
-                unplanned_s=unplanned[stage] * fleet.step_cost_s(stage),
+                unplanned_s=unplanned[stage] * fleet.step_cost(stage).seconds,
                 playout_at_risk=at_risk[stage],
                 in_flight=sum(load.running + load.queued for _, load in loads),
                 own_in_flight=sum(replica.running for replica in replicas),
