@@ -73,6 +73,8 @@ class LoadEstimate:
         """The number of requests that this orchestrator has placed on the replica and not yet released."""
         self.idle = Notifier()
         """A notifier that fires when `running` becomes 0 or the replica ends."""
+        self.queued_s = 0.0
+        """The work of the steps that wait for the engine, in seconds, according to the last load report."""
         self._cost = cost
         self._clock = clock
         self._reported_s = 0.0
@@ -96,10 +98,11 @@ class LoadEstimate:
         """
         return self.work_s + self.running * self._cost.seconds
 
-    def report(self, work_s: float | None, *, steps: int) -> None:
+    def report(self, work_s: float | None, *, steps: int, queued: int = 0) -> None:
         """Updates the estimate from a load report: `steps` steps remain and take `work_s` seconds.
 
-        `work_s` is None if the engine does not estimate its work.
+        `work_s` is None if the engine does not estimate its work. `queued` of the steps wait for the engine. Each step
+        counts as an equal part of the work.
         """
         if work_s is None:
             self._reported_s = steps * self._cost.seconds
@@ -109,6 +112,7 @@ class LoadEstimate:
             self._cost.learn(work_s, steps=steps)
             self._reported_s = work_s if self._cost.known else steps * self._cost.seconds
         self._reported_at_s = self._clock()
+        self.queued_s = self._reported_s * queued / steps if steps else 0.0
         # The report contains at most `steps` of this orchestrator's requests. The others have not arrived yet.
         self._unreported = max(0, self.running - steps)
         self._report_number += 1
@@ -159,6 +163,8 @@ class Replica:
         """The wire versions and the software that the replica reported. None until it has described itself."""
         self.is_described = False
         """Whether at least one description of the replica has arrived."""
+        self.is_refused = False
+        """Whether the orchestrator refused the replica because of its last description."""
         self.last_report: stage_pb2.WatchLoadResponse | None = None
         """The replica's newest load report, or None if none has arrived."""
         self.adapters: frozenset[str] | None = None
@@ -215,7 +221,7 @@ class Replica:
         """Stores a load report for operators, and updates the load estimate for the planner."""
         self.last_report, self._reported_at_s = report, self._clock()
         work_s = report.work_s if report.HasField("work_s") else None
-        self.load.report(work_s, steps=report.running + report.queued)
+        self.load.report(work_s, steps=report.running + report.queued, queued=report.queued)
         adapters = frozenset(report.adapters)
         if adapters != self.adapters:
             self.adapters = adapters
@@ -298,6 +304,11 @@ class Replica:
         if changed:
             self._on_change()
 
+    def refuse(self, why: str) -> None:
+        """Sets the replica's state to FAILED, because it must not run requests of this orchestrator."""
+        self.is_refused = True
+        self.observe(ReplicaState.FAILED, f"refused: {why}")
+
     def observe_description(
         self, description: stage_pb2.DescribeResponse, pipeline: Pipeline, *, generations: Collection[str] = ()
     ) -> None:
@@ -318,20 +329,23 @@ class Replica:
         except NotReadyError as exc:
             refusal = exc.message
         if refusal:
-            self.observe(ReplicaState.FAILED, f"refused: {refusal}")
+            self.refuse(refusal)
         else:
+            self.is_refused = False
             self.observe(ReplicaState(description.state), description.detail)
 
     def _signature_refusal(self, description: stage_pb2.DescribeResponse, pipeline: Pipeline) -> str:
         """Returns why the replica's signature is refused, or an empty string."""
-        if not description.HasField("signature") or description.generation != pipeline.generation:
+        if not description.HasField("signature"):
             return ""
         stage = pipeline.stages[self.stage]
         fields = differing_fields(description.signature, stage.signature)
         if not fields:
             return ""
         remedy = "install the same versions of the engine and its functions everywhere"
-        if stage.is_external:
+        if description.generation != pipeline.generation:
+            remedy = "an orchestrator of its own generation uses it"
+        elif stage.is_external:
             remedy = "change what it reports in Describe, or the stage's `signature` in the file"
         return f"its signature differs from the pipeline file's in {', '.join(fields)}; {remedy}"
 
