@@ -12,14 +12,20 @@ class Endpoint(NamedTuple):
     namespace: str = ""
 
 
-def is_allowed(policies: list[Manifest], source: Endpoint, target: Endpoint, port: int, protocol: str = "TCP") -> bool:
+def is_allowed(
+    policies: list[Manifest], source: Endpoint, target: Endpoint, *, port: int, protocol: str = "TCP"
+) -> bool:
     """Returns whether the egress rules of the source and the ingress rules of the target allow a connection."""
-    return _permits(policies, source, "Egress", target, port, protocol) and _permits(
-        policies, target, "Ingress", source, port, protocol
+    sides = (("Egress", "to", source, target), ("Ingress", "from", target, source))
+    return all(
+        any(_is_peer(rule.get(key), peer) and _is_port(rule.get("ports"), port, protocol) for rule in rules)
+        for kind, key, pod, peer in sides
+        if (rules := _rules(policies, pod, kind)) is not None
     )
 
 
-def _permits(policies: list[Manifest], pod: Endpoint, kind: str, peer: Endpoint, port: int, protocol: str) -> bool:
+def _rules(policies: list[Manifest], pod: Endpoint, kind: str) -> list[Manifest] | None:
+    """Returns the rules for a pod, or None if no policy of the kind selects it, so that it may do everything."""
     chosen = [
         item["spec"]
         for item in policies
@@ -27,11 +33,7 @@ def _permits(policies: list[Manifest], pod: Endpoint, kind: str, peer: Endpoint,
         and kind in item["spec"]["policyTypes"]
         and matches(item["spec"]["podSelector"], pod.labels)
     ]
-    side = "from" if kind == "Ingress" else "to"
-    rules = [rule for spec in chosen for rule in spec.get(kind.lower(), [])]
-    return not chosen or any(
-        _is_peer(rule.get(side), peer) and _is_port(rule.get("ports"), port, protocol) for rule in rules
-    )
+    return [rule for spec in chosen for rule in spec.get(kind.lower(), [])] if chosen else None
 
 
 def _is_peer(peers: list[Manifest] | None, pod: Endpoint) -> bool:

@@ -33,7 +33,7 @@ class Network:
 
     def sources(self, target: str, port: int) -> set[str]:
         """Returns the pods that may connect to a port of `target`."""
-        return {name for name, pod in self.pods.items() if is_allowed(self.policies, pod, self.pods[target], port)}
+        return {name for name, pod in self.pods.items() if is_allowed(self.policies, pod, self.pods[target], port=port)}
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +93,13 @@ def test_without_an_edge_over_nixl_the_ports_of_ucx_are_closed() -> None:
 
 def test_pods_resolve_names(network: Network) -> None:
     for name in ("orchestrator", "thinker", "voice"):
-        assert is_allowed(network.policies, network.pods[name], network.pods["dns"], 53, "UDP")
+        assert is_allowed(network.policies, network.pods[name], network.pods["dns"], port=53, protocol="UDP")
 
 
 def test_pods_connect_to_nothing_else(network: Network) -> None:
     anywhere = Endpoint({}, "other")
     for name in ("orchestrator", "thinker", "voice"):
-        assert not is_allowed(network.policies, network.pods[name], anywhere, 443)
+        assert not is_allowed(network.policies, network.pods[name], anywhere, port=443)
 
 
 def test_an_external_stage_exchanges_data_with_stages_and_orchestrators() -> None:
@@ -110,8 +110,10 @@ def test_an_external_stage_exchanges_data_with_stages_and_orchestrators() -> Non
     )
     network = Network(release)
     client = network.pods["client"]
-    assert all(is_allowed(network.policies, network.pods[name], client, 6000) for name in ("orchestrator", "voice"))
-    assert is_allowed(network.policies, client, network.pods["voice"], 50051)
+    assert all(
+        is_allowed(network.policies, network.pods[name], client, port=6000) for name in ("orchestrator", "voice")
+    )
+    assert is_allowed(network.policies, client, network.pods["voice"], port=50051)
 
 
 def test_clients_reach_the_media_service_and_stages_do_not() -> None:

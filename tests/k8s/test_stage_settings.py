@@ -81,8 +81,9 @@ def test_cpu_and_memory_of_a_stage_are_those_of_the_values() -> None:
 
 
 def test_a_variable_replaces_that_of_the_chart() -> None:
-    variables = [item for item in Release(at("stages.thinker.env", [{"name": "HOME", "value": "/tmp"}])).container("thinker")["env"] if item["name"] == "HOME"]  # fmt: skip
-    assert variables == [{"name": "HOME", "value": "/tmp"}]
+    given = {"name": "HOME", "value": "/tmp"}
+    variables = Release(at("stages.thinker.env", [given])).container("thinker")["env"]
+    assert [item for item in variables if item["name"] == "HOME"] == [given]
 
 
 def test_secrets_become_variables_by_reference() -> None:

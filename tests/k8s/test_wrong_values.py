@@ -45,8 +45,11 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
     ),
     "arena above the memory limit": (
         [at("pipeline.stages.thinker.data_plane.arena_bytes", 64 * MIB), at("stages.thinker.resources", LIMIT)],
-        ["pipeline.stages.thinker.data_plane.arena_bytes is 67108864", "stages.thinker.resources.limits.memory is 32Mi"]
-        + ["raise the limit, or set a smaller arena"],
+        [
+            "pipeline.stages.thinker.data_plane.arena_bytes is 67108864",
+            "stages.thinker.resources.limits.memory is 32Mi",
+            "raise the limit, or set a smaller arena",
+        ],
     ),
     "default arena above the memory limit": (
         [at("stages.thinker.resources", LIMIT)],
@@ -80,8 +83,11 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
     ),
     "shm between groups": (
         [at("pipeline.edges", [{**EDGES[0], "connector": "shm"}, EDGES[1]])],
-        ["pipeline.edges[0].connector is shm", "thinker and acoustic are in the groups thinker and voice"]
-        + ["give both stages the same group, or set connector: auto"],
+        [
+            "pipeline.edges[0].connector is shm",
+            "thinker and acoustic are in the groups thinker and voice",
+            "give both stages the same group, or set connector: auto",
+        ],
     ),
     "edge to an unknown stage": (
         [at("pipeline.edges", [*EDGES, {"from": "thinker", "to": "talker"}])],
@@ -92,8 +98,10 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         ["stages.thinker.rdma.resource is not set", "name the resource of the RDMA device plug-in"],
     ),
     "RDMA without an edge": (
-        [at("pipeline.edges", [{**edge, "connector": "grpc"} for edge in EDGES])]
-        + [at("stages.thinker.rdma", {"enabled": True, "resource": "rdma/hca"})],
+        [
+            at("pipeline.edges", [{**edge, "connector": "grpc"} for edge in EDGES]),
+            at("stages.thinker.rdma", {"enabled": True, "resource": "rdma/hca"}),
+        ],
         ["stages.thinker.rdma.enabled is true, but no edge of the stage has connector nixl", "remove rdma"],
     ),
     "TLS without certificates": (
@@ -126,8 +134,10 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
     ),
     "minimum above maximum": (
         [at("stages.thinker.autoscaling", {**SCALED, "minReplicas": 5})],
-        ["stages.thinker.autoscaling.minReplicas is 5, which is above stages.thinker.autoscaling.maxReplicas, 4"]
-        + ["lower the minimum, or raise the maximum"],
+        [
+            "stages.thinker.autoscaling.minReplicas is 5, which is above stages.thinker.autoscaling.maxReplicas, 4",
+            "lower the minimum, or raise the maximum",
+        ],
     ),
     "minimum above maximum by default": (
         [at("stageDefaults.autoscaling", {**SCALED, "minReplicas": 5})],
