@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from stagemesh.orchestrator.scaling.signals import Metric
 from tests.k8s.helm import CHART, HELMS, NAMESPACE, RELEASE, Values, load_objects, render_text
 from tests.k8s.manifests import field
 from tests.k8s.release import SPEECH, Release, at, merged
@@ -83,7 +84,7 @@ def test_dashboards_use_metrics_that_exist(monitored: Release) -> None:
 
 
 def served_metrics() -> set[str]:
-    return {"stagemesh_stage_queued_seconds", "stagemesh_stage_playout_at_risk"}
+    return {metric.value for metric in Metric}
 
 
 def test_grafana_finds_the_dashboards_by_their_label(monitored: Release) -> None:
