@@ -1,5 +1,6 @@
 """Runs `stagemesh serve` as a process, with its configuration from a file and from standard input."""
 
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from stagemesh.common.exit_codes import ExitCode
 from stagemesh.common.process_config import dump_config
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
 from stagemesh.orchestrator.launcher.ports import PortPicker
+from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 from tests.cli.commands import COMMAND
 from tests.stage.replicas import stage_config
 
@@ -38,9 +40,12 @@ def _await_health(endpoint: str, name: str) -> None:
 
 
 @contextmanager
-def _serving(role: str, config: str, *, stdin: bytes = b"") -> Iterator["subprocess.Popen[bytes]"]:
+def _serving(
+    role: str, *arguments: str, stdin: bytes = b"", environment: dict[str, str] | None = None
+) -> Iterator["subprocess.Popen[bytes]"]:
     """Runs a process, and sends SIGTERM to it at the end. Asserts that it then exits with code 0."""
-    with subprocess.Popen([*COMMAND, "serve", role, config], stdin=subprocess.PIPE) as process:
+    command = [*COMMAND, "serve", role, *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as process:
         try:
             assert process.stdin is not None
             process.stdin.write(stdin)
@@ -84,3 +89,64 @@ def test_an_invalid_configuration_is_a_usage_error_that_names_its_origin(role: s
         ran = subprocess.run(command, input="{", capture_output=True, text=True, check=False, timeout=LIMIT_S)
         assert (ran.returncode, ran.stderr.startswith(name)) == (ExitCode.USAGE, True), ran.stderr
         assert "Traceback" not in ran.stderr
+
+
+def test_a_stage_is_served_as_the_pipeline_file_describes_it(tiny: Path, endpoint: str) -> None:
+    options = ["--pipeline", str(tiny), "--stage", "second", "--replica", "pod-7", "--listen", endpoint]
+    with _serving("stage", *options, "--generation", "3fa19c-b70e11"):
+        _await_health(endpoint, "second")
+        with grpc.insecure_channel(endpoint) as channel:
+            found = stage_pb2_grpc.StageServiceStub(channel).Describe(stage_pb2.DescribeRequest(), timeout=LIMIT_S)
+    assert (found.pipeline, found.stage, found.replica) == ("tiny", "second", "pod-7")
+    assert (found.generation, found.engine) == ("3fa19c-b70e11", "fake")
+
+
+def test_only_the_model_of_the_served_stage_must_exist(tmp_path: Path, endpoint: str) -> None:
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(
+        "pipeline: two\nstages:\n  first: {engine: fake, function: source}\n"
+        "  second: {engine: fake, function: relay, model: ${WEIGHTS}}\nedges: [{from: first, to: second}]\n"
+        "outputs: {out: second}\n"
+    )
+    options = ["--pipeline", str(path), "--replica", "r", "--listen", endpoint]
+    environment = {**os.environ, "WEIGHTS": "/nowhere"}
+    missing = _run([*COMMAND, "serve", "stage", *options, "--stage", "second"], environment)
+    assert missing.returncode == ExitCode.USAGE
+    assert "model '/nowhere' is missing" in " ".join(missing.stderr.split())
+    with _serving("stage", *options, "--stage", "first", environment=environment):
+        _await_health(endpoint, "first")
+
+
+def test_a_media_service_is_served_as_the_pipeline_file_describes_it(tmp_path: Path, endpoint: str) -> None:
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(
+        "pipeline: one\nstages:\n  first: {engine: fake, function: source}\noutputs: {out: first}\n"
+        f"media: {{store: {tmp_path / 'store'}}}\n"
+    )
+    with _serving("media", "--pipeline", str(path), "--listen", endpoint, "--name", "media-pod"):
+        _await_health(endpoint, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give CONFIG, or --pipeline"),
+        (["config.json", "--replica", "a"], "give either CONFIG or --replica, not both"),
+        (["--pipeline", "tiny.yaml", "--replica", "a"], "--stage and --listen: it is required with --pipeline"),
+        (["--replica", "a"], "give CONFIG, or --pipeline"),
+    ],
+)
+def test_a_stage_is_configured_in_exactly_one_way(arguments: list[str], message: str) -> None:
+    ran = _run([*COMMAND, "serve", "stage", *arguments], {**os.environ, "COLUMNS": "200"})
+    assert (ran.returncode, message in ran.stderr) == (ExitCode.USAGE, True), ran.stderr
+
+
+def test_an_unknown_stage_is_named_with_those_of_the_file(tiny: Path, endpoint: str) -> None:
+    options = ["--pipeline", str(tiny), "--stage", "third", "--replica", "r", "--listen", endpoint]
+    ran = _run([*COMMAND, "serve", "stage", *options])
+    assert ran.returncode == ExitCode.USAGE
+    assert "has no stage 'third'; its stages are first, second" in ran.stderr.replace("\n", " ")
+
+
+def _run(command: list[str], environment: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S, env=environment)

@@ -1,5 +1,6 @@
 """The configuration of a stage process: a JSON file that a launcher writes or a cluster mounts."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -76,6 +77,9 @@ class StageConfig:
     A replica makes no progress if its event loop is blocked. It also makes no progress if at least one step could
     advance but no step advances.
     """
+    drain_s: float = 10.0
+    """The number of seconds that running steps have to end after SIGTERM. The remaining steps are then moved to other
+    replicas."""
     orchestrators: tuple[OrchestratorAddress, ...] = ()
     """The addresses of the orchestrators with which the replica registers.
 
@@ -105,5 +109,7 @@ class StageConfig:
     """
 
     def __post_init__(self) -> None:
+        if not 0 <= self.drain_s < math.inf:
+            raise ValueError(f"drain_s is {self.drain_s:g}; it must be a number of seconds, or 0 for none")
         if not self.stall_s >= 0:
             raise ValueError(f"stall_s is {self.stall_s:g}; it must be a positive number of seconds, or 0 for never")

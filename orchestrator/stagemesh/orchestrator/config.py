@@ -65,10 +65,14 @@ class OrchestratorConfig:
     """The DNS names that resolve to replicas, by stage."""
     registration: Registration | None = None
     """The settings for replicas that register themselves, or None if replicas cannot register."""
+    generation: str = ""
+    """The generation of this orchestrator's own replicas. Empty stands for the generation of the pipeline file, which
+    is computed from the file's stages."""
     generations: tuple[str, ...] = ()
-    """Additional generations whose replicas are accepted during an upgrade.
+    """Additional generations whose replicas are accepted during an upgrade, as patterns: `*` stands for any text.
 
-    Replicas of the pipeline file's own generation are always accepted.
+    Replicas of the orchestrator's own generation are always accepted. Replicas of the additional generations must
+    report the signatures of the pipeline file's stages, too.
     """
     admin_listen: str | None = None
     """The address at which operators and stages reach the orchestrator, "host:port", or None if they cannot.

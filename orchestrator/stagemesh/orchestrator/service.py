@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.orchestrator.admin.service import serving_admin
@@ -24,6 +25,8 @@ _GRACE_S = 2.0
 async def serve(config: OrchestratorConfig, stopping: asyncio.Event) -> None:
     """Serves the pipeline that `config` names. Returns after the event `stopping` is set."""
     pipeline = load_pipeline(config.pipeline, overrides=config.overrides, check_models=False)
+    if config.generation:
+        pipeline = replace(pipeline, generation=config.generation)
     async with serving(config, pipeline):
         await stopping.wait()
 

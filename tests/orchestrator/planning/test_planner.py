@@ -5,6 +5,7 @@ import pytest
 
 from stagemesh.common.errors import NotFoundError, StagemeshError, UnavailableError
 from stagemesh.common.replica_state import ReplicaState
+from stagemesh.common.signatures import signature_to_wire
 from stagemesh.common.versions import own_protocol
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
@@ -213,18 +214,31 @@ def test_a_replica_of_another_pipeline_is_rejected(pipeline: Pipeline, fields: d
     assert replica.detail.startswith("refused: replica a-0 speaks" if "protocol" in fields else "refused: its ")
 
 
-def test_the_signature_of_another_generation_is_not_compared(pipeline: Pipeline) -> None:
+@pytest.mark.parametrize(
+    ("accepted", "same", "detail"),
+    [
+        ("earl*", True, ""),
+        ("earl*", False, "an orchestrator of its own generation uses it"),
+        ("later-*", True, "refused: its generation is earlier, expected"),
+    ],
+)
+def test_a_replica_of_another_accepted_generation_has_the_same_signature(
+    pipeline: Pipeline, accepted: str, same: bool, detail: str
+) -> None:
+    signature = signature_to_wire(pipeline.stages["a"].signature)
+    signature.sampling ^= not same
     description = stage_pb2.DescribeResponse(
         pipeline="chain",
         generation="earlier",
         stage="a",
         protocol=own_protocol(),
         state=stage_pb2.REPLICA_STATE_READY,
-        signature=signature_pb2.Signature(sampling=True),
+        signature=signature,
     )
     replica = Replica(Member("a", "h:1", "a-0"), cast("ReplicaClient", None), on_change=lambda: None)
-    replica.observe_description(description, pipeline, generations=["earlier"])
-    assert replica.state is ReplicaState.READY
+    replica.observe_description(description, pipeline, generations=[accepted])
+    assert replica.state is (ReplicaState.FAILED if detail else ReplicaState.READY)
+    assert detail in replica.detail
 
 
 async def test_the_orchestrator_serves_once_every_stage_is_ready(tmp_path: Path) -> None:

@@ -324,14 +324,16 @@ class Replica:
 
     def _signature_refusal(self, description: stage_pb2.DescribeResponse, pipeline: Pipeline) -> str:
         """Returns why the replica's signature is refused, or an empty string."""
-        if not description.HasField("signature") or description.generation != pipeline.generation:
+        if not description.HasField("signature"):
             return ""
         stage = pipeline.stages[self.stage]
         fields = differing_fields(description.signature, stage.signature)
         if not fields:
             return ""
         remedy = "install the same versions of the engine and its functions everywhere"
-        if stage.is_external:
+        if description.generation != pipeline.generation:
+            remedy = "an orchestrator of its own generation uses it"
+        elif stage.is_external:
             remedy = "change what it reports in Describe, or the stage's `signature` in the file"
         return f"its signature differs from the pipeline file's in {', '.join(fields)}; {remedy}"
 

@@ -5,14 +5,13 @@ import os
 import sys
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from stagemesh.common import settings
 from stagemesh.common.errors import StagemeshError
-from stagemesh.common.media_config import MediaServiceConfig
 from stagemesh.common.process_config import dump_config
-from stagemesh.common.stage_config import StageConfig
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration, ReplicaAddress
 from stagemesh.orchestrator.launcher.external_stages import ExternalStages
 from stagemesh.orchestrator.launcher.ports import HOST, PortPicker, check_listen
@@ -24,6 +23,7 @@ from stagemesh.orchestrator.launcher.probes import (
     probe_health,
     probe_stage,
 )
+from stagemesh.orchestrator.launcher.process_configs import MEDIA, media_service_config, stage_config
 from stagemesh.orchestrator.launcher.run_folder import RunFolder
 from stagemesh.orchestrator.launcher.supervisor import Listener, ProcessSpec, RestartPolicy, Supervisor
 from stagemesh.orchestrator.spec import Pipeline, Stage
@@ -31,7 +31,6 @@ from stagemesh.rpc.channels import open_channel
 from stagemesh.v1.orchestrator_pb2 import EdgeDescription
 
 _POLL_S = 0.1
-_MEDIA = "media"
 
 
 class Launcher:
@@ -139,30 +138,17 @@ class Launcher:
         if media is None or not media.store:
             return ()
         endpoint = f"{HOST}:{self._ports.pick()}"
-        config = MediaServiceConfig(self._pipeline.name, endpoint, media, name=_MEDIA, parent_pid=os.getpid())
-        command = _command("stagemesh.services.media", folder.write_config(_MEDIA, dump_config(config)))
-        return (ProcessSpec(_MEDIA, "", endpoint, command, folder.log_path(_MEDIA), probe_health),)
+        config = replace(media_service_config(self._pipeline, listen=endpoint), parent_pid=os.getpid())
+        command = _command("stagemesh.services.media", folder.write_config(MEDIA, dump_config(config)))
+        return (ProcessSpec(MEDIA, "", endpoint, command, folder.log_path(MEDIA), probe_health),)
 
     def _addresses(self, stage: Stage) -> tuple[ReplicaAddress, ...]:
         count = range(0 if stage.is_external else stage.replicas)
         return tuple(ReplicaAddress(f"{stage.name}-{i}", f"{HOST}:{self._ports.pick()}") for i in count)
 
     def _plan_replica(self, stage: Stage, address: ReplicaAddress, folder: RunFolder) -> ProcessSpec:
-        config = StageConfig(
-            pipeline=self._pipeline.name,
-            generation=self._pipeline.generation,
-            stage=stage.name,
-            replica=address.name,
-            engine=stage.engine,
-            function=stage.function,
-            model=None if stage.model_path is None else str(stage.model_path),
-            options=stage.options,
-            listen=address.endpoint,
-            data_plane=stage.data_plane,
-            stall_s=stage.stall_s,
-            media=self._pipeline.media,
-            parent_pid=os.getpid(),
-        )
+        config = stage_config(self._pipeline, stage, replica=address.name, listen=address.endpoint)
+        config = replace(config, parent_pid=os.getpid())
         command = _command("stagemesh.services.stage", folder.write_config(address.name, dump_config(config)))
         log = folder.log_path(address.name)
         return ProcessSpec(address.name, stage.name, address.endpoint, command, log, probe_stage)

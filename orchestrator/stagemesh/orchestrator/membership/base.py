@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Protocol
 
 from stagemesh.orchestrator.spec import Pipeline
@@ -59,10 +60,11 @@ class Belonging(Protocol):
 def find_refusal(description: Belonging, *, stage: str, pipeline: Pipeline, generations: Collection[str] = ()) -> str:
     """Returns a human-readable reason why a replica does not belong to a stage of the pipeline.
 
-    Returns an empty string if the replica belongs to the stage. `generations` are accepted in addition to the
-    pipeline's own generation.
+    Returns an empty string if the replica belongs to the stage. Generations that match a pattern in `generations` are
+    accepted in addition to the pipeline's own generation.
     """
-    generation = description.generation if description.generation in generations else pipeline.generation
+    is_additional = any(fnmatchcase(description.generation, pattern) for pattern in generations)
+    generation = description.generation if is_additional else pipeline.generation
     facts = {
         "pipeline": (description.pipeline, pipeline.name),
         "generation": (description.generation, generation),

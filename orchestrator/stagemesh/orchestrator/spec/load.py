@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from difflib import get_close_matches
 from importlib.resources import files
@@ -40,14 +40,15 @@ def load_pipeline(
     *,
     variables: Mapping[str, str] | None = None,
     overrides: Mapping[str, str] | None = None,
-    check_models: bool = True,
+    check_models: bool | Collection[str] = True,
     catalog: Catalog | None = None,
 ) -> Pipeline:
     """Loads and checks a pipeline. `name_or_path` is the name of a built-in pipeline or the path of a file.
 
     - `variables` are the values for variables in the file. If None, the environment variables are used.
     - `overrides` replace values of the file, for example {"edges.*.connector": "grpc"}.
-    - `check_models` is True if a missing model is an error. If it is False, models are not looked up.
+    - `check_models` names the stages whose models are looked up, and a missing model of these stages is an error. True
+      stands for all stages, and False for none.
     - `catalog` loads the descriptors of engines and transforms. If None, the installed descriptors are used.
 
     Raises NotFoundError (UNKNOWN_PIPELINE) if there is no such pipeline. Raises InvalidPipelineError if the file is
@@ -59,8 +60,9 @@ def load_pipeline(
     apply_overrides(document, overrides or {})
     file = check_shape(document)
     catalog = catalog or Catalog()
+    checked = file.stages if check_models is True else check_models or ()
     problems = document.problems
-    stages = StageResolver(catalog, problems, check_models, _fetch_hint(name_or_path)).resolve(file)
+    stages = StageResolver(catalog, problems, checked, _fetch_hint(name_or_path)).resolve(file)
     store_uri = parse_root(file.media.store).uri if file.media is not None and file.media.store else ""
     outputs = resolve_outputs(file, stages, problems, store_uri=store_uri)
     options, ambiguous = merge_options(stages, file.options, problems)
@@ -80,7 +82,7 @@ def load_pipeline(
     _check_main_stage(file.main_stage, stages, problems)
     _check_limits(file.limits, problems)
     if file.media is not None:
-        check_media(file.media, problems, check_packages=check_models)
+        check_media(file.media, problems, check_packages=bool(check_models))
     problems.raise_any()
     stages = {name: stages[name] for name in topological_order(list(stages), {edge.arc for edge in edges})}
     pipeline = Pipeline(

@@ -26,11 +26,10 @@ from stagemesh.services.stage.service.servicer import SERVICE_NAME, StageService
 from stagemesh.v1 import control_pb2_grpc
 
 LIVENESS = "liveness"
-_DRAIN_GRACE_S = 10.0
 _STOP_GRACE_S = 1.0
-_END_S = 60.0
-"""Time limit in seconds for the process to terminate after the replica has been stopped. Without the limit, the process
-might never terminate, because an engine that hangs may not release its tasks."""
+_END_S = 25.0
+"""Time limit in seconds for the process to terminate after the time for its running steps. Without the limit, the
+process might never terminate, because an engine that hangs may not release its tasks."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
 
     Raises the engine's error if the engine fails. The health service reports these names as SERVING:
 
-    - "" and StageService while the replica accepts steps
+    - "", StageService and the stage's own name while the replica accepts steps
     - StageControlService while the engine is loaded
     - "liveness" from the start of the server until its end
     """
@@ -53,19 +52,19 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
     server.reflect(SERVICE_NAME)
     server.reflect(CONTROL_NAME)
     runtime.on_shutdown = stopping.set
-    runtime.on_serving = lambda serving: _set_serving(server, serving=serving)
+    runtime.on_serving = lambda serving: _set_serving(server, config.stage, serving=serving)
     server.set_health(LIVENESS, serving=True)
     server.set_health(CONTROL_NAME, serving=False)
-    _set_serving(server, serving=False)
+    _set_serving(server, config.stage, serving=False)
     try:
         port = await server.start()
         async with registered(config, incarnation=runtime.data_plane.incarnation, port=port):
             await work(runtime, server, stopping)
     finally:
-        end_within(_END_S)
-        _set_serving(server, serving=False)
+        end_within(config.drain_s + _END_S)
+        _set_serving(server, config.stage, serving=False)
         server.set_health(CONTROL_NAME, serving=False)
-        await runtime.finish_steps(grace_s=_DRAIN_GRACE_S)
+        await runtime.finish_steps(grace_s=config.drain_s)
         await runtime.close()
         await server.stop(grace_s=_STOP_GRACE_S)
 
@@ -80,7 +79,7 @@ async def work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -
     gc.collect()
     gc.freeze()
     # An operator may already have drained the replica.
-    _set_serving(server, serving=runtime.state is ReplicaState.READY)
+    _set_serving(server, runtime.config.stage, serving=runtime.state is ReplicaState.READY)
     server.set_health(CONTROL_NAME, serving=True)
     _log.info("ready")
     stall_s = runtime.config.stall_s
@@ -119,6 +118,6 @@ def _make_runtime(config: StageConfig) -> StageRuntime:
     return StageRuntime(engine, data_plane, config, descriptor.signature(config.function, config.options))
 
 
-def _set_serving(server: Server, *, serving: bool) -> None:
-    for name in ("", SERVICE_NAME):
+def _set_serving(server: Server, stage: str, *, serving: bool) -> None:
+    for name in ("", SERVICE_NAME, stage):
         server.set_health(name, serving=serving)

@@ -6,9 +6,16 @@ and the command line imports neither the orchestrator's service nor a stage.
 
 import os
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+
+from stagemesh.common.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from stagemesh.common.process_config import ProcessConfig
 
 app = typer.Typer(
     help="Run one process of a deployment until SIGTERM or Ctrl-C: an orchestrator, a replica of a stage, or a media "
@@ -16,11 +23,23 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-_Config = Annotated[
-    str,
-    typer.Argument(
-        metavar="CONFIG", help="Read the configuration from this JSON file. A single - reads it from standard input."
+_CONFIG_HELP = "Read the configuration from this JSON file. A single - reads it from standard input."
+_Config = Annotated[str, typer.Argument(metavar="CONFIG", help=_CONFIG_HELP)]
+_OptionalConfig = Annotated[
+    str | None,
+    typer.Argument(metavar="CONFIG", help=f"{_CONFIG_HELP} Not allowed with --pipeline.", show_default=False),
+]
+_Pipeline = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PIPELINE",
+        help="Derive the configuration from the built-in pipeline with this name, or from the YAML file at this path. "
+        "Replaces CONFIG.",
     ),
+]
+_Listen = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Listen on this address. Required with --pipeline."),
 ]
 
 
@@ -31,15 +50,122 @@ def orchestrator(config: _Config) -> None:
 
 
 @app.command()
-def stage(config: _Config) -> None:
-    """Run a replica of a stage. docs/replicas.md describes its configuration."""
-    _replace_process("stagemesh.services.stage", config)
+def stage(
+    config: _OptionalConfig = None,
+    pipeline: _Pipeline = None,
+    stage: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Run this stage of the pipeline. Required with --pipeline.")
+    ] = None,
+    replica: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Name the replica. Names are unique in the pipeline. Required with --pipeline."
+        ),
+    ] = None,
+    listen: _Listen = None,
+    generation: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Set the generation that the replica reports to orchestrators.",
+            show_default="computed from the pipeline file",
+        ),
+    ] = None,
+    drain_s: Annotated[
+        float | None,
+        typer.Option(
+            "--drain-s",
+            min=0,
+            max=86400,
+            metavar="SECONDS",
+            help="Give running steps this number of seconds to end after SIGTERM.",
+            show_default="10",
+        ),
+    ] = None,
+) -> None:
+    """Run a replica of a stage, configured by CONFIG (docs/replicas.md) or by a pipeline file.
+
+    With --pipeline, only the model of the stage itself must exist on this machine.
+    """
+    required = {"--stage": stage, "--replica": replica, "--listen": listen}
+    _check_form(config, pipeline, required=required, optional={"--generation": generation, "--drain-s": drain_s})
+    if config is not None:
+        _replace_process("stagemesh.services.stage", config)
+    from stagemesh.orchestrator.launcher.process_configs import stage_config
+    from stagemesh.orchestrator.spec import load_pipeline
+
+    loaded = load_pipeline(str(pipeline), check_models=[str(stage)])
+    served = loaded.stages.get(str(stage))
+    if served is None:
+        raise InvalidRequestError(
+            f"--stage: pipeline {loaded.name!r} has no stage {stage!r}; its stages are {', '.join(loaded.stages)}",
+            reason="INVALID_CONFIG",
+        )
+    derived = stage_config(loaded, served, replica=str(replica), listen=str(listen))
+    derived = replace(
+        derived,
+        generation=generation or derived.generation,
+        drain_s=derived.drain_s if drain_s is None else drain_s,
+    )
+    _replace_process("stagemesh.services.stage", _standard_input(derived))
 
 
 @app.command()
-def media(config: _Config) -> None:
-    """Run a media service, which stores uploads and serves downloads. docs/media.md describes its configuration."""
-    _replace_process("stagemesh.services.media", config)
+def media(
+    config: _OptionalConfig = None,
+    pipeline: _Pipeline = None,
+    listen: _Listen = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name the process. Processes with the same store need different names.",
+            show_default="media",
+        ),
+    ] = None,
+) -> None:
+    """Run a media service, which stores uploads and serves downloads.
+
+    It is configured by CONFIG (docs/media.md) or by a pipeline file.
+    """
+    _check_form(config, pipeline, required={"--listen": listen}, optional={"--name": name})
+    if config is not None:
+        _replace_process("stagemesh.services.media", config)
+    from stagemesh.orchestrator.launcher.process_configs import MEDIA, media_service_config
+    from stagemesh.orchestrator.spec import load_pipeline
+
+    loaded = load_pipeline(str(pipeline), check_models=False)
+    derived = media_service_config(loaded, listen=str(listen), name=name or MEDIA)
+    _replace_process("stagemesh.services.media", _standard_input(derived))
+
+
+def _check_form(
+    config: str | None, pipeline: str | None, *, required: Mapping[str, object], optional: Mapping[str, object]
+) -> None:
+    """Raises BadParameter unless exactly one form of the command is given: CONFIG alone, or --pipeline.
+
+    `required` and `optional` are the values of the options that belong to --pipeline, by name. None stands for an
+    option that is omitted.
+    """
+    given = [name for name, value in {"--pipeline": pipeline, **required, **optional}.items() if value is not None]
+    if config is not None and given:
+        raise typer.BadParameter(f"CONFIG contains all settings; give either CONFIG or {', '.join(given)}, not both")
+    if config is None and pipeline is None:
+        raise typer.BadParameter("give CONFIG, or --pipeline and the options that it requires", param_hint="CONFIG")
+    missing = [name for name, value in required.items() if not value]
+    if config is None and missing:
+        raise typer.BadParameter("it is required with --pipeline", param_hint=" and ".join(missing))
+
+
+def _standard_input(config: "ProcessConfig") -> str:
+    """Makes standard input a file that contains a config. Returns the name by which a process reads it."""
+    from stagemesh.common.process_config import STDIN, dump_config
+
+    file = os.memfd_create("config")
+    os.write(file, dump_config(config))
+    os.lseek(file, 0, os.SEEK_SET)
+    os.dup2(file, 0)
+    return STDIN
 
 
 def _replace_process(module: str, config: str) -> NoReturn:

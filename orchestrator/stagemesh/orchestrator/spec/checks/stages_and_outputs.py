@@ -1,6 +1,6 @@
 """Checks the stages and outputs of a pipeline file against the installed engines and models."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,13 @@ class Catalog:
 class StageResolver:
     """Converts the stages of a pipeline file to checked stages. Does not resolve the stages' conditions.
 
-    Reports errors to `problems`. If `check_models` is False, does not look up models, and a missing model is not an
-    error.
+    Reports errors to `problems`. Looks up only the models of the stages in `check_models`, and a missing model of
+    another stage is not an error.
     """
 
     catalog: Catalog
     problems: Problems
-    check_models: bool
+    check_models: Collection[str]
     fetch_hint: str
     """The remedy in the error message for a missing model. It tells the user how to obtain the model."""
 
@@ -94,7 +94,7 @@ class StageResolver:
             if engine.needs_model:
                 self.problems.add(path, f"engine {entry.engine!r} needs a model; add `model: NAME or PATH`")
             return None
-        if not self.check_models:
+        if path[-1] not in self.check_models:
             return None
         found = settings.find_model(entry.model)
         if found is None:
