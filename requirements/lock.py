@@ -1,9 +1,10 @@
-"""Writes the exact versions that pip resolves for this project: a file for each image, and dev.txt for tests and checks.
+"""Writes the exact versions that pip resolves: a file for each image, and what tests and checks the project.
 
 - orchestrator.txt: an orchestrator and the command line.
 - cpu.txt: all parts, without a GPU. `make venv` and the image `stage-cpu` install it.
 - cuda.txt: all parts, with CUDA. The image `stage-cuda` installs it.
 - dev.txt: what tests and checks the project, in addition to cpu.txt.
+- checkov.txt: Checkov, in an environment of its own.
 
 Each is installed with `pip install --no-deps`, so that pip installs nothing else. Run by `make lock`.
 """
@@ -34,15 +35,21 @@ HEADER = "# {what}\n# Made by `make lock`; install with `pip install --no-deps -
 CPU_WHAT = """\
 All parts of Stagemesh, without a GPU. torch must be the CPU build: if the package index lacks it, add PyTorch's own
 # CPU index to pip's configuration."""
+CHECKOV_WHAT = """\
+Checkov, which checks the rendered chart. It has an environment of its own, because its requirements contradict
+# those of the project."""
+PROJECT = f"{HERE.parent}[{{}}]"
 
 
-def resolve(extras: str, *, constraints: Mapping[str, str], environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns the versions, by normalized name, that pip would install for the project with `extras`."""
+def resolve(
+    requirement: str, *, constraints: Mapping[str, str], environment: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Returns the versions, by normalized name, that pip would install for `requirement`, except the project itself."""
     with tempfile.TemporaryDirectory() as folder:
         report, constraints_file = Path(folder) / "report.json", Path(folder) / "constraints.txt"
         constraints_file.write_text("".join(f"{name}=={version}\n" for name, version in constraints.items()))
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-        command += ["--report", str(report), "--constraint", str(constraints_file), f"{HERE.parent}[{extras}]"]
+        command += ["--report", str(report), "--constraint", str(constraints_file), requirement]
         subprocess.run(command, check=True, env={**os.environ, **(environment or {})})
         installs = json.loads(report.read_text())["install"]
     found = {normalize(item["metadata"]["name"]): item["metadata"]["version"] for item in installs}
@@ -65,16 +72,19 @@ def write(name: str, *, what: str, pins: Mapping[str, str], excluded: frozenset[
 
 def main() -> None:
     """Resolves everything for a CPU together, then the parts of it. Resolves CUDA apart, because torch differs."""
-    everything = resolve(ALL_EXTRAS, constraints={})
-    cpu = resolve(CPU_EXTRAS, constraints=everything)
-    orchestrator = resolve(ORCHESTRATOR_EXTRAS, constraints=everything)
+    everything = resolve(PROJECT.format(ALL_EXTRAS), constraints={})
+    cpu = resolve(PROJECT.format(CPU_EXTRAS), constraints=everything)
+    orchestrator = resolve(PROJECT.format(ORCHESTRATOR_EXTRAS), constraints=everything)
     # Without pip's configuration, which may offer CPU builds of torch.
-    cuda = resolve(CUDA_EXTRAS, constraints={}, environment={"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""})
+    cuda = resolve(
+        PROJECT.format(CUDA_EXTRAS), constraints={}, environment={"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
+    )
     tools = {name: version for name, version in everything.items() if name not in cpu}
     write("orchestrator.txt", what="An orchestrator.", pins=orchestrator, excluded=EXCLUDED_FROM_ORCHESTRATOR)
     write("cpu.txt", what=CPU_WHAT, pins=cpu, excluded=EXCLUDED)
     write("cuda.txt", what="All parts of Stagemesh, with CUDA.", pins=cuda)
     write("dev.txt", what="What tests and checks it, in addition to cpu.txt.", pins=tools, excluded=EXCLUDED)
+    write("checkov.txt", what=CHECKOV_WHAT, pins=resolve("checkov", constraints={}))
 
 
 if __name__ == "__main__":
