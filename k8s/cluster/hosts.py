@@ -77,6 +77,10 @@ class Host:
         """Runs a program on this host to its end, and returns its output."""
         return run(*self._enter(), *command, stdin=stdin)
 
+    def run_outside(self, *command: str) -> str:
+        """Runs a program in the host's network, but with the machine's own files and processes."""
+        return run("nsenter", f"--net=/run/netns/{self.namespace}", *command)
+
     def command(self, *command: str) -> list[str]:
         """Returns the command line that runs a program on this host."""
         return [*self._enter(), *command]
