@@ -56,6 +56,8 @@ Everything that the templates derive from the values, as JSON. Refuses wrong val
       {{- $_ := set $group "replicas" (dig "replicas" 1 $stage.entry) -}}
     {{- end -}}
     {{- $_ := set $stage "port" ($stage.port | default (add 50051 $index)) -}}
+    {{- /* The names of ports are unique in a pod. */ -}}
+    {{- $_ := set $stage "portName" (ternary "grpc" (printf "grpc-%d" (add1 $index)) (eq $index 0)) -}}
     {{- $shmBytes = add $shmBytes $stage.shmBytes $stage.arenaBytes -}}
     {{- $_ := set $group "nodes" ($stage.multiNode.nodes | max ($group.nodes | default 1)) -}}
   {{- end -}}

@@ -50,7 +50,8 @@ read-only one, so both are one projected volume.
 - name: config
   {{- if $root.Values.tls.enabled }}
   projected:
-    defaultMode: 0440
+    # 0440 in octal.
+    defaultMode: 288
     sources:
       - downwardAPI:
           items:

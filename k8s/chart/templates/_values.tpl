@@ -25,13 +25,17 @@ replicas drainSeconds terminationGracePeriodSeconds surge minReadySeconds nodeSe
 existingClaim claim hostPath none
 {{- end -}}
 
+{{/* A scalar as text. Helm itself writes large numbers with an exponent. */}}
+{{- define "stagemesh.text" -}}
+{{- if kindIs "string" . }}{{ . }}{{ else }}{{ toJson . }}{{ end -}}
+{{- end -}}
+
 {{/* The bytes of a Kubernetes quantity of memory, such as 4Gi. */}}
 {{- define "stagemesh.bytes" -}}
-{{- $text := toString . -}}
+{{- $text := include "stagemesh.text" . -}}
 {{- $number := regexFind "^[0-9]+(\\.[0-9]+)?" $text -}}
-{{- $unit := trimPrefix $number $text -}}
-{{- $factors := dict "" 1 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
-{{- mulf (float64 $number) (get $factors $unit | default 1) | int64 -}}
+{{- $factors := dict "" 1 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624 -}}
+{{- mulf (float64 $number) (get $factors (trimPrefix $number $text)) | int64 -}}
 {{- end -}}
 
 {{/*

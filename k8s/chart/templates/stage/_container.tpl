@@ -16,7 +16,7 @@
   {{- $_ := set $ucx "UCX_IB_GPU_DIRECT_RDMA" "yes" -}}
 {{- end -}}
 {{- range $name, $value := merge (deepCopy $stage.ucx) $ucx -}}
-  {{- $own = append $own (dict "name" $name "value" (toString $value)) -}}
+  {{- $own = append $own (dict "name" $name "value" (include "stagemesh.text" $value)) -}}
 {{- end -}}
 {{- include "stagemesh.env" (list $root $stage.env $own) -}}
 {{- end -}}
@@ -38,8 +38,8 @@
 {{- end -}}
 {{- range $kind := list "limits" "requests" -}}
   {{- $quantities := dict -}}
-  {{- range $name, $quantity := get $resources $kind -}}
-    {{- $_ := set $quantities $name (toString $quantity) -}}
+  {{- range $name, $quantity := get $resources $kind | default dict -}}
+    {{- $_ := set $quantities $name (include "stagemesh.text" $quantity) -}}
   {{- end -}}
   {{- if $quantities }}
 {{ $kind }}:
@@ -79,7 +79,7 @@ nodes of a stage that spans nodes.
     - --sleep-when-idle-s={{ int64 $group.warm.sleepAfterSeconds }}
     {{- end }}
   ports:
-    - name: grpc
+    - name: {{ $stage.portName }}
       containerPort: {{ int64 $stage.port }}
       protocol: TCP
   startupProbe:
@@ -139,7 +139,7 @@ the leader with the stage's own options.
   {{- else if or (kindIs "map" $value) (kindIs "slice" $value) -}}
     {{- $command = append $command (printf "--%s=%s" $flag (toJson $value)) -}}
   {{- else -}}
-    {{- $command = append $command (printf "--%s=%s" $flag (toJson $value | trimAll "\"")) -}}
+    {{- $command = append $command (printf "--%s=%s" $flag (include "stagemesh.text" $value)) -}}
   {{- end -}}
 {{- end -}}
 {{- toYaml $command -}}
