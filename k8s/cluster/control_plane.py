@@ -38,7 +38,11 @@ class ControlPlane:
         self._write_files()
         etcd = f"http://{self.host.address}:2379"
         self.host.start(
-            "etcd", "etcd", f"--data-dir={folder / 'etcd'}", f"--listen-client-urls={etcd}", f"--advertise-client-urls={etcd}"
+            "etcd",
+            "etcd",
+            f"--data-dir={folder / 'etcd'}",
+            f"--listen-client-urls={etcd}",
+            f"--advertise-client-urls={etcd}",
         )
         self.host.start(
             "kube-apiserver",
@@ -67,7 +71,10 @@ class ControlPlane:
             "--leader-elect=false",
         )
         self.host.start(
-            "kube-scheduler", str(self.binaries / "kube-scheduler"), f"--kubeconfig={self.kubeconfig}", "--leader-elect=false"
+            "kube-scheduler",
+            str(self.binaries / "kube-scheduler"),
+            f"--kubeconfig={self.kubeconfig}",
+            "--leader-elect=false",
         )
         start_proxy(self.host, self)
         self.host.start("registry", "docker-registry", "serve", str(folder / "registry.yaml"))
@@ -101,30 +108,34 @@ class ControlPlane:
         run("openssl", "genrsa", "-out", str(folder / "accounts.key"), "2048")
         (folder / "names").touch()
         self.kubeconfig.write_text(
-            json.dumps({
-                "apiVersion": "v1",
-                "kind": "Config",
-                "clusters": [
-                    {
-                        "name": "cluster",
-                        "cluster": {
-                            "server": f"https://{self.host.address}:{_API_PORT}",
-                            "insecure-skip-tls-verify": True,
-                        },
-                    }
-                ],
-                "users": [{"name": "admin", "user": {"token": _TOKEN}}],
-                "contexts": [{"name": "cluster", "context": {"cluster": "cluster", "user": "admin"}}],
-                "current-context": "cluster",
-            })
+            json.dumps(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Config",
+                    "clusters": [
+                        {
+                            "name": "cluster",
+                            "cluster": {
+                                "server": f"https://{self.host.address}:{_API_PORT}",
+                                "insecure-skip-tls-verify": True,
+                            },
+                        }
+                    ],
+                    "users": [{"name": "admin", "user": {"token": _TOKEN}}],
+                    "contexts": [{"name": "cluster", "context": {"cluster": "cluster", "user": "admin"}}],
+                    "current-context": "cluster",
+                }
+            )
         )
         (folder / "registry.yaml").write_text(
-            json.dumps({
-                "version": "0.1",
-                "storage": {"filesystem": {"rootdirectory": str(folder / "registry")}},
-                "http": {"addr": self.registry},
-                "log": {"level": "warn"},
-            })
+            json.dumps(
+                {
+                    "version": "0.1",
+                    "storage": {"filesystem": {"rootdirectory": str(folder / "registry")}},
+                    "http": {"addr": self.registry},
+                    "log": {"level": "warn"},
+                }
+            )
         )
 
 

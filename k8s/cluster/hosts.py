@@ -52,7 +52,9 @@ class Host:
         """Creates the host. `init` is the program of its first process."""
         port = f"port-{self.number}"
         run("ip", "netns", "add", self.namespace)
-        run("ip", "link", "add", "eth0", "netns", self.namespace, "type", "veth", "peer", "name", port, "netns", _SWITCH)
+        run(
+            "ip", "link", "add", "eth0", "netns", self.namespace, "type", "veth", "peer", "name", port, "netns", _SWITCH
+        )
         run("ip", "-n", _SWITCH, "link", "set", port, "master", _BRIDGE, "up")
         run("ip", "-n", self.namespace, "address", "add", f"{self.address}/24", "dev", "eth0")
         run("ip", "-n", self.namespace, "link", "set", "eth0", "up")
@@ -63,7 +65,9 @@ class Host:
             source.mkdir(parents=True, exist_ok=True)
             Path(target).mkdir(parents=True, exist_ok=True)
             mounts.append(f"mount --bind {source} {target}")
-        script = " && ".join([*mounts, f"hostname {self.name}", "echo 1 >/proc/sys/net/ipv4/ip_forward", f"exec {init}"])
+        script = " && ".join(
+            [*mounts, f"hostname {self.name}", "echo 1 >/proc/sys/net/ipv4/ip_forward", f"exec {init}"]
+        )
         command = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--mount", "--uts", "--pid", "--fork"]
         command += ["--kill-child", "--mount-proc", "--propagation=private", "sh", "-c", script]
         self._pid_file.write_text(str(_start(command, log=self.folder / "init.log")))
@@ -79,11 +83,12 @@ class Host:
 
     def run_outside(self, *command: str) -> str:
         """Runs a program in the host's network, but with the machine's own files and processes."""
-        return run("nsenter", f"--net=/run/netns/{self.namespace}", *command)
+        return run(*self._outside(command))
 
-    def command(self, *command: str) -> list[str]:
-        """Returns the command line that runs a program on this host."""
-        return [*self._enter(), *command]
+    def start_outside(self, name: str, *command: str) -> subprocess.Popen[bytes]:
+        """Starts a program in the host's network, but with the machine's own files and processes."""
+        with (self.folder / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(self._outside(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def cut(self, *, connected: bool) -> None:
         """Disconnects the host from all others, or connects it again."""
@@ -99,6 +104,9 @@ class Host:
             self._pid_file.unlink()
         if (Path("/run/netns") / self.namespace).exists():
             run("ip", "netns", "delete", self.namespace)
+
+    def _outside(self, command: Sequence[str]) -> Sequence[str]:
+        return ("nsenter", f"--net=/run/netns/{self.namespace}", *command)
 
     @property
     def _pid_file(self) -> Path:
@@ -136,7 +144,9 @@ def disconnect(hosts: Sequence[Host]) -> None:
 
 def _start(command: Sequence[str], *, log: Path) -> int:
     with log.open("ab") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
     return process.pid
 
 

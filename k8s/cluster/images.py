@@ -20,7 +20,8 @@ _SUITE = "bookworm"
 _SLIM = [f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("doc", "locale", "man")]
 # What the official base of the orchestrator contains: Python and the libraries that its packages need.
 _PYTHON_PACKAGES = (
-    "base-files,ca-certificates,libgomp1,libpython3.11-stdlib,libstdc++6,netbase,python3-minimal,python3.11-minimal,tzdata"
+    "base-files,ca-certificates,libgomp1,libpython3.11-stdlib,libstdc++6,netbase,"
+    "python3-minimal,python3.11-minimal,tzdata"
 )
 
 
@@ -76,7 +77,7 @@ def _pip_volumes(folder: Path) -> list[str]:
         path = word.removeprefix("file://")
         if not path.startswith("/") or not Path(path).exists():
             return word
-        # An index of files refers to packages beside its own folder.
+        # An index of files refers to packages in the parent of its own folder.
         root = Path(path).parent if word.startswith("file://") else Path(path)
         volumes.append(f"{root}:/mnt{root}")
         return word.replace(path, f"/mnt{path}")

@@ -44,7 +44,9 @@ def main(kubeconfig: Path, hosts_file: Path, pid_file: Path, domain: str) -> Non
 
 
 def _lines(services: list[dict[str, Any]], endpoints: list[dict[str, Any]], domain: str) -> Iterator[str]:
-    addresses = {_key(item): [a["ip"] for s in item.get("subsets") or () for a in s.get("addresses", ())] for item in endpoints}
+    addresses = {
+        _key(item): [a["ip"] for s in item.get("subsets") or () for a in s.get("addresses", ())] for item in endpoints
+    }
     for service in services:
         namespace, name = _key(service)
         own = service["spec"]["clusterIP"]

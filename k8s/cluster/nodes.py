@@ -36,7 +36,11 @@ def start(host: Host, control_plane: ControlPlane, *, pause_archive: Path) -> No
                 "bridge": "pods",
                 "isGateway": True,
                 "hairpinMode": True,
-                "ipam": {"type": "host-local", "ranges": [[{"subnet": host.pod_network}]], "routes": [{"dst": "0.0.0.0/0"}]},
+                "ipam": {
+                    "type": "host-local",
+                    "ranges": [[{"subnet": host.pod_network}]],
+                    "routes": [{"dst": "0.0.0.0/0"}],
+                },
             },
             {"type": "portmap", "capabilities": {"portMappings": True}},
         ],
@@ -51,26 +55,28 @@ def start(host: Host, control_plane: ControlPlane, *, pause_archive: Path) -> No
 
     kubelet = host.folder / "kubelet.json"
     kubelet.write_text(
-        json.dumps({
-            "apiVersion": "kubelet.config.k8s.io/v1beta1",
-            "kind": "KubeletConfiguration",
-            "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
-            "authorization": {"mode": "AlwaysAllow"},
-            "cgroupDriver": "cgroupfs",
-            "cgroupRoot": f"/{host.namespace}",
-            "clusterDNS": [control_plane.host.address],
-            "clusterDomain": CLUSTER_DOMAIN,
-            "enforceNodeAllocatable": ["none"],
-            # The disk belongs to the machine, and is nearly full for other reasons.
-            "evictionHard": {"memory.available": "200Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
-            "imageGCHighThresholdPercent": 100,
-            "failSwapOn": False,
-            "maxOpenFiles": 16384,
-            "oomScoreAdj": 0,
-            "readOnlyPort": 0,
-            "resolvConf": "",
-            "volumePluginDir": "/var/lib/kubelet/volume-plugins",
-        })
+        json.dumps(
+            {
+                "apiVersion": "kubelet.config.k8s.io/v1beta1",
+                "kind": "KubeletConfiguration",
+                "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
+                "authorization": {"mode": "AlwaysAllow"},
+                "cgroupDriver": "cgroupfs",
+                "cgroupRoot": f"/{host.namespace}",
+                "clusterDNS": [control_plane.host.address],
+                "clusterDomain": CLUSTER_DOMAIN,
+                "enforceNodeAllocatable": ["none"],
+                # The disk belongs to the machine, and is nearly full for other reasons.
+                "evictionHard": {"memory.available": "200Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
+                "imageGCHighThresholdPercent": 100,
+                "failSwapOn": False,
+                "maxOpenFiles": 16384,
+                "oomScoreAdj": 0,
+                "readOnlyPort": 0,
+                "resolvConf": "",
+                "volumePluginDir": "/var/lib/kubelet/volume-plugins",
+            }
+        )
     )
     host.start(
         "kubelet",

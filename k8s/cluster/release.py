@@ -26,7 +26,7 @@ class Release:
     helm: str = "helm3"
 
     def upgrade(self, *settings: str, limit_s: int = 600) -> None:
-        """Installs the release, or upgrades it, and waits until all pods are ready. `settings` are values: KEY=VALUE."""
+        """Installs or upgrades the release with these values, KEY=VALUE, and waits until all pods are ready."""
         registry = self.cluster.control_plane.registry
         defaults = (
             f"images.orchestrator.repository={registry}/stagemesh/orchestrator",
@@ -39,7 +39,10 @@ class Release:
         self._helm(
             *("upgrade", NAME, str(self._chart()), "--install", "--wait", f"--timeout={limit_s}s"),
             *(f"--values={path}" for path in _VALUES),
-            *(f"--set-json={item}" if item.partition("=")[2][:1] in {"{", "["} else f"--set={item}" for item in (*defaults, *settings)),
+            *(
+                f"--set-json={item}" if item.partition("=")[2][:1] in {"{", "["} else f"--set={item}"
+                for item in (*defaults, *settings)
+            ),
             *(f"--post-renderer={post_renderer[0]}", *(f"--post-renderer-args={word}" for word in post_renderer[1:])),
         )
 
@@ -77,4 +80,4 @@ def push(cluster: Cluster, images: Sequence[str]) -> None:
         name = image.removeprefix("localhost/")
         target = f"docker://{cluster.control_plane.registry}/{name}"
         # The network of the host, but not its mounts: buildah's store is outside of it.
-        cluster.control_plane.host.run_outside("buildah", "push", "--tls-verify=false", image, target)
+        cluster.control_plane.host.run_outside("buildah", "push", "--tls-verify=false", "--compression-format=zstd", image, target)

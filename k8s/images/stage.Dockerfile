@@ -32,13 +32,12 @@ COPY requirements/${VARIANT}.txt requirements/
 RUN python3 -m venv /opt/stagemesh \
     && /opt/stagemesh/bin/pip install --no-cache-dir --no-deps --requirement requirements/${VARIANT}.txt
 
-# A layer of its own, so that a new version of Stagemesh does not transfer its dependencies again.
 FROM dependencies AS project
 COPY . .
 RUN PIP_CONSTRAINT=requirements/dev.txt /opt/stagemesh/bin/pip install --no-cache-dir --no-deps --prefix /project .
 
-# hadolint ignore=DL3006
-FROM ${VARIANT}
+# Stagemesh is a layer of its own, so that a new version does not transfer the dependencies again.
+FROM dependencies
 ARG BASE
 ARG VARIANT
 ARG VERSION=0.1.0
@@ -49,7 +48,6 @@ LABEL org.opencontainers.image.title="stagemesh-stage-${VARIANT}" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.base.name="${BASE}"
-COPY --from=dependencies /opt/stagemesh /opt/stagemesh
 COPY --from=project /project /opt/stagemesh
 ENV PATH=/opt/stagemesh/bin:/usr/local/bin:/usr/bin:/bin \
     HOME=/var/lib/stagemesh \
