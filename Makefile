@@ -6,7 +6,7 @@ OUT ?= protos
 DOCS ?= docs
 
 BIN := $(CURDIR)/.venv/bin
-PROTOS := $(wildcard protos/stagemesh/v1/*.proto)
+PROTOS := $(wildcard protos/stagemesh/*/*.proto)
 TYPESCRIPT := examples/typescript
 SERVICES := $(shell grep -l '^service ' $(PROTOS))
 PIP := $(BIN)/python -m pip install --quiet --no-deps

@@ -160,6 +160,7 @@ class Orchestrator:
             admission=self.admission,
             admission_request=admission_request,
             failover=self._failover,
+            facts=request.facts,
             clock=self._clock,
         )
         record.stop_by(known.stop, max_unread_bytes=self.pipeline.limits.max_unread_bytes)
