@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +29,10 @@ class Orchestrator:
     client: AsyncClient
     admin: grpc.aio.Channel
     metrics_endpoint: str
+    replicas: Mapping[str, asyncio.subprocess.Process]
+    """The processes of the replicas by name."""
+    endpoints: Mapping[str, str]
+    """The addresses of the replicas by name."""
 
     async def stage(self, name: str) -> admin_pb2.StageStatus:
         """Returns the current status of a stage."""
@@ -100,6 +104,7 @@ async def running_pipeline(
     pipeline, ports = load_pipeline(str(path)), PortPicker()
     async with AsyncExitStack() as stack:
         addresses = dict[str, tuple[ReplicaAddress, ...]]()
+        processes = dict[str, asyncio.subprocess.Process]()
         for stage in pipeline.stages.values():
             count = (replicas or {}).get(stage.name, 1)
             for number in range(count):
@@ -108,7 +113,8 @@ async def running_pipeline(
                 config = stage_config(pipeline, stage, replica=address.name, listen=address.endpoint)
                 if number >= count - (sleepers or {}).get(stage.name, 0):
                     config = replace(config, sleep_when_idle_s=sleep_when_idle_s)
-                await stack.enter_async_context(_process(config))
+                processes[address.name] = await stack.enter_async_context(_process(config))
+        endpoints = {address.name: address.endpoint for each in addresses.values() for address in each}
         started: list[Orchestrator] = []
         for _ in range(orchestrators):
             listen, admin, metrics = (f"{HOST}:{ports.pick()}" for _ in range(3))
@@ -119,12 +125,12 @@ async def running_pipeline(
             await until_health(await stack.enter_async_context(open_channel(listen)), serving=True, timeout_s=30)
             admin_channel = await stack.enter_async_context(open_channel(admin))
             client = await stack.enter_async_context(AsyncClient(listen))
-            started.append(Orchestrator(client, admin_channel, metrics))
+            started.append(Orchestrator(client, admin_channel, metrics, processes, endpoints))
         yield started
 
 
 @asynccontextmanager
-async def _process(config: StageConfig) -> AsyncGenerator[None]:
+async def _process(config: StageConfig) -> AsyncGenerator[asyncio.subprocess.Process]:
     """Runs a replica as a process until the end of the block."""
     command = (sys.executable, "-m", "stagemesh.services.stage", "--config", "-")
     process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
@@ -132,7 +138,8 @@ async def _process(config: StageConfig) -> AsyncGenerator[None]:
     process.stdin.write(dump_config(config))
     process.stdin.close()
     try:
-        yield
+        yield process
     finally:
-        process.kill()
+        with suppress(ProcessLookupError):
+            process.kill()
         await process.wait()

@@ -3,7 +3,9 @@
 import asyncio
 from pathlib import Path
 
+from stagemesh.rpc.channels import open_channel
 from tests.orchestrator.scaling.processes import running_pipeline
+from tests.rpc.health_calls import Request, Response, check
 
 # A request takes 100 s, and runs alone on its replica.
 SLOW = """
@@ -11,6 +13,7 @@ pipeline: slow
 stages: {say: {engine: fake, function: source, options: {steps: 100, step_s: 1, max_running: 1}}}
 outputs: {text: say}
 """
+SHORT = SLOW.replace("steps: 100, step_s: 1,", "steps: 20, step_s: 0.1,")
 # A request takes a tenth of a second.
 CHAIN = """
 pipeline: chain
@@ -72,9 +75,32 @@ async def test_several_orchestrators_wake_the_same_replica(tmp_path: Path) -> No
                 await one.until_states(say_2="READY")
 
 
-async def test_a_sleeping_replica_of_another_stage_is_left_alone(tmp_path: Path) -> None:
-    running = running_pipeline(tmp_path, SLOW, replicas={"say": 2}, sleepers={"say": 1}, warm={})
+async def test_a_sleeping_replica_is_ready_for_rolling_updates_but_not_for_steps(tmp_path: Path) -> None:
+    running = running_pipeline(tmp_path, SLOW, replicas={"say": 2}, sleepers={"say": 1}, warm={"say": 5})
+    async with running as (orchestrator,):
+        await orchestrator.until_states(say_0="READY", say_1="ASLEEP")
+        async with open_channel(orchestrator.endpoints["say-1"]) as channel:
+            async with asyncio.timeout(10):
+                while (await check(channel)(Request(service="say"))).status != Response.SERVING:
+                    await asyncio.sleep(0.05)
+            assert (await check(channel)(Request(service=""))).status == Response.NOT_SERVING
+
+
+async def test_a_replica_that_is_lost_is_replaced_by_a_sleeping_one(tmp_path: Path) -> None:
+    running = running_pipeline(tmp_path, SHORT, replicas={"say": 2}, sleepers={"say": 1}, warm={"say": 1000})
+    async with running as (orchestrator,), asyncio.TaskGroup() as group:
+        await orchestrator.until_states(say_0="READY", say_1="ASLEEP")
+        result = group.create_task(orchestrator.client.generate("hello").result())
+        await orchestrator.until_stage("say", lambda stage: stage.running == 1)
+        orchestrator.replicas["say-0"].kill()
+        assert (await result).text
+        assert (await orchestrator.states())["say-1"] == "READY"
+
+
+async def test_a_sleeping_replica_of_a_stage_that_is_not_warm_is_left_alone(tmp_path: Path) -> None:
+    running = running_pipeline(tmp_path, SLOW, replicas={"say": 2}, sleepers={"say": 1})
     async with running as (orchestrator,), orchestrator.requests(2):
+        await orchestrator.until_states(say_0="READY", say_1="ASLEEP")
         await orchestrator.until_stage("say", lambda stage: stage.queued_s > 0)
         await asyncio.sleep(1.0)
         assert (await orchestrator.states())["say-1"] == "ASLEEP"
