@@ -178,6 +178,15 @@ class Planner:
             raise self._not_ready(stage)
         return replica
 
+    def has_ended(self, stage: str, plan: Plan) -> bool:
+        """Returns whether an upgrade has replaced the plan's generation, so that `choose_again` cannot succeed.
+
+        This is the case if no replica of the stage may become ready again in this generation, and another generation
+        has a ready replica of each stage of the plan.
+        """
+        left = [each for each in self._registry.of(stage) if each.generation == plan.generation and each.may_return]
+        return not left and bool(self._registry.ready(plan.steps.keys()))
+
     def _choose_generation(
         self, stages: Sequence[str], adapters: Mapping[str, str]
     ) -> tuple[str, Mapping[str, ReadyReplicas]]:
