@@ -168,12 +168,17 @@ class Orchestrator:
         return known
 
     def _plan(self, request: ValidRequest, runs: int) -> Sequence[Plan]:
-        """Plans this number of runs of a request. Only the first one can raise an error, because nothing waits here."""
+        """Plans this number of runs of a request, all in one generation.
+
+        Only the first one can raise an error, because nothing waits here.
+        """
         route = self.pipeline.route(request.outputs, request.facts)
         self.fleet.edge_connectors.check(route.edges)
         adapters = {stage.name: parameters_of(stage, request.parameters).adapter for stage in route.stages}
         selected = {stage: adapter for stage, adapter in adapters.items() if adapter}
-        return [self._planner.plan(route, adapters=selected) for _ in range(runs)]
+        plans = [self._planner.plan(route, adapters=selected, generation=request.generation)]
+        again = partial(self._planner.plan, route, adapters=selected, generation=plans[0].generation)
+        return [*plans, *(again() for _ in range(runs - 1))]
 
     async def _run(self, request: ValidRequest, known: RequestLifecycle) -> None:
         error: StagemeshError | None
