@@ -52,12 +52,12 @@ class Server:
 
         Raises NotReadyError if the port is in use (PORT_IN_USE) or cannot be bound for another reason (CANNOT_LISTEN).
         """
-        host, wanted_port = _parsed(self._listen)
+        host, wanted_port = parse_address(self._listen)
         reflection.enable_server_reflection(self._services, self.grpc)
         try:
             port = self.grpc.add_insecure_port(self._listen)
         except RuntimeError as exc:
-            raise _cannot_listen(host, wanted_port) from exc
+            raise listen_error(host, wanted_port) from exc
         await self.grpc.start()
         _log.info("listening on %s:%d", host, port)
         return port
@@ -122,7 +122,7 @@ class _Health(health_pb2_grpc.HealthServicer):
         self._changed = asyncio.Event()
 
 
-def _parsed(listen: str) -> tuple[str, int]:
+def parse_address(listen: str) -> tuple[str, int]:
     """Returns the host and the port number in `listen`, which has the form "host:port".
 
     Raises NotReadyError (CANNOT_LISTEN) if the form is invalid. Without this check, gRPC would listen on another port
@@ -138,7 +138,7 @@ def _parsed(listen: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _cannot_listen(host: str, port: int) -> NotReadyError:
+def listen_error(host: str, port: int) -> NotReadyError:
     """Returns the error to raise if a port cannot be bound.
 
     Tries to bind a socket to the port to find the cause, because gRPC does not report the cause.

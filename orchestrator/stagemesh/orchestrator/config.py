@@ -79,6 +79,8 @@ class OrchestratorConfig:
 
     AdminService and MembershipService listen there. Must differ from `listen`. Required with `registration`.
     """
+    metrics_listen: str | None = None
+    """The address at which Prometheus reads metrics by HTTP, "host:port", or None if it cannot."""
     overrides: Mapping[str, str] = field(default_factory=dict[str, str])
     """Overrides of the pipeline file's settings: maps each setting's path to its new value, for example
     {"edges.*.connector": "grpc"}.
@@ -107,10 +109,14 @@ class OrchestratorConfig:
     """
 
     def __post_init__(self) -> None:
-        if self.admin_listen == self.listen and not self.listen.endswith(":0"):
-            raise ValueError(
-                f"admin_listen is {self.admin_listen}, which is the address for clients; it must be another address"
-            )
+        addresses: dict[str, str] = {}
+        for name in ("listen", "admin_listen", "metrics_listen"):
+            address: str | None = getattr(self, name)
+            if address is None or address.endswith(":0"):
+                continue
+            if address in addresses:
+                raise ValueError(f"{name} is {address}, as {addresses[address]} is; they must be different addresses")
+            addresses[address] = name
         if self.registration is not None and self.admin_listen is None:
             raise ValueError("registration needs admin_listen, the address at which replicas register")
         names = [address.name for addresses in self.replicas.values() for address in addresses]

@@ -5,7 +5,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 
 from stagemesh.common.errors import (
@@ -160,6 +160,7 @@ class Orchestrator:
             admission=self.admission,
             admission_request=admission_request,
             failover=self._failover,
+            facts=request.facts,
             clock=self._clock,
         )
         record.stop_by(known.stop, max_unread_bytes=self.pipeline.limits.max_unread_bytes)
@@ -168,17 +169,19 @@ class Orchestrator:
         return known
 
     def _plan(self, request: ValidRequest, runs: int) -> Sequence[Plan]:
-        """Plans this number of runs of a request, all in one generation.
-
-        Only the first one can raise an error, because nothing waits here.
-        """
+        """Plans this number of runs of a request, all in one generation."""
         route = self.pipeline.route(request.outputs, request.facts)
         self.fleet.edge_connectors.check(route.edges)
         adapters = {stage.name: parameters_of(stage, request.parameters).adapter for stage in route.stages}
         selected = {stage: adapter for stage, adapter in adapters.items() if adapter}
-        plans = [self._planner.plan(route, adapters=selected, generation=request.generation)]
-        again = partial(self._planner.plan, route, adapters=selected, generation=plans[0].generation)
-        return [*plans, *(again() for _ in range(runs - 1))]
+        with ExitStack() as placed:
+            plans, generation = list[Plan](), request.generation
+            for _ in range(runs):
+                plans.append(self._planner.plan(route, adapters=selected, generation=generation))
+                placed.callback(plans[-1].release)
+                generation = plans[-1].generation
+            placed.pop_all()
+        return plans
 
     async def _run(self, request: ValidRequest, known: RequestLifecycle) -> None:
         error: StagemeshError | None

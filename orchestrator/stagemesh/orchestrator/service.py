@@ -13,6 +13,7 @@ from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.membership.addresses import DnsSource, StaticSource
 from stagemesh.orchestrator.membership.base import MemberSource
 from stagemesh.orchestrator.membership.registration import RegistrationSource
+from stagemesh.orchestrator.metrics import serving_metrics
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.servicer import SERVICE_NAME, OrchestratorServicer, add_orchestrator_service
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
@@ -70,6 +71,8 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
         stack.push_async_callback(server.stop, grace_s=_GRACE_S)
         if config.admin_listen is not None:
             await stack.enter_async_context(serving_admin(orchestrator, registration, config.admin_listen))
+        if config.metrics_listen is not None:
+            await stack.enter_async_context(serving_metrics(orchestrator, config.metrics_listen))
         await stack.enter_async_context(fleet.watched(on_change=show_readiness))
         await stack.enter_async_context(orchestrator.running())
         # The server rejects new calls first: clients connect again, and reach another orchestrator behind the address.

@@ -391,6 +391,8 @@ class StageStatus(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    QUEUED_S_FIELD_NUMBER: _builtins.int
+    PLAYOUT_AT_RISK_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The stage's name."""
     engine: _builtins.str
@@ -421,6 +423,17 @@ class StageStatus(_message.Message):
     """The total number of steps that finished."""
     failed: _builtins.int
     """The total number of steps that ended in any other way."""
+    queued_s: _builtins.float
+    """Seconds of work that waits, for one replica: in the queues of the replicas, for all orchestrators, and in requests
+    that this orchestrator has not planned yet because of its limits or because no replica is ready. A step that waits
+    counts as the share of its replica's remaining work, and a request as the time that a step of this stage takes on
+    average. 0 if nothing waits.
+    """
+    playout_at_risk: _builtins.int
+    """Audio streams of this orchestrator's requests, emitted by this stage, that are about to run dry at the client: the
+    audio sent so far is less than 0.5 s longer than the time since its first sample, and the stream has lasted for
+    0.5 s. Encoded audio does not count.
+    """
     def __init__(
         self,
         *,
@@ -439,10 +452,12 @@ class StageStatus(_message.Message):
         steps: _builtins.int = ...,
         finished: _builtins.int = ...,
         failed: _builtins.int = ...,
+        queued_s: _builtins.float = ...,
+        playout_at_risk: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_size_bytes", b"arena_size_bytes", "arena_used_bytes", b"arena_used_bytes", "credit_bytes", b"credit_bytes", "engine", b"engine", "failed", b"failed", "finished", b"finished", "model", b"model", "name", b"name", "outputs", b"outputs", "queued", b"queued", "ready", b"ready", "replicas", b"replicas", "running", b"running", "steps", b"steps", "work_s", b"work_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_size_bytes", b"arena_size_bytes", "arena_used_bytes", b"arena_used_bytes", "credit_bytes", b"credit_bytes", "engine", b"engine", "failed", b"failed", "finished", b"finished", "model", b"model", "name", b"name", "outputs", b"outputs", "playout_at_risk", b"playout_at_risk", "queued", b"queued", "queued_s", b"queued_s", "ready", b"ready", "replicas", b"replicas", "running", b"running", "steps", b"steps", "work_s", b"work_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,6 +15,7 @@ from stagemesh.orchestrator.describe import describe_edge, replica_status, repor
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.timeline import EdgeTotals, RequestState, StageTotals, StepNotes, Timeline, Totals
 from stagemesh.orchestrator.request.waits import ask_for_report, describe_wait
+from stagemesh.orchestrator.scaling.signals import ScalingSignals, StageSignals
 from stagemesh.orchestrator.spec import Edge, Stage
 from stagemesh.v1 import admin_pb2, control_pb2, stage_pb2
 
@@ -33,6 +34,7 @@ class Inspector:
     def __init__(self, orchestrator: Orchestrator, directory: Directory) -> None:
         self._orchestrator = orchestrator
         self._directory = directory
+        self._signals = ScalingSignals(orchestrator)
         self._began_s = time.monotonic()
 
     def totals(self) -> Totals:
@@ -66,7 +68,8 @@ class Inspector:
 
     def stages(self, totals: Totals) -> list[admin_pb2.StageStatus]:
         """Returns the status of each stage. Producers precede consumers."""
-        return [self._stage(stage, totals) for stage in self._directory.pipeline.stages.values()]
+        signals = self._signals.by_stage()
+        return [self._stage(stage, totals, signals[stage.name]) for stage in self._directory.pipeline.stages.values()]
 
     def edges(self, totals: Totals) -> list[admin_pb2.EdgeStatus]:
         return [self._edge(edge, totals) for edge in self._directory.pipeline.edges]
@@ -144,7 +147,7 @@ class Inspector:
             )
         await self._orchestrator.cancel(request_id)
 
-    def _stage(self, stage: Stage, totals: Totals) -> admin_pb2.StageStatus:
+    def _stage(self, stage: Stage, totals: Totals, signals: StageSignals) -> admin_pb2.StageStatus:
         replicas = self._directory.replicas_of(stage.name)
         loads = [reported_load(replica) or _NO_LOAD for replica in replicas]
         return to_message(
@@ -156,6 +159,8 @@ class Inspector:
             replicas=len(replicas),
             ready=sum(replica.state is ReplicaState.READY for replica in replicas),
             work_s=max((load.work_s for load in loads), default=0.0),
+            queued_s=signals.queued_s,
+            playout_at_risk=signals.playout_at_risk,
             **{name: sum(getattr(load, name) for load in loads) for name in _SUMMED},
         )
 

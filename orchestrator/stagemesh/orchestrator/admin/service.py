@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.replica_state import ReplicaState
 from stagemesh.common.versions import check_version, own_protocol
+from stagemesh.keda import externalscaler_pb2_grpc
 from stagemesh.orchestrator.admin.adapters import Adapters
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.inspection import Inspector
@@ -26,6 +27,8 @@ from stagemesh.orchestrator.membership.registration import SERVICE_NAME as MEMBE
 from stagemesh.orchestrator.membership.registration import MembershipServicer, RegistrationSource
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.timeline import RequestState
+from stagemesh.orchestrator.scaling.external_scaler import SERVICE_NAME as SCALER_NAME
+from stagemesh.orchestrator.scaling.external_scaler import ExternalScalerServicer
 from stagemesh.rpc.handlers import answering, streaming, time_left_s
 from stagemesh.rpc.roles import OPERATOR, STAGE
 from stagemesh.rpc.server import Server
@@ -210,17 +213,19 @@ async def serving_admin(
 ) -> AsyncGenerator[int]:
     """Serves operators and stages at the address `listen` ("host:port") while the block runs. Yields the port number.
 
-    Operators call AdminService. Stages call MembershipService, which rejects them if `registration` is None. All health
-    checks report SERVING.
+    Operators call AdminService, and KEDA calls ExternalScaler. Stages call MembershipService, which rejects them if
+    `registration` is None. All health checks report SERVING.
     """
     server = Server(listen, roles={OPERATOR, STAGE})
     directory = Directory(orchestrator.pipeline, orchestrator.fleet)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(orchestrator, directory), server.grpc)
     server.grpc.add_generic_rpc_handlers((_ControlForwarder(directory),))
     membership_pb2_grpc.add_MembershipServiceServicer_to_server(MembershipServicer(registration), server.grpc)
-    for service in (SERVICE_NAME, CONTROL_NAME, MEMBERSHIP_NAME):
+    externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server(ExternalScalerServicer(orchestrator), server.grpc)
+    services = (SERVICE_NAME, CONTROL_NAME, MEMBERSHIP_NAME, SCALER_NAME)
+    for service in services:
         server.reflect(service)
-    for facet in ("", SERVICE_NAME, CONTROL_NAME, MEMBERSHIP_NAME, LIVENESS):
+    for facet in ("", *services, LIVENESS):
         server.set_health(facet, serving=True)
     port = await server.start()
     try:

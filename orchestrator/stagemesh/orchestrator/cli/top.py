@@ -73,7 +73,7 @@ def top_view(now: "admin_pb2.WatchPipelineResponse", before: "admin_pb2.WatchPip
     parts: list[RenderableType] = [
         _summary(now.pipeline, before.pipeline, seconds),
         "",
-        make_table(_stage_columns(seconds), _pairs(now.stages, before.stages, lambda stage: stage.name)),
+        make_table(_stage_columns(now, seconds), _pairs(now.stages, before.stages, lambda stage: stage.name)),
         "",
         make_table(_REPLICAS, now.replicas),
     ]
@@ -116,10 +116,10 @@ def _current(column: Column) -> Column:
     return number(column.title, lambda pair: column.cell(pair[0]))
 
 
-def _stage_columns(seconds: float) -> Sequence[Column]:
+def _stage_columns(now: "admin_pb2.WatchPipelineResponse", seconds: float) -> Sequence[Column]:
     return (
         Column("stage", lambda pair: pair[0].name),
-        *(_current(column) for column in views.STAGE_WORK),
+        *(_current(column) for column in (*views.STAGE_WORK, *views.scaling_signals(now.stages))),
         _rate_column("outputs/s", "outputs", seconds, _rate),
         _rate_column("steps/s", "steps", seconds, _rate),
         _rate_column("done/s", "finished", seconds, _rate),

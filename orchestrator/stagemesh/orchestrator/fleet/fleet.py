@@ -68,6 +68,10 @@ class Fleet:
         """All replicas by stage, including replicas that are unreachable or leaving."""
         return {stage: self.registry.of(stage) for stage in self._pipeline.stages}
 
+    def step_cost(self, stage: str) -> StepCost:
+        """Returns the estimate of the time that a step of a stage takes."""
+        return self._costs[stage]
+
     @property
     def ready(self) -> bool:
         """Whether the fleet can run requests.

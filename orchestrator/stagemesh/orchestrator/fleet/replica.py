@@ -73,6 +73,8 @@ class LoadEstimate:
         """The number of requests that this orchestrator has placed on the replica and not yet released."""
         self.idle = Notifier()
         """A notifier that fires when `running` becomes 0 or the replica ends."""
+        self.queued_s = 0.0
+        """The work of the steps that wait for the engine, in seconds, according to the last load report."""
         self._cost = cost
         self._clock = clock
         self._reported_s = 0.0
@@ -96,10 +98,11 @@ class LoadEstimate:
         """
         return self.work_s + self.running * self._cost.seconds
 
-    def report(self, work_s: float | None, *, steps: int) -> None:
+    def report(self, work_s: float | None, *, steps: int, queued: int = 0) -> None:
         """Updates the estimate from a load report: `steps` steps remain and take `work_s` seconds.
 
-        `work_s` is None if the engine does not estimate its work.
+        `work_s` is None if the engine does not estimate its work. `queued` of the steps wait for the engine. Each step
+        counts as an equal part of the work.
         """
         if work_s is None:
             self._reported_s = steps * self._cost.seconds
@@ -109,6 +112,7 @@ class LoadEstimate:
             self._cost.learn(work_s, steps=steps)
             self._reported_s = work_s if self._cost.known else steps * self._cost.seconds
         self._reported_at_s = self._clock()
+        self.queued_s = self._reported_s * queued / steps if steps else 0.0
         # The report contains at most `steps` of this orchestrator's requests. The others have not arrived yet.
         self._unreported = max(0, self.running - steps)
         self._report_number += 1
@@ -225,7 +229,7 @@ class Replica:
         """Stores a load report for operators, and updates the load estimate for the planner."""
         self.last_report, self._reported_at_s = report, self._clock()
         work_s = report.work_s if report.HasField("work_s") else None
-        self.load.report(work_s, steps=report.running + report.queued)
+        self.load.report(work_s, steps=report.running + report.queued, queued=report.queued)
         adapters = frozenset(report.adapters)
         if adapters != self.adapters:
             self.adapters = adapters

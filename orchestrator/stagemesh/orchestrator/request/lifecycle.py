@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from stagemesh.common.backoff import Backoff
@@ -21,6 +22,7 @@ from stagemesh.orchestrator.planning.planner import NotReadyYetError, Plan
 from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.run import RequestRun
 from stagemesh.orchestrator.request.validation import ValidRequest
+from stagemesh.orchestrator.spec.conditions import Facts
 from stagemesh.v1 import orchestrator_pb2
 
 _log = logging.getLogger(__name__)
@@ -31,6 +33,7 @@ STAGE_WAIT_S = 15.0
 This applies only if a replica of the stage may become ready soon. Otherwise the request fails immediately.
 """
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.25
+_NO_FACTS: Facts = MappingProxyType({})
 KEEP_S = 30.0
 KEEP_BYTES = 64 << 20
 
@@ -58,9 +61,12 @@ class RequestLifecycle:
         admission: Admission,
         admission_request: AdmissionRequest,
         failover: Failover,
+        facts: Facts = _NO_FACTS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.record = record
+        self.facts = facts
+        """The properties of the request on which its route depends."""
         self.fingerprint, self.seed = fingerprint, seed
         """The digest of the request's content (see the function `fingerprint`), and the request's random seed."""
         self.has_run = False

@@ -33,7 +33,10 @@ class RequestRecord:
         """Whether the request was stopped because its last caller disconnected and no caller reattached within the
         time limit.
         """
-        self._first_output_s: float | None = None
+        self.first_outputs_s: dict[OutputKey, float] = {}
+        """The time at which the first part of each output of each choice arrived, in seconds since the request was
+        received.
+        """
         self.position = Position()
         """The end of each output of each choice in the record."""
         self._stop: Callable[[StagemeshError], None] = _ignore
@@ -61,8 +64,8 @@ class RequestRecord:
         rest = self.position.remainder(output)
         if rest is None:
             return
-        if self._first_output_s is None and rest.WhichOneof("content"):
-            self._first_output_s = self.timeline.elapsed_s()
+        if not rest.position and rest.WhichOneof("content"):
+            self.first_outputs_s.setdefault((rest.name, rest.index), self.timeline.elapsed_s())
         self.add(orchestrator_pb2.GenerateResponse(output=rest))
 
     @property
@@ -88,7 +91,7 @@ class RequestRecord:
             self._finish_outputs(error)
             timings = request_pb2.Timings(
                 started_s=self.timeline.started_s,
-                first_output_s=self._first_output_s,
+                first_output_s=min(self.first_outputs_s.values(), default=None),
                 finished_s=self.timeline.elapsed_s(),
             )
             choices = [

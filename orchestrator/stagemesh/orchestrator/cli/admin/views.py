@@ -1,6 +1,6 @@
 """Displays of AdminService's answers: tables of lists, and one request with its steps, flows and timeline."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -80,6 +80,10 @@ STAGE_WORK = (
     *numbers("running", "queued"),
     number("work left", lambda each: duration(each.work_s)),
 )
+_SCALING_SIGNALS = {
+    "queued_s": number("work waits", lambda each: duration(each.queued_s)),
+    "playout_at_risk": number("audio at risk", lambda each: each.playout_at_risk),
+}
 STAGES = (
     Column("stage", lambda each: each.name),
     *fields("engine", "model"),
@@ -123,6 +127,11 @@ REQUESTS = (
     number("priority", lambda each: each.priority),
     Column("at work", lambda each: each.error.message if each.HasField("error") else ", ".join(each.running_stages)),
 )
+
+
+def scaling_signals(stages: "Collection[admin_pb2.StageStatus]") -> list[Column]:
+    """Returns the columns of the scaling signals that at least one of the stages has."""
+    return [column for name, column in _SCALING_SIGNALS.items() if any(getattr(stage, name) for stage in stages)]
 
 
 def pipelines_view(pipelines: "Sequence[admin_pb2.PipelineStatus]") -> "RenderableType":
