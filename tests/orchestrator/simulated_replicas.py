@@ -14,7 +14,7 @@ from stagemesh.common.errors import NotFoundError, NotReadyError, UnavailableErr
 from stagemesh.common.notification import Notifier
 from stagemesh.common.versions import own_protocol
 from stagemesh.connectors.stream.wire import EdgeProbe
-from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient
+from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient, Verdict
 from stagemesh.orchestrator.membership.base import Member, MembershipListener
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import request_pb2, stage_pb2
@@ -39,6 +39,8 @@ class World:
         self.keeps = True
         """Whether producers retain their first chunks."""
         self.replicas: dict[str, SimulatedReplica] = {}
+        self.generations: dict[str, str] = {}
+        """The generations of replicas that do not have that of the pipeline, by replica."""
         self.changed = Notifier()
         self.on_row: Callable[[Step], None] = lambda _: None
         """Called before a step makes a row."""
@@ -149,7 +151,7 @@ class SimulatedReplica:
         self._check()
         return stage_pb2.DescribeResponse(
             pipeline=self.world.pipeline.name,
-            generation=self.world.pipeline.generation,
+            generation=self.world.generations.get(self.member.name, self.world.pipeline.generation),
             stage=self.member.stage,
             replica=self.member.name,
             incarnation=f"life {self.deaths}",
@@ -162,7 +164,7 @@ class SimulatedReplica:
             self._check()
             await self.world.changed.wait()
 
-    async def watch_load(self, *, withheld: bool) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
+    async def watch_load(self, verdict: Verdict) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
         while True:
             self._check()
             yield stage_pb2.WatchLoadResponse(running=len(self.steps))

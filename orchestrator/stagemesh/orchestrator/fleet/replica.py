@@ -208,6 +208,14 @@ class Replica:
         return self._state is ReplicaState.READY and self._holds.keys() <= set(_CONNECTOR_HOLDS)
 
     @property
+    def may_return(self) -> bool:
+        """Whether the replica may become ready again, or another process at its address, without an operator."""
+        if Hold.LEAVING in self._holds:
+            return False
+        stopping = (ReplicaState.DRAINING, ReplicaState.FAILED)
+        return self.end_cause is not None or self._state not in stopping
+
+    @property
     def running(self) -> int:
         """The number of requests that this orchestrator has placed on the replica and not yet released."""
         return self.load.running
@@ -303,6 +311,16 @@ class Replica:
         self._state, self._detail = state, detail
         if changed:
             self._on_change()
+
+    async def observe_again(self, former: ReplicaState, *, timeout_s: float) -> None:
+        """Asks the replica for its state, if the state is still `former`, and sets it.
+
+        In any other state, only the fleet can determine whether the replica belongs to the pipeline and which process
+        serves it.
+        """
+        described = await self.client.describe(timeout_s=timeout_s)
+        if self.state is former and self.incarnation == described.incarnation:
+            self.observe(ReplicaState(described.state), described.detail)
 
     def refuse(self, why: str) -> None:
         """Sets the replica's state to FAILED, because it must not run requests of this orchestrator."""
