@@ -27,11 +27,13 @@ that names the value and the remedy.
 {{- include "stagemesh.rule.multiNode" . -}}
 {{- include "stagemesh.rule.gracePeriods" . -}}
 {{- include "stagemesh.rule.autoscaling" . -}}
+{{- include "stagemesh.rule.warm" . -}}
 {{- include "stagemesh.rule.modelCache" . -}}
 {{- include "stagemesh.rule.environment" . -}}
 {{- include "stagemesh.rule.volumes" . -}}
 {{- include "stagemesh.rule.mediaStore" . -}}
 {{- include "stagemesh.rule.labels" . -}}
+{{- include "stagemesh.rule.clientService" . -}}
 {{- include "stagemesh.rule.tls" . -}}
 {{- include "stagemesh.rule.monitoring" . -}}
 {{- include "stagemesh.rule.ucxPortRange" . -}}
@@ -343,6 +345,25 @@ stageDefaults.{{ $key }}
 {{- end -}}
 {{- end -}}
 
+{{- define "stagemesh.rule.warm" -}}
+{{- $root := index . 0 -}}
+{{- $plan := index . 1 -}}
+{{- range $name, $group := $plan.groups -}}
+  {{- if gt (int $group.warm.replicas) 0 -}}
+    {{- $path := include "stagemesh.podPath" (list $root $plan $name "warm") -}}
+    {{- range $stage := $group.stages -}}
+      {{- $entry := (get $plan.stages $stage).entry -}}
+      {{- if eq $entry.engine "function" -}}
+        {{- fail (printf "%s.replicas is %v, but the engine function of stage %s cannot sleep; remove the warm tier" $path $group.warm.replicas $stage) -}}
+      {{- end -}}
+      {{- if and (eq $entry.engine "vllm") (not (dig "options" "enable_sleep_mode" false $entry)) -}}
+        {{- fail (printf "%s.replicas is %v, but stage %s cannot sleep; set pipeline.stages.%s.options.enable_sleep_mode: true" $path $group.warm.replicas $stage $stage) -}}
+      {{- end -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "stagemesh.rule.modelCache" -}}
 {{- $root := index . 0 -}}
 {{- $plan := index . 1 -}}
@@ -458,6 +479,18 @@ stageDefaults.{{ $key }}
     {{- if or (has $key (list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "app.kubernetes.io/version" "app.kubernetes.io/managed-by" "app.kubernetes.io/part-of" "helm.sh/chart")) (regexMatch "^(stage\\.)?stagemesh\\.dev/" $key) -}}
       {{- fail (printf "%s has the label %s, which the chart sets itself; remove it" $path $key) -}}
     {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.clientService" -}}
+{{- $service := (index . 0).Values.orchestrator.service -}}
+{{- if and $service.nodePort (eq $service.type "ClusterIP") -}}
+{{- fail "orchestrator.service.nodePort is set, but a Service of type ClusterIP has no port on nodes; set type NodePort or LoadBalancer" -}}
+{{- end -}}
+{{- range $key := list "loadBalancerClass" "loadBalancerSourceRanges" -}}
+  {{- if and (get $service $key) (ne $service.type "LoadBalancer") -}}
+    {{- fail (printf "orchestrator.service.%s is set, but the type is %s; set type LoadBalancer, or remove it" $key $service.type) -}}
   {{- end -}}
 {{- end -}}
 {{- end -}}
