@@ -4,7 +4,7 @@ python -m k8s.cluster up        builds Kubernetes and the images, starts the clu
 python -m k8s.cluster campaign  disturbs the release under load, and counts failed requests and wrong outputs
 python -m k8s.cluster down      removes the cluster; the built programs and images remain
 
-Needs root and the Debian packages that docs/kubernetes.md lists.
+Needs root on Debian 12, the packages in packages.txt, and about 30 GB of disk.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 import shutil
 import sys
 import time
+from pathlib import Path
 
 from k8s.cluster import images
 from k8s.cluster.campaign import Campaign, report
@@ -58,6 +59,7 @@ def _up(cluster: Cluster, release: Release) -> None:
         times[name], begun = round(now - begun, 1), now
         print(f"{name}: {times[name]} s", flush=True)
 
+    _check_packages()
     cluster.build()
     lap("Kubernetes")
     sizes = images.build(cluster.folder, tag=_TAG)
@@ -73,6 +75,16 @@ def _up(cluster: Cluster, release: Release) -> None:
     release.upgrade()
     lap("release")
     (cluster.folder / "up.json").write_text(json.dumps({"seconds": times, "image_bytes": sizes}, indent=2) + "\n")
+
+
+def _check_packages() -> None:
+    wanted = (Path(__file__).parent / "packages.txt").read_text().split()
+    listed = run("dpkg-query", "--show", "--showformat=${Package} ${db:Status-Status}\\n").splitlines()
+    missing = [name for name in wanted if f"{name} installed" not in listed]
+    if missing:
+        sys.exit(
+            f"Debian packages are missing. Install them: apt-get install --no-install-recommends {' '.join(missing)}"
+        )
 
 
 def _revision() -> str:

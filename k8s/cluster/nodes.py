@@ -73,6 +73,8 @@ def start(host: Host, control_plane: ControlPlane, *, pause_archive: Path) -> No
                 "maxOpenFiles": 16384,
                 "oomScoreAdj": 0,
                 "readOnlyPort": 0,
+            "serializeImagePulls": False,
+            "featureGates": {"SizeMemoryBackedVolumes": True},
                 "resolvConf": "",
                 "volumePluginDir": "/var/lib/kubelet/volume-plugins",
             }

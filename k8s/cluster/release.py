@@ -80,4 +80,6 @@ def push(cluster: Cluster, images: Sequence[str]) -> None:
         name = image.removeprefix("localhost/")
         target = f"docker://{cluster.control_plane.registry}/{name}"
         # The network of the host, but not its mounts: buildah's store is outside of it.
-        cluster.control_plane.host.run_outside("buildah", "push", "--tls-verify=false", "--compression-format=zstd", image, target)
+        cluster.control_plane.host.run_outside(
+            "buildah", "push", "--tls-verify=false", "--compression-format=zstd", image, target
+        )
