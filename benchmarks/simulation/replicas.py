@@ -177,7 +177,8 @@ class SimulatedReplica:
         await self._died.wait()
         self._check_alive()
 
-    async def watch_load(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
+    async def watch_load(self, *, withheld: bool) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
+        del withheld
         while True:
             self._check_alive()
             yield self._load()

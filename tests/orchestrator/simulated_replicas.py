@@ -162,7 +162,7 @@ class SimulatedReplica:
             self._check()
             await self.world.changed.wait()
 
-    async def watch_load(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
+    async def watch_load(self, *, withheld: bool) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
         while True:
             self._check()
             yield stage_pb2.WatchLoadResponse(running=len(self.steps))

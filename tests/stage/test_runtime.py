@@ -21,6 +21,7 @@ from stagemesh.common.errors import (
     UnsupportedError,
 )
 from stagemesh.common.replica_state import ReplicaState
+from stagemesh.services.stage.replica.runtime import PLANNED_S
 from stagemesh.services.stage.step import run
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine
@@ -238,7 +239,7 @@ async def test_steps_wait_for_the_engine_to_load() -> None:
     await runtime.close()
 
 
-async def test_shutdown_lets_steps_finish_and_rejects_new_ones() -> None:
+async def test_shutdown_lets_steps_finish_and_accepts_planned_ones_meanwhile() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime, asyncio.TaskGroup() as group:
         running = group.create_task(events_of(runtime, step_spec("a")))
@@ -246,11 +247,35 @@ async def test_shutdown_lets_steps_finish_and_rejects_new_ones() -> None:
             await asyncio.sleep(0)
         draining = group.create_task(runtime.finish_steps(grace_s=5))
         await asyncio.sleep(0)
-        with pytest.raises(NotReadyError, match="draining"):
-            await events_of(runtime, step_spec("b"))
+        planned = group.create_task(events_of(runtime, step_spec("b")))
+        await asyncio.sleep(0)
+        assert runtime.state is ReplicaState.DRAINING
         engine.gate.set()
         await draining
         assert (await running)[-1].HasField("finished")
+        assert (await planned)[-1].HasField("finished")
+        with pytest.raises(NotReadyError, match="draining"):
+            await events_of(runtime, step_spec("c"))
+
+
+async def test_an_idle_replica_waits_for_planned_steps_while_an_orchestrator_watches_it() -> None:
+    async with ready_runtime() as runtime:
+        with runtime.rollout.verdict(withheld=False):
+            draining = asyncio.create_task(runtime.finish_steps(grace_s=60))
+            await asyncio.sleep(0.1)
+            assert (await events_of(runtime, step_spec()))[-1].HasField("finished")
+            began_s = asyncio.get_running_loop().time()
+            await draining
+            assert asyncio.get_running_loop().time() - began_s < PLANNED_S
+        with pytest.raises(NotReadyError, match="draining"):
+            await events_of(runtime, step_spec("late"))
+
+
+async def test_an_idle_replica_that_is_not_watched_ends_at_once() -> None:
+    async with ready_runtime() as runtime:
+        began_s = asyncio.get_running_loop().time()
+        await runtime.finish_steps(grace_s=60)
+        assert asyncio.get_running_loop().time() - began_s < PLANNED_S / 2
 
 
 async def test_shutdown_stops_steps_that_do_not_finish() -> None:

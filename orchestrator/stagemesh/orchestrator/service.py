@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.orchestrator.admin.service import serving_admin
@@ -21,6 +22,8 @@ from stagemesh.rpc.server import Server
 
 LIVENESS = "liveness"
 _GRACE_S = 2.0
+_RELEASE_S = 30.0
+"""The time for stages to release the requests that were stopped after `drain_s`, in seconds."""
 
 
 async def serve(config: OrchestratorConfig, stopping: asyncio.Event) -> None:
@@ -55,22 +58,16 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
     add_orchestrator_service(OrchestratorServicer(orchestrator), server.grpc)
     server.reflect(SERVICE_NAME)
 
-    draining = asyncio.Event()
-
     def show_readiness() -> None:
         for health_name in ("", SERVICE_NAME):
-            server.set_health(health_name, serving=fleet.ready and not draining.is_set())
-
-    def begin_to_drain() -> None:
-        draining.set()
-        show_readiness()
+            server.set_health(health_name, serving=fleet.ready)
 
     show_readiness()
     server.set_health(LIVENESS, serving=True)
     # The port is bound first, because nothing else is useful without it.
     port = await server.start()
-    async with AsyncExitStack() as stack:
-        # The server stops last, so that clients receive the ends of their requests.
+    async with asyncio.TaskGroup() as group, AsyncExitStack() as stack:
+        # The server ends running calls last, so that clients receive the ends of their requests.
         stack.push_async_callback(server.stop, grace_s=_GRACE_S)
         if config.admin_listen is not None:
             await stack.enter_async_context(serving_admin(orchestrator, registration, config.admin_listen))
@@ -78,7 +75,9 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
             await stack.enter_async_context(serving_metrics(orchestrator, config.metrics_listen))
         await stack.enter_async_context(fleet.watched(on_change=show_readiness))
         await stack.enter_async_context(orchestrator.running())
-        stack.callback(begin_to_drain)
+        # The server rejects new calls first: clients connect again, and reach another orchestrator behind the address.
+        reject = partial(server.stop, grace_s=config.drain_s + _RELEASE_S)
+        stack.callback(lambda: group.create_task(reject(), name="reject new calls"))
         yield port
 
 

@@ -1850,27 +1850,36 @@ Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
 
 @_typing.final
 class WatchLoadRequest(_message.Message):
-    """WatchLoadRequest asks for load reports."""
+    """WatchLoadRequest asks for load reports, and contains the caller's verdict for rolling updates."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     INTERVAL_S_FIELD_NUMBER: _builtins.int
     IDLE_INTERVAL_S_FIELD_NUMBER: _builtins.int
+    WITHHELD_FIELD_NUMBER: _builtins.int
     interval_s: _builtins.float
     """Seconds between reports, at least 0.05. 0 means 1."""
     idle_interval_s: _builtins.float
     """Seconds between reports while no step runs or waits. 0, or less than interval_s, means interval_s. A replica that
     receives work reports again within interval_s.
     """
+    withheld: _builtins.bool
+    """Whether the caller withholds this replica from a rolling update: requests run in another generation, and this
+    replica's generation has no ready replica of every stage, or the caller does not accept this replica. The verdict
+    holds until the call ends. A caller whose verdict changes calls again. A replica that was released for 10 seconds
+    stays released. The health status of the stage's own name is SERVING only while the replica is released: at least
+    one caller releases it (false), and none withholds it (true).
+    """
     def __init__(
         self,
         *,
         interval_s: _builtins.float = ...,
         idle_interval_s: _builtins.float = ...,
+        withheld: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_interval_s", b"idle_interval_s", "interval_s", b"interval_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_interval_s", b"idle_interval_s", "interval_s", b"interval_s", "withheld", b"withheld"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -38,6 +38,8 @@ class _Stage:
         self.reachable, self.listening, self.closed = True, True, False
         self.work_s = 0.0
         self.refused_consumers: set[str] = set()
+        self.verdicts: list[bool] = []
+        """Whether the orchestrator withheld the replica, for each call for load reports."""
         self.changed = Notifier()
 
     async def probe_edge(self, edge: str, *, consumer: str, **_: object) -> EdgeProbe:
@@ -59,7 +61,8 @@ class _Stage:
                 raise UnavailableError("connection reset")
             await self.changed.wait()
 
-    async def watch_load(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
+    async def watch_load(self, *, withheld: bool) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
+        self.verdicts.append(withheld)
         while True:
             yield stage_pb2.WatchLoadResponse(work_s=self.work_s, running=1)
             await self.changed.wait()
@@ -90,7 +93,13 @@ class _World:
     """A fleet over simulated processes, at first one for each stage, and the source of its members."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self.fleet = Fleet(pipeline, [self], connect=self._connect, clock=lambda: asyncio.get_running_loop().time())
+        self.fleet = Fleet(
+            pipeline,
+            [self],
+            generations=["new-*"],
+            connect=self._connect,
+            clock=lambda: asyncio.get_running_loop().time(),
+        )
         self.stages: dict[str, _Stage] = {}
         self.members = {stage: Member(stage, f"h:{stage}", f"{stage}-0") for stage in pipeline.stages}
         self._pipeline = pipeline
@@ -98,6 +107,18 @@ class _World:
     async def follow(self, listener: MembershipListener) -> None:
         for member in self.members.values():
             listener.join(member)
+
+    async def upgrade(self, stages: str, *, generation: str) -> None:
+        """Starts a replica of another generation in each of these stages."""
+        for stage in stages:
+            endpoint = f"{generation}:{stage}"
+            self.fleet.join(Member(stage, endpoint, endpoint))
+            self.stages[endpoint].description.generation = generation
+        await asyncio.sleep(0.1)
+
+    def verdicts(self, generation: str) -> list[list[bool]]:
+        """Returns the verdicts that the replicas of a generation received."""
+        return [stage.verdicts for name, stage in self.stages.items() if name.startswith(generation)]
 
     def _connect(self, member: Member) -> ReplicaClient:
         self.stages[member.endpoint] = _Stage(member, self._pipeline)
@@ -285,5 +306,50 @@ def test_a_joining_replica_whose_fixed_connector_cannot_work_is_never_planned(tm
         world.stages["h:a"].refused_consumers.clear()
         await asyncio.sleep(30)
         assert broken.state is ReplicaState.READY
+
+    _play(pipeline, scene)
+
+
+def test_a_generation_is_withheld_until_every_stage_has_a_ready_replica_of_it(pipeline: Pipeline) -> None:
+    async def scene(world: _World) -> None:
+        await world.upgrade("ab", generation="new-1")
+        assert world.verdicts("new-1") == [[True], [True]]
+        await world.upgrade("c", generation="new-1")
+        assert [verdicts[-1] for verdicts in world.verdicts("new-1")] == [False] * 3
+        assert world.verdicts("h") == [[False]] * 3
+
+    _play(pipeline, scene)
+
+
+def test_a_refused_generation_is_withheld_even_if_it_is_complete(pipeline: Pipeline) -> None:
+    async def scene(world: _World) -> None:
+        await world.upgrade("abc", generation="other")
+        assert world.verdicts("other") == [[True]] * 3
+        assert world.verdicts("h") == [[False]] * 3
+        replica = world.fleet.replicas["a"][1]
+        assert (replica.state, replica.last_report) == (ReplicaState.FAILED, None)
+
+    _play(pipeline, scene)
+
+
+def test_a_new_generation_stays_withheld_while_the_former_one_recovers(pipeline: Pipeline) -> None:
+    async def scene(world: _World) -> None:
+        await world.upgrade("ab", generation="new-1")
+        world.stages["h:c"].vanish(listening=False)
+        await asyncio.sleep(60)
+        assert not world.fleet.ready
+        assert world.verdicts("new-1") == [[True], [True]]
+        assert world.verdicts("h") == [[False], [False], [False]]
+
+    _play(pipeline, scene)
+
+
+def test_a_replica_of_another_pipeline_receives_no_verdict(pipeline: Pipeline) -> None:
+    async def scene(world: _World) -> None:
+        world.fleet.join(Member("b", "h:other", "other"))
+        world.stages["h:other"].description.pipeline = "another"
+        await asyncio.sleep(0.1)
+        assert world.fleet.replicas["b"][1].is_refused
+        assert world.stages["h:other"].verdicts == []
 
     _play(pipeline, scene)

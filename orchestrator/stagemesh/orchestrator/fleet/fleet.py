@@ -55,6 +55,10 @@ class Fleet:
         """The number of sources that currently report a member, by the member's stage and endpoint."""
         self._costs: dict[str, StepCost] = defaultdict(StepCost)
         self._by_name: dict[str, Replica] = {}
+        self._serving: frozenset[str] = frozenset()
+        """The generations that have a ready replica of every stage, or the last ones that had if there are none now.
+
+        Empty until every stage has had a ready replica."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._group: asyncio.TaskGroup | None = None
         self._on_change: Callable[[], None] = lambda: None
@@ -137,8 +141,7 @@ class Fleet:
         former_detail = replica.detail
         holder = self._by_name.setdefault(replica.name, replica)
         if holder is not replica and holder.endpoint != replica.endpoint and holder.state is ReplicaState.READY:
-            detail = f"refused: the replica at {holder.endpoint} is also named {replica.name}; rename one of them"
-            replica.observe(ReplicaState.FAILED, detail)
+            replica.refuse(f"the replica at {holder.endpoint} is also named {replica.name}; rename one of them")
         else:
             self._by_name[replica.name] = replica
             replica.observe_description(description, self._pipeline, generations=self._generations)
@@ -156,7 +159,21 @@ class Fleet:
             del self._by_name[replica.name]
         if successor is not None:
             self.registry.add(successor)
+        self._update_verdicts(replica)
         self._on_change()
+
+    def is_withheld(self, replica: Replica) -> bool:
+        """Returns whether a rolling update must not count a replica as ready yet.
+
+        This is the case if another generation serves requests, and the replica cannot, because it is refused or because
+        its generation has no ready replica of some stage.
+        """
+        serves = replica.state is not ReplicaState.FAILED and replica.generation in self._serving
+        return bool(self._serving) and not serves
+
+    def is_own_stage(self, replica: Replica, description: stage_pb2.DescribeResponse) -> bool:
+        """Returns whether a replica belongs to this pipeline and to its stage, whatever its generation is."""
+        return (description.pipeline, description.stage) == (self._pipeline.name, replica.stage)
 
     def _update(self, replica: Replica) -> None:
         if self.adapters.observe(replica) and self._group is not None:
@@ -169,7 +186,19 @@ class Fleet:
         elif not can_connect and replica in self.edge_connectors:
             self.edge_connectors.leave(replica)
         self.registry.update(replica)
+        self._update_verdicts(replica)
         self._on_change()
+
+    def _update_verdicts(self, replica: Replica) -> None:
+        """Sends the verdicts for rolling updates that changed together with `replica`."""
+        if self._group is None:
+            return
+        ready = frozenset(self.registry.ready(self._pipeline.stages.keys())) or self._serving
+        changed = self._watchers.get((replica.stage, replica.endpoint))
+        affected = self._watchers.values() if ready != self._serving else [changed] if changed else []
+        self._serving = ready
+        for watcher in affected:
+            watcher.update_verdict()
 
     def _start(self, work: Coroutine[object, object, None], *, name: str) -> None:
         assert self._group is not None, "only within `watched`"

@@ -163,6 +163,8 @@ class Replica:
         """The wire versions and the software that the replica reported. None until it has described itself."""
         self.is_described = False
         """Whether at least one description of the replica has arrived."""
+        self.is_refused = False
+        """Whether the orchestrator refused the replica because of its last description."""
         self.last_report: stage_pb2.WatchLoadResponse | None = None
         """The replica's newest load report, or None if none has arrived."""
         self.adapters: frozenset[str] | None = None
@@ -302,6 +304,11 @@ class Replica:
         if changed:
             self._on_change()
 
+    def refuse(self, why: str) -> None:
+        """Sets the replica's state to FAILED, because it must not run requests of this orchestrator."""
+        self.is_refused = True
+        self.observe(ReplicaState.FAILED, f"refused: {why}")
+
     def observe_description(
         self, description: stage_pb2.DescribeResponse, pipeline: Pipeline, *, generations: Collection[str] = ()
     ) -> None:
@@ -322,8 +329,9 @@ class Replica:
         except NotReadyError as exc:
             refusal = exc.message
         if refusal:
-            self.observe(ReplicaState.FAILED, f"refused: {refusal}")
+            self.refuse(refusal)
         else:
+            self.is_refused = False
             self.observe(ReplicaState(description.state), description.detail)
 
     def _signature_refusal(self, description: stage_pb2.DescribeResponse, pipeline: Pipeline) -> str:

@@ -137,12 +137,15 @@ class ReplicaClient:
         with self._errors.mapped():
             return await self._stub.Describe(stage_pb2.DescribeRequest(protocol=own_protocol()), timeout=timeout_s)
 
-    async def watch_load(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
+    async def watch_load(self, *, withheld: bool) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
         """Yields load reports of the replica periodically, less often if the replica is idle.
 
-        Iterate within `aclosing`.
+        Iterate within `aclosing`. `withheld` is this orchestrator's verdict for rolling updates, which holds until the
+        iteration ends.
         """
-        request = stage_pb2.WatchLoadRequest(interval_s=_LOAD_INTERVAL_S, idle_interval_s=_IDLE_INTERVAL_S)
+        request = stage_pb2.WatchLoadRequest(
+            interval_s=_LOAD_INTERVAL_S, idle_interval_s=_IDLE_INTERVAL_S, withheld=withheld
+        )
         with self._errors.mapped():
             call = self._stub.WatchLoad(request)
             try:

@@ -41,6 +41,8 @@ class ReplicaWatcher:
         self._tasks = asyncio.TaskGroup()
         self._load_reports: asyncio.Task[None] | None = None
         """The task that stores the replica's load reports, or None if no reports are being received."""
+        self._withheld = False
+        """The verdict that was sent with the call for load reports."""
         self.replica = fleet.create_replica(member, client)
 
     def leave(self, why: str) -> None:
@@ -95,8 +97,18 @@ class ReplicaWatcher:
         self._fleet.admit(self.replica, description)
         if failed:
             self.replica.end(self.replica.loss(f"failed ({description.detail})"))
-        elif self._load_reports is None and self.replica.state is not ReplicaState.FAILED:
-            self._load_reports = self._tasks.create_task(self._record_loads(self.replica))
+        elif self._load_reports is None and self._fleet.is_own_stage(self.replica, description):
+            self._receive_load_reports()
+
+    def update_verdict(self) -> None:
+        """Calls for load reports again if the verdict that is sent with this call has changed."""
+        if self._load_reports is not None and self._withheld != self._fleet.is_withheld(self.replica):
+            self._stop_load_reports()
+            self._receive_load_reports()
+
+    def _receive_load_reports(self) -> None:
+        self._withheld = self._fleet.is_withheld(self.replica)
+        self._load_reports = self._tasks.create_task(self._record_loads(self.replica, withheld=self._withheld))
 
     def _replace(self) -> None:
         self._stop_load_reports()
@@ -105,17 +117,19 @@ class ReplicaWatcher:
             self.replica.leave(predecessor.detail)
         self._fleet.replace(predecessor, self.replica)
 
-    async def _record_loads(self, replica: Replica) -> None:
-        """Stores the load reports of `replica` until the task is cancelled.
+    async def _record_loads(self, replica: Replica, *, withheld: bool) -> None:
+        """Stores the load reports of `replica` until the task is cancelled. A refused replica only receives the
+        verdict.
 
         A replica that sends no load reports can still serve requests. Whether the replica is ready depends on its
         health check.
         """
         while True:
             with suppress(StagemeshError):
-                async with aclosing(self._client.watch_load()) as reports:
+                async with aclosing(self._client.watch_load(withheld=withheld)) as reports:
                     async for report in reports:
-                        replica.record_load(report)
+                        if not replica.is_refused:
+                            replica.record_load(report)
             await asyncio.sleep(_LOAD_RETRY_S)
 
     def _stop_load_reports(self) -> None:

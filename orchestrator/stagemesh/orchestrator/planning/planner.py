@@ -181,7 +181,7 @@ class Planner:
         ready = self._registry.ready(stages)
         if not ready:
             missing = next((stage for stage in stages if not self._registry.has_ready(stage)), None)
-            raise self._not_ready(missing) if missing else _no_common_generation()
+            raise self._not_ready(missing) if missing else self._no_common_generation(stages)
         for stage, adapter in adapters.items():
             able = {name: each for name, each in ready.items() if each[stage].with_adapter(adapter).all}
             if not able:
@@ -230,14 +230,15 @@ class Planner:
             retry_after_s=_RETRY_AFTER_S,
         )
 
-
-def _no_common_generation() -> UnavailableError:
-    return UnavailableError(
-        "every stage has a ready replica, but no generation has one of every stage, because an upgrade is in progress; "
-        "try again later",
-        reason="STAGE_NOT_READY",
-        retry_after_s=_RETRY_AFTER_S,
-    )
+    def _no_common_generation(self, stages: Sequence[str]) -> UnavailableError:
+        may_become_ready = any(_may_become_ready(each) for stage in stages for each in self._registry.of(stage))
+        error = NotReadyYetError if may_become_ready else UnavailableError
+        return error(
+            "every stage has a ready replica, but no generation has one of every stage, because an upgrade is in "
+            "progress; try again later",
+            reason="STAGE_NOT_READY",
+            retry_after_s=_RETRY_AFTER_S,
+        )
 
 
 def _step(stage: Stage, replica: Replica) -> PlannedStep:

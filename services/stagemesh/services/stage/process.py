@@ -18,6 +18,7 @@ from stagemesh.rpc.handlers import add_stage_service
 from stagemesh.rpc.roles import OPERATOR, ORCHESTRATOR, STAGE
 from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import Engine
+from stagemesh.services.stage.replica.rollout_release import RolloutRelease
 from stagemesh.services.stage.replica.runtime import StageRuntime
 from stagemesh.services.stage.service.control_servicer import SERVICE_NAME as CONTROL_NAME
 from stagemesh.services.stage.service.control_servicer import StageControlServicer
@@ -39,7 +40,8 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
 
     Raises the engine's error if the engine fails. The health service reports these names as SERVING:
 
-    - "", StageService and the stage's own name while the replica accepts steps
+    - "" and StageService while the replica is READY, so that orchestrators plan steps on it
+    - the stage's own name while, in addition, rolling updates may count the replica as ready
     - StageControlService while the engine is loaded
     - "liveness" from the start of the server until its end
     """
@@ -52,19 +54,22 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
     server.reflect(SERVICE_NAME)
     server.reflect(CONTROL_NAME)
     runtime.on_shutdown = stopping.set
-    runtime.on_serving = lambda serving: _set_serving(server, config.stage, serving=serving)
+    runtime.on_serving = lambda serving: _set_serving(server, runtime.rollout, serving=serving)
+    runtime.rollout.on_change = lambda: server.set_health(config.stage, serving=runtime.rollout.is_ready)
     server.set_health(LIVENESS, serving=True)
     server.set_health(CONTROL_NAME, serving=False)
-    _set_serving(server, config.stage, serving=False)
+    runtime.on_serving(False)
     try:
         port = await server.start()
         async with registered(config, incarnation=runtime.data_plane.incarnation, port=port):
             await work(runtime, server, stopping)
+            runtime.begin_shutdown()
     finally:
-        end_within(config.drain_s + _END_S)
-        _set_serving(server, config.stage, serving=False)
+        # The steps of a failed engine have ended, or never end.
+        drain_s = 0.0 if runtime.state is ReplicaState.FAILED else config.drain_s
+        end_within(drain_s + _END_S)
         server.set_health(CONTROL_NAME, serving=False)
-        await runtime.finish_steps(grace_s=config.drain_s)
+        await runtime.finish_steps(grace_s=drain_s)
         await runtime.close()
         await server.stop(grace_s=_STOP_GRACE_S)
 
@@ -79,7 +84,7 @@ async def work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -
     gc.collect()
     gc.freeze()
     # An operator may already have drained the replica.
-    _set_serving(server, runtime.config.stage, serving=runtime.state is ReplicaState.READY)
+    runtime.on_serving(runtime.state is ReplicaState.READY)
     server.set_health(CONTROL_NAME, serving=True)
     _log.info("ready")
     stall_s = runtime.config.stall_s
@@ -118,6 +123,7 @@ def _make_runtime(config: StageConfig) -> StageRuntime:
     return StageRuntime(engine, data_plane, config, descriptor.signature(config.function, config.options))
 
 
-def _set_serving(server: Server, stage: str, *, serving: bool) -> None:
-    for name in ("", SERVICE_NAME, stage):
+def _set_serving(server: Server, rollout: RolloutRelease, *, serving: bool) -> None:
+    for name in ("", SERVICE_NAME):
         server.set_health(name, serving=serving)
+    rollout.set_available(serving)

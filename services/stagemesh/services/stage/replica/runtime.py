@@ -30,6 +30,7 @@ from stagemesh.services.engines.base import Engine, EngineLoad
 from stagemesh.services.media.store import MediaStore
 from stagemesh.services.stage.replica.hang_detection import StallWatch
 from stagemesh.services.stage.replica.paused_states import PausedStates
+from stagemesh.services.stage.replica.rollout_release import RolloutRelease
 from stagemesh.services.stage.step.checks import check_rebinding, check_spec
 from stagemesh.services.stage.step.registry import RunRegistry
 from stagemesh.services.stage.step.run import StepRun, drained_error
@@ -42,6 +43,9 @@ AbilityT = TypeVar("AbilityT")
 
 _RELEASE_S = 5.0
 """Time limit for the steps of a failed engine to end, in seconds."""
+PLANNED_S = 2.0
+"""The time after the beginning of a drain in which orchestrators may still send steps that they planned before, in
+seconds. They receive the replica's state within milliseconds."""
 _PAUSE_S = 2.0
 """Time limit for running steps to pause before they are stopped, in seconds. Other replicas resume the paused steps."""
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 10.0
@@ -68,11 +72,15 @@ class StageRuntime:
         writer = f"{config.pipeline}.{config.replica}"
         self.store = MediaStore(config.media, writer=writer, spool=settings.spool_dir()) if config.media else None
         """The pipeline's store for media, or None if it has none."""
+        self.rollout = RolloutRelease()
+        """The verdicts of the orchestrators whether a rolling update may count this replica as ready."""
         self._drained_by_operator = False
         """Whether an operator has drained the replica. False if the replica drains because it is shutting down."""
-        self._handed_over = False
-        """Whether the drain has begun to hand the running steps over to other replicas. From then on, the replica
-        rejects new steps."""
+        self._accepts_planned = False
+        """Whether the draining replica still accepts steps, which orchestrators may have planned before they received
+        its state. False after the drain has begun to hand the running steps over to other replicas."""
+        self._drained_at_s = 0.0
+        """The time at which the last drain began, on the event loop's clock."""
         self._handing_over: asyncio.Task[None] | None = None
         # A wake call that arrives while the replica is falling asleep waits until the replica is asleep.
         self._falling_asleep = asyncio.Lock()
@@ -117,24 +125,39 @@ class StageRuntime:
                 await self._stop(self._runs.running(), error)
         raise error
 
+    def begin_shutdown(self) -> None:
+        """Sets the state to DRAINING for good, so that orchestrators plan no new steps on this replica. Idempotent.
+
+        The replica still accepts steps that are already planned, until `finish_steps` ends them.
+        """
+        if self.state is ReplicaState.READY:
+            self._begin_drain()
+        self._drained_by_operator = False
+        if self.state is not ReplicaState.FAILED:
+            self.state, self.detail = ReplicaState.DRAINING, "finishing its steps"
+        self.on_serving(False)
+
     async def finish_steps(self, *, grace_s: float) -> None:
-        """Rejects new steps and waits at most `grace_s` seconds for the running steps to end.
+        """Begins the shutdown, and waits at most `grace_s` seconds for the running steps to end. Then rejects new
+        steps.
+
+        Planned steps are accepted for PLANNED_S seconds after the drain began, and while other steps run. If no
+        orchestrator watches the replica, no step is planned.
 
         If the engine supports pausing, the last part of this time is used to pause the remaining steps. Steps that have
         neither ended nor paused are stopped.
         """
-        self._drained_by_operator = False
-        if self.state is not ReplicaState.FAILED:
-            self.state, self.detail = ReplicaState.DRAINING, "finishing its steps"
+        self.begin_shutdown()
         running = self._runs.running()
         if running:
             _log.info("%d steps are still running; they have %.0f s to end", len(running), grace_s)
-            pause_s = min(_PAUSE_S, grace_s / 5) if self._can_pause else 0.0
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(grace_s - pause_s):
-                    await _wait_ended(running)
-            if pause_s:
-                await self._pause_runs(pause_s)
+        pause_s = min(_PAUSE_S, grace_s / 5) if self._can_pause else 0.0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s - pause_s):
+                await self._wait_finished()
+        self._accepts_planned = False
+        if pause_s and self._runs.running():
+            await self._pause_runs(pause_s)
         left = self._runs.running()
         await self._stop(
             left, UnavailableError(f"replica {self.config.replica} is shutting down", reason="SHUTTING_DOWN")
@@ -155,6 +178,7 @@ class StageRuntime:
             raise InvalidRequestError(f"move_after_s is {move_after_s:g}; it must be 0 (at once) or more")
         if not self._drained_by_operator:
             self._check_ready()
+            self._begin_drain()
             self.state, self.detail, self._drained_by_operator = ReplicaState.DRAINING, "drained by an operator", True
             self.on_serving(False)
         self._hand_over_later(move_after_s)
@@ -166,7 +190,7 @@ class StageRuntime:
         Raises NotReadyError if the replica is shutting down.
         """
         if self._drained_by_operator:
-            self._drained_by_operator = self._handed_over = False
+            self._drained_by_operator = self._accepts_planned = False
             self._hand_over_later(None)
             self.state, self.detail = ReplicaState.READY, ""
             self.on_serving(True)
@@ -209,6 +233,7 @@ class StageRuntime:
         if self.closed.is_set():
             return
         self.closed.set()
+        self.rollout.close()
         self._hand_over_later(None)
         await self.finish_steps(grace_s=0)
         self._runs.close()
@@ -331,6 +356,21 @@ class StageRuntime:
             self.state, self.detail = ReplicaState.READY, ""
             self.on_serving(True)
 
+    def _begin_drain(self) -> None:
+        self._accepts_planned, self._drained_at_s = True, asyncio.get_running_loop().time()
+
+    async def _wait_finished(self) -> None:
+        """Waits until no step is running and orchestrators cannot have planned further ones."""
+        while True:
+            running = self._runs.running()
+            planned_s = self._drained_at_s + PLANNED_S - asyncio.get_running_loop().time()
+            if running:
+                await _wait_ended(running)
+            elif self._accepts_planned and self.rollout.is_watched and planned_s > 0:
+                await asyncio.sleep(planned_s)
+            else:
+                return
+
     def _hand_over_later(self, move_after_s: float | None) -> None:
         if self._handing_over is not None:
             self._handing_over.cancel()
@@ -340,7 +380,7 @@ class StageRuntime:
 
     async def _hand_over(self, after_s: float) -> None:
         await asyncio.sleep(after_s)
-        self._handed_over = True
+        self._accepts_planned = False
         if self._can_pause:
             await self._pause_runs(_PAUSE_S)
         await self._stop(self._runs.running(), drained_error(self.where))
@@ -396,7 +436,7 @@ class StageRuntime:
         if known is not None:
             known.extend(deadline_s=deadline_s)
             return known
-        if not self._drained_by_operator or self._handed_over:
+        if not self._accepts_planned:
             self._check_ready()
         self._check_capacity()
         run = StepRun(

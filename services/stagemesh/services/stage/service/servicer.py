@@ -118,16 +118,17 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
         interval_s = _checked_interval_s(request)
         intervals = idle_intervals = max(1, round(request.idle_interval_s / interval_s))
         was_busy, adapters = False, list[str]()
-        while not self._runtime.closed.is_set():
-            load = self._runtime.load()
-            is_busy = bool(load.running or load.queued)
-            # A change from busy to idle, or of the adapters, is reported at once.
-            if is_busy or was_busy or intervals >= idle_intervals or adapters != load.adapters:
-                intervals = 0
-                yield load
-            intervals, was_busy, adapters = intervals + 1, is_busy, list(load.adapters)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._runtime.closed.wait(), interval_s)
+        with self._runtime.rollout.verdict(withheld=request.withheld):
+            while not self._runtime.closed.is_set():
+                load = self._runtime.load()
+                is_busy = bool(load.running or load.queued)
+                # A change from busy to idle, or of the adapters, is reported at once.
+                if is_busy or was_busy or intervals >= idle_intervals or adapters != load.adapters:
+                    intervals = 0
+                    yield load
+                intervals, was_busy, adapters = intervals + 1, is_busy, list(load.adapters)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._runtime.closed.wait(), interval_s)
 
     async def CancelStep(self, request: stage_pb2.CancelStepRequest, context: _Context) -> stage_pb2.CancelStepResponse:
         return await self._runtime.cancel(request.request_id, attempt=request.attempt, reason=request.reason)

@@ -1,0 +1,73 @@
+"""Decides whether a rolling update may count this replica as ready, from the verdicts of the orchestrators.
+
+A rolling update ends a former replica as soon as a new one is ready. The former ones must not end before the new
+generation can serve requests, which orchestrators alone know: it needs a ready replica of every stage.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+_LATCH_S = 10.0
+
+
+class RolloutRelease:
+    """The verdicts of the orchestrators that watch this replica.
+
+    The replica is ready for the rollout while it is available, at least one orchestrator releases it, and no
+    orchestrator withholds it. After it has been ready for `latch_s` seconds without interruption, verdicts no longer
+    matter, because they are for new replicas.
+    """
+
+    def __init__(self, *, latch_s: float = _LATCH_S) -> None:
+        self.on_change: Callable[[], None] = lambda: None
+        """Called after `is_ready` may have changed."""
+        self._latch_s = latch_s
+        self._is_available = self._is_latched = False
+        self._verdicts = Counter[bool]()
+        """The number of orchestrators that withhold the replica (True) and that release it (False)."""
+        self._latching: asyncio.TimerHandle | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the replica is ready for the rollout."""
+        is_released = self._is_latched or (self._verdicts[False] > 0 and not self._verdicts[True])
+        return self._is_available and is_released
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether an orchestrator watches the replica, and may have planned steps on it."""
+        return self._verdicts.total() > 0
+
+    def set_available(self, available: bool) -> None:
+        """Sets whether the replica could serve requests if it were released."""
+        self._is_available = available
+        self._update()
+
+    @contextmanager
+    def verdict(self, *, withheld: bool) -> Generator[None]:
+        """Counts the verdict of one orchestrator within the block."""
+        self._verdicts[withheld] += 1
+        self._update()
+        try:
+            yield
+        finally:
+            self._verdicts[withheld] -= 1
+            self._update()
+
+    def close(self) -> None:
+        """Stops the timer. Idempotent."""
+        if self._latching is not None:
+            self._latching.cancel()
+            self._latching = None
+
+    def _update(self) -> None:
+        if not self.is_ready:
+            self.close()
+        elif self._latching is None and not self._is_latched:
+            self._latching = asyncio.get_running_loop().call_later(self._latch_s, self._latch)
+        self.on_change()
+
+    def _latch(self) -> None:
+        self._is_latched = True
