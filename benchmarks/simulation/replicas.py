@@ -18,7 +18,7 @@ from stagemesh.common.errors import NotFoundError, UnavailableError, Unsupported
 from stagemesh.common.notification import Notifier
 from stagemesh.common.versions import own_protocol
 from stagemesh.connectors.stream.wire import EdgeProbe
-from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient
+from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient, Verdict
 from stagemesh.orchestrator.membership.base import Member, MembershipListener
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import stage_pb2
@@ -177,8 +177,8 @@ class SimulatedReplica:
         await self._died.wait()
         self._check_alive()
 
-    async def watch_load(self, *, withheld: bool) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
-        del withheld
+    async def watch_load(self, verdict: Verdict) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
+        del verdict
         while True:
             self._check_alive()
             yield self._load()

@@ -14,7 +14,7 @@ from stagemesh.common.errors import NotFoundError, NotReadyError, UnavailableErr
 from stagemesh.common.notification import Notifier
 from stagemesh.common.versions import own_protocol
 from stagemesh.connectors.stream.wire import EdgeProbe
-from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient
+from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient, Verdict
 from stagemesh.orchestrator.membership.base import Member, MembershipListener
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import request_pb2, stage_pb2
@@ -162,7 +162,7 @@ class SimulatedReplica:
             self._check()
             await self.world.changed.wait()
 
-    async def watch_load(self, *, withheld: bool) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
+    async def watch_load(self, verdict: Verdict) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
         while True:
             self._check()
             yield stage_pb2.WatchLoadResponse(running=len(self.steps))

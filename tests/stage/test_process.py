@@ -45,6 +45,61 @@ def test_sigterm_lets_a_running_step_finish(tmp_path: Path) -> None:
         assert process.wait(LIMIT_S) == 0
 
 
+def test_a_step_that_was_planned_before_sigterm_is_accepted(tmp_path: Path) -> None:
+    with _process(stage_config(steps=2), tmp_path) as process, grpc.insecure_channel(_endpoint(process)) as channel:
+        _wait_serving(channel)
+        stub = stage_pb2_grpc.StageServiceStub(channel)
+        load_reports = stub.WatchLoad(stage_pb2.WatchLoadRequest())
+        next(load_reports)
+        process.send_signal(signal.SIGTERM)
+        _wait_serving(channel, health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert stub.Describe(stage_pb2.DescribeRequest()).state == stage_pb2.REPLICA_STATE_DRAINING
+        assert [event.WhichOneof("event") for event in stub.ExecuteStep(step_request())][-1] == "finished"
+        assert process.wait(LIMIT_S) == 0
+
+
+def test_the_time_limit_for_the_end_includes_the_time_for_running_steps(tmp_path: Path) -> None:
+    config = replace(stage_config(steps=30, step_s=0.1), drain_s=LIMIT_S)
+    # Without the time for running steps, the process would end a second after SIGTERM.
+    program = "from stagemesh.services.stage import process; process._END_S = 1; import runpy; "
+    program += "runpy.run_module('stagemesh.services.stage', run_name='__main__')"
+    command = [sys.executable, "-c", program, *_write(config, tmp_path)[3:]]
+    with _process(config, tmp_path, command) as process, grpc.insecure_channel(_endpoint(process)) as channel:
+        _wait_serving(channel)
+        events = stage_pb2_grpc.StageServiceStub(channel).ExecuteStep(step_request())
+        assert next(events).WhichOneof("event") == "accepted"
+        process.send_signal(signal.SIGTERM)
+        assert [event.WhichOneof("event") for event in events][-1] == "finished"
+        assert process.wait(LIMIT_S) == 0
+
+
+def test_steps_that_are_still_running_after_the_drain_are_handed_over(tmp_path: Path) -> None:
+    config = replace(stage_config(steps=1000, step_s=0.1), drain_s=0.5)
+    with _process(config, tmp_path) as process, grpc.insecure_channel(_endpoint(process)) as channel:
+        _wait_serving(channel)
+        events = stage_pb2_grpc.StageServiceStub(channel).ExecuteStep(step_request())
+        assert next(events).WhichOneof("event") == "accepted"
+        process.send_signal(signal.SIGTERM)
+        assert [event.WhichOneof("event") for event in events][-1] == "paused"
+        assert process.wait(LIMIT_S) == 0
+
+
+def test_a_replica_is_ready_for_a_rollout_only_while_an_orchestrator_releases_it(tmp_path: Path) -> None:
+    with _process(stage_config(), tmp_path) as process, grpc.insecure_channel(_endpoint(process)) as channel:
+        _wait_serving(channel)
+        assert _health(channel, "thinker") == health_pb2.HealthCheckResponse.NOT_SERVING
+        stub = stage_pb2_grpc.StageServiceStub(channel)
+        released = stub.WatchLoad(stage_pb2.WatchLoadRequest(verdict=stage_pb2.ROLLOUT_VERDICT_RELEASED))
+        next(released)
+        assert _health(channel, "thinker") == health_pb2.HealthCheckResponse.SERVING
+        withheld = stub.WatchLoad(stage_pb2.WatchLoadRequest(verdict=stage_pb2.ROLLOUT_VERDICT_WITHHELD))
+        next(withheld)
+        assert _health(channel, "thinker") == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert _health(channel, "stagemesh.v1.StageService") == health_pb2.HealthCheckResponse.SERVING
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 0
+
+
 def test_a_loading_process_is_live_but_not_ready(tmp_path: Path) -> None:
     with _process(stage_config(start_s=30), tmp_path) as process, grpc.insecure_channel(_endpoint(process)) as channel:
         assert _health(channel, "liveness") == health_pb2.HealthCheckResponse.SERVING
@@ -111,8 +166,8 @@ def _run(config: StageConfig, folder: Path) -> tuple[int, str]:
 
 
 @contextmanager
-def _process(config: StageConfig, folder: Path) -> "Iterator[subprocess.Popen[str]]":
-    process = subprocess.Popen(_write(config, folder), stderr=subprocess.PIPE, text=True)
+def _process(config: StageConfig, folder: Path, command: list[str] | None = None) -> "Iterator[subprocess.Popen[str]]":
+    process = subprocess.Popen(command or _write(config, folder), stderr=subprocess.PIPE, text=True)
     try:
         yield process
     finally:
@@ -141,12 +196,12 @@ def _health(channel: grpc.Channel, facet: str) -> int:
     return check(health_pb2.HealthCheckRequest(service=facet), timeout=LIMIT_S).status
 
 
-def _wait_serving(channel: grpc.Channel) -> None:
+def _wait_serving(channel: grpc.Channel, status: int = health_pb2.HealthCheckResponse.SERVING) -> None:
     watch = channel.unary_stream(
         "/grpc.health.v1.Health/Watch",
         request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
         response_deserializer=health_pb2.HealthCheckResponse.FromString,
     )
     call = watch(health_pb2.HealthCheckRequest(), timeout=LIMIT_S)
-    assert any(response.status == health_pb2.HealthCheckResponse.SERVING for response in call)
+    assert any(response.status == status for response in call)
     call.cancel()

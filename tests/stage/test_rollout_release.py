@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from typing import TypeAlias
 
 import pytest
 
@@ -10,6 +11,10 @@ from benchmarks.simulation import virtual_time
 from stagemesh.services.stage.replica.rollout_release import RolloutRelease
 from stagemesh.v1 import stage_pb2
 from tests.stage.replicas import served_stage
+
+Verdict: TypeAlias = "stage_pb2.RolloutVerdict.ValueType"
+NONE = stage_pb2.ROLLOUT_VERDICT_UNSPECIFIED
+RELEASED, WITHHELD = stage_pb2.ROLLOUT_VERDICT_RELEASED, stage_pb2.ROLLOUT_VERDICT_WITHHELD
 
 
 def _play(scene: Callable[[RolloutRelease], Awaitable[None]]) -> None:
@@ -22,13 +27,21 @@ def _play(scene: Callable[[RolloutRelease], Awaitable[None]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "ready"), [([], False), ([False], True), ([True], False), ([False, True], False), ([False] * 2, True)]
+    ("verdicts", "ready"),
+    [
+        ([], False),
+        ([NONE], False),
+        ([RELEASED], True),
+        ([WITHHELD], False),
+        ([RELEASED, WITHHELD], False),
+        ([RELEASED, NONE, RELEASED], True),
+    ],
 )
-def test_one_orchestrator_must_release_a_replica_and_none_withhold_it(verdicts: list[bool], ready: bool) -> None:
+def test_one_orchestrator_must_release_a_replica_and_none_withhold_it(verdicts: list[Verdict], ready: bool) -> None:
     async def scene(release: RolloutRelease) -> None:
         with ExitStack() as stack:
-            for withheld in verdicts:
-                stack.enter_context(release.verdict(withheld=withheld))
+            for verdict in verdicts:
+                stack.enter_context(release.verdict(verdict))
             assert release.is_ready is ready
         assert not release.is_ready
 
@@ -37,10 +50,10 @@ def test_one_orchestrator_must_release_a_replica_and_none_withhold_it(verdicts: 
 
 def test_a_replica_that_was_ready_for_a_while_stays_released() -> None:
     async def scene(release: RolloutRelease) -> None:
-        with release.verdict(withheld=False):
+        with release.verdict(RELEASED):
             await asyncio.sleep(10.1)
         assert release.is_ready
-        with release.verdict(withheld=True):
+        with release.verdict(WITHHELD):
             assert release.is_ready
         release.set_available(False)
         assert not release.is_ready
@@ -53,7 +66,7 @@ def test_a_replica_that_was_ready_for_a_while_stays_released() -> None:
 def test_an_interruption_restarts_the_time_until_a_replica_stays_released() -> None:
     async def scene(release: RolloutRelease) -> None:
         for _ in range(2):
-            with release.verdict(withheld=False):
+            with release.verdict(RELEASED):
                 await asyncio.sleep(9)
             assert not release.is_ready
 
@@ -66,9 +79,9 @@ async def test_the_verdict_of_a_load_watch_ends_with_its_call() -> None:
         changed = asyncio.Event()
         rollout.on_change = changed.set
         rollout.set_available(True)
-        withholding = replica.stub.WatchLoad(stage_pb2.WatchLoadRequest(withheld=True))
+        withholding = replica.stub.WatchLoad(stage_pb2.WatchLoadRequest(verdict=WITHHELD))
         await withholding.read()
-        releasing = replica.stub.WatchLoad(stage_pb2.WatchLoadRequest())
+        releasing = replica.stub.WatchLoad(stage_pb2.WatchLoadRequest(verdict=RELEASED))
         await releasing.read()
         assert not rollout.is_ready
         changed.clear()

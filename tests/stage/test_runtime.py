@@ -260,7 +260,7 @@ async def test_shutdown_lets_steps_finish_and_accepts_planned_ones_meanwhile() -
 
 async def test_an_idle_replica_waits_for_planned_steps_while_an_orchestrator_watches_it() -> None:
     async with ready_runtime() as runtime:
-        with runtime.rollout.verdict(withheld=False):
+        with runtime.rollout.verdict(stage_pb2.ROLLOUT_VERDICT_UNSPECIFIED):
             draining = asyncio.create_task(runtime.finish_steps(grace_s=60))
             await asyncio.sleep(0.1)
             assert (await events_of(runtime, step_spec()))[-1].HasField("finished")

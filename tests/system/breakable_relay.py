@@ -1,19 +1,21 @@
 """A relay to a service, whose connections a test can break."""
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 
 
 class BreakableRelay:
-    """Relays data between clients and a service in both directions, in its own thread. Clients can connect again after
-    a cut.
+    """Relays data between clients and services in both directions, in its own thread. Clients can connect again after a
+    cut.
     """
 
-    def __init__(self, target: str) -> None:
-        host, _, port = target.rpartition(":")
-        self._target = (host, int(port))
+    def __init__(self, *targets: str) -> None:
+        self.targets = list(targets)
+        """The addresses of the services. The connections use them in turn. A test may change the list."""
+        self._connections = itertools.count()
         self._ends: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
@@ -54,7 +56,8 @@ class BreakableRelay:
     async def _relay(self, near: asyncio.StreamReader, near_end: asyncio.StreamWriter) -> None:
         self._ends.add(near_end)
         with suppress(OSError):
-            far, far_end = await asyncio.open_connection(*self._target)
+            host, _, port = self.targets[next(self._connections) % len(self.targets)].rpartition(":")
+            far, far_end = await asyncio.open_connection(host, int(port))
             self._ends.add(far_end)
             await asyncio.gather(_pass(near, far_end), _pass(far, near_end))
         near_end.close()
@@ -65,9 +68,9 @@ class BreakableRelay:
 
 
 @contextmanager
-def breakable_relay(target: str) -> Generator[BreakableRelay]:
-    """Runs a relay to `target` within the block."""
-    made = BreakableRelay(target)
+def breakable_relay(*targets: str) -> Generator[BreakableRelay]:
+    """Runs a relay to `targets` within the block."""
+    made = BreakableRelay(*targets)
     made.open()
     try:
         yield made

@@ -94,6 +94,37 @@ REPLICA_STATE_ASLEEP: ReplicaState.ValueType  # 6
 """The engine sleeps, or is about to. Steps are rejected (NOT_READY) until StageControlService.Wake."""
 Global___ReplicaState: _TypeAlias = ReplicaState  # noqa: Y015
 
+class _RolloutVerdict:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RolloutVerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RolloutVerdict.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ROLLOUT_VERDICT_UNSPECIFIED: _RolloutVerdict.ValueType  # 0
+    """The caller cannot judge yet, because it has never found a generation with a ready replica of every stage."""
+    ROLLOUT_VERDICT_RELEASED: _RolloutVerdict.ValueType  # 1
+    """The replica's generation has a ready replica of every stage."""
+    ROLLOUT_VERDICT_WITHHELD: _RolloutVerdict.ValueType  # 2
+    """Requests run in another generation. This replica's generation has no ready replica of some stage, or the caller does
+    not accept the replica.
+    """
+
+class RolloutVerdict(_RolloutVerdict, metaclass=_RolloutVerdictEnumTypeWrapper):
+    """RolloutVerdict says whether a rolling update may count a replica as ready, so that it ends a former one. The health
+    status of the stage's own name is SERVING while the replica is READY, at least one orchestrator releases it, and none
+    withholds it. A replica whose own name was SERVING for 10 seconds stays released.
+    """
+
+ROLLOUT_VERDICT_UNSPECIFIED: RolloutVerdict.ValueType  # 0
+"""The caller cannot judge yet, because it has never found a generation with a ready replica of every stage."""
+ROLLOUT_VERDICT_RELEASED: RolloutVerdict.ValueType  # 1
+"""The replica's generation has a ready replica of every stage."""
+ROLLOUT_VERDICT_WITHHELD: RolloutVerdict.ValueType  # 2
+"""Requests run in another generation. This replica's generation has no ready replica of some stage, or the caller does
+not accept the replica.
+"""
+Global___RolloutVerdict: _TypeAlias = RolloutVerdict  # noqa: Y015
+
 @_typing.final
 class ExecuteStepRequest(_message.Message):
     """ExecuteStepRequest describes one stage's part of a request."""
@@ -1856,30 +1887,27 @@ class WatchLoadRequest(_message.Message):
 
     INTERVAL_S_FIELD_NUMBER: _builtins.int
     IDLE_INTERVAL_S_FIELD_NUMBER: _builtins.int
-    WITHHELD_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
     interval_s: _builtins.float
     """Seconds between reports, at least 0.05. 0 means 1."""
     idle_interval_s: _builtins.float
     """Seconds between reports while no step runs or waits. 0, or less than interval_s, means interval_s. A replica that
     receives work reports again within interval_s.
     """
-    withheld: _builtins.bool
-    """Whether the caller withholds this replica from a rolling update: requests run in another generation, and this
-    replica's generation has no ready replica of every stage, or the caller does not accept this replica. The verdict
-    holds until the call ends. A caller whose verdict changes calls again. A replica that was released for 10 seconds
-    stays released. The health status of the stage's own name is SERVING only while the replica is released: at least
-    one caller releases it (false), and none withholds it (true).
+    verdict: Global___RolloutVerdict.ValueType
+    """The caller's verdict whether a rolling update may count this replica as ready. It holds until the call ends. A caller
+    whose verdict changes calls again.
     """
     def __init__(
         self,
         *,
         interval_s: _builtins.float = ...,
         idle_interval_s: _builtins.float = ...,
-        withheld: _builtins.bool = ...,
+        verdict: Global___RolloutVerdict.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_interval_s", b"idle_interval_s", "interval_s", b"interval_s", "withheld", b"withheld"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_interval_s", b"idle_interval_s", "interval_s", b"interval_s", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

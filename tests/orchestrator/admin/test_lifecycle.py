@@ -145,7 +145,7 @@ async def test_a_call_over_a_closed_connection_reports_an_unreachable_replica() 
     client = ReplicaClient(channel, stage="b", replica="b-0", endpoint="127.0.0.1:1")
     await channel.close()
     for call in (
-        anext(client.watch_load(withheld=False)),
+        anext(client.watch_load(stage_pb2.ROLLOUT_VERDICT_RELEASED)),
         client.describe(timeout_s=5),
         client.control("ListSteps", b"", timeout_s=5),
         client.cancel(stage_pb2.CancelStepRequest(), timeout_s=5),

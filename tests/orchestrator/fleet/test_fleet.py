@@ -13,7 +13,7 @@ from stagemesh.common.notification import Notifier
 from stagemesh.common.replica_state import ReplicaState
 from stagemesh.connectors.stream.wire import EdgeProbe
 from stagemesh.orchestrator.fleet.fleet import Fleet
-from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
+from stagemesh.orchestrator.fleet.replica_client import ReplicaClient, Verdict
 from stagemesh.orchestrator.membership.base import Member, MembershipListener
 from stagemesh.orchestrator.planning.planner import Planner
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
@@ -28,6 +28,10 @@ def pipeline(tmp_path: Path) -> Pipeline:
     return load_pipeline(str(tmp_path / "chain.yaml"))
 
 
+_NONE = stage_pb2.ROLLOUT_VERDICT_UNSPECIFIED
+_RELEASED, _WITHHELD = stage_pb2.ROLLOUT_VERDICT_RELEASED, stage_pb2.ROLLOUT_VERDICT_WITHHELD
+
+
 class _Stage:
     """The client of a simulated process at an address."""
 
@@ -38,8 +42,8 @@ class _Stage:
         self.reachable, self.listening, self.closed = True, True, False
         self.work_s = 0.0
         self.refused_consumers: set[str] = set()
-        self.verdicts: list[bool] = []
-        """Whether the orchestrator withheld the replica, for each call for load reports."""
+        self.verdicts: list[Verdict] = []
+        """The verdict of each call for load reports."""
         self.changed = Notifier()
 
     async def probe_edge(self, edge: str, *, consumer: str, **_: object) -> EdgeProbe:
@@ -61,8 +65,8 @@ class _Stage:
                 raise UnavailableError("connection reset")
             await self.changed.wait()
 
-    async def watch_load(self, *, withheld: bool) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
-        self.verdicts.append(withheld)
+    async def watch_load(self, verdict: Verdict) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
+        self.verdicts.append(verdict)
         while True:
             yield stage_pb2.WatchLoadResponse(work_s=self.work_s, running=1)
             await self.changed.wait()
@@ -116,7 +120,7 @@ class _World:
             self.stages[endpoint].description.generation = generation
         await asyncio.sleep(0.1)
 
-    def verdicts(self, generation: str) -> list[list[bool]]:
+    def verdicts(self, generation: str) -> list[list[Verdict]]:
         """Returns the verdicts that the replicas of a generation received."""
         return [stage.verdicts for name, stage in self.stages.items() if name.startswith(generation)]
 
@@ -310,13 +314,27 @@ def test_a_joining_replica_whose_fixed_connector_cannot_work_is_never_planned(tm
     _play(pipeline, scene)
 
 
+def test_no_generation_is_judged_before_one_has_a_ready_replica_of_every_stage(pipeline: Pipeline) -> None:
+    async def play() -> None:
+        world = _World(pipeline)
+        late = world.members.pop("c")
+        async with world.fleet.watched():
+            await asyncio.sleep(1)
+            assert world.verdicts("h") == [[_NONE], [_NONE]]
+            world.fleet.join(late)
+            await asyncio.sleep(0.1)
+            assert [verdicts[-1] for verdicts in world.verdicts("h")] == [_RELEASED] * 3
+
+    virtual_time.run(play())
+
+
 def test_a_generation_is_withheld_until_every_stage_has_a_ready_replica_of_it(pipeline: Pipeline) -> None:
     async def scene(world: _World) -> None:
         await world.upgrade("ab", generation="new-1")
-        assert world.verdicts("new-1") == [[True], [True]]
+        assert world.verdicts("new-1") == [[_WITHHELD], [_WITHHELD]]
         await world.upgrade("c", generation="new-1")
-        assert [verdicts[-1] for verdicts in world.verdicts("new-1")] == [False] * 3
-        assert world.verdicts("h") == [[False]] * 3
+        assert [verdicts[-1] for verdicts in world.verdicts("new-1")] == [_RELEASED] * 3
+        assert [verdicts[-1] for verdicts in world.verdicts("h")] == [_RELEASED] * 3
 
     _play(pipeline, scene)
 
@@ -324,8 +342,8 @@ def test_a_generation_is_withheld_until_every_stage_has_a_ready_replica_of_it(pi
 def test_a_refused_generation_is_withheld_even_if_it_is_complete(pipeline: Pipeline) -> None:
     async def scene(world: _World) -> None:
         await world.upgrade("abc", generation="other")
-        assert world.verdicts("other") == [[True]] * 3
-        assert world.verdicts("h") == [[False]] * 3
+        assert world.verdicts("other") == [[_WITHHELD]] * 3
+        assert [verdicts[-1] for verdicts in world.verdicts("h")] == [_RELEASED] * 3
         replica = world.fleet.replicas["a"][1]
         assert (replica.state, replica.last_report) == (ReplicaState.FAILED, None)
 
@@ -338,8 +356,8 @@ def test_a_new_generation_stays_withheld_while_the_former_one_recovers(pipeline:
         world.stages["h:c"].vanish(listening=False)
         await asyncio.sleep(60)
         assert not world.fleet.ready
-        assert world.verdicts("new-1") == [[True], [True]]
-        assert world.verdicts("h") == [[False], [False], [False]]
+        assert world.verdicts("new-1") == [[_WITHHELD], [_WITHHELD]]
+        assert [verdicts[-1] for verdicts in world.verdicts("h")] == [_RELEASED] * 3
 
     _play(pipeline, scene)
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from stagemesh.common.replica_state import ReplicaState
 from stagemesh.orchestrator.fleet.edge_connectors import EdgeConnectors
 from stagemesh.orchestrator.fleet.replica import Replica, StepCost
-from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
+from stagemesh.orchestrator.fleet.replica_client import ReplicaClient, Verdict
 from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
 from stagemesh.orchestrator.fleet.replica_watcher import ReplicaWatcher
 from stagemesh.orchestrator.fleet.stage_adapters import StageAdapters
@@ -162,14 +162,11 @@ class Fleet:
         self._update_verdicts(replica)
         self._on_change()
 
-    def is_withheld(self, replica: Replica) -> bool:
-        """Returns whether a rolling update must not count a replica as ready yet.
-
-        This is the case if another generation serves requests, and the replica cannot, because it is refused or because
-        its generation has no ready replica of some stage.
-        """
-        serves = replica.state is not ReplicaState.FAILED and replica.generation in self._serving
-        return bool(self._serving) and not serves
+    def verdict(self, replica: Replica) -> Verdict:
+        """Returns the verdict whether a rolling update may count a replica as ready."""
+        if replica.state is not ReplicaState.FAILED and replica.generation in self._serving:
+            return stage_pb2.ROLLOUT_VERDICT_RELEASED
+        return stage_pb2.ROLLOUT_VERDICT_WITHHELD if self._serving else stage_pb2.ROLLOUT_VERDICT_UNSPECIFIED
 
     def is_own_stage(self, replica: Replica, description: stage_pb2.DescribeResponse) -> bool:
         """Returns whether a replica belongs to this pipeline and to its stage, whatever its generation is."""

@@ -43,6 +43,8 @@ _BROKEN = frozenset({Code.UNAVAILABLE, Code.CANCELLED, Code.UNKNOWN, Code.INTERN
 TakeEvent: TypeAlias = Callable[[stage_pb2.ExecuteStepResponse], None]
 ExecuteAlone: TypeAlias = Callable[[stage_pb2.ExecuteStepRequest, float, TakeEvent], Awaitable[None]]
 """A function that executes one step. Its arguments are the request, the time limit in seconds, and `take`."""
+Verdict: TypeAlias = "stage_pb2.RolloutVerdict.ValueType"
+"""Whether a rolling update may count a replica as ready."""
 _StreamBytes: TypeAlias = "grpc.aio.StreamStreamMultiCallable[bytes, bytes]"
 _UnaryBytes: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]"
 
@@ -137,14 +139,13 @@ class ReplicaClient:
         with self._errors.mapped():
             return await self._stub.Describe(stage_pb2.DescribeRequest(protocol=own_protocol()), timeout=timeout_s)
 
-    async def watch_load(self, *, withheld: bool) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
+    async def watch_load(self, verdict: Verdict) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
         """Yields load reports of the replica periodically, less often if the replica is idle.
 
-        Iterate within `aclosing`. `withheld` is this orchestrator's verdict for rolling updates, which holds until the
-        iteration ends.
+        Iterate within `aclosing`. `verdict` holds until the iteration ends.
         """
         request = stage_pb2.WatchLoadRequest(
-            interval_s=_LOAD_INTERVAL_S, idle_interval_s=_IDLE_INTERVAL_S, withheld=withheld
+            interval_s=_LOAD_INTERVAL_S, idle_interval_s=_IDLE_INTERVAL_S, verdict=verdict
         )
         with self._errors.mapped():
             call = self._stub.WatchLoad(request)

@@ -10,7 +10,7 @@ from stagemesh.common.errors import StagemeshError
 from stagemesh.common.replica_state import ReplicaState
 from stagemesh.common.versions import NO_COMMON_VERSION
 from stagemesh.orchestrator.fleet.replica import Replica
-from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
+from stagemesh.orchestrator.fleet.replica_client import ReplicaClient, Verdict
 from stagemesh.orchestrator.membership.base import Member
 from stagemesh.v1 import stage_pb2
 
@@ -41,7 +41,7 @@ class ReplicaWatcher:
         self._tasks = asyncio.TaskGroup()
         self._load_reports: asyncio.Task[None] | None = None
         """The task that stores the replica's load reports, or None if no reports are being received."""
-        self._withheld = False
+        self._verdict = stage_pb2.ROLLOUT_VERDICT_UNSPECIFIED
         """The verdict that was sent with the call for load reports."""
         self.replica = fleet.create_replica(member, client)
 
@@ -102,13 +102,13 @@ class ReplicaWatcher:
 
     def update_verdict(self) -> None:
         """Calls for load reports again if the verdict that is sent with this call has changed."""
-        if self._load_reports is not None and self._withheld != self._fleet.is_withheld(self.replica):
+        if self._load_reports is not None and self._verdict != self._fleet.verdict(self.replica):
             self._stop_load_reports()
             self._receive_load_reports()
 
     def _receive_load_reports(self) -> None:
-        self._withheld = self._fleet.is_withheld(self.replica)
-        self._load_reports = self._tasks.create_task(self._record_loads(self.replica, withheld=self._withheld))
+        self._verdict = self._fleet.verdict(self.replica)
+        self._load_reports = self._tasks.create_task(self._record_loads(self.replica, self._verdict))
 
     def _replace(self) -> None:
         self._stop_load_reports()
@@ -117,7 +117,7 @@ class ReplicaWatcher:
             self.replica.leave(predecessor.detail)
         self._fleet.replace(predecessor, self.replica)
 
-    async def _record_loads(self, replica: Replica, *, withheld: bool) -> None:
+    async def _record_loads(self, replica: Replica, verdict: Verdict) -> None:
         """Stores the load reports of `replica` until the task is cancelled. A refused replica only receives the
         verdict.
 
@@ -126,7 +126,7 @@ class ReplicaWatcher:
         """
         while True:
             with suppress(StagemeshError):
-                async with aclosing(self._client.watch_load(withheld=withheld)) as reports:
+                async with aclosing(self._client.watch_load(verdict)) as reports:
                     async for report in reports:
                         if not replica.is_refused:
                             replica.record_load(report)

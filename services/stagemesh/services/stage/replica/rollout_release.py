@@ -8,6 +8,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from stagemesh.v1.stage_pb2 import ROLLOUT_VERDICT_RELEASED, ROLLOUT_VERDICT_WITHHELD
+
+if TYPE_CHECKING:
+    from stagemesh.v1.stage_pb2 import RolloutVerdict
 
 _LATCH_S = 10.0
 
@@ -25,15 +31,15 @@ class RolloutRelease:
         """Called after `is_ready` may have changed."""
         self._latch_s = latch_s
         self._is_available = self._is_latched = False
-        self._verdicts = Counter[bool]()
-        """The number of orchestrators that withhold the replica (True) and that release it (False)."""
+        self._verdicts = Counter["RolloutVerdict.ValueType"]()
+        """The number of orchestrators that watch the replica, by their verdict."""
         self._latching: asyncio.TimerHandle | None = None
 
     @property
     def is_ready(self) -> bool:
         """Whether the replica is ready for the rollout."""
-        is_released = self._is_latched or (self._verdicts[False] > 0 and not self._verdicts[True])
-        return self._is_available and is_released
+        is_released = self._verdicts[ROLLOUT_VERDICT_RELEASED] > 0 and not self._verdicts[ROLLOUT_VERDICT_WITHHELD]
+        return self._is_available and (self._is_latched or is_released)
 
     @property
     def is_watched(self) -> bool:
@@ -46,14 +52,14 @@ class RolloutRelease:
         self._update()
 
     @contextmanager
-    def verdict(self, *, withheld: bool) -> Generator[None]:
+    def verdict(self, verdict: "RolloutVerdict.ValueType") -> Generator[None]:
         """Counts the verdict of one orchestrator within the block."""
-        self._verdicts[withheld] += 1
+        self._verdicts[verdict] += 1
         self._update()
         try:
             yield
         finally:
-            self._verdicts[withheld] -= 1
+            self._verdicts[verdict] -= 1
             self._update()
 
     def close(self) -> None:

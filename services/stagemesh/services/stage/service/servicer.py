@@ -118,7 +118,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
         interval_s = _checked_interval_s(request)
         intervals = idle_intervals = max(1, round(request.idle_interval_s / interval_s))
         was_busy, adapters = False, list[str]()
-        with self._runtime.rollout.verdict(withheld=request.withheld):
+        with self._runtime.rollout.verdict(request.verdict):
             while not self._runtime.closed.is_set():
                 load = self._runtime.load()
                 is_busy = bool(load.running or load.queued)
