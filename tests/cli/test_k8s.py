@@ -8,7 +8,9 @@ import yaml
 from stagemesh.common.exit_codes import ExitCode
 from tests.cli.commands import Ran, invoke
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+CHART_EXAMPLES = sorted((ROOT / "k8s" / "chart" / "ci").glob("*-values.yaml"))
 MODELS = """\
 pipeline: song
 stages:
@@ -101,7 +103,14 @@ def test_the_number_of_gpus_of_a_diffusion_stage(options: str, gpus: int, tmp_pa
         f"pipeline: image\nstages: {{all: {{engine: diffusion, model: m, options: {options}}}}}\n"
         "outputs: {image: all}\n"
     )
-    assert _render(str(path))["stages"]["all"]["gpus"] == gpus
+    stage = _render(str(path))["stages"]["all"]
+    assert (stage.get("gpus", 0), "image" in stage) == (gpus, gpus > 0)
+
+
+@pytest.mark.parametrize("size", ["null", "two", "[2]"])
+def test_an_option_that_is_not_a_number_does_not_count(size: str, song: Path) -> None:
+    values = _render(str(song), "--set", f"stages.thinker.options.tensor_parallel_size={size}")
+    assert values["stages"]["thinker"]["gpus"] == 2
 
 
 def test_memory_includes_the_arena(song: Path) -> None:
@@ -143,6 +152,13 @@ def test_a_pipeline_that_breaks_a_rule_of_the_chart_is_rejected() -> None:
     assert f"{path}:18: edge 'writer->words' uses shm, but its stages do not share a pod" in ran.stderr
     assert invoke("pipeline", "validate", str(path)).exit_code == 0
     assert _validate(path).exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("path", CHART_EXAMPLES, ids=lambda path: path.stem)
+def test_only_later_functions_are_missing_in_the_examples_of_the_chart(path: Path) -> None:
+    later = ("unknown function 'qwen3_", "unknown transform 'qwen3_", "stage 'talker' emits have no common first axis")
+    lines = _validate(path).stderr.splitlines()
+    assert [line for line in lines if not any(text in line for text in later)] == []
 
 
 def test_models_are_not_looked_up_for_kubernetes(song: Path) -> None:

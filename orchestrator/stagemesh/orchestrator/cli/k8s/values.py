@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from math import ceil, prod
+from math import ceil
 from textwrap import indent
 from typing import Any, NamedTuple
 
 import yaml
+from pydantic import JsonValue
 
 from stagemesh.common.connector_descriptors import NIXL
 from stagemesh.orchestrator.spec import Pipeline, Stage, kubernetes_hints
@@ -14,8 +15,13 @@ from stagemesh.orchestrator.spec.source.document import referenced_variables
 
 _GIB = 1 << 30
 _GPU_ENGINES = frozenset({"vllm", "diffusion"})
-_VLLM_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
+_GPU_IMAGE = "stagemesh/stage-cuda"
 _EXTERNAL_PORT = 50051
+_TITLES = {
+    "stages": "Settings by stage. The chart's values.yaml describes all of them, for example nodeSelector and "
+    "autoscaling.\n# `replicas` is the number in the pipeline, unless it is set here.",
+    "groups": "Settings of the pods that several stages share, and of their replicas.",
+}
 
 
 class Setting(NamedTuple):
@@ -48,13 +54,6 @@ def format_values(pipeline: Pipeline) -> str:
     return "".join(parts)
 
 
-_TITLES = {
-    "stages": "Settings by stage. The chart's values.yaml describes all of them, for example nodeSelector and "
-    "autoscaling.\n# `replicas` is the number in the pipeline, unless it is set here.",
-    "groups": "Settings of the pods that several stages share, and of their replicas.",
-}
-
-
 def _header(pipeline: Pipeline) -> str:
     lines = [
         f"Values of the Helm chart for the pipeline {pipeline.name}, written by `stagemesh k8s render`.",
@@ -79,7 +78,8 @@ def _sections(pipeline: Pipeline) -> Mapping[str, Mapping[str, list[Setting]]]:
         settings[stage.name] = own if stage.group_name in shared else [*own, *_pod_settings([stage])]
     groups = {group: list(_pod_settings(stages)) for group, stages in shared.items()}
     sections = {"stages": settings, "groups": groups}
-    return {name: present for name, items in sections.items() if (present := {k: v for k, v in items.items() if v})}
+    complete = {section: {name: each for name, each in items.items() if each} for section, items in sections.items()}
+    return {section: items for section, items in complete.items() if items}
 
 
 def _external_settings(stage: Stage) -> Iterator[Setting]:
@@ -90,8 +90,9 @@ def _external_settings(stage: Stage) -> Iterator[Setting]:
 
 def _container_settings(stage: Stage, pipeline: Pipeline) -> Iterator[Setting]:
     gpus = _gpus(stage)
-    if gpus or stage.engine in _GPU_ENGINES:
-        yield Setting("gpus", gpus, "GPUs of each replica. 0 runs the stage on the CPU.")
+    if gpus:
+        yield Setting("gpus", gpus, "GPUs of each replica. To run the stage on the CPU, remove gpus and image.")
+        yield Setting("image", {"repository": _GPU_IMAGE}, "CHANGE: the image with CUDA, in your registry.")
     memory = f"{(16 * gpus or 2) + ceil(stage.data_plane.arena_bytes / _GIB)}Gi"
     resources = {"requests": {"cpu": str(4 * gpus or 1), "memory": memory}, "limits": {"memory": memory}}
     yield Setting("resources", resources, "CHANGE: CPU and memory of each replica, including its arena. Measure them.")
@@ -115,14 +116,19 @@ def _pod_settings(stages: Iterable[Stage]) -> Iterator[Setting]:
 
 def _gpus(stage: Stage) -> int:
     """Returns the number of GPUs of a replica: the number of processes that compute, if they can use GPUs."""
-    options: Mapping[str, Any] = stage.options
-    device = options.get("device", "cuda" if stage.engine in _GPU_ENGINES else "cpu")
-    if device == "cpu":
+    options = stage.options
+    if options.get("device", "cuda" if stage.engine in _GPU_ENGINES else "cpu") == "cpu":
         return 0
     if stage.engine == "vllm":
-        return prod(options.get(size, 1) for size in _VLLM_SIZES)
-    parallel: Mapping[str, int] = options.get("parallel", {})
-    return parallel.get("cfg", 1) * max(parallel.get("ulysses", 1), parallel.get("hsdp", 1))
+        return _count(options, "tensor_parallel_size") * _count(options, "pipeline_parallel_size")
+    parallel = options.get("parallel")
+    degrees = parallel if isinstance(parallel, dict) else {}
+    return _count(degrees, "cfg") * max(_count(degrees, "ulysses"), _count(degrees, "hsdp"))
+
+
+def _count(options: Mapping[str, JsonValue], name: str) -> int:
+    value = options.get(name)
+    return value if isinstance(value, int) else 1
 
 
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./>-]*")
