@@ -24,6 +24,7 @@ from stagemesh.orchestrator.cli.admin import client as admin_client
 from stagemesh.orchestrator.cli.admin.views import REQUESTS, moments, request_view
 from stagemesh.orchestrator.cli.admin.wait import Condition, unmet_cause
 from stagemesh.orchestrator.cli.output import make_table
+from stagemesh.orchestrator.cli.top import top_view
 from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.v1 import admin_pb2, chunk_pb2, orchestrator_pb2, stage_pb2
 from tests.cli.commands import COMMAND, Ran, invoke
@@ -340,6 +341,25 @@ def test_a_wait_begins_before_the_server_and_ends_after_it(tiny: Path, monkeypat
         assert ready.wait(30) == 0
         gone = subprocess.Popen([*wait, "--for", "gone"])
     assert gone.wait(30) == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "shown", "hidden"),
+    [
+        ({}, [], ["work waits", "audio at risk"]),
+        ({"queued_s": 12.0}, ["work waits", "12.00 s"], ["audio at risk"]),
+        ({"playout_at_risk": 3}, ["audio at risk"], ["work waits"]),
+    ],
+)
+def test_top_shows_the_scaling_signals_that_are_not_zero(
+    status: dict[str, float], shown: list[str], hidden: list[str]
+) -> None:
+    stages = [admin_pb2.StageStatus(name="idle"), ParseDict(status, admin_pb2.StageStatus(name="busy"))]
+    snapshot = admin_pb2.WatchPipelineResponse(stages=stages)
+    console = Console(file=io.StringIO(), width=200)
+    console.print(top_view(snapshot, snapshot))
+    table = console.file.getvalue()  # type: ignore[attr-defined]
+    assert [text for text in (*shown, *hidden) if text in table] == shown
 
 
 def test_a_pipeline_whose_server_does_not_answer_is_gone() -> None:

@@ -167,10 +167,10 @@ async def mesh(
         yield Mesh(pipeline, stub, channel, service.aclose, stages, servers, admin=admin, admin_endpoint=admin_listen)
 
 
-async def until_health(channel: grpc.aio.Channel, *, serving: bool) -> None:
+async def until_health(channel: grpc.aio.Channel, *, serving: bool, timeout_s: float = 10) -> None:
     """Waits until the health of the orchestrator is as given."""
     wanted = HealthResponse.SERVING if serving else HealthResponse.NOT_SERVING
-    async for answer in watch(channel)(HealthRequest(), timeout=10):
+    async for answer in watch(channel)(HealthRequest(), timeout=timeout_s):
         if answer.status == wanted:
             return
 

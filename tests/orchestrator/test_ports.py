@@ -1,6 +1,7 @@
 """The ports of an orchestrator. Each port serves the RPCs of its callers' roles."""
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +11,10 @@ from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from stagemesh.orchestrator.config import OrchestratorConfig, Registration
+from stagemesh.common.errors import NotReadyError
+from stagemesh.orchestrator.config import OrchestratorConfig, Registration, ReplicaAddress
+from stagemesh.orchestrator.service import serving
+from stagemesh.orchestrator.spec import load_pipeline
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.roles import CLIENT, OPERATOR, ORCHESTRATOR, STAGE, Role, roles_of
 from stagemesh.rpc.server import Server
@@ -19,7 +23,7 @@ from stagemesh.v1 import media_pb2
 from stagemesh.v1.media_pb2_grpc import add_MediaServiceServicer_to_server
 from stagemesh.v1.roles_pb2 import CallerRole
 from tests.media.locations import make_store
-from tests.orchestrator.mesh import mesh
+from tests.orchestrator.mesh import CHAIN, mesh
 from tests.repository.test_contract import SERVICERS
 
 _EVERYWHERE = {health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME}
@@ -81,6 +85,7 @@ async def test_the_admin_port_serves_operators_and_stages(tmp_path: Path) -> Non
     roles: set[Role] = {OPERATOR, STAGE}
     async with mesh(tmp_path) as up:
         assert await _services(up.admin) == {
+            "externalscaler.ExternalScaler",
             "stagemesh.v1.AdminService",
             "stagemesh.v1.MembershipService",
             "stagemesh.v1.StageControlService",
@@ -88,6 +93,24 @@ async def test_the_admin_port_serves_operators_and_stages(tmp_path: Path) -> Non
         served = await _served(up.admin)
         assert {path for path in served if not roles & roles_of(path)} == set()
         assert {path.split("/")[1] for path in served} == await _services(up.admin)
+
+
+@pytest.mark.parametrize("port", ["admin_listen", "metrics_listen"])
+def test_each_port_has_its_own_address(port: str) -> None:
+    with pytest.raises(ValueError, match=f"{port} is 127.0.0.1:7780, as listen is"):
+        OrchestratorConfig("speech", {}, "127.0.0.1:7780", **{port: "127.0.0.1:7780"})  # type: ignore[arg-type]
+
+
+async def test_a_port_for_metrics_that_is_in_use_is_named(tmp_path: Path) -> None:
+    (tmp_path / "chain.yaml").write_text(CHAIN)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = f"127.0.0.1:{listener.getsockname()[1]}"
+        replicas = {stage: (ReplicaAddress(stage, "127.0.0.1:1"),) for stage in "abc"}
+        config = OrchestratorConfig("chain", replicas, "127.0.0.1:0", metrics_listen=taken)
+        with pytest.raises(NotReadyError, match="it is in use") as caught:
+            async with serving(config, load_pipeline(str(tmp_path / "chain.yaml"))):
+                pass
+    assert (caught.value.reason, caught.value.metadata["listen"]) == ("PORT_IN_USE", taken)
 
 
 def test_registration_needs_an_address_at_which_replicas_register() -> None:

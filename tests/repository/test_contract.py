@@ -4,8 +4,10 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import ServiceDescriptor
 
+from stagemesh.keda import externalscaler_pb2
 from stagemesh.orchestrator.admin.service import AdminServicer
 from stagemesh.orchestrator.membership.registration import MembershipServicer
+from stagemesh.orchestrator.scaling.external_scaler import ExternalScalerServicer
 from stagemesh.orchestrator.servicer import OrchestratorServicer
 from stagemesh.rpc.roles import roles_of
 from stagemesh.services.media.service import MediaServicer
@@ -14,6 +16,7 @@ from stagemesh.services.stage.service.servicer import StageServicer
 from stagemesh.v1 import admin_pb2, control_pb2, media_pb2, membership_pb2, orchestrator_pb2, roles_pb2, stage_pb2
 from tests.repository.commands import ROOT, run
 
+PACKAGES = ("v1", "keda")
 STUBS = ROOT / "protos" / "stagemesh" / "v1"
 SERVICERS = {
     stage_pb2.DESCRIPTOR.services_by_name["StageService"]: StageServicer,
@@ -22,16 +25,18 @@ SERVICERS = {
     membership_pb2.DESCRIPTOR.services_by_name["MembershipService"]: MembershipServicer,
     admin_pb2.DESCRIPTOR.services_by_name["AdminService"]: AdminServicer,
     media_pb2.DESCRIPTOR.services_by_name["MediaService"]: MediaServicer,
+    externalscaler_pb2.DESCRIPTOR.services_by_name["ExternalScaler"]: ExternalScalerServicer,
 }
 
 
-def read_stubs(folder: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in folder.glob("*_pb2*.py*")}
+def read_stubs(protos: Path) -> dict[str, str]:
+    folders = [protos / "stagemesh" / package for package in PACKAGES]
+    return {path.name: path.read_text() for folder in folders for path in folder.glob("*_pb2*.py*")}
 
 
 def test_the_committed_stubs_and_error_catalogue_match_the_protos(tmp_path: Path) -> None:
     run("make", "--no-print-directory", "stubs", f"OUT={tmp_path}", f"DOCS={tmp_path}")
-    assert read_stubs(tmp_path / "stagemesh" / "v1") == read_stubs(STUBS)
+    assert read_stubs(tmp_path) == read_stubs(ROOT / "protos")
     assert (tmp_path / "errors.md").read_text() == (ROOT / "docs" / "errors.md").read_text()
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from tests.repository.commands import ROOT
 
-PACKAGES = ("v1", "common", "rpc", "connectors", "services", "client", "orchestrator")
+PACKAGES = ("v1", "keda", "common", "rpc", "connectors", "services", "client", "orchestrator")
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +24,11 @@ def test_the_wheel_contains_the_pipelines(wheel: zipfile.Path) -> None:
     assert "speech.yaml" in shipped <= packed
 
 
-def test_the_wheel_contains_the_protos(wheel: zipfile.Path) -> None:
-    protos = {path.name for path in (ROOT / "protos/stagemesh/v1").glob("*.proto")}
-    packed = {path.name for path in (wheel / "stagemesh" / "v1").iterdir()}
-    assert "orchestrator.proto" in protos <= packed
+@pytest.mark.parametrize(("package", "proto"), [("v1", "orchestrator.proto"), ("keda", "externalscaler.proto")])
+def test_the_wheel_contains_the_protos(wheel: zipfile.Path, package: str, proto: str) -> None:
+    protos = {path.name for path in (ROOT / "protos/stagemesh" / package).glob("*.proto")}
+    packed = {path.name for path in (wheel / "stagemesh" / package).iterdir()}
+    assert proto in protos <= packed
 
 
 def test_the_namespace_package_has_no_init(wheel: zipfile.Path) -> None:

@@ -50,9 +50,14 @@ class Orchestrator:
             raise AssertionError(f"the condition does not hold after {timeout_s} s: {status}") from exc
         return status
 
-    async def run(self, count: int) -> None:
-        """Runs requests at the same time, until all have succeeded."""
-        await asyncio.gather(*(self.client.generate("hello").result() for _ in range(count)))
+    @asynccontextmanager
+    async def requests(self, count: int) -> AsyncGenerator[None]:
+        """Runs requests within the block, and cancels those that have not ended at its end."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self.client.generate("hello").result()) for _ in range(count)]
+            yield
+            for task in tasks:
+                task.cancel()
 
 
 @asynccontextmanager
@@ -76,7 +81,7 @@ async def running_pipeline(
             listen, admin, metrics = (f"{HOST}:{ports.pick()}" for _ in range(3))
             own = OrchestratorConfig(str(path), addresses, listen, admin_listen=admin, metrics_listen=metrics)
             await stack.enter_async_context(serving(own, pipeline))
-            await until_health(await stack.enter_async_context(open_channel(listen)), serving=True)
+            await until_health(await stack.enter_async_context(open_channel(listen)), serving=True, timeout_s=30)
             admin_channel = await stack.enter_async_context(open_channel(admin))
             client = await stack.enter_async_context(AsyncClient(listen))
             started.append(Orchestrator(client, admin_channel, metrics))

@@ -1,4 +1,4 @@
-"""What autoscalers read from an orchestrator: KEDA by gRPC, and Prometheus by HTTP. The stages are processes."""
+"""Autoscalers read the signals of an orchestrator: KEDA by gRPC, and Prometheus by HTTP."""
 
 import asyncio
 import urllib.request
@@ -14,13 +14,13 @@ from stagemesh.orchestrator.scaling.external_scaler import parse_trigger
 from stagemesh.orchestrator.scaling.signals import Metric
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from tests.orchestrator.admin.calls import error_of
-from tests.orchestrator.mesh import CHAIN
+from tests.orchestrator.mesh import CHAIN, mesh
 from tests.orchestrator.scaling.processes import Orchestrator, running_pipeline
 
-# A request takes 1 s, and runs alone. Two requests are admitted at the same time.
+# A request takes 100 s, and runs alone. Two requests are admitted at the same time.
 SLOW = """
 pipeline: slow
-stages: {say: {engine: fake, function: source, options: {steps: 10, step_s: 0.1, max_running: 1}}}
+stages: {say: {engine: fake, function: source, options: {steps: 100, step_s: 1, max_running: 1}}}
 outputs: {text: say}
 limits: {max_in_flight: 2}
 """
@@ -57,76 +57,85 @@ async def _gauges(orchestrator: Orchestrator) -> dict[str, float]:
 
 
 async def test_the_waiting_work_grows_with_the_backlog_and_is_zero_without_one(slow: Orchestrator) -> None:
-    async with asyncio.TaskGroup() as group:
-        group.create_task(slow.run(1))
+    async with slow.requests(1):
         assert (await slow.until_stage("say", lambda stage: stage.running == 1)).queued_s == 0
-        group.create_task(slow.run(1))
-        first = await slow.until_stage("say", lambda stage: stage.queued_s > 0)
-        group.create_task(slow.run(3))
-        more = await slow.until_stage("say", lambda stage: stage.queued_s > first.queued_s + 1)
-        assert await _value(slow, Metric.QUEUED, QUEUED) == pytest.approx(more.queued_s, abs=1.0)
-    idle = await slow.until_stage("say", lambda stage: stage.running == 0)
-    assert (idle.queued, idle.queued_s) == (0, 0)
+        async with slow.requests(1):
+            first = await slow.until_stage("say", lambda stage: stage.queued == 1)
+            async with slow.requests(3):
+                more = await slow.until_stage("say", lambda stage: stage.queued_s > 2 * first.queued_s)
+                read = await _value(slow, Metric.QUEUED, QUEUED)
+    assert [first.queued_s, more.queued_s] == pytest.approx([100, 400], rel=0.1)
+    assert read == pytest.approx(more.queued_s, rel=0.1)
+    assert (await slow.until_stage("say", lambda stage: stage.running == 0)).queued_s == 0
 
 
-async def test_keda_and_prometheus_read_the_same_signals_as_operators(slow: Orchestrator) -> None:
-    async with asyncio.TaskGroup() as group:
-        running = group.create_task(slow.run(5))
-        stage = await slow.until_stage("say", lambda stage: stage.running + stage.queued == 2)
-        read = await _value(slow, Metric.QUEUED, QUEUED)
+async def test_prometheus_reads_the_signals_of_operators(slow: Orchestrator) -> None:
+    async with slow.requests(5):
+        stage = await slow.until_stage("say", lambda stage: stage.queued == 1)
         gauges = await _gauges(slow)
-        assert not running.done()
-    assert read == pytest.approx(stage.queued_s, abs=1.0)
-    assert gauges['stagemesh_stage_queued_seconds{stage="say"}'] == pytest.approx(read, abs=1.0)
-    assert gauges['stagemesh_stage_in_flight{stage="say"}'] == 2
-    assert gauges['stagemesh_stage_playout_at_risk{stage="say"}'] == 0
-    assert (await _gauges(slow))['stagemesh_stage_queued_seconds{stage="say"}'] == 0
+    assert gauges == {
+        'stagemesh_stage_queued_seconds{stage="say"}': pytest.approx(stage.queued_s, rel=0.1),
+        'stagemesh_stage_playout_at_risk{stage="say"}': 0,
+        'stagemesh_stage_in_flight{stage="say"}': 2,
+    }
+    await slow.until_stage("say", lambda stage: stage.running == 0)
+    assert set((await _gauges(slow)).values()) == {0}
 
 
 async def test_requests_that_wait_for_admission_count_for_each_orchestrator(slow: Orchestrator) -> None:
-    async with asyncio.TaskGroup() as group:
-        group.create_task(slow.run(5))
+    async with slow.requests(5):
         await slow.until_stage("say", lambda stage: stage.queued == 1)
-        one, three = await asyncio.gather(
-            _value(slow, Metric.QUEUED, QUEUED), _value(slow, Metric.QUEUED, {**QUEUED, "orchestrators": "3"})
-        )
-    # Three of the five requests wait for admission. They are three quarters of the four that wait.
-    assert 1.5 < three / one < 3
+        one = await _value(slow, Metric.QUEUED, QUEUED)
+        three = await _value(slow, Metric.QUEUED, {**QUEUED, "orchestrators": "3"})
+    # One request waits at the replica, and three wait for admission.
+    assert [one, three] == pytest.approx([400, 1000], rel=0.1)
+
+
+async def test_the_metrics_of_several_orchestrators_add_up(tmp_path: Path) -> None:
+    async with running_pipeline(tmp_path, SLOW, orchestrators=2) as (one, other), one.requests(2), other.requests(1):
+        for each in (one, other):
+            await each.until_stage("say", lambda stage: stage.queued == 2)
+        gauges = [await _gauges(each) for each in (one, other)]
+    queued = [each['stagemesh_stage_queued_seconds{stage="say"}'] for each in gauges]
+    assert queued == pytest.approx([133, 67], rel=0.1)
+    assert [each['stagemesh_stage_in_flight{stage="say"}'] for each in gauges] == [2, 1]
 
 
 async def test_keda_learns_when_a_stage_becomes_active(slow: Orchestrator) -> None:
     scaler = ExternalScalerStub(slow.admin)
     activity = aiter(scaler.StreamIsActive(_scaled(**QUEUED), timeout=20))
     assert not (await anext(activity)).result
-    async with asyncio.TaskGroup() as group:
-        group.create_task(slow.run(2))
+    async with slow.requests(1):
         assert (await anext(activity)).result
         assert (await scaler.IsActive(_scaled(**QUEUED), timeout=10)).result
     assert not (await anext(activity)).result
     assert not (await scaler.IsActive(_scaled(**QUEUED), timeout=10)).result
 
 
-async def test_keda_receives_the_targets_that_are_on(slow: Orchestrator) -> None:
-    scaler = ExternalScalerStub(slow.admin)
-    metadata = {**QUEUED, "queuedSeconds": "2.5", "playoutAtRisk": "0", "inFlight": "8", "scalerAddress": "admin:7781"}
-    answer = await scaler.GetMetricSpec(_scaled(**metadata), timeout=10)
+async def test_keda_receives_the_targets_that_are_on(tmp_path: Path) -> None:
+    metadata = {"stage": "a", "queuedSeconds": "2.5", "playoutAtRisk": "0", "inFlight": "8", "scalerAddress": "h:7781"}
+    async with mesh(tmp_path) as up:
+        answer = await ExternalScalerStub(up.admin).GetMetricSpec(_scaled(**metadata), timeout=10)
     assert {spec.metricName: spec.targetSizeFloat for spec in answer.metricSpecs} == {
         "stagemesh_stage_queued_seconds": 2.5,
         "stagemesh_stage_in_flight": 8.0,
     }
 
 
-async def test_an_invalid_trigger_fails_every_call_and_names_the_entry(slow: Orchestrator) -> None:
-    scaler, wrong = ExternalScalerStub(slow.admin), _scaled(stage="sing", queuedSeconds="1")
+async def test_an_invalid_trigger_fails_every_call_and_names_the_entry(tmp_path: Path) -> None:
+    wrong = _scaled(stage="z", queuedSeconds="1")
     request = externalscaler_pb2.GetMetricsRequest(scaledObjectRef=wrong, metricName=Metric.QUEUED.value)
-    unknown = externalscaler_pb2.GetMetricsRequest(scaledObjectRef=_scaled(**QUEUED), metricName="work")
-    errors = [
-        await error_of(scaler.IsActive(wrong, timeout=10)),
-        await error_of(anext(aiter(scaler.StreamIsActive(wrong, timeout=10)))),
-        await error_of(scaler.GetMetricSpec(wrong, timeout=10)),
-        await error_of(scaler.GetMetrics(request, timeout=10)),
-        await error_of(scaler.GetMetrics(unknown, timeout=10)),
-    ]
+    valid = _scaled(stage="a", queuedSeconds="1")
+    unknown = externalscaler_pb2.GetMetricsRequest(scaledObjectRef=valid, metricName="work")
+    async with mesh(tmp_path) as up:
+        scaler = ExternalScalerStub(up.admin)
+        errors = [
+            await error_of(scaler.IsActive(wrong, timeout=10)),
+            await error_of(anext(aiter(scaler.StreamIsActive(wrong, timeout=10)))),
+            await error_of(scaler.GetMetricSpec(wrong, timeout=10)),
+            await error_of(scaler.GetMetrics(request, timeout=10)),
+            await error_of(scaler.GetMetrics(unknown, timeout=10)),
+        ]
     assert [(error.code.name, error.reason) for error in errors] == [("INVALID_ARGUMENT", "INVALID_OPTION")] * 5
     assert [error.metadata["option"] for error in errors] == ["stage"] * 4 + ["metricName"]
 
