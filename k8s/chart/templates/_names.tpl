@@ -20,6 +20,11 @@ stagemesh.dev/group: {{ index . 2 | quote }}
 {{- end }}
 {{- end -}}
 
+{{/* The label of a pod that runs a stage. Argument: the name of the stage. */}}
+{{- define "stagemesh.stageLabel" -}}
+stage.stagemesh.dev/{{ . }}: "true"
+{{- end -}}
+
 {{/* The labels of an object. Arguments: (list root component [group]). */}}
 {{- define "stagemesh.labels" -}}
 {{- $root := index . 0 -}}

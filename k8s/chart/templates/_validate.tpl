@@ -278,6 +278,9 @@ stageDefaults.{{ $key }}
   {{- if and $stage.rdma.gpuDirect (eq (int $stage.gpus) 0) -}}
     {{- fail (printf "%s.gpuDirect is true, but the stage has no GPU; set stages.%s.gpus, or remove gpuDirect" $path $name) -}}
   {{- end -}}
+  {{- if and (contains "cuda" (toString (get $stage.ucx "UCX_TLS"))) (eq (int $stage.gpus) 0) -}}
+    {{- fail (printf "stages.%s.ucx.UCX_TLS is %q, but the stage has no GPU; set stages.%s.gpus, or remove the transports of CUDA" $name $stage.ucx.UCX_TLS $name) -}}
+  {{- end -}}
   {{- if and $stage.rdma.enabled (not $stage.rdma.resource) -}}
     {{- fail (printf "%s.resource is not set; name the resource of the RDMA device plug-in, such as rdma/hca_shared_devices_a" $path) -}}
   {{- end -}}
@@ -452,7 +455,7 @@ stageDefaults.{{ $key }}
 {{- end -}}
 {{- range $path, $map := $labels -}}
   {{- range $key, $_ := $map -}}
-    {{- if or (has $key (list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "app.kubernetes.io/version" "app.kubernetes.io/managed-by" "app.kubernetes.io/part-of" "helm.sh/chart")) (hasPrefix "stagemesh.dev/" $key) -}}
+    {{- if or (has $key (list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "app.kubernetes.io/version" "app.kubernetes.io/managed-by" "app.kubernetes.io/part-of" "helm.sh/chart")) (regexMatch "^(stage\\.)?stagemesh\\.dev/" $key) -}}
       {{- fail (printf "%s has the label %s, which the chart sets itself; remove it" $path $key) -}}
     {{- end -}}
   {{- end -}}

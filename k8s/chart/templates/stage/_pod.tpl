@@ -69,6 +69,9 @@ metadata:
   labels:
     {{- include "stagemesh.podLabels" (list $root $plan.generation $group.podLabels $component $name) | nindent 4 }}
     stagemesh.dev/tier: {{ $tier }}
+    {{- range $group.stages }}
+    {{ include "stagemesh.stageLabel" . }}
+    {{- end }}
   annotations:
     # A pod reads its own pipeline from this, so that a pod of an older ReplicaSet keeps the older one.
     stagemesh.dev/pipeline: |
