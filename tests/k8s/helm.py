@@ -1,5 +1,6 @@
 """Runs helm 3 and helm 4 on the chart. `make kubernetes` installs both."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -46,8 +47,9 @@ def read_values(path: Path) -> dict[str, Any]:
 
 def render_text(values: Values, *options: str, helm: str = "helm4", chart: Path = CHART) -> str:
     """Returns what `helm template` prints. Raises HelmError if the chart refuses the values."""
+    # As JSON, because helm reads some plain texts of YAML (y, 1e3) as other types than PyYAML, which would write them.
     command = ["template", RELEASE, str(chart), "--namespace", NAMESPACE, "--values", "-", *options]
-    return run_helm(helm, *command, stdin=yaml.safe_dump(dict(values), sort_keys=False))
+    return run_helm(helm, *command, stdin=json.dumps(values))
 
 
 def render(values: Values, *options: str, helm: str = "helm4") -> list[Manifest]:

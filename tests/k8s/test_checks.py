@@ -65,7 +65,6 @@ FAULTS: list[tuple[str, str, Any, str]] = [
     (STAGE, f"{CONTAINER} livenessProbe", {"periodSeconds": 3}, "livenessProbe: has 0 handlers"),
     (STAGE, f"{CONTAINER} livenessProbe successThreshold", 2, "successThreshold is not 1"),
     (STAGE, f"{CONTAINER} startupProbe failureThreshold", 0, "failureThreshold is less than 1"),
-    (STAGE, f"{CONTAINER} startupProbe timeoutSeconds", 20, "timeoutSeconds is above periodSeconds"),
     # Volumes
     (STAGE, f"{CONTAINER} volumeMounts 0 name", "shared", "the pod has no volume 'shared'"),
     (STAGE, f"{CONTAINER} volumeMounts 0", REMOVED, "volumes[shm]: no container mounts it"),

@@ -16,6 +16,7 @@ _DOWNWARD = re.compile(
 )
 # The kubelet sets these only in the environment, not in files.
 _ONLY_IN_ENVIRONMENT = ("spec.", "status.")
+_SET_BY_LEADER_WORKER_SET = {"LWS_GROUP_SIZE", "LWS_LEADER_ADDRESS", "LWS_WORKER_INDEX"}
 _PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 _HANDLERS = ("grpc", "httpGet", "tcpSocket", "exec")
 
@@ -83,8 +84,6 @@ def _check_probes(where: str, container: Manifest) -> Iterator[str]:
         for key in ("periodSeconds", "timeoutSeconds", "failureThreshold"):
             if probe.get(key, 1) < 1:
                 yield f"{where}.{name}: {key} is less than 1"
-        if probe.get("timeoutSeconds", 1) > probe.get("periodSeconds", 10):
-            yield f"{where}.{name}: timeoutSeconds is above periodSeconds"
 
 
 def _check_volumes(pod: Pod) -> Iterator[str]:
@@ -129,6 +128,8 @@ def _check_environment(where: str, container: Manifest, pod: Pod) -> Iterator[st
         if source := field(variable, "valueFrom.fieldRef.fieldPath"):
             yield from _check_downward(f"{where}.env: {name}", source, pod, in_file=False)
     known = {variable["name"] for variable in variables}
+    if pod.owner["kind"] == "LeaderWorkerSet":
+        known |= _SET_BY_LEADER_WORKER_SET
     for text in [*container.get("args", []), *container.get("command", [])]:
         for name in _REFERRED_VARIABLE.findall(text):
             if name not in known:
