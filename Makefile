@@ -70,6 +70,7 @@ soak: models ## Run the long forms of the fault tests, about an hour
 
 cluster: models kubernetes ## Run the chart in a Kubernetes cluster on this machine, and disturb it under load for MINUTES=30
 	python -m k8s.cluster up
+	python -m k8s.cluster scale
 	python -m k8s.cluster campaign --minutes $(MINUTES)
 
 cluster-down: venv ## Remove that cluster

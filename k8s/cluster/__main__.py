@@ -2,6 +2,7 @@
 
 python -m k8s.cluster up        builds Kubernetes and the images, starts the cluster and installs the release
 python -m k8s.cluster campaign  disturbs the release under load, and counts failed requests and wrong outputs
+python -m k8s.cluster scale     measures each phase of a scale-up of the thinker from 1 to 2 replicas
 python -m k8s.cluster down      removes the cluster; the built programs and images remain
 
 Needs root on Debian 12, the packages in packages.txt, and about 30 GB of disk.
@@ -14,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from k8s.cluster import images
+from k8s.cluster import images, scaling
 from k8s.cluster.campaign import Campaign, report
 from k8s.cluster.cluster import REPOSITORY, Cluster
 from k8s.cluster.release import Release, push
@@ -28,7 +29,7 @@ _TAG = "cluster"
 def main() -> int:
     """Runs one command. Returns 1 if a request of the campaign failed or had a wrong output."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("up", "campaign", "down"))
+    parser.add_argument("command", choices=("up", "campaign", "scale", "down"))
     parser.add_argument("--minutes", type=float, default=30.0, help="minutes of the campaign (default: 30)")
     parser.add_argument(
         "--clients", type=int, default=2, help="clients that send requests at the same time (default: 2)"
@@ -41,6 +42,10 @@ def main() -> int:
         _up(cluster, release)
     elif arguments.command == "down":
         cluster.down()
+    elif arguments.command == "scale":
+        seconds = scaling.measure(release)
+        print(*(f"{phase:<14} {value:>7.2f} s" for phase, value in seconds.items()), sep="\n")
+        (_FOLDER / "scale.json").write_text(json.dumps(seconds, indent=2) + "\n")
     else:
         campaign = Campaign(release, _FOLDER, clients=arguments.clients, seed=arguments.seed)
         phases = campaign.run(minutes=arguments.minutes)
