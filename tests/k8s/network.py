@@ -52,5 +52,6 @@ def _selects(peer: Manifest, pod: Endpoint) -> bool:
 
 def _is_port(ports: list[Manifest] | None, port: int, protocol: str) -> bool:
     return ports is None or any(
-        item["protocol"] == protocol and port in range(item["port"], item.get("endPort", item["port"]) + 1) for item in ports
+        item["protocol"] == protocol and item["port"] <= port <= int(item.get("endPort") or item["port"])
+        for item in ports
     )

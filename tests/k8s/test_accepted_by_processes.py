@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import typer.main
+from typer.core import TyperGroup
 
 from stagemesh.orchestrator.cli.main import app
 from stagemesh.orchestrator.config import OrchestratorConfig
@@ -21,10 +21,10 @@ SCALED = {"enabled": True, "queuedSeconds": 0.5, "playoutAtRisk": 1e-7, "cooldow
 
 
 def parse(arguments: list[str]) -> dict[str, Any]:
-    """Returns the options of a `stagemesh` command. Raises ClickException if it does not have them."""
-    command: click.Command = typer.main.get_command(app)
+    """Returns the options of a `stagemesh` command. Raises UsageError if it does not have them."""
+    command = typer.main.get_command(app)
     rest = list(arguments)
-    while isinstance(command, click.Group):
+    while isinstance(command, TyperGroup):
         command = command.commands[rest.pop(0)]
     return command.make_context(arguments[0], rest).params
 

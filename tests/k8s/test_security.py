@@ -1,4 +1,4 @@
-"""Who may connect to whom, and what a pod may do."""
+"""Connections between pods, and the rights of a pod."""
 
 import pytest
 

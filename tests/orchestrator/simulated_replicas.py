@@ -39,6 +39,8 @@ class World:
         self.keeps = True
         """Whether producers retain their first chunks."""
         self.replicas: dict[str, SimulatedReplica] = {}
+        self.generations: dict[str, str] = {}
+        """The generations of replicas that do not have that of the pipeline, by replica."""
         self.changed = Notifier()
         self.on_row: Callable[[Step], None] = lambda _: None
         """Called before a step makes a row."""
@@ -149,7 +151,7 @@ class SimulatedReplica:
         self._check()
         return stage_pb2.DescribeResponse(
             pipeline=self.world.pipeline.name,
-            generation=self.world.pipeline.generation,
+            generation=self.world.generations.get(self.member.name, self.world.pipeline.generation),
             stage=self.member.stage,
             replica=self.member.name,
             incarnation=f"life {self.deaths}",

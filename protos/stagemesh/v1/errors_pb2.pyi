@@ -267,6 +267,11 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The replica loads, drains, sleeps or shuts down, or the object that the call needs is not ready. Retry when it is
     ready.
     """
+    ERROR_REASON_GENERATION_ENDED: _ErrorReason.ValueType  # 161
+    """A stage has no replica left of the generation in which the request began, because an upgrade has replaced this
+    generation. Outputs of the request have reached the client, so that it cannot restart in another generation. Send it
+    again with another request_id. To prevent this, allow running steps more time after SIGTERM (drain_s).
+    """
     ERROR_REASON_STALE_ATTEMPT: _ErrorReason.ValueType  # 88
     """A newer attempt of the same request has replaced this one. Stop this attempt."""
     ERROR_REASON_ADAPTERS_DISABLED: _ErrorReason.ValueType  # 89
@@ -687,6 +692,11 @@ ERROR_REASON_STORAGE_FULL: ErrorReason.ValueType  # 156
 ERROR_REASON_NOT_READY: ErrorReason.ValueType  # 87
 """The replica loads, drains, sleeps or shuts down, or the object that the call needs is not ready. Retry when it is
 ready.
+"""
+ERROR_REASON_GENERATION_ENDED: ErrorReason.ValueType  # 161
+"""A stage has no replica left of the generation in which the request began, because an upgrade has replaced this
+generation. Outputs of the request have reached the client, so that it cannot restart in another generation. Send it
+again with another request_id. To prevent this, allow running steps more time after SIGTERM (drain_s).
 """
 ERROR_REASON_STALE_ATTEMPT: ErrorReason.ValueType  # 88
 """A newer attempt of the same request has replaced this one. Stop this attempt."""

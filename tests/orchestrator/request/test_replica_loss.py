@@ -5,13 +5,15 @@ import random
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from benchmarks.simulation import virtual_time
-from stagemesh.common.errors import CancelledRequestError, InternalError, UnavailableError
+from stagemesh.common.errors import CancelledRequestError, InternalError, NotReadyError, UnavailableError
 from stagemesh.orchestrator.fleet.fleet import Fleet
+from stagemesh.orchestrator.membership.base import Member
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.lifecycle import STAGE_WAIT_S
 from stagemesh.orchestrator.request.timeline import Timeline
@@ -86,7 +88,8 @@ def _pipeline(folder: Path, text: str) -> Pipeline:
 @asynccontextmanager
 async def _mesh(world: World, *, replicas: int = 2, choices: int = 1) -> AsyncGenerator[_Mesh]:
     clock = asyncio.get_running_loop().time
-    fleet = Fleet(world.pipeline, [Members(world.pipeline, replicas)], connect=world.connect, clock=clock)
+    members = Members(world.pipeline, replicas)
+    fleet = Fleet(world.pipeline, [members], generations=["new-*"], connect=world.connect, clock=clock)
     orchestrator = Orchestrator(world.pipeline, fleet, max_request_s=60.0, drain_s=60.0, clock=clock)
     async with fleet.watched(), orchestrator.running():
         await asyncio.sleep(0.5)
@@ -332,3 +335,56 @@ def test_a_request_that_kills_its_replicas_fails_alone(chain: Pipeline, choices:
             assert 3 <= sum(replica.deaths for replica in world.replicas.values()) <= 2 * choices + 1
 
     virtual_time.run(main())
+
+
+def _add_generation(mesh: _Mesh) -> None:
+    """Adds a replica of a new generation to each stage."""
+    for stage in mesh.world.pipeline.stages:
+        mesh.world.generations[f"{stage}-new"] = "new-1"
+        mesh.orchestrator.fleet.join(Member(stage, f"h:{stage}-new", f"{stage}-new"))
+
+
+async def _upgrade(mesh: _Mesh, *, after_s: float) -> None:
+    """Adds a new generation, and removes the former replica of stage b after a while."""
+    _add_generation(mesh)
+    await asyncio.sleep(after_s)
+    former = mesh.world.replicas["b-0"]
+    mesh.orchestrator.fleet.leave(former.member, "it was deleted")
+    former.die()
+
+
+def test_a_request_without_outputs_restarts_in_a_new_generation(chain: Pipeline) -> None:
+    world = World(chain)
+    mesh = _run(world, partial(_upgrade, after_s=0.05), replicas=1)
+    assert mesh.spoken == _SPOKEN
+    last = {notes.stage: notes.replica for notes in mesh.timeline.steps}
+    assert last == {stage: f"{stage}-new" for stage in "abc"}
+    (call,) = world.replicas["a-new"].calls
+    assert call.attempt > max(call.attempt for call in world.replicas["a-0"].calls)
+    assert not world.replicas["a-0"].steps
+
+
+def test_a_request_with_outputs_fails_when_its_generation_ends(chain: Pipeline) -> None:
+    async def main() -> float:
+        async with _mesh(World(chain), replicas=1) as mesh:
+            began_s = asyncio.get_running_loop().time()
+            asking = asyncio.create_task(mesh.ask())
+            await mesh.began.wait()
+            await _upgrade(mesh, after_s=0.25)
+            with pytest.raises(NotReadyError, match="stage 'b' has no replica left") as caught:
+                await asking
+            assert caught.value.reason == "GENERATION_ENDED"
+            return asyncio.get_running_loop().time() - began_s
+
+    assert virtual_time.run(main()) < 5
+
+
+def test_a_request_waits_for_its_generation_while_its_replica_may_return(chain: Pipeline) -> None:
+    async def fault(mesh: _Mesh) -> None:
+        _add_generation(mesh)
+        await asyncio.sleep(0.25)
+        mesh.of("b").die()
+
+    mesh = _run(World(chain), fault, replicas=1)
+    assert mesh.spoken == _SPOKEN
+    assert {notes.replica for notes in mesh.timeline.steps} == {"a-0", "b-0", "c-0"}

@@ -208,6 +208,14 @@ class Replica:
         return self._state is ReplicaState.READY and self._holds.keys() <= set(_CONNECTOR_HOLDS)
 
     @property
+    def may_return(self) -> bool:
+        """Whether the replica may become ready again, or another process at its address, without an operator."""
+        if Hold.LEAVING in self._holds:
+            return False
+        stopping = (ReplicaState.DRAINING, ReplicaState.FAILED)
+        return self.end_cause is not None or self._state not in stopping
+
+    @property
     def running(self) -> int:
         """The number of requests that this orchestrator has placed on the replica and not yet released."""
         return self.load.running

@@ -26,31 +26,36 @@ class Failover:
         self._planner = planner
         self._reserving: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def find(self, stage: str, plan: Plan, *, avoid: Collection[Replica]) -> Replica:
+    async def find(self, stage: str, plan: Plan, *, avoid: Collection[Replica]) -> Replica | None:
         """Waits until a replica of the stage and of the plan's generation is ready, and returns the replica.
 
-        Chooses a replica in `avoid` only if no other replica is ready.
+        Chooses a replica in `avoid` only if no other replica is ready. Returns None if an upgrade has replaced the
+        plan's generation.
         """
         backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         while True:
             for avoided in (avoid, ()):
                 with suppress(UnavailableError):
                     return self._planner.choose_again(stage, plan, avoid=avoided)
+            if self._planner.has_ended(stage, plan):
+                return None
             await asyncio.sleep(backoff.next_s())
 
     async def find_alone(
         self, stage: str, plan: Plan, *, avoid: Collection[Replica], reservation: ExitStack
-    ) -> Replica:
+    ) -> Replica | None:
         """Reserves a replica for one request. Waits until the replica runs no other request of this orchestrator.
 
         Returns the replica. Chooses a replica in `avoid` only if no other replica is ready. Closing `reservation` ends
-        the reservation.
+        the reservation. Returns None if an upgrade has replaced the plan's generation.
         """
         with ExitStack() as reserved:
             await self._reserving[stage].acquire()
             reserved.callback(self._reserving[stage].release)
             while True:
                 replica = await self.find(stage, plan, avoid=avoid)
+                if replica is None:
+                    return None
                 with ExitStack() as hold:
                     hold.callback(replica.reserve("it runs one request alone, which may have terminated processes"))
                     await replica.wait_until_idle()

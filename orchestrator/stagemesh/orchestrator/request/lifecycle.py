@@ -40,8 +40,9 @@ KEEP_BYTES = 64 << 20
 PlanRuns: TypeAlias = Callable[[int], Sequence[Plan]]
 """A function that plans this number of runs of a request. Raises an error if it cannot plan one of them."""
 
-# The reasons for which a stage rejects a step because another or a later attempt of the request exists.
-_OTHER_ATTEMPT_REASONS = ("STEP_EXISTS", "STALE_ATTEMPT")
+# The reasons for which a choice may run a second time. A stage rejects a step because another or a later attempt of the
+# request exists. Or an upgrade has replaced the generation in which the choice began.
+_RUN_AGAIN_REASONS = ("STEP_EXISTS", "STALE_ATTEMPT", "GENERATION_ENDED")
 
 
 class RequestLifecycle:
@@ -154,18 +155,18 @@ class RequestLifecycle:
     async def _run_or_take_over(self, request: ValidRequest, planned: Plan, plan: PlanRuns) -> StagemeshError | None:
         """Runs one choice of the request. Returns the error of a failed choice, or None if it succeeded.
 
-        If a stage rejects the choice because of an attempt of another orchestrator, plans and runs it a second time
-        with higher attempt numbers. Does not do so if the choice has outputs already or the request has no caller.
+        If a stage rejects the choice because of an attempt of another orchestrator, or if the choice's generation ends,
+        plans and runs it a second time with higher attempt numbers. Does not do so if the choice has outputs already or
+        the request has no caller.
         """
         error = await self._run_planned(request, planned)
-        latest = _attempt_elsewhere(error)
+        latest = _latest_attempt(error)
         journal = self.record.journal
-        # If no caller follows or outputs exist, the other orchestrator has taken over from this orchestrator.
+        # If no caller follows or outputs exist, another orchestrator has taken over from this orchestrator. Outputs of
+        # two generations do not fit together.
         if latest is None or self.record.has_outputs(request.index) or journal.closed or not journal.readers:
             return error
-        _log.warning(
-            "request %s has attempt %d of another orchestrator; this one takes over", request.choice_id, latest
-        )
+        _log.warning("request %s runs again with attempts above %d: %s", request.choice_id, latest, error)
         plans = await self._plan_when_ready(plan, 1)
         if not plans:
             return self._stopped
@@ -197,7 +198,7 @@ class RequestLifecycle:
 
     def _note_failed(self, error: StagemeshError) -> None:
         """Stops the other choices at once, unless the choice that failed may run a second time."""
-        if _attempt_elsewhere(error) is None:
+        if _latest_attempt(error) is None:
             self.stop(error)
 
     async def _run_planned(self, request: ValidRequest, plan: Plan) -> StagemeshError | None:
@@ -321,12 +322,12 @@ def fingerprint(request: orchestrator_pb2.GenerateRequest) -> bytes:
     return hashlib.blake2b(content.SerializeToString(deterministic=True), digest_size=16).digest()
 
 
-def _attempt_elsewhere(error: StagemeshError | None) -> int | None:
-    """Returns the number of another orchestrator's attempt because of which a stage rejected a step.
+def _latest_attempt(error: StagemeshError | None) -> int | None:
+    """Returns the number of the latest attempt of a choice that may run again after `error`.
 
     Returns None if `error` is None, has another reason, or does not contain the attempt number.
     """
-    if error is None or error.reason not in _OTHER_ATTEMPT_REASONS:
+    if error is None or error.reason not in _RUN_AGAIN_REASONS:
         return None
     attempt = error.metadata.get("attempt", "")
     return int(attempt) if attempt.isdecimal() else None

@@ -10,6 +10,7 @@ from stagemesh.common.backoff import backoff_s
 from stagemesh.common.errors import DeadlineError, InternalError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.logs import bind_log_context
 from stagemesh.common.notification import Notifier
+from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import Plan
 from stagemesh.orchestrator.request.failures import NOT_REBOUND, SETTLE_S, Failures, root_cause
@@ -210,15 +211,28 @@ class RequestRun:
             failures = state.restarts - _QUICK_RESTARTS
             await asyncio.sleep(backoff_s(failures, first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S))
         state.alone = len(state.dead_replicas) >= _SUSPECT_DEATHS
-        if state.alone:
-            replica = await self._failover.find_alone(
-                state.name, self._plan, avoid=state.avoid, reservation=state.arrangements
-            )
-        else:
-            replica = await self._failover.find(state.name, self._plan, avoid=state.avoid)
+        replica = await self._find_replica(state)
+        if replica is None:
+            self._failures.add_final(state.name, self._generation_ended(state))
+            return
         state.step = self._plan.move(state.name, replica)
         state.phase = Phase.PLACED
         self._note_placed(state)
+
+    def _generation_ended(self, state: StepState) -> NotReadyError:
+        return NotReadyError(
+            f"stage {state.name!r} has no replica left of generation {self._plan.generation}, in which the request "
+            "began, because an upgrade has replaced this generation; send the request again with another request_id",
+            reason="GENERATION_ENDED",
+            metadata={"stage": state.name, "attempt": str(max(each.attempt for each in self._states.values()))},
+        )
+
+    async def _find_replica(self, state: StepState) -> Replica | None:
+        if state.alone:
+            return await self._failover.find_alone(
+                state.name, self._plan, avoid=state.avoid, reservation=state.arrangements
+            )
+        return await self._failover.find(state.name, self._plan, avoid=state.avoid)
 
     def _note_placed(self, state: StepState) -> None:
         """Adds the timeline entry of an attempt whose replica was chosen.
