@@ -80,6 +80,12 @@ class StageConfig:
     drain_s: float = 10.0
     """The number of seconds that running steps have to end after SIGTERM. The remaining steps are then moved to other
     replicas."""
+    sleep_when_idle_s: float | None = None
+    """The number of seconds without a step after which the replica falls asleep at level 1.
+
+    It also falls asleep as soon as it has loaded. An orchestrator that needs it wakes it (`OrchestratorConfig.warm`).
+    None if the replica never falls asleep by itself.
+    """
     orchestrators: tuple[OrchestratorAddress, ...] = ()
     """The addresses of the orchestrators with which the replica registers.
 
@@ -111,5 +117,8 @@ class StageConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.drain_s < math.inf:
             raise ValueError(f"drain_s is {self.drain_s:g}; it must be a number of seconds, or 0 for none")
+        # A replica that wakes must stay awake until orchestrators know it and have planned the requests that wait.
+        if self.sleep_when_idle_s is not None and not 1 <= self.sleep_when_idle_s < math.inf:
+            raise ValueError(f"sleep_when_idle_s is {self.sleep_when_idle_s:g}; it must be at least 1 s, or omitted")
         if not self.stall_s >= 0:
             raise ValueError(f"stall_s is {self.stall_s:g}; it must be a positive number of seconds, or 0 for never")

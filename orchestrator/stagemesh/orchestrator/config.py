@@ -81,6 +81,12 @@ class OrchestratorConfig:
     """
     metrics_listen: str | None = None
     """The address at which Prometheus reads metrics by HTTP, "host:port", or None if it cannot."""
+    warm: Mapping[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = field(default_factory=dict[str, float])
+    """The stages whose sleeping replicas are woken when requests need them, by name.
+
+    Each value is the waiting work of the stage in seconds above which a sleeping replica is woken. A stage without a
+    ready replica wakes one for any request.
+    """
     overrides: Mapping[str, str] = field(default_factory=dict[str, str])
     """Overrides of the pipeline file's settings: maps each setting's path to its new value, for example
     {"edges.*.connector": "grpc"}.

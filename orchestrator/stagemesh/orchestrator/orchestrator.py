@@ -64,7 +64,7 @@ class Orchestrator:
         """Totals over the requests that have ended. Running requests are not included."""
         self.history = History()
         self._clock = clock
-        self._planner = Planner(pipeline, fleet.registry, adapters=fleet.adapters, choice=choice)
+        self._planner = Planner(pipeline, fleet.registry, adapters=fleet.adapters, warm=fleet.warm, choice=choice)
         self._failover = Failover(self._planner, max_kept_state_bytes=max_kept_state_bytes)
         self._numbers = itertools.count(1)
         self.max_request_s, self._drain_s = max_request_s, drain_s

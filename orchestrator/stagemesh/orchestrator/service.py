@@ -15,6 +15,7 @@ from stagemesh.orchestrator.membership.base import MemberSource
 from stagemesh.orchestrator.membership.registration import RegistrationSource
 from stagemesh.orchestrator.metrics import serving_metrics
 from stagemesh.orchestrator.orchestrator import Orchestrator
+from stagemesh.orchestrator.scaling.warm_tier import WarmTier
 from stagemesh.orchestrator.servicer import SERVICE_NAME, OrchestratorServicer, add_orchestrator_service
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.rpc.roles import CLIENT
@@ -45,7 +46,8 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
     _check_stages(config, pipeline)
     server = Server(config.listen, roles={CLIENT})
     registration = _registration(config, pipeline)
-    fleet = Fleet(pipeline, _sources(config, pipeline, registration), generations=config.generations)
+    sources = _sources(config, pipeline, registration)
+    fleet = Fleet(pipeline, sources, generations=config.generations, warm=config.warm)
     orchestrator = Orchestrator(
         pipeline,
         fleet,
@@ -75,6 +77,8 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
             await stack.enter_async_context(serving_metrics(orchestrator, config.metrics_listen))
         await stack.enter_async_context(fleet.watched(on_change=show_readiness))
         await stack.enter_async_context(orchestrator.running())
+        waking = group.create_task(WarmTier(orchestrator, config.warm).wake_replicas(), name="warm tier")
+        stack.callback(waking.cancel)
         # The server rejects new calls first: clients connect again, and reach another orchestrator behind the address.
         reject = partial(server.stop, grace_s=config.drain_s + _RELEASE_S)
         stack.callback(lambda: group.create_task(reject(), name="reject new calls"))
@@ -103,7 +107,7 @@ def _check_stages(config: OrchestratorConfig, pipeline: Pipeline) -> None:
     found = {*(stage for stage, addresses in config.replicas.items() if addresses), *config.dns}
     found |= {stage.name for stage in pipeline.stages.values() if stage.addresses}
     without = [stage for stage in pipeline.stages if not registers and stage not in found]
-    unknown = [stage for stage in (*config.replicas, *config.dns) if stage not in pipeline.stages]
+    unknown = [stage for stage in (*config.replicas, *config.dns, *config.warm) if stage not in pipeline.stages]
     if without or unknown:
         raise InvalidRequestError(
             f"the config's replicas do not match pipeline {pipeline.name!r}: "

@@ -173,14 +173,14 @@ async def test_a_replica_that_joins_does_not_stop_the_others() -> None:
     async with _probing(links) as changed:
         for name in ("a-0", "b-0"):
             links.join(_replica(name))
-        assert not links.ready
+        assert not links.are_ready([_EDGE])
         await changed.wait()
-        assert links.ready
+        assert links.are_ready([_EDGE])
         links.join(_replica("b-1"))
-        assert links.ready
+        assert links.are_ready([_EDGE])
         links.join(broken := _replica("a-1", _Answering("b-0", "b-1")))
         await changed.wait()
-        assert links.ready
+        assert links.are_ready([_EDGE])
         assert broken.state is ReplicaState.FAILED
 
 
@@ -195,7 +195,7 @@ async def test_a_replica_that_left_has_no_links() -> None:
             links.leave(replica)
             links.leave(replica)
     assert not links.links_of(_EDGE)
-    assert not links.ready
+    assert not links.are_ready([_EDGE])
     assert all(not held for held in (links._by_replica, links._pools, links._usable[_EDGE.name]))
 
 
@@ -246,7 +246,7 @@ async def test_a_joining_replica_whose_fixed_connector_cannot_work_gets_no_reque
         links.join(broken)
         assert broken.state is ReplicaState.LOADING
         await changed.wait()
-        assert links.ready
+        assert links.are_ready([_EDGE])
         links.check([_EDGE])
         assert (good.state, broken.state) == (ReplicaState.READY, ReplicaState.FAILED)
         assert broken.detail == f"edge a->b from a-0 to b-1: {BROKEN.message}"
@@ -263,7 +263,7 @@ async def test_a_joining_replica_gets_requests_once_its_fixed_connector_is_known
         producer.gate.clear()
         links.join(late)
         await asyncio.sleep(0)
-        assert (late.state, links.ready) == (ReplicaState.LOADING, True)
+        assert (late.state, links.are_ready([_EDGE])) == (ReplicaState.LOADING, True)
         producer.gate.set()
         await changed.wait()
         assert late.state is ReplicaState.READY
@@ -304,12 +304,12 @@ async def test_the_working_replica_serves_even_if_the_broken_one_came_first() ->
         links.join(broken)
         links.join(_replica("b-0"))
         await changed.wait()
-        assert not links.ready
+        assert not links.are_ready([_EDGE])
         with pytest.raises(NotReadyError, match="cannot be used"):
             links.check([_EDGE])
         links.join(working)
         await changed.wait()
-        assert links.ready
+        assert links.are_ready([_EDGE])
         assert (broken.state, working.state) == (ReplicaState.FAILED, ReplicaState.READY)
 
 
@@ -320,13 +320,13 @@ async def test_a_broken_replica_blames_no_replica_that_joins_later() -> None:
     async with _probing(links) as changed:
         for replica in (first, _replica("b-0")):
             links.join(replica)
-        await _until(changed, lambda: links.ready)
+        await _until(changed, lambda: links.are_ready([_EDGE]))
         links.join(broken)
         await _until(changed, lambda: broken.state is ReplicaState.FAILED)
         links.join(late)
         await _until(changed, lambda: all(link.is_answered for link in links.links_of(_EDGE)))
         assert (broken.state, late.state) == (ReplicaState.FAILED, ReplicaState.READY)
-        assert links.ready
+        assert links.are_ready([_EDGE])
 
 
 async def test_the_pipeline_stops_serving_if_only_a_broken_replica_remains() -> None:
@@ -337,6 +337,6 @@ async def test_the_pipeline_stops_serving_if_only_a_broken_replica_remains() -> 
             links.join(replica)
         await _until(changed, lambda: broken.state is ReplicaState.FAILED)
         links.leave(good)
-        assert not links.ready
+        assert not links.are_ready([_EDGE])
         with pytest.raises(NotReadyError, match="from a-0 to b-1"):
             links.check([_EDGE])

@@ -3,8 +3,8 @@
 import asyncio
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -18,7 +18,7 @@ from stagemesh.orchestrator.launcher.process_configs import stage_config
 from stagemesh.orchestrator.service import serving
 from stagemesh.orchestrator.spec import load_pipeline
 from stagemesh.rpc.channels import open_channel
-from stagemesh.v1 import admin_pb2, admin_pb2_grpc
+from stagemesh.v1 import admin_pb2, admin_pb2_grpc, stage_pb2
 from tests.orchestrator.mesh import until_health
 
 
@@ -29,12 +29,35 @@ class Orchestrator:
     client: AsyncClient
     admin: grpc.aio.Channel
     metrics_endpoint: str
+    replicas: Mapping[str, asyncio.subprocess.Process]
+    """The processes of the replicas by name."""
+    endpoints: Mapping[str, str]
+    """The addresses of the replicas by name."""
 
     async def stage(self, name: str) -> admin_pb2.StageStatus:
         """Returns the current status of a stage."""
         service = admin_pb2_grpc.AdminServiceStub(self.admin)
         answer = await service.ListStages(admin_pb2.ListStagesRequest(), timeout=10)
         return next(stage for stage in answer.stages if stage.name == name)
+
+    async def states(self) -> dict[str, str]:
+        """Returns the current state of each replica, by its name."""
+        service = admin_pb2_grpc.AdminServiceStub(self.admin)
+        answer = await service.ListReplicas(admin_pb2.ListReplicasRequest(), timeout=10)
+        names = stage_pb2.ReplicaState.Name
+        return {each.name: names(each.state).removeprefix("REPLICA_STATE_") for each in answer.replicas}
+
+    async def until_states(self, timeout_s: float = 20, **states: str) -> None:
+        """Waits until replicas are in these states. Underscores in their names stand for hyphens."""
+        wanted = {name.replace("_", "-"): state for name, state in states.items()}
+        seen = await self.states()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not wanted.items() <= seen.items():
+                    await asyncio.sleep(0.05)
+                    seen = await self.states()
+        except TimeoutError as exc:
+            raise AssertionError(f"the states are not {wanted} after {timeout_s} s: {seen}") from exc
 
     async def until_stage(
         self, name: str, condition: Callable[[admin_pb2.StageStatus], bool], *, timeout_s: float = 20
@@ -62,34 +85,52 @@ class Orchestrator:
 
 @asynccontextmanager
 async def running_pipeline(
-    folder: Path, text: str, *, replicas: Mapping[str, int] | None = None, orchestrators: int = 1
+    folder: Path,
+    text: str,
+    *,
+    replicas: Mapping[str, int] | None = None,
+    sleepers: Mapping[str, int] | None = None,
+    sleep_when_idle_s: float = 60.0,
+    warm: Mapping[str, float] | None = None,
+    orchestrators: int = 1,
 ) -> AsyncGenerator[list[Orchestrator]]:
-    """Runs the pipeline file `text`. `replicas` is the number of replicas of a stage, by default 1."""
+    """Runs the pipeline file `text`.
+
+    `replicas` is the number of replicas of a stage, by default 1. The last ones sleep when they are idle: `sleepers` is
+    their number.
+    """
     path = folder / "pipeline.yaml"
     path.write_text(text)
     pipeline, ports = load_pipeline(str(path)), PortPicker()
     async with AsyncExitStack() as stack:
         addresses = dict[str, tuple[ReplicaAddress, ...]]()
+        processes = dict[str, asyncio.subprocess.Process]()
         for stage in pipeline.stages.values():
-            for number in range((replicas or {}).get(stage.name, 1)):
+            count = (replicas or {}).get(stage.name, 1)
+            for number in range(count):
                 address = ReplicaAddress(f"{stage.name}-{number}", f"{HOST}:{ports.pick()}")
                 addresses[stage.name] = (*addresses.get(stage.name, ()), address)
                 config = stage_config(pipeline, stage, replica=address.name, listen=address.endpoint)
-                await stack.enter_async_context(_process(config))
+                if number >= count - (sleepers or {}).get(stage.name, 0):
+                    config = replace(config, sleep_when_idle_s=sleep_when_idle_s)
+                processes[address.name] = await stack.enter_async_context(_process(config))
+        endpoints = {address.name: address.endpoint for each in addresses.values() for address in each}
         started: list[Orchestrator] = []
         for _ in range(orchestrators):
             listen, admin, metrics = (f"{HOST}:{ports.pick()}" for _ in range(3))
-            own = OrchestratorConfig(str(path), addresses, listen, admin_listen=admin, metrics_listen=metrics)
+            own = OrchestratorConfig(
+                str(path), addresses, listen, admin_listen=admin, metrics_listen=metrics, warm=warm or {}
+            )
             await stack.enter_async_context(serving(own, pipeline))
             await until_health(await stack.enter_async_context(open_channel(listen)), serving=True, timeout_s=30)
             admin_channel = await stack.enter_async_context(open_channel(admin))
             client = await stack.enter_async_context(AsyncClient(listen))
-            started.append(Orchestrator(client, admin_channel, metrics))
+            started.append(Orchestrator(client, admin_channel, metrics, processes, endpoints))
         yield started
 
 
 @asynccontextmanager
-async def _process(config: StageConfig) -> AsyncGenerator[None]:
+async def _process(config: StageConfig) -> AsyncGenerator[asyncio.subprocess.Process]:
     """Runs a replica as a process until the end of the block."""
     command = (sys.executable, "-m", "stagemesh.services.stage", "--config", "-")
     process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
@@ -97,7 +138,8 @@ async def _process(config: StageConfig) -> AsyncGenerator[None]:
     process.stdin.write(dump_config(config))
     process.stdin.close()
     try:
-        yield
+        yield process
     finally:
-        process.kill()
+        with suppress(ProcessLookupError):
+            process.kill()
         await process.wait()

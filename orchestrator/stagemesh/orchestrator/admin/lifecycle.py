@@ -220,11 +220,7 @@ async def _drain(replica: Replica, *, move_after_s: float | None = None) -> None
 
 async def _resume(replica: Replica) -> None:
     await _control(replica, "Resume", control_pb2.ResumeRequest())
-    described = await replica.client.describe(timeout_s=_CALL_S)
-    # In any other state, only the fleet can determine whether the replica belongs to the pipeline and which process
-    # serves it.
-    if replica.state is ReplicaState.DRAINING and replica.incarnation == described.incarnation:
-        replica.observe(ReplicaState(described.state), described.detail)
+    await replica.observe_again(ReplicaState.DRAINING, timeout_s=_CALL_S)
 
 
 async def _control(replica: Replica, method: str, request: Message) -> bytes:

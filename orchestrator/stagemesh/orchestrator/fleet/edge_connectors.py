@@ -128,14 +128,13 @@ class EdgeConnectors:
     def __contains__(self, replica: Replica) -> bool:
         return replica in self._by_replica
 
-    @property
-    def ready(self) -> bool:
-        """Whether requests may use every edge.
+    def are_ready(self, edges: Iterable[Edge]) -> bool:
+        """Returns whether requests may use these edges.
 
         Each edge needs at least one usable link, and no refused link between two replicas that receive requests. A
         replica that joins later does not make an edge unusable.
         """
-        return all(self._usable[edge.name] and not self._blocking_links(edge) for edge in self._edges)
+        return all(self._usable[edge.name] and not self._blocking_links(edge) for edge in edges)
 
     def links_of(self, edge: Edge) -> list[EdgeLink]:
         return list(self._links[edge.name].values())

@@ -38,16 +38,20 @@ class Fleet:
         sources: Sequence[MemberSource],
         *,
         generations: Collection[str] = (),
+        warm: Collection[str] = (),
         connect: Callable[[Member], ReplicaClient] = connect,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Creates a fleet whose members are reported by `sources`.
 
-        Accepts replicas of the pipeline's own generation and of the additional `generations`.
+        Accepts replicas of the pipeline's own generation and of the additional `generations`. `warm` are the stages
+        whose sleeping replicas are woken when requests need them.
         """
         self.registry = ReplicaRegistry()
         self.edge_connectors = EdgeConnectors(pipeline.edges)
         self.adapters = StageAdapters()
+        self.warm = frozenset(warm)
+        """The stages whose sleeping replicas are woken when requests need them."""
         self._pipeline, self._sources, self._generations = pipeline, sources, frozenset(generations)
         self._connect, self._clock = connect, clock
         self._watchers: dict[tuple[str, str], ReplicaWatcher] = {}
@@ -56,9 +60,7 @@ class Fleet:
         self._costs: dict[str, StepCost] = defaultdict(StepCost)
         self._by_name: dict[str, Replica] = {}
         self._serving: frozenset[str] = frozenset()
-        """The generations that have a ready replica of every stage, or the last ones that had if there are none now.
-
-        Empty until every stage has had a ready replica."""
+        """The last `serving_generations` that were not empty. Empty until every stage has had a ready replica."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._group: asyncio.TaskGroup | None = None
         self._on_change: Callable[[], None] = lambda: None
@@ -76,9 +78,29 @@ class Fleet:
     def ready(self) -> bool:
         """Whether the fleet can run requests.
 
-        Some generation must have a ready replica of every stage, and every edge must be usable.
+        Some generation must have a ready replica of every stage, or one that is woken, and every edge between ready
+        replicas must be usable.
         """
-        return self.edge_connectors.ready and bool(self.registry.ready(self._pipeline.stages.keys()))
+        asleep = {stage for stage in self.warm if not self.registry.has_ready(stage)}
+        edges = [edge for edge in self._pipeline.edges if not asleep & set(edge.arc)]
+        return self.edge_connectors.are_ready(edges) and bool(self.serving_generations)
+
+    @property
+    def serving_generations(self) -> frozenset[str]:
+        """The generations that have a replica of every stage which is ready, or is woken when requests need it."""
+        stages = self._pipeline.stages
+        asleep = {stage: {replica.generation for replica in self.sleeping(stage)} for stage in self.warm}
+        serving = set(self.registry.ready(stages.keys()))
+        for generation in frozenset().union(*asleep.values()) - serving:
+            awake = [stage for stage in stages if generation not in asleep.get(stage, ())]
+            if not awake or generation in self.registry.ready(awake):
+                serving.add(generation)
+        return frozenset(serving)
+
+    def sleeping(self, stage: str) -> list[Replica]:
+        """Returns the sleeping replicas of a stage, in the same order in every orchestrator."""
+        asleep = [replica for replica in self.registry.of(stage) if replica.state is ReplicaState.ASLEEP]
+        return sorted(asleep, key=lambda replica: (len(replica.name), replica.name))
 
     @asynccontextmanager
     async def watched(self, *, on_change: Callable[[], None] = lambda: None) -> AsyncGenerator[None]:
@@ -190,7 +212,7 @@ class Fleet:
         """Sends the verdicts for rolling updates that changed together with `replica`."""
         if self._group is None:
             return
-        ready = frozenset(self.registry.ready(self._pipeline.stages.keys())) or self._serving
+        ready = self.serving_generations or self._serving
         changed = self._watchers.get((replica.stage, replica.endpoint))
         affected = self._watchers.values() if ready != self._serving else [changed] if changed else []
         self._serving = ready

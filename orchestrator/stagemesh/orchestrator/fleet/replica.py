@@ -312,6 +312,16 @@ class Replica:
         if changed:
             self._on_change()
 
+    async def observe_again(self, former: ReplicaState, *, timeout_s: float) -> None:
+        """Asks the replica for its state, if the state is still `former`, and sets it.
+
+        In any other state, only the fleet can determine whether the replica belongs to the pipeline and which process
+        serves it.
+        """
+        described = await self.client.describe(timeout_s=timeout_s)
+        if self.state is former and self.incarnation == described.incarnation:
+            self.observe(ReplicaState(described.state), described.detail)
+
     def refuse(self, why: str) -> None:
         """Sets the replica's state to FAILED, because it must not run requests of this orchestrator."""
         self.is_refused = True

@@ -31,6 +31,9 @@ _OTHER_HOST_S = 0.005
 _OTHER_ZONE_S = 0.02
 _RETRY_AFTER_S = 1.0
 _NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
+_RECOVERING = frozenset({ReplicaState.LOADING, ReplicaState.UNREACHABLE})
+_WARM = frozenset({ReplicaState.ASLEEP, ReplicaState.DRAINING})
+"""The states of a replica that sleeps or is about to."""
 _MAX_NAMED = 8
 """The maximum number of replicas that an error message names."""
 
@@ -126,10 +129,15 @@ class Planner:
         registry: ReplicaRegistry,
         *,
         adapters: StageAdapters | None = None,
+        warm: Collection[str] = (),
         choice: Choice | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """Creates a planner. `adapters` are those that replicas load when they become ready."""
+        """Creates a planner. `adapters` are those that replicas load when they become ready.
+
+        `warm` are the stages whose sleeping replicas are woken when requests need them.
+        """
+        self._warm = warm
         self._adapters = adapters or StageAdapters()
         self._pipeline = pipeline
         self._registry = registry
@@ -247,7 +255,7 @@ class Planner:
         replicas = self._registry.of(stage)
         states = ", ".join(_describe(replica) for replica in replicas[:_MAX_NAMED]) or "it has no replicas"
         more = f" and {len(replicas) - _MAX_NAMED} more" if len(replicas) > _MAX_NAMED else ""
-        error = NotReadyYetError if any(map(_may_become_ready, replicas)) else UnavailableError
+        error = NotReadyYetError if any(map(self._may_become_ready, replicas)) else UnavailableError
         return error(
             f"no replica of stage {stage!r} is ready: {states}{more}; try again when `stagemesh stages` shows it ready",
             reason="STAGE_NOT_READY",
@@ -256,7 +264,7 @@ class Planner:
         )
 
     def _no_common_generation(self, stages: Sequence[str]) -> UnavailableError:
-        may_become_ready = any(_may_become_ready(each) for stage in stages for each in self._registry.of(stage))
+        may_become_ready = any(self._may_become_ready(each) for stage in stages for each in self._registry.of(stage))
         error = NotReadyYetError if may_become_ready else UnavailableError
         return error(
             "every stage has a ready replica, but no generation has one of every stage, because an upgrade is in "
@@ -265,14 +273,16 @@ class Planner:
             retry_after_s=_RETRY_AFTER_S,
         )
 
+    def _may_become_ready(self, replica: Replica) -> bool:
+        """Returns whether a replica is loading, is down but may recover without an operator's intervention, or is
+        woken.
+        """
+        states = _RECOVERING | _WARM if replica.stage in self._warm else _RECOVERING
+        return replica.end_cause is not None or replica.state in states
+
 
 def _step(stage: Stage, replica: Replica) -> PlannedStep:
     return PlannedStep(stage, replica, release=replica.load.place())
-
-
-def _may_become_ready(replica: Replica) -> bool:
-    """Returns whether a replica is loading, or is down but may recover without an operator's intervention."""
-    return replica.end_cause is not None or replica.state in (ReplicaState.LOADING, ReplicaState.UNREACHABLE)
 
 
 def _describe(replica: Replica) -> str:

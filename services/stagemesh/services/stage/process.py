@@ -18,7 +18,6 @@ from stagemesh.rpc.handlers import add_stage_service
 from stagemesh.rpc.roles import OPERATOR, ORCHESTRATOR, STAGE
 from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import Engine
-from stagemesh.services.stage.replica.rollout_release import RolloutRelease
 from stagemesh.services.stage.replica.runtime import StageRuntime
 from stagemesh.services.stage.service.control_servicer import SERVICE_NAME as CONTROL_NAME
 from stagemesh.services.stage.service.control_servicer import StageControlServicer
@@ -54,7 +53,7 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
     server.reflect(SERVICE_NAME)
     server.reflect(CONTROL_NAME)
     runtime.on_shutdown = stopping.set
-    runtime.on_serving = lambda serving: _set_serving(server, runtime.rollout, serving=serving)
+    runtime.on_serving = lambda serving: _set_serving(server, runtime, serving=serving)
     runtime.rollout.on_change = lambda: server.set_health(config.stage, serving=runtime.rollout.is_ready)
     server.set_health(LIVENESS, serving=True)
     server.set_health(CONTROL_NAME, serving=False)
@@ -123,7 +122,7 @@ def _make_runtime(config: StageConfig) -> StageRuntime:
     return StageRuntime(engine, data_plane, config, descriptor.signature(config.function, config.options))
 
 
-def _set_serving(server: Server, rollout: RolloutRelease, *, serving: bool) -> None:
+def _set_serving(server: Server, runtime: StageRuntime, *, serving: bool) -> None:
     for name in ("", SERVICE_NAME):
         server.set_health(name, serving=serving)
-    rollout.set_available(serving)
+    runtime.rollout.set_available(runtime.is_available)

@@ -82,13 +82,26 @@ def stage(
             show_default="10",
         ),
     ] = None,
+    sleep_when_idle_s: Annotated[
+        float | None,
+        typer.Option(
+            "--sleep-when-idle-s",
+            min=1,
+            max=86400,
+            metavar="SECONDS",
+            help="Sleep after loading and after this number of seconds without a step. Orchestrators whose "
+            "configuration names the stage in `warm` wake the replica.",
+            show_default="never sleep",
+        ),
+    ] = None,
 ) -> None:
     """Run a replica of a stage, configured by CONFIG (docs/replicas.md) or by a pipeline file.
 
     With --pipeline, only the model of the stage itself must exist on this machine.
     """
     required = {"--stage": stage, "--replica": replica, "--listen": listen}
-    _check_form(config, pipeline, required=required, optional={"--generation": generation, "--drain-s": drain_s})
+    optional = {"--generation": generation, "--drain-s": drain_s, "--sleep-when-idle-s": sleep_when_idle_s}
+    _check_form(config, pipeline, required=required, optional=optional)
     if config is not None:
         _replace_process("stagemesh.services.stage", config)
     from stagemesh.orchestrator.launcher.process_configs import stage_config
@@ -106,6 +119,7 @@ def stage(
         derived,
         generation=generation or derived.generation,
         drain_s=derived.drain_s if drain_s is None else drain_s,
+        sleep_when_idle_s=sleep_when_idle_s,
     )
     _replace_process("stagemesh.services.stage", _standard_input(derived))
 

@@ -36,6 +36,7 @@ from stagemesh.services.engines.base import (
     Usage,
     media_of,
 )
+from stagemesh.services.engines.controls import SleepManager
 from stagemesh.services.engines.fake import signature
 from stagemesh.services.engines.fake.options import FakeOptions, Fault, FaultKind, SeededRandom, fake_options
 from stagemesh.services.engines.fake.outputs import (
@@ -62,10 +63,11 @@ class FakeEngine:
         self._runs = set[FakeRun]()
         self._memory = hold_memory(0)
         self._closed = asyncio.Event()
+        self._sleep = FakeSleep(self._options, stage=config.stage)
 
     @property
     def abilities(self) -> EngineAbilities:
-        return EngineAbilities(can_pause=True, can_resume=True)
+        return EngineAbilities(can_pause=True, can_resume=True, sleep=self._sleep)
 
     async def start(self, report: Callable[[str], None]) -> None:
         report("loading the fake engine")
@@ -94,6 +96,26 @@ class FakeEngine:
     async def close(self) -> None:
         self._closed.set()
         self._memory = hold_memory(0)
+
+
+class FakeSleep(SleepManager):
+    """The sleep of a fake engine, which frees no memory. Waking takes `wake_s` seconds."""
+
+    def __init__(self, options: FakeOptions, *, stage: str) -> None:
+        super().__init__(stage=stage)
+        self._options = options
+
+    def check_sleep(self, level: int) -> None:
+        if level != 1:
+            raise InvalidRequestError(f"level is {level}; the fake engine sleeps at level 1")
+
+    async def _engine_sleep(self, level: int) -> set[str]:
+        del level
+        return {"weights"}
+
+    async def _engine_wake(self, tags: set[str]) -> None:
+        del tags
+        await asyncio.sleep(self._options.wake_s)
 
 
 class FakeRun:

@@ -191,6 +191,8 @@ class FakeOptions:
     """The faults that affect some of the requests, in addition to `fail_at_step`."""
     start_s: Annotated[float, Field(ge=0)] = 0.0
     """The time that the engine takes to start, in seconds."""
+    wake_s: Annotated[float, Field(ge=0)] = 0.0
+    """The time that the engine takes to wake from sleep, in seconds."""
     max_running: Annotated[int, Field(ge=1)] = 256
     """The maximum number of tasks that run at the same time. Further tasks wait."""
     checkpoint_steps: Count = 0

@@ -32,6 +32,7 @@ from stagemesh.services.stage.replica.hang_detection import StallWatch
 from stagemesh.services.stage.replica.paused_states import PausedStates
 from stagemesh.services.stage.replica.rollout_release import RolloutRelease
 from stagemesh.services.stage.step.checks import check_rebinding, check_spec
+from stagemesh.services.stage.step.edges import StepEdges
 from stagemesh.services.stage.step.registry import RunRegistry
 from stagemesh.services.stage.step.run import StepRun, drained_error
 from stagemesh.services.stage.step.spec import Rebinding, StepSpec
@@ -49,6 +50,10 @@ seconds. They receive the replica's state within milliseconds."""
 _PAUSE_S = 2.0
 """Time limit for running steps to pause before they are stopped, in seconds. Other replicas resume the paused steps."""
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 10.0
+_IDLE_LEVEL = 1
+"""The level at which an idle replica sleeps: its weights stay in host memory, so that it wakes quickly."""
+_STANDING_BY = "standing by"
+"""The detail of a replica that sleeps, or is about to, because it was idle."""
 
 
 class StageRuntime:
@@ -82,6 +87,8 @@ class StageRuntime:
         self._drained_at_s = 0.0
         """The time at which the last drain began, on the event loop's clock."""
         self._handing_over: asyncio.Task[None] | None = None
+        self._used_at_s = 0.0
+        """The time at which a step last began or ended, or at which the replica woke, on the event loop's clock."""
         # A wake call that arrives while the replica is falling asleep waits until the replica is asleep.
         self._falling_asleep = asyncio.Lock()
 
@@ -98,6 +105,8 @@ class StageRuntime:
             if use_partitions := self.engine.abilities.use_partitions:
                 use_partitions(self.data_plane.arena)
             await self.engine.start(self._report)
+            if self.config.sleep_when_idle_s is not None:
+                await self._idle_sleep_control().sleep(_IDLE_LEVEL)
         except StagemeshError as exc:
             self._fail(exc.message)
             raise exc.located(**self.where) from exc
@@ -107,8 +116,15 @@ class StageRuntime:
             message = f"engine {self.config.engine} of stage {self.config.stage} failed to load: {self.detail}"
             raise NotReadyError(message, reason="LOAD_FAILED", metadata=self.where) from exc
         self._pin_arena()
-        if self.state is ReplicaState.LOADING:
+        if self.config.sleep_when_idle_s is not None:
+            self.state, self.detail = ReplicaState.ASLEEP, _STANDING_BY
+        elif self.state is ReplicaState.LOADING:
             self.state, self.detail = ReplicaState.READY, ""
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the replica accepts steps, or does so as soon as an orchestrator needs it."""
+        return self.state is ReplicaState.READY or self.detail == _STANDING_BY
 
     async def watch_engine(self) -> None:
         """Waits until the engine fails or hangs, then ends all runs with an error.
@@ -328,6 +344,60 @@ class StageRuntime:
 
     # -- internal
 
+    def _idle_sleep_control(self) -> SleepControl:
+        """Returns the engine's control by which the replica sleeps when it is idle.
+
+        Raises UnsupportedError if the engine cannot sleep, and the errors of `SleepControl.check_sleep`.
+        """
+        control = self.engine.abilities.sleep
+        if control is None:
+            raise UnsupportedError(
+                f"engine {self.config.engine} of stage {self.config.stage} cannot sleep; remove sleep_when_idle_s from "
+                "the replica's config",
+                metadata={"engine": self.config.engine, "ability": "sleep"},
+            )
+        control.check_sleep(_IDLE_LEVEL)
+        return control
+
+    async def _sleep_when_idle(self, idle_s: float) -> str:
+        """Puts the replica to sleep whenever no step has run for `idle_s` seconds. Runs until it is cancelled.
+
+        If the engine cannot fall asleep, returns the cause as a sentence for operators.
+        """
+        clock = asyncio.get_running_loop().time
+        while True:
+            is_idle = self.state is ReplicaState.READY and not self._runs.running()
+            left_s = self._used_at_s + idle_s - clock() if is_idle else idle_s
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+                continue
+            try:
+                await self._fall_asleep()
+            except StagemeshError as exc:
+                return f"the engine cannot fall asleep: {exc.message}"
+
+    async def _fall_asleep(self) -> None:
+        """Stops the planning of new steps, and puts the engine to sleep unless a step arrives that was planned before.
+
+        Does nothing if the replica begins to shut down or fails meanwhile.
+        """
+        self._begin_drain()
+        self.state, self.detail = ReplicaState.DRAINING, _STANDING_BY
+        self.on_serving(False)
+        used_at_s = self._used_at_s
+        await self._wait_finished()
+        if self.detail != _STANDING_BY:
+            return
+        self._accepts_planned = False
+        self.state = ReplicaState.ASLEEP
+        control = self._idle_sleep_control()
+        async with self._falling_asleep:
+            try:
+                if self._used_at_s == used_at_s:
+                    await control.sleep(_IDLE_LEVEL)
+            finally:
+                self._resume_if_awake(control)
+
     async def _pause(self, why: str, *, drain: bool) -> None:
         """Sets the state to ASLEEP, so that new steps are rejected until `_resume_if_awake` is called. Then waits until
         no step is running.
@@ -353,7 +423,7 @@ class StageRuntime:
         is shutting down or has failed.
         """
         if self.state is ReplicaState.ASLEEP and not engine.asleep():
-            self.state, self.detail = ReplicaState.READY, ""
+            self.state, self.detail, self._used_at_s = ReplicaState.READY, "", asyncio.get_running_loop().time()
             self.on_serving(True)
 
     def _begin_drain(self) -> None:
@@ -401,11 +471,15 @@ class StageRuntime:
                 await _wait_ended(runs)
 
     async def _wait_engine_failed(self) -> str:
-        """Waits until the engine fails or hangs. Returns the cause as a sentence for operators."""
+        """Waits until the engine fails or hangs. Returns the cause as a sentence for operators. Meanwhile, puts the
+        replica to sleep when it is idle, if its config says so.
+        """
         waits = [asyncio.ensure_future(self.engine.wait_failed())]
         if self.config.stall_s:
             watch = StallWatch(self._runs.running, stall_s=self.config.stall_s, on_hung=self._stop_hung)
             waits.append(asyncio.ensure_future(watch.wait_stalled()))
+        if self.config.sleep_when_idle_s is not None:
+            waits.append(asyncio.ensure_future(self._sleep_when_idle(self.config.sleep_when_idle_s)))
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             return done.pop().result()
@@ -449,8 +523,13 @@ class StageRuntime:
             where=self.where,
         )
         self._runs.add(run)
-        run.start(deadline_s=deadline_s, on_ended=self._runs.retire)
+        self._used_at_s = asyncio.get_running_loop().time()
+        run.start(deadline_s=deadline_s, on_ended=self._retire)
         return run
+
+    def _retire(self, run: StepRun, left: StepEdges | None) -> None:
+        self._runs.retire(run, left)
+        self._used_at_s = asyncio.get_running_loop().time()
 
     def _check_ready(self) -> None:
         """Raises NotReadyError unless the replica accepts steps. The error contains the replica's state."""
