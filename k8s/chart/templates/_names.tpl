@@ -71,6 +71,21 @@ annotations:
 {{- end }}
 {{- end -}}
 
+{{/*
+Images that override one another, as JSON. Argument: a list of images, the most general one first. The digest of an image
+does not apply to another repository or tag.
+*/}}
+{{- define "stagemesh.mergeImages" -}}
+{{- $image := dict -}}
+{{- range . -}}
+  {{- if or .repository .tag -}}
+    {{- $image = omit $image "digest" -}}
+  {{- end -}}
+  {{- $image = mergeOverwrite $image (deepCopy .) -}}
+{{- end -}}
+{{- toJson $image -}}
+{{- end -}}
+
 {{/* An image's reference. Arguments: (list root image). A digest takes precedence over a tag. */}}
 {{- define "stagemesh.image" -}}
 {{- $root := index . 0 -}}

@@ -18,8 +18,9 @@ Everything that the templates derive from the values, as JSON. Refuses wrong val
       {{- $_ := set $plan.external $name (dict "host" $host "port" .port) -}}
     {{- end -}}
   {{- else -}}
-    {{- $stage := include "stagemesh.merge" (list $.Values.stageDefaults $own) | fromJson -}}
-    {{- $_ := set $stage "image" (include "stagemesh.merge" (list $.Values.images.stage ($stage.image | default dict)) | fromJson) -}}
+    {{- $stage := mergeOverwrite (deepCopy $.Values.stageDefaults) (deepCopy $own) -}}
+    {{- $images := list $.Values.images.stage $.Values.stageDefaults.image ($own.image | default dict) -}}
+    {{- $_ := set $stage "image" (include "stagemesh.mergeImages" $images | fromJson) -}}
     {{- $_ := set $stage "entry" $entry -}}
     {{- $_ := set $stage "group" ($entry.group | default $name) -}}
     {{- $_ := set $stage "arenaBytes" (dig "data_plane" "arena_bytes" 67108864 $entry) -}}
@@ -42,7 +43,7 @@ Everything that the templates derive from the values, as JSON. Refuses wrong val
         {{- $_ := set $pod "modelCache" (omit $pod.modelCache "existingClaim" "claim" "hostPath" "none") -}}
       {{- end -}}
     {{- end -}}
-    {{- $pod = include "stagemesh.merge" (list $pod $layer) | fromJson -}}
+    {{- $pod = mergeOverwrite $pod (deepCopy $layer) -}}
   {{- end -}}
   {{- range $key := $podKeys -}}
     {{- if hasKey $pod $key -}}

@@ -32,6 +32,7 @@ that names the value and the remedy.
 {{- include "stagemesh.rule.volumes" . -}}
 {{- include "stagemesh.rule.mediaStore" . -}}
 {{- include "stagemesh.rule.labels" . -}}
+{{- include "stagemesh.rule.clientService" . -}}
 {{- include "stagemesh.rule.tls" . -}}
 {{- include "stagemesh.rule.monitoring" . -}}
 {{- include "stagemesh.rule.ucxPortRange" . -}}
@@ -458,6 +459,18 @@ stageDefaults.{{ $key }}
     {{- if or (has $key (list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "app.kubernetes.io/version" "app.kubernetes.io/managed-by" "app.kubernetes.io/part-of" "helm.sh/chart")) (regexMatch "^(stage\\.)?stagemesh\\.dev/" $key) -}}
       {{- fail (printf "%s has the label %s, which the chart sets itself; remove it" $path $key) -}}
     {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.clientService" -}}
+{{- $service := (index . 0).Values.orchestrator.service -}}
+{{- if and $service.nodePort (eq $service.type "ClusterIP") -}}
+{{- fail "orchestrator.service.nodePort is set, but a Service of type ClusterIP has no port on nodes; set type NodePort or LoadBalancer" -}}
+{{- end -}}
+{{- range $key := list "loadBalancerClass" "loadBalancerSourceRanges" -}}
+  {{- if and (get $service $key) (ne $service.type "LoadBalancer") -}}
+    {{- fail (printf "orchestrator.service.%s is set, but the type is %s; set type LoadBalancer, or remove it" $key $service.type) -}}
   {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -1,20 +1,3 @@
-{{/*
-A copy of a mapping, overridden by another one, as JSON. Arguments: (list base overrides).
-Mappings are merged, all other values are replaced. Sprig's mergeOverwrite keeps the base where an override is false, 0
-or empty.
-*/}}
-{{- define "stagemesh.merge" -}}
-{{- $result := deepCopy (index . 0) -}}
-{{- range $key, $value := index . 1 -}}
-  {{- $old := get $result $key -}}
-  {{- if and (kindIs "map" $value) (kindIs "map" $old) -}}
-    {{- $value = include "stagemesh.merge" (list $old $value) | fromJson -}}
-  {{- end -}}
-  {{- $_ := set $result $key $value -}}
-{{- end -}}
-{{- toJson $result -}}
-{{- end -}}
-
 {{/* The settings that belong to a pod. All other settings of a stage belong to its container. */}}
 {{- define "stagemesh.podKeys" -}}
 replicas drainSeconds terminationGracePeriodSeconds surge minReadySeconds nodeSelector tolerations affinity topologySpreadConstraints priorityClassName runtimeClassName schedulerName serviceAccount podLabels podAnnotations volumes initContainers modelCache autoscaling warm podDisruptionBudget

@@ -85,6 +85,8 @@ CASES: dict[str, tuple[str, str, str]] = {
     "variable for a size of the arena": ("function: talk", "function: talk, data_plane: {arena_bytes: '${SIZE:-1}'}",
         ("song.yaml:3: stages.thinker.data_plane.arena_bytes is ${SIZE:-1}, but the chart cannot read variables here; "
         "write the value")),
+    "variable for the store": ("outputs:", "media: {store: 's3://${BUCKET:-b}'}\noutputs:",
+        "song.yaml:9: media.store is s3://${BUCKET:-b}, but the chart cannot read variables here; write the value"),
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Checks the rules of the Helm chart: what a pipeline file must fulfil so that its stages can run as pods."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import cast
 
 from stagemesh.common.connector_descriptors import AUTO, SHM
@@ -19,10 +19,8 @@ The chart names a Service RELEASE-STAGE. Kubernetes allows 63 characters, so tha
 _RESERVED = frozenset({"orchestrator", "admin", "media"})
 _WARM_SUFFIX = "-warm"
 # Helm's templates read these values. Variables are replaced later, in the pods.
-_READ_BY_CHART: Mapping[str, frozenset[str]] = {
-    "stages": frozenset({"engine", "replicas", "group", "data_plane"}),
-    "edges": frozenset({"from", "to", "connector"}),
-}
+_READ_OF_STAGES = frozenset({"engine", "replicas", "group", "data_plane"})
+_READ_OF_EDGES = frozenset({"from", "to", "connector"})
 # Helm stores numbers as 64-bit floats.
 _MAX_EXACT_INTEGER = 1 << 53
 
@@ -30,8 +28,7 @@ _MAX_EXACT_INTEGER = 1 << 53
 def check_values(document: Document) -> None:
     """Reports an error for each value of the file that Helm and the chart cannot read."""
     for path, written in document.references.items():
-        section, _, *keys = (*path, "", "")
-        if keys[0] in _READ_BY_CHART.get(str(section), ()):
+        if _is_read_by_chart(path):
             text = f"{dotted(path)} is {written}, but the chart cannot read variables here; write the value"
             document.problems.add(path, text)
     for path, value in _integers(document.values, ()):
@@ -65,6 +62,16 @@ def kubernetes_hints(pipeline: Pipeline) -> tuple[str, ...]:
             "of an object store, or mount one volume there in all pods"
         )
     return tuple(hints)
+
+
+def _is_read_by_chart(path: KeyPath) -> bool:
+    match path:
+        case ("stages", _, key, *_):
+            return key in _READ_OF_STAGES
+        case ("edges", _, key):
+            return key in _READ_OF_EDGES
+        case _:
+            return path == ("media", "store")
 
 
 def _integers(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, int]]:
