@@ -133,6 +133,15 @@ def test_a_stage_is_served_as_the_pipeline_file_describes_it(tiny: Path, endpoin
     assert (found.generation, found.engine) == ("3fa19c-b70e11", "fake")
 
 
+def test_a_stage_that_sleeps_when_it_is_idle_begins_asleep(tiny: Path, endpoint: str) -> None:
+    options = ["--pipeline", str(tiny), "--stage", "second", "--replica", "pod-7", "--listen", endpoint]
+    with _serving("stage", *options, "--sleep-when-idle-s", "5"):
+        _await_health(endpoint, "stagemesh.v1.StageControlService")
+        with grpc.insecure_channel(endpoint) as channel:
+            found = stage_pb2_grpc.StageServiceStub(channel).Describe(stage_pb2.DescribeRequest(), timeout=LIMIT_S)
+    assert (found.state, found.detail) == (stage_pb2.REPLICA_STATE_ASLEEP, "standing by")
+
+
 def test_only_the_model_of_the_served_stage_must_exist(tmp_path: Path, endpoint: str) -> None:
     path = tmp_path / "pipeline.yaml"
     path.write_text(

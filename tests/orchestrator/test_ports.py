@@ -101,12 +101,13 @@ def test_each_port_has_its_own_address(port: str) -> None:
         OrchestratorConfig("speech", {}, "127.0.0.1:7780", **{port: "127.0.0.1:7780"})  # type: ignore[arg-type]
 
 
-async def test_a_port_for_metrics_that_is_in_use_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("port", ["admin_listen", "metrics_listen"])
+async def test_a_port_that_is_in_use_is_named(tmp_path: Path, port: str) -> None:
     (tmp_path / "chain.yaml").write_text(CHAIN)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = f"127.0.0.1:{listener.getsockname()[1]}"
         replicas = {stage: (ReplicaAddress(stage, "127.0.0.1:1"),) for stage in "abc"}
-        config = OrchestratorConfig("chain", replicas, "127.0.0.1:0", metrics_listen=taken)
+        config = OrchestratorConfig("chain", replicas, "127.0.0.1:0", **{port: taken})  # type: ignore[arg-type]
         with pytest.raises(NotReadyError, match="it is in use") as caught:
             async with serving(config, load_pipeline(str(tmp_path / "chain.yaml"))):
                 pass

@@ -4,6 +4,7 @@ import asyncio
 import signal
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.exit_codes import ExitCode
 from stagemesh.common.process_config import dump_config, load_config
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
+from stagemesh.orchestrator.service import serve
 from stagemesh.rpc.channels import open_channel
 from tests.orchestrator.mesh import CHAIN
 from tests.rpc.health_calls import Request, Response, watch
@@ -68,6 +70,19 @@ async def test_a_config_without_all_stages_ends_the_process_with_the_cause(tmp_p
     said = await _output(process)
     assert process.returncode == ExitCode.USAGE
     assert "stages without a replica: b, c; unknown stages: z" in said
+
+
+async def test_a_warm_stage_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    config = replace(load_config(OrchestratorConfig, _config(tmp_path, port=7)), warm={"z": 1.0})
+    with pytest.raises(InvalidRequestError, match="unknown stages: z"):
+        await serve(config, asyncio.Event())
+
+
+@pytest.mark.parametrize("above_s", [-1.0, float("nan"), float("inf")])
+def test_a_warm_tier_needs_a_number_of_seconds(tmp_path: Path, above_s: float) -> None:
+    config = load_config(OrchestratorConfig, _config(tmp_path, port=7))
+    with pytest.raises(ValueError, match=r"warm\.a"):
+        replace(config, warm={"a": above_s})
 
 
 def test_a_config_is_the_same_after_writing_and_reading(tmp_path: Path) -> None:

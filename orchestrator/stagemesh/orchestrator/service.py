@@ -68,13 +68,16 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
     server.set_health(LIVENESS, serving=True)
     # The port is bound first, because nothing else is useful without it.
     port = await server.start()
-    async with asyncio.TaskGroup() as group, AsyncExitStack() as stack:
-        # The server ends running calls last, so that clients receive the ends of their requests.
+    async with AsyncExitStack() as stack:
         stack.push_async_callback(server.stop, grace_s=_GRACE_S)
         if config.admin_listen is not None:
             await stack.enter_async_context(serving_admin(orchestrator, registration, config.admin_listen))
         if config.metrics_listen is not None:
             await stack.enter_async_context(serving_metrics(orchestrator, config.metrics_listen))
+        # A task group wraps errors. The errors of the ports above must be reported as they are.
+        group = await stack.enter_async_context(asyncio.TaskGroup())
+        # The server ends running calls last, so that clients receive the ends of their requests.
+        stack.push_async_callback(server.stop, grace_s=_GRACE_S)
         await stack.enter_async_context(fleet.watched(on_change=show_readiness))
         await stack.enter_async_context(orchestrator.running())
         waking = group.create_task(WarmTier(orchestrator, config.warm).wake_replicas(), name="warm tier")

@@ -82,12 +82,6 @@ class ScalingSignals:
 
     def __init__(self, orchestrator: Orchestrator) -> None:
         self._orchestrator = orchestrator
-        self._streams = {
-            name: output.sample_rate_hz
-            for name, output in orchestrator.pipeline.outputs.items()
-            if output.kind == "audio" and not output.file_type
-        }
-        """The sample rate of each output that clients receive as audio samples."""
 
     def by_stage(self) -> Mapping[str, StageSignals]:
         """Returns the current signals of every stage of the pipeline."""
@@ -129,19 +123,16 @@ class ScalingSignals:
     def _at_risk(self) -> Counter[str]:
         """Returns the number of audio streams that are about to run dry, by the name of the stage that emits them."""
         outputs, streams = self._orchestrator.pipeline.outputs, Counter[str]()
-        if not self._streams:
-            return streams
         for known in self._orchestrator.requests.running:
             record = known.record
             now_s = record.timeline.elapsed_s()
             for key, began_s in record.first_outputs_s.items():
-                rate_hz = self._streams.get(key[0])
-                if rate_hz is None or key in record.position.finished:
+                output, played_s = outputs[key[0]], now_s - began_s
+                is_played = output.kind == "audio" and not output.file_type and key not in record.position.finished
+                if not is_played or played_s < _PLAYOUT_MARGIN_S:
                     continue
-                played_s = now_s - began_s
-                left_s = record.position.counts[key] / rate_hz - played_s
-                if played_s >= _PLAYOUT_MARGIN_S and left_s < _PLAYOUT_MARGIN_S:
-                    streams[outputs[key[0]].stage] += 1
+                left_s = record.position.counts[key] / output.sample_rate_hz - played_s
+                streams[output.stage] += left_s < _PLAYOUT_MARGIN_S
         return streams
 
 
