@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 
+from stagemesh.common.connector_descriptors import SHM
 from stagemesh.common.errors import NotFoundError, StagemeshError, UnavailableError
 from stagemesh.common.replica_state import ReplicaState
 from stagemesh.orchestrator.fleet.replica import Replica
@@ -158,8 +159,10 @@ class Planner:
         chosen: dict[str, Replica] = {}
         for stage in route.stages:
             able = ready[stage.name].with_adapter(adapters.get(stage.name))
+            able = able.only_on_host(self._required_host(stage.name, chosen))
             replica = self._choice.choose(able, near=self._adjacent(stage.name, chosen))
-            assert replica is not None, "the generation has a ready replica of each stage"
+            if replica is None:
+                raise self._not_ready(stage.name)
             chosen[stage.name] = replica
         steps = {stage.name: _step(stage, chosen[stage.name]) for stage in route.stages}
         return Plan(steps, route, generation, adapters)
@@ -173,6 +176,7 @@ class Planner:
         ready = self._registry.ready([stage]).get(plan.generation, {}).get(stage)
         chosen = {name: step.replica for name, step in plan.steps.items() if name != stage}
         able = ready and ready.with_adapter(plan.adapters.get(stage))
+        able = able and able.only_on_host(self._required_host(stage, chosen))
         replica = able and self._choice.choose(able, near=self._adjacent(stage, chosen), avoid=avoid)
         if not replica:
             raise self._not_ready(stage)
@@ -234,6 +238,18 @@ class Planner:
         edges = (*self._pipeline.incoming(stage), *self._pipeline.outgoing(stage))
         names = dict.fromkeys(edge.producer if edge.consumer == stage else edge.consumer for edge in edges)
         return [chosen[name] for name in names if name in chosen]
+
+    def _required_host(self, stage: str, chosen: Mapping[str, Replica]) -> str:
+        """Returns the host on which the stage must run, because a fixed shm edge connects it to a replica in `chosen`.
+
+        Returns an empty string if the stage may run on any host. A replica that has ended requires nothing, because it
+        is replaced, too.
+        """
+        for edge in (*self._pipeline.incoming(stage), *self._pipeline.outgoing(stage)):
+            other = chosen.get(edge.producer if edge.consumer == stage else edge.consumer)
+            if edge.connector == SHM and other is not None and other.end_cause is None:
+                return other.host
+        return ""
 
     def _not_ready(self, stage: str) -> UnavailableError:
         replicas = self._registry.of(stage)
