@@ -181,6 +181,10 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         [at("groups.voice.autoscaling", {**SCALED, "queuedSeconds": 0, "playoutAtRisk": 0, "inFlight": 0})],
         ["groups.voice.autoscaling.queuedSeconds", "set at least one"],
     ),
+    "warm tier that cannot sleep": (
+        [at("stages.thinker.warm.replicas", 1), at("pipeline.stages.thinker.options.enable_sleep_mode", None)],
+        ["stages.thinker.warm.replicas is 1, but stage thinker cannot sleep", "enable_sleep_mode: true"],
+    ),
     "two model caches": (
         [at("stages.thinker.modelCache", {"existingClaim": "weights", "hostPath": "/srv"})],
         ["stages.thinker.modelCache has existingClaim and hostPath", "keep one of them"],
