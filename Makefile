@@ -4,6 +4,7 @@ PYTHON ?= python3
 PROMPT ?= Tell me three things about the ocean, one sentence each.
 OUT ?= protos
 DOCS ?= docs
+MINUTES ?= 30
 
 BIN := $(CURDIR)/.venv/bin
 PROTOS := $(wildcard protos/stagemesh/*/*.proto)
@@ -20,7 +21,7 @@ export OMP_NUM_THREADS ?= 1
 AT_ONCE := $(if $(filter 0,$(shell id -u)),-n 2 --dist loadfile)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv typescript kubernetes models demo demo-image test soak check protos stubs bench lock clean
+.PHONY: help venv typescript kubernetes models demo demo-image test soak cluster cluster-down check protos stubs bench lock clean
 
 help: ## List the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -66,6 +67,14 @@ test: models typescript kubernetes ## Run every test that needs no GPU
 
 soak: models ## Run the long forms of the fault tests, about an hour
 	pytest -m "soak and not gpu"
+
+cluster: models kubernetes ## Run the chart in a Kubernetes cluster on this machine, and disturb it under load for MINUTES=30
+	python -m k8s.cluster up
+	python -m k8s.cluster scale
+	python -m k8s.cluster campaign --minutes $(MINUTES)
+
+cluster-down: venv ## Remove that cluster
+	python -m k8s.cluster down
 
 check: venv typescript ## Check format, lint, prose, types, layers and contract
 	ruff format --check . && ruff check .

@@ -2,9 +2,10 @@
 
 python -m k8s.cluster up        builds Kubernetes and the images, starts the cluster and installs the release
 python -m k8s.cluster campaign  disturbs the release under load, and counts failed requests and wrong outputs
+python -m k8s.cluster scale     measures each phase of a scale-up of the thinker from 1 to 2 replicas
 python -m k8s.cluster down      removes the cluster; the built programs and images remain
 
-Needs root and the Debian packages that docs/kubernetes.md lists.
+Needs root on Debian 12, the packages in packages.txt, and about 30 GB of disk.
 """
 
 import argparse
@@ -12,8 +13,9 @@ import json
 import shutil
 import sys
 import time
+from pathlib import Path
 
-from k8s.cluster import images
+from k8s.cluster import images, scaling
 from k8s.cluster.campaign import Campaign, report
 from k8s.cluster.cluster import REPOSITORY, Cluster
 from k8s.cluster.release import Release, push
@@ -27,7 +29,7 @@ _TAG = "cluster"
 def main() -> int:
     """Runs one command. Returns 1 if a request of the campaign failed or had a wrong output."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("up", "campaign", "down"))
+    parser.add_argument("command", choices=("up", "campaign", "scale", "down"))
     parser.add_argument("--minutes", type=float, default=30.0, help="minutes of the campaign (default: 30)")
     parser.add_argument(
         "--clients", type=int, default=2, help="clients that send requests at the same time (default: 2)"
@@ -40,6 +42,10 @@ def main() -> int:
         _up(cluster, release)
     elif arguments.command == "down":
         cluster.down()
+    elif arguments.command == "scale":
+        seconds = scaling.measure(release)
+        print(*(f"{phase:<14} {value:>7.2f} s" for phase, value in seconds.items()), sep="\n")
+        (_FOLDER / "scale.json").write_text(json.dumps(seconds, indent=2) + "\n")
     else:
         campaign = Campaign(release, _FOLDER, clients=arguments.clients, seed=arguments.seed)
         phases = campaign.run(minutes=arguments.minutes)
@@ -58,6 +64,7 @@ def _up(cluster: Cluster, release: Release) -> None:
         times[name], begun = round(now - begun, 1), now
         print(f"{name}: {times[name]} s", flush=True)
 
+    _check_packages()
     cluster.build()
     lap("Kubernetes")
     sizes = images.build(cluster.folder, tag=_TAG)
@@ -73,6 +80,16 @@ def _up(cluster: Cluster, release: Release) -> None:
     release.upgrade()
     lap("release")
     (cluster.folder / "up.json").write_text(json.dumps({"seconds": times, "image_bytes": sizes}, indent=2) + "\n")
+
+
+def _check_packages() -> None:
+    wanted = (Path(__file__).parent / "packages.txt").read_text().split()
+    listed = run("dpkg-query", "--show", "--showformat=${Package} ${db:Status-Status}\\n").splitlines()
+    missing = [name for name in wanted if f"{name} installed" not in listed]
+    if missing:
+        sys.exit(
+            f"Debian packages are missing. Install them: apt-get install --no-install-recommends {' '.join(missing)}"
+        )
 
 
 def _revision() -> str:

@@ -26,8 +26,8 @@ _READY_S = 300
 _OPTION = "pipeline.stages.thinker.options.max_model_len"
 _EDGE = "pipeline.edges"
 _EDGES = (
-    '[{"from": "thinker", "to": "acoustic", "transform": "text.sentences"},'
-    ' {"from": "acoustic", "to": "vocoder", "connector": "CONNECTOR", "chunk": {"frames": 64, "initial_frames": 16}}]'
+    '[{"from": "thinker", "to": "acoustic", "transform": "text.sentences", "connector": "CONNECTOR"},'
+    ' {"from": "acoustic", "to": "vocoder", "chunk": {"frames": 64, "initial_frames": 16}}]'
 )
 
 
@@ -53,7 +53,7 @@ class Campaign:
         self._clients = clients
         self._random = random.Random(seed)
         self._phases: list[tuple[str, float, float]] = []
-        self._settings = {_OPTION: "2048", _EDGE: _EDGES.replace("CONNECTOR", "shm")}
+        self._settings = {_OPTION: "2048", _EDGE: _EDGES.replace("CONNECTOR", "auto")}
         self._log = (folder / "campaign.log").open("a")
 
     def run(self, *, minutes: float) -> list[Phase]:
@@ -86,8 +86,8 @@ class Campaign:
         self._upgrade()
 
     def _upgrade_edge(self) -> None:
-        shm, auto = (_EDGES.replace("CONNECTOR", connector) for connector in ("shm", "auto"))
-        self._settings[_EDGE] = auto if self._settings[_EDGE] == shm else shm
+        auto, grpc = (_EDGES.replace("CONNECTOR", connector) for connector in ("auto", "grpc"))
+        self._settings[_EDGE] = grpc if self._settings[_EDGE] == auto else auto
         self._upgrade()
 
     def _upgrade(self) -> None:

@@ -131,7 +131,7 @@ class ControlPlane:
             json.dumps(
                 {
                     "version": "0.1",
-                    "storage": {"filesystem": {"rootdirectory": str(folder / "registry")}},
+                    "storage": {"filesystem": {"rootdirectory": str(self.binaries.parent / "registry")}},
                     "http": {"addr": self.registry},
                     "log": {"level": "warn"},
                 }

@@ -3,7 +3,7 @@
 - policy/v1 and autoscaling/v2 become the versions that 1.20 has.
 - A gRPC probe becomes a command in the container, which asks the same server for the health of the same service. The
   program `probe` is mounted from the node for that.
-- Fields that 1.20 does not know are ignored by its API server.
+- A range of ports of a NetworkPolicy becomes its single ports.
 """
 
 import sys
@@ -28,9 +28,19 @@ def main(binaries: str) -> None:
     for manifest in manifests:
         key = (manifest["apiVersion"], manifest["kind"])
         manifest["apiVersion"] = _VERSIONS.get(key, manifest["apiVersion"])
+        if manifest["kind"] == "NetworkPolicy":
+            for rule in manifest["spec"].get("ingress", []) + manifest["spec"].get("egress", []):
+                rule["ports"] = [single for port in rule.get("ports", []) for single in _split_range(port)]
         if template := manifest.get("spec", {}).get("template"):
             _map_pod(template["spec"], binaries)
     yaml.safe_dump_all(manifests, sys.stdout)
+
+
+def _split_range(port: dict[str, Any]) -> list[dict[str, Any]]:
+    if "endPort" not in port:
+        return [port]
+    last = port.pop("endPort")
+    return [{**port, "port": number} for number in range(port["port"], last + 1)]
 
 
 def _map_pod(pod: dict[str, Any], binaries: str) -> None:

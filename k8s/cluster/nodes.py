@@ -17,6 +17,8 @@ oom_score = 0
 [plugins."io.containerd.grpc.v1.cri"]
 sandbox_image = "{pause}"
 restrict_oom_score_adj = true
+[plugins."io.containerd.grpc.v1.cri".containerd]
+discard_unpacked_layers = true
 [plugins."io.containerd.grpc.v1.cri".cni]
 bin_dir = "/usr/lib/cni"
 [plugins."io.containerd.grpc.v1.cri".registry.mirrors."{registry}"]
@@ -73,6 +75,8 @@ def start(host: Host, control_plane: ControlPlane, *, pause_archive: Path) -> No
                 "maxOpenFiles": 16384,
                 "oomScoreAdj": 0,
                 "readOnlyPort": 0,
+                "serializeImagePulls": False,
+                "featureGates": {"SizeMemoryBackedVolumes": True},
                 "resolvConf": "",
                 "volumePluginDir": "/var/lib/kubelet/volume-plugins",
             }

@@ -6,10 +6,11 @@ ARG BASE=docker.io/library/debian:bookworm-slim
 ARG VARIANT=cpu
 
 FROM ${BASE} AS cpu
+# libnuma and libgomp are needed by vLLM for CPUs.
 # The base fixes the release of Debian. A pinned version would disappear from it with the next security update.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends ca-certificates python3-venv \
+    && apt-get install --yes --no-install-recommends ca-certificates libgomp1 libnuma1 python3-venv \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --user-group --home-dir /var/lib/stagemesh --create-home --shell /usr/sbin/nologin stagemesh
 

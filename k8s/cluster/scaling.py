@@ -1,0 +1,74 @@
+"""Scales a stage from one to two replicas, and measures each phase until the new replica has answered a request."""
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from k8s.cluster.cluster import REPOSITORY
+from k8s.cluster.release import NAME, Release
+from k8s.cluster.shell import wait_until
+
+_STAGE = "thinker"
+_LIMIT_S = 400
+# The lines of a stage's log that end a phase.
+_LINES = {"process": "listening on", "libraries": "loading /", "model": ": ready"}
+
+
+def measure(release: Release) -> dict[str, float]:
+    """Returns the seconds of each phase, in order. Their sum is the time from the command to the first audio."""
+    control = release.cluster.control_plane
+    deployment = f"deployment/{NAME}-{_STAGE}"
+    control.kubectl("scale", deployment, "--replicas=1")
+    wait_until(lambda: len(_pods(release)) == 1, _LIMIT_S, "the end of a replica")
+    (old,) = (pod["metadata"]["name"] for pod in _pods(release))
+
+    ends = {"": time.time()}
+    control.kubectl("scale", deployment, "--replicas=2")
+    ends["scheduled"] = _first_time(release, old, lambda pod: _is_true(pod, "PodScheduled"))
+    ends["image"] = _first_time(release, old, lambda pod: bool(pod["status"]["containerStatuses"][0]["containerID"]))
+    ready_s = _first_time(release, old, lambda pod: _is_true(pod, "Ready"))
+    name = _new_pod(release, old)["metadata"]["name"]
+    log = control.kubectl("logs", name)
+    ends |= {phase: _time_of(log, line) for phase, line in _LINES.items()}
+    ends["ready"] = ready_s
+    orchestrator = release.pods("app.kubernetes.io/component=orchestrator")[0]["status"]["podIP"]
+    program = ("env", f"--chdir={REPOSITORY}", sys.executable, "-m", "k8s.cluster.first_request")
+    ends["first request"] = float(control.host.run_outside(*program, orchestrator, name))
+    times = list(ends.values())
+    return {phase: round(end - begun, 2) for phase, begun, end in zip(list(ends)[1:], times, times[1:], strict=False)}
+
+
+def _first_time(release: Release, old: str, condition: Callable[[dict[str, Any]], bool]) -> float:
+    """Waits until the new pod meets a condition. Returns the time."""
+
+    def is_met() -> bool:
+        try:
+            return condition(_new_pod(release, old))
+        except (KeyError, StopIteration):
+            return False
+
+    wait_until(is_met, _LIMIT_S, "the new replica")
+    return time.time()
+
+
+def _new_pod(release: Release, old: str) -> dict[str, Any]:
+    return next(pod for pod in _pods(release) if pod["metadata"]["name"] != old)
+
+
+def _pods(release: Release) -> list[dict[str, Any]]:
+    return release.pods(f"stagemesh.dev/group={_STAGE}")
+
+
+def _is_true(pod: dict[str, Any], condition: str) -> bool:
+    return any(each["type"] == condition and each["status"] == "True" for each in pod["status"]["conditions"])
+
+
+def _time_of(log: str, text: str) -> float:
+    """Returns the time of the first line of a log that contains `text`. Raises ValueError if there is none."""
+    for line in log.splitlines():
+        if text in line and (found := re.match(r"[\d-]+ [\d:]+,\d{3}", line)):
+            return datetime.strptime(found[0], "%Y-%m-%d %H:%M:%S,%f").replace(tzinfo=UTC).timestamp()
+    raise ValueError(f"the log has no line with {text!r}")
