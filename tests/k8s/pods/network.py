@@ -10,7 +10,7 @@ import itertools
 import os
 import socket
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import Any, Self, TypeAlias
 
 import dns.flags
@@ -40,7 +40,7 @@ class Network:
     def __init__(self, *, nodes: int, resolve: Resolve) -> None:
         self._nodes, self._resolve = nodes, resolve
         self._stack = ExitStack()
-        self._relays: list[Relay] = []
+        self._relays = AsyncExitStack()
         self._ports, self._cluster_ips = itertools.count(), itertools.count(1)
         self._pod_ips = [itertools.count(1) for _ in range(nodes)]
 
@@ -63,8 +63,7 @@ class Network:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for relay in self._relays:
-            await relay.close()
+        await self._relays.aclose()
         self._stack.close()
 
     def plug_in(self, pod: HeldNamespaces, *, node: int) -> str:
@@ -107,8 +106,8 @@ class Network:
 
     async def _relay(self, listener: socket.socket, choose: Choose, *, at: HeldNamespaces) -> None:
         relay = Relay(choose, lambda: self.socket(at))
-        self._relays.append(relay)
         await relay.listen(listener)
+        self._relays.push_async_callback(relay.close)
 
     @staticmethod
     def socket(place: HeldNamespaces, kind: int = socket.SOCK_STREAM) -> socket.socket:
