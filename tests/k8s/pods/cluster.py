@@ -30,7 +30,7 @@ _NODE_NOT_READY_S = 40.0 / FASTER
 """The time after which the pods of an unreachable node are no longer endpoints of Services."""
 _ENDPOINTS_DELAY_S = 0.2
 """The time after which new connections know that a pod is ready or terminating."""
-_SETTLED_S = 150.0
+_SETTLED_S = 300.0
 _HOOK = "helm.sh/hook"
 
 

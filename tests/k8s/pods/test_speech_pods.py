@@ -14,8 +14,9 @@ from tests.k8s.helm import CHART, RELEASE, read_values, render
 from tests.k8s.manifests import Manifest
 from tests.k8s.pods.cluster import Cluster
 
-pytestmark = [pytest.mark.speech, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.speech, pytest.mark.timeout(600)]
 
+_READY_S = 300.0
 _PROMPT, _SEED, _MAX_TOKENS = "Why is the sea salty? Answer in two short sentences.", 7, 40
 
 
@@ -56,7 +57,7 @@ async def test_pods_speak_like_the_launcher_over_the_network_and_shared_memory(
     connectors = {edge.edge: edge.connector for edge in in_pods.finished.edges}
     assert connectors.pop("acoustic->vocoder") == "shm"
     assert set(connectors.values()) <= {"nixl", "grpc"}
-    with deployed("speech") as up:
+    with deployed("speech", ready_s=_READY_S) as up:
         by_launcher = await _answer(up.endpoint)
     assert in_pods.text == by_launcher.text
     assert in_pods.audio.tobytes() == by_launcher.audio.tobytes()
