@@ -59,6 +59,8 @@ class Host:
         run("ip", "-n", self.namespace, "address", "add", f"{self.address}/24", "dev", "eth0")
         run("ip", "-n", self.namespace, "link", "set", "eth0", "up")
         run("ip", "-n", self.namespace, "link", "set", "lo", "up")
+        # Without a route, a program cannot call a service's address, which kube-proxy replaces.
+        run("ip", "-n", self.namespace, "route", "add", "default", "dev", "eth0")
         mounts = ["mount -t tmpfs tmpfs /run"]
         for target in _OWN_FOLDERS:
             source = self.folder / "root" / target.strip("/")

@@ -9,6 +9,7 @@ from k8s.cluster.hosts import Host
 from k8s.cluster.shell import wait_until
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_CPU_SHARES = 8 * 1024
 _PAUSE = "localhost/pause:latest"
 
 _CONTAINERD = """\
@@ -118,6 +119,9 @@ def _make_cgroups(host: Host) -> None:
         for name in ("cpuset.cpus", "cpuset.mems"):
             if (folder / name).exists():
                 (folder / name).write_text((controller / name).read_text())
+        # To the scheduler, all pods of a node together are one competitor of each other process on the machine.
+        if (folder / "cpu.shares").exists():
+            (folder / "cpu.shares").write_text(str(_CPU_SHARES))
 
 
 def _controllers() -> list[Path]:

@@ -12,6 +12,8 @@ from typing import Any
 from k8s.cluster.cluster import REPOSITORY, Cluster
 
 NAME = "speech"
+# Helm 4 takes no program as a post-renderer, only a plug-in.
+_HELM = Path(sys.executable).with_name("helm3")
 ORCHESTRATOR = f"{NAME}-orchestrator"
 _CHART = REPOSITORY / "k8s/chart"
 _VALUES = (_CHART / "ci/speech-cpu-values.yaml", Path(__file__).parent / "values.yaml")
@@ -19,11 +21,10 @@ _VALUES = (_CHART / "ci/speech-cpu-values.yaml", Path(__file__).parent / "values
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """A release of the pipeline `speech`. `images` are the values of the chart for the images."""
+    """A release of the pipeline `speech`, with the images that have the tag `tag`."""
 
     cluster: Cluster
     tag: str
-    helm: str = "helm3"
 
     def upgrade(self, *settings: str, limit_s: int = 600) -> None:
         """Installs or upgrades the release with these values, KEY=VALUE, and waits until all pods are ready."""
@@ -62,7 +63,7 @@ class Release:
 
     def _helm(self, *arguments: str) -> str:
         control = self.cluster.control_plane
-        return control.host.run(self.helm, f"--kubeconfig={control.kubeconfig}", *arguments)
+        return control.host.run(str(_HELM), f"--kubeconfig={control.kubeconfig}", *arguments)
 
     def _chart(self) -> Path:
         """Returns a copy of the chart that accepts Kubernetes 1.20."""
