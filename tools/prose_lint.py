@@ -19,6 +19,7 @@ ROOTS = (
     "orchestrator",
     "tests",
     "benchmarks",
+    "k8s",
     "examples",
     "tools",
     "docs",

@@ -3,12 +3,15 @@
 import os
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2
 
@@ -17,10 +20,13 @@ from stagemesh.common.process_config import dump_config
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
 from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
+from tests.children import commands_of_children
 from tests.cli.commands import COMMAND
 from tests.stage.replicas import stage_config
 
 LIMIT_S = 40
+IN_CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+"""The command that runs another command as the first process of a namespace, like the process of a container."""
 
 
 def _stage(endpoint: str) -> bytes:
@@ -91,10 +97,36 @@ def test_an_invalid_configuration_is_a_usage_error_that_names_its_origin(role: s
         assert "Traceback" not in ran.stderr
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a namespace of process ids")
+def test_a_sigterm_before_the_first_process_of_a_container_is_ready_is_not_lost(endpoint: str) -> None:
+    program = "from stagemesh.orchestrator.cli import main; main()"
+    command = [*IN_CONTAINER, sys.executable, "-c", program, "serve", "stage", "-"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as container:
+        try:
+            first = _replaced_by(container, "stagemesh.services.stage")
+            # The process still waits for its configuration, and has no handler for signals.
+            first.send_signal(signal.SIGTERM)
+            container.communicate(_stage(endpoint), timeout=LIMIT_S)
+            assert container.returncode == 0
+        finally:
+            container.kill()
+
+
+def _replaced_by(container: "subprocess.Popen[bytes]", module: str) -> psutil.Process:
+    """Waits until the only child of `container` runs `module`, and returns the child."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline_s:
+        for child, command in commands_of_children(psutil.Process(container.pid)).items():
+            if module in command:
+                return child
+        time.sleep(0.02)
+    raise AssertionError(f"the process was not replaced by {module}")
+
+
 def test_a_stage_is_served_as_the_pipeline_file_describes_it(tiny: Path, endpoint: str) -> None:
     options = ["--pipeline", str(tiny), "--stage", "second", "--replica", "pod-7", "--listen", endpoint]
     with _serving("stage", *options, "--generation", "3fa19c-b70e11"):
-        _await_health(endpoint, "second")
+        _await_health(endpoint, "stagemesh.v1.StageService")
         with grpc.insecure_channel(endpoint) as channel:
             found = stage_pb2_grpc.StageServiceStub(channel).Describe(stage_pb2.DescribeRequest(), timeout=LIMIT_S)
     assert (found.pipeline, found.stage, found.replica) == ("tiny", "second", "pod-7")
@@ -123,7 +155,7 @@ def test_only_the_model_of_the_served_stage_must_exist(tmp_path: Path, endpoint:
     assert missing.returncode == ExitCode.USAGE
     assert "model '/nowhere' is missing" in " ".join(missing.stderr.split())
     with _serving("stage", *options, "--stage", "first", environment=environment):
-        _await_health(endpoint, "first")
+        _await_health(endpoint, "stagemesh.v1.StageService")
 
 
 def test_a_media_service_is_served_as_the_pipeline_file_describes_it(tmp_path: Path, endpoint: str) -> None:

@@ -41,6 +41,11 @@ def interrupted(_source: Path, target: Path, _report: Callable[[str], None]) -> 
     raise KeyboardInterrupt
 
 
+def private(source: Path, target: Path, _report: Callable[[str], None]) -> None:
+    """A `Prepare` whose library writes files that only their owner can read."""
+    source.rename(target / source.name).chmod(0o600)
+
+
 def disk_fills_up(_source: Path, _target: Path, _report: Callable[[str], None]) -> None:
     """A `Prepare` that runs out of disk space."""
     raise OSError(28, "No space left on device")

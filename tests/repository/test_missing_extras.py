@@ -20,6 +20,7 @@ COMMANDS = [
     (("up", "speech"), "orchestrator"),
     (("demo", "speech", "--prompt", "hello"), "orchestrator"),
     (("pipeline", "validate", "speech"), "orchestrator"),
+    (("k8s", "render", "speech"), "orchestrator"),
     (("models", "list"), "orchestrator"),
     (("probe-transport",), "stage"),
 ]

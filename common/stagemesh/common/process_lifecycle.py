@@ -51,6 +51,8 @@ async def _until_stopped(main: Main) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
+    # The command line may have blocked SIGTERM before it started this service.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     await main(stopping)
 
 

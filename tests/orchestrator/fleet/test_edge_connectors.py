@@ -60,9 +60,10 @@ class _Answering:
         return EdgeProbe("nixl", {})
 
 
-def _replica(name: str, client: _Answering | None = None) -> Replica:
+def _replica(name: str, client: _Answering | None = None, *, host: str = "") -> Replica:
     member = Member(name[0], f"h:{name}", name)
     replica = Replica(member, cast("ReplicaClient", client or _Answering()), on_change=lambda: None)
+    replica.host = host
     replica.observe(ReplicaState.READY, "")
     return replica
 
@@ -266,6 +267,34 @@ async def test_a_joining_replica_gets_requests_once_its_fixed_connector_is_known
         producer.gate.set()
         await changed.wait()
         assert late.state is ReplicaState.READY
+
+
+async def test_a_fixed_shm_edge_links_only_replicas_of_one_host() -> None:
+    edge = Edge(name="a->b", producer="a", consumer="b", connector="shm")
+    links = EdgeConnectors((edge,))
+    pods = [[_replica(f"{stage}-{number}", host=f"pod-{number}") for stage in "ab"] for number in range(2)]
+    async with _probing(links) as changed:
+        for replica in (*pods[0], *pods[1]):
+            links.join(replica)
+        await _until(changed, lambda: all(link.is_answered for link in links.links_of(edge)))
+        assert [[link.producer, link.consumer] for link in links.links_of(edge)] == pods
+        assert {replica.state for pod in pods for replica in pod} == {ReplicaState.READY}
+
+
+async def test_a_replica_whose_shm_partner_left_gets_no_requests_until_another_is_on_its_host() -> None:
+    edge = Edge(name="a->b", producer="a", consumer="b", connector="shm")
+    links = EdgeConnectors((edge,))
+    here, left, there, stays = (_replica(name, host=name[-1]) for name in ("a-0", "b-0", "a-1", "b-1"))
+    async with _probing(links) as changed:
+        for replica in (here, left, there, stays):
+            links.join(replica)
+        await _until(changed, lambda: all(link.is_answered for link in links.links_of(edge)))
+        links.leave(left)
+        assert (here.state, there.state) == (ReplicaState.LOADING, ReplicaState.READY)
+        assert here.detail == "edge a->b uses shm, and no replica of stage 'b' is ready on its host"
+        assert links.ready
+        links.join(_replica("b-2", host="0"))
+        await _until(changed, lambda: here.state is ReplicaState.READY)
 
 
 async def test_the_working_replica_serves_even_if_the_broken_one_came_first() -> None:

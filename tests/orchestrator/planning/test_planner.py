@@ -3,7 +3,7 @@ from typing import Any, cast
 
 import pytest
 
-from stagemesh.common.errors import NotFoundError, StagemeshError, UnavailableError
+from stagemesh.common.errors import NotFoundError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.replica_state import ReplicaState
 from stagemesh.common.signatures import signature_to_wire
 from stagemesh.common.versions import own_protocol
@@ -105,6 +105,24 @@ def test_a_plan_uses_one_generation(pipeline: Pipeline) -> None:
     }
 
 
+def test_a_request_continues_in_its_generation_or_not_at_all(pipeline: Pipeline) -> None:
+    registry = _registry(pipeline, 1)
+    for stage in pipeline.stages:
+        ready_replica(f"{stage}-new", pipeline, registry=registry, generation="new")
+    planner = Planner(pipeline, registry)
+    plans = [planner.plan(pipeline.route(["last"]), generation="new") for _ in range(20)]
+    assert {frozenset(plan.replicas.values()) for plan in plans} == {frozenset({"a-new", "b-new", "c-new"})}
+    new = registry.of("b")[1]
+    new.observe(ReplicaState.LOADING, "")
+    with pytest.raises(NotReadyYetError):
+        planner.plan(pipeline.route(["last"]), generation="new")
+    for stage in pipeline.stages:
+        registry.remove(registry.of(stage)[1])
+    with pytest.raises(NotReadyError, match="began in generation new") as caught:
+        planner.plan(pipeline.route(["last"]), generation="new")
+    assert caught.value.reason == "GENERATION_ENDED"
+
+
 def test_a_generation_gets_requests_once_all_its_stages_are_ready(pipeline: Pipeline) -> None:
     registry = _registry(pipeline, 1)
     ready_replica("a-new", pipeline, registry=registry, generation="new")
@@ -114,6 +132,37 @@ def test_a_generation_gets_requests_once_all_its_stages_are_ready(pipeline: Pipe
     ready_replica("b-new", pipeline, registry=registry, generation="new")
     with pytest.raises(UnavailableError, match="no generation has one of every stage"):
         planner.plan(pipeline.route(["last"]))
+
+
+def _pods(tmp_path: Path) -> tuple[Pipeline, ReplicaRegistry]:
+    """Returns a chain whose stages a and b are connected by a fixed shm edge, with a replica of each on two hosts."""
+    path = tmp_path / "pods.yaml"
+    path.write_text(CHAIN.replace("{from: a, to: b}", "{from: a, to: b, connector: shm}"))
+    pipeline, registry = load_pipeline(str(path)), ReplicaRegistry()
+    for number in range(2):
+        for stage in pipeline.stages:
+            ready_replica(f"{stage}-{number}", pipeline, registry=registry, host=f"pod-{number}")
+    return pipeline, registry
+
+
+def test_stages_with_a_fixed_shm_edge_are_planned_on_one_host(tmp_path: Path) -> None:
+    pipeline, registry = _pods(tmp_path)
+    registry.of("b")[0].load.place()
+    plans = [Planner(pipeline, registry).plan(pipeline.route(["last"])).replicas for _ in range(20)]
+    assert {plan["a"][-1] == plan["b"][-1] for plan in plans} == {True}
+    assert {plan["a"] for plan in plans} == {"a-0", "a-1"}
+
+
+def test_a_lost_stage_with_a_fixed_shm_edge_stays_on_the_host_of_its_peer_unless_the_peer_ended(tmp_path: Path) -> None:
+    pipeline, registry = _pods(tmp_path)
+    planner = Planner(pipeline, registry)
+    plan = planner.plan(pipeline.route(["last"]))
+    first, second = plan.steps["a"].replica, plan.steps["b"].replica
+    second.observe(ReplicaState.UNREACHABLE, "")
+    with pytest.raises(UnavailableError, match="no replica of stage 'b' is ready"):
+        planner.choose_again("b", plan, avoid=[second])
+    first.end(first.loss("terminated"))
+    assert planner.choose_again("b", plan, avoid=[second]).host != second.host
 
 
 def test_another_replica_of_the_generation_is_chosen_again(pipeline: Pipeline) -> None:

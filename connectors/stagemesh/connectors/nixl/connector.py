@@ -78,7 +78,11 @@ class NixlConnector(Connector):
         self._is_closed = True
         if self._read_thread is not None:
             await self._read_thread.close()
-        await asyncio.gather(*(arena.handshake for arena in self._arenas.values()), return_exceptions=True)
+        handshakes = [arena.handshake for arena in self._arenas.values()]
+        for handshake in handshakes:
+            # The read thread may still be blocked in the library by a handshake with a host that does not answer.
+            handshake.cancel()
+        await asyncio.gather(*handshakes, return_exceptions=True)
         self._arenas.clear()
         serving, self._serving = self._serving, None
         if serving is not None:

@@ -3,11 +3,20 @@
 Commands import heavy modules inside their functions, so that the command line starts quickly.
 """
 
+import os
+import signal
+
 from stagemesh.common.extras import exit_without_extra
+
+_INIT_PROCESS = 1
 
 
 def main() -> None:
     """Runs the command line. This function is the entry point of the `stagemesh` program."""
+    if os.getpid() == _INIT_PROCESS:
+        # In a container, the kernel drops a SIGTERM for which the first process has no handler yet. A blocked signal
+        # waits until `run_service` has installed the handlers, also while `serve` replaces the process.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     with exit_without_extra("cli", of="the command line"):
         from stagemesh.orchestrator.cli.main import app
     app()

@@ -37,6 +37,7 @@ _REMEDIES: dict[str, str] = {
 # The extras of the commands that do more than call a running pipeline.
 _EXTRAS = {
     "demo": "orchestrator",
+    "k8s": "orchestrator",
     "models": "orchestrator",
     "pipeline": "orchestrator",
     "probe-transport": "stage",

@@ -5,6 +5,7 @@ import typer
 from stagemesh.orchestrator.cli import admin, cancel, generate, models, pipeline, probe_transport, stages, top, version
 from stagemesh.orchestrator.cli.contexts import commands as contexts
 from stagemesh.orchestrator.cli.error_output import ErrorGroup
+from stagemesh.orchestrator.cli.k8s import commands as k8s
 from stagemesh.orchestrator.cli.local import demo, serve, up
 from stagemesh.orchestrator.cli.options import with_parameters
 
@@ -23,6 +24,7 @@ app.command("up")(up.up)
 app.command("generate")(with_parameters(generate.generate, generate.PARAMETERS))
 app.command("cancel")(with_parameters(cancel.cancel, cancel.PARAMETERS))
 app.add_typer(pipeline.app, name="pipeline")
+app.add_typer(k8s.app, name="k8s")
 app.command("stages")(with_parameters(stages.stages, stages.PARAMETERS))
 app.add_typer(admin.app, name="admin")
 app.command("top")(with_parameters(top.top, top.PARAMETERS))

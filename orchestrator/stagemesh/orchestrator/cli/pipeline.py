@@ -26,25 +26,37 @@ def validate(
     name: PipelineName,
     settings: Settings = None,
     models: Annotated[
-        bool,
+        bool | None,
         typer.Option(
             "--models/--no-models",
             help="Also check that the models are on this machine and can run in their stages. --no-models skips "
-            "this check.",
+            "this check. The default is --models, or --no-models with --kubernetes.",
         ),
-    ] = True,
+    ] = None,
+    kubernetes: Annotated[
+        bool,
+        typer.Option(
+            "--kubernetes",
+            help="Also check the rules of the Helm chart. PIPELINE may be a values file of the chart.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check a pipeline file. Report every mistake with its file, line and remedy."""
-    from stagemesh.orchestrator.spec import load_pipeline
+    from stagemesh.orchestrator.spec import kubernetes_hints, load_pipeline
 
-    pipeline = load_pipeline(name, overrides=read_overrides(settings), check_models=models)
+    check_models = not kubernetes if models is None else models
+    overrides = read_overrides(settings)
+    pipeline = load_pipeline(name, overrides=overrides, check_models=check_models, for_kubernetes=kubernetes)
+    hints = kubernetes_hints(pipeline) if kubernetes else ()
     if as_json:
         document = {"pipeline": pipeline.name, "generation": pipeline.generation, "source": str(pipeline.source)}
-        print_json(document)
-    else:
-        counts = f"{len(pipeline.stages)} stages, {len(pipeline.edges)} edges, {len(pipeline.outputs)} outputs"
-        typer.echo(f"{pipeline.source}: {pipeline.name} is valid ({counts})")
+        print_json({**document, "hints": hints})
+        return
+    counts = f"{len(pipeline.stages)} stages, {len(pipeline.edges)} edges, {len(pipeline.outputs)} outputs"
+    typer.echo(f"{pipeline.source}: {pipeline.name} is valid ({counts})")
+    for hint in hints:
+        typer.echo(f"  note: {hint}")
 
 
 @app.command("explain")

@@ -70,9 +70,9 @@ def _first_stages(pipeline: Pipeline) -> list[Stage]:
 
 
 def _stage_label(stage: Stage) -> str:
-    return ", ".join(
-        part for part in (stage.engine, stage.function, stage.model_name, _condition_label(stage.condition)) if part
-    )
+    group = f"group {stage.group}" if stage.group else ""
+    parts = (stage.engine, stage.function, stage.model_name, group, _condition_label(stage.condition))
+    return ", ".join(part for part in parts if part)
 
 
 def _edge_label(edge: Edge) -> str:

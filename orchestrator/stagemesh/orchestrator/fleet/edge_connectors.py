@@ -8,6 +8,9 @@ the pairs of an edge behave alike.
 A replica receives no requests (`Replica.hold_for_connector`) if the fixed connector of one of its edges cannot work or
 has not been probed. This applies only if its stage has another usable replica. If the stage has no other usable
 replica, requests that need the edge fail with CONNECTOR_UNAVAILABLE.
+
+An edge with the fixed connector `shm` links only replicas on one host, and the planner chooses both ends on one host.
+Therefore each pod of a colocation group serves by itself.
 """
 
 import asyncio
@@ -15,7 +18,7 @@ import logging
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from stagemesh.common.connector_descriptors import AUTO
+from stagemesh.common.connector_descriptors import AUTO, SHM
 from stagemesh.common.errors import (
     DeadlineError,
     NotReadyError,
@@ -113,7 +116,7 @@ class EdgeConnectors:
         self._partners = partners
         self._rng = rng or random.Random()  # noqa: S311
         self._pools: RandomPools[Replica] = RandomPools()
-        """The replicas that other replicas can connect to, by stage name and generation."""
+        """The replicas that other replicas can connect to, by stage name and generation, and also by their host."""
         self._links: dict[str, dict[tuple[Replica, Replica], EdgeLink]] = {edge.name: {} for edge in edges}
         self._by_replica: dict[Replica, dict[EdgeLink, None]] = {}
         """The links of each replica. The replica that joined first comes first."""
@@ -146,7 +149,8 @@ class EdgeConnectors:
     def join(self, replica: Replica) -> None:
         """Links a replica that has become ready to random replicas of the adjacent stages."""
         self._by_replica[replica] = {}
-        self._pools.add((replica.stage, replica.generation), replica)
+        for key in _pool_keys(replica):
+            self._pools.add(key, replica)
         for edge in self._edges:
             if replica.stage in (edge.producer, edge.consumer):
                 self._link(edge, replica)
@@ -154,14 +158,17 @@ class EdgeConnectors:
 
     def leave(self, replica: Replica) -> None:
         """Removes the links of a replica that is no longer ready. Does nothing if the replica has no links."""
-        self._pools.discard((replica.stage, replica.generation), replica)
+        for key in _pool_keys(replica):
+            self._pools.discard(key, replica)
+        affected = [replica]
         for link in self._by_replica.pop(replica, {}):
             self._drop(link)
             other = link.consumer if link.producer is replica else link.producer
             self._by_replica[other].pop(link)
+            affected.append(other)
             if not any(each.edge is link.edge for each in self._by_replica[other]):
                 self._link(link.edge, other)
-        self._update_holds([replica])
+        self._update_holds(affected)
 
     async def probe_links(self, *, on_change: Callable[[], None]) -> None:
         """Probes every new link, and repeats the probe until the link's connector is known. Runs until it is cancelled.
@@ -196,7 +203,8 @@ class EdgeConnectors:
 
     def _link(self, edge: Edge, replica: Replica) -> None:
         produces = replica.stage == edge.producer
-        other_side = (edge.consumer if produces else edge.producer, replica.generation)
+        host = (replica.host,) if edge.connector == SHM and replica.host else ()
+        other_side = (edge.consumer if produces else edge.producer, replica.generation, *host)
         for other in self._pools[other_side].draw(self._partners, self._rng):
             producer, consumer = (replica, other) if produces else (other, replica)
             self._add(EdgeLink(edge, producer=producer, consumer=consumer))
@@ -231,9 +239,9 @@ class EdgeConnectors:
                 if replica.detail != unusable[replica]:
                     _log.warning("replica %s receives no requests: %s", replica.name, unusable[replica])
                 replica.hold_for_connector(Hold.NO_CONNECTOR, unusable[replica])
-            elif self._is_unknown(replica):
+            elif replica in self and (why := self._find_unknown(replica)):
                 self._held.add(replica)
-                replica.hold_for_connector(Hold.CONNECTOR_UNKNOWN, "the connectors of its edges are being probed")
+                replica.hold_for_connector(Hold.CONNECTOR_UNKNOWN, why)
             else:
                 self._held.discard(replica)
                 replica.hold_for_connector(None)
@@ -260,12 +268,23 @@ class EdgeConnectors:
                     break
         return unusable
 
-    def _is_unknown(self, replica: Replica) -> bool:
-        """Returns whether a fixed connector of a replica is not probed yet, and the replica has a substitute."""
-        return any(
-            link.edge.connector != AUTO and not link.is_answered and self._has_substitute(link.edge, replica, ())
-            for link in self._by_replica.get(replica, ())
-        )
+    def _find_unknown(self, replica: Replica) -> str:
+        """Returns why it is not known that a replica can use its fixed connectors, or an empty string.
+
+        Returns an empty string if the replica has no substitute, too.
+        """
+        for edge in self._edges:
+            if edge.connector == AUTO or replica.stage not in (edge.producer, edge.consumer):
+                continue
+            links = [link for link in self._by_replica[replica] if link.edge is edge]
+            probed = all(link.is_answered for link in links) and (links or edge.connector != SHM)
+            if probed or not self._has_substitute(edge, replica, ()):
+                continue
+            other = edge.consumer if replica.stage == edge.producer else edge.producer
+            if links:
+                return "the connectors of its edges are being probed"
+            return f"edge {edge.name} uses shm, and no replica of stage {other!r} is ready on its host"
+        return ""
 
     def _has_substitute(self, edge: Edge, replica: Replica, unusable: Collection[Replica]) -> bool:
         """Returns whether another replica of the same stage and generation has a usable link of the edge.
@@ -278,6 +297,10 @@ class EdgeConnectors:
             if other is not replica and other.generation == replica.generation and usable:
                 return True
         return False
+
+
+def _pool_keys(replica: Replica) -> tuple[tuple[str, ...], ...]:
+    return (replica.stage, replica.generation), (replica.stage, replica.generation, replica.host)
 
 
 def _set_member(links: set[EdgeLink], link: EdgeLink, *, member: bool) -> None:

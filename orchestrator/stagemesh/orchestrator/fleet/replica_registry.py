@@ -49,16 +49,16 @@ class RandomPool(Generic[T]):
         return [self._items[index] for index in rng.sample(range(len(self._items)), count)]
 
 
-class RandomPools(dict[tuple[str, str], RandomPool[T]]):
+class RandomPools(dict[tuple[str, ...], RandomPool[T]]):
     """Random pools by key. A pool without items is not stored. A missing key therefore has an empty pool."""
 
-    def __missing__(self, key: tuple[str, str]) -> RandomPool[T]:
+    def __missing__(self, key: tuple[str, ...]) -> RandomPool[T]:
         return RandomPool()
 
-    def add(self, key: tuple[str, str], item: T) -> None:
+    def add(self, key: tuple[str, ...], item: T) -> None:
         self.setdefault(key, RandomPool()).add(item)
 
-    def discard(self, key: tuple[str, str], item: T) -> None:
+    def discard(self, key: tuple[str, ...], item: T) -> None:
         self[key].discard(item)
         if not self[key]:
             self.pop(key, None)
@@ -77,6 +77,15 @@ class ReadyReplicas:
     def with_adapter(self, name: str | None) -> "ReadyReplicas":
         """Returns the ready replicas that have loaded an adapter. Returns all ready replicas if `name` is None."""
         return self if name is None else self._by_adapter.get(name) or ReadyReplicas()
+
+    def only_on_host(self, host: str) -> "ReadyReplicas":
+        """Returns the ready replicas on a host. Returns all ready replicas if `host` is an empty string."""
+        if not host:
+            return self
+        there = ReadyReplicas()
+        for replica in self.on_host(host):
+            there.add(replica)
+        return there
 
     def on_host(self, host: str) -> RandomPool[Replica]:
         """Returns the ready replicas on a host. Returns an empty pool if `host` is an empty string."""

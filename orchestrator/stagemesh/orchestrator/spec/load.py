@@ -15,6 +15,7 @@ from stagemesh.common.media_config import parse_root
 from stagemesh.orchestrator.spec.checks.conditions import ConditionResolver, merge_options
 from stagemesh.orchestrator.spec.checks.edges import EdgeResolver, topological_order
 from stagemesh.orchestrator.spec.checks.flows import check_flows
+from stagemesh.orchestrator.spec.checks.kubernetes import check_pods, check_values
 from stagemesh.orchestrator.spec.checks.media import check_media
 from stagemesh.orchestrator.spec.checks.stages_and_outputs import (
     Catalog,
@@ -41,14 +42,18 @@ def load_pipeline(
     variables: Mapping[str, str] | None = None,
     overrides: Mapping[str, str] | None = None,
     check_models: bool | Collection[str] = True,
+    for_kubernetes: bool = False,
     catalog: Catalog | None = None,
 ) -> Pipeline:
-    """Loads and checks a pipeline. `name_or_path` is the name of a built-in pipeline or the path of a file.
+    """Loads and checks a pipeline.
+
+    `name_or_path` is the name of a built-in pipeline, or the path of a pipeline file or of the chart's values file.
 
     - `variables` are the values for variables in the file. If None, the environment variables are used.
     - `overrides` replace values of the file, for example {"edges.*.connector": "grpc"}.
     - `check_models` names the stages whose models are looked up, and a missing model of these stages is an error. True
       stands for all stages, and False for none.
+    - `for_kubernetes` is True if the rules of the Helm chart are checked, too.
     - `catalog` loads the descriptors of engines and transforms. If None, the installed descriptors are used.
 
     Raises NotFoundError (UNKNOWN_PIPELINE) if there is no such pipeline. Raises InvalidPipelineError if the file is
@@ -58,6 +63,8 @@ def load_pipeline(
     variables = settings.variables() if variables is None else variables
     document = read_document(_read(source), file=str(source), variables=variables)
     apply_overrides(document, overrides or {})
+    if for_kubernetes:
+        check_values(document)
     file = check_shape(document)
     catalog = catalog or Catalog()
     checked = file.stages if check_models is True else check_models or ()
@@ -83,6 +90,8 @@ def load_pipeline(
     _check_limits(file.limits, problems)
     if file.media is not None:
         check_media(file.media, problems, check_packages=bool(check_models))
+    if for_kubernetes:
+        check_pods(file, problems)
     problems.raise_any()
     stages = {name: stages[name] for name in topological_order(list(stages), {edge.arc for edge in edges})}
     pipeline = Pipeline(
@@ -96,6 +105,7 @@ def load_pipeline(
         source=source,
         options=options,
         explanation=tuple(_explain(file, problems.origins)),
+        content=document.as_written(),
     )
     check_flows(catalog, problems, pipeline)
     problems.raise_any()

@@ -44,6 +44,11 @@ class Stage(StageEntry, frozen=True):
         return self.model or ""
 
     @property
+    def group_name(self) -> str:
+        """The name of the stage's colocation group. A stage without `group` is alone in a group with its own name."""
+        return self.group or self.name
+
+    @property
     def is_external(self) -> bool:
         """Whether the stage's replicas are processes that Stagemesh does not start."""
         return self.engine == EXTERNAL
@@ -152,6 +157,8 @@ class Pipeline:
     """The options that requests may set, by name. An option is defined by stages or declared by the file."""
     explanation: tuple[ExplainedValue, ...] = field(default=(), repr=False, compare=False)
     """Every value of the pipeline with its origin, including default values."""
+    content: Mapping[str, object] = field(default_factory=dict[str, object], repr=False, compare=False)
+    """The content of the pipeline file after overrides. Contains the references to variables, not their values."""
 
     def route(self, outputs: Collection[str], facts: Facts | None = None) -> Route:
         """Returns the stages and edges that a request for these outputs uses.

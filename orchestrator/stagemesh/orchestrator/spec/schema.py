@@ -165,6 +165,8 @@ class StageEntry(Entry, frozen=True):
     join: Join = "all"
     data_plane: DataPlaneEntry = DataPlaneEntry()
     stall_s: Annotated[Number, Field(ge=0)] = STALL_S
+    group: Name | None = None
+    """The colocation group: stages of one group share a pod in Kubernetes. None if the stage has pods of its own."""
 
 
 class ExternalStageEntry(Entry, frozen=True):

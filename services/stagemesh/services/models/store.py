@@ -15,6 +15,7 @@ from stagemesh.common.errors import NotReadyError
 from stagemesh.services.models.catalog import Recipe
 
 _MANIFEST = "stagemesh.json"
+_FILE_MODE, _FOLDER_MODE = 0o644, 0o755
 
 
 class ModelStore:
@@ -61,6 +62,9 @@ class ModelStore:
     def _publish(self, work: Path, recipe: Recipe) -> None:
         made, final, old = work / "model", self.path(recipe), work / "old"
         (made / _MANIFEST).write_text(json.dumps(_describe(made, recipe), indent=1))
+        for path in made.rglob("*"):
+            # Libraries may write files that only their owner can read. Stages may run as other users.
+            path.chmod(_FOLDER_MODE if path.is_dir() else _FILE_MODE)
         if final.exists():
             final.rename(old)
         made.rename(final)

@@ -1,5 +1,7 @@
 """Parses a pipeline file as YAML, replaces references to variables, applies overrides, and records each value's line.
 
+A values file of the Helm chart contains a pipeline file as the mapping `pipeline`. Only this mapping is read.
+
 A reference is ${NAME} or ${NAME:-default}. $${NAME} is the text "${NAME}". References are replaced by marks before the
 text is parsed. The marks in each scalar are replaced by the values of the variables afterwards. Therefore references
 may be used within {…}, no value can change the structure of the file, and references in comments have no effect.
@@ -30,15 +32,38 @@ _OPTIONAL_MAPPINGS = frozenset({"data_plane", "options", "limits", "per_caller",
 class Document(NamedTuple):
     """The content of a pipeline file, and the problems found so far.
 
-    `problems` also contains the line of each value.
+    `problems` also contains the line of each value. `references` contains the original text of each scalar with
+    references to variables, by path.
     """
 
     values: dict[str, object]
     problems: Problems
+    references: dict[KeyPath, str]
+
+    def as_written(self) -> dict[str, object]:
+        """Returns the content with references to variables instead of the values of the variables.
+
+        If the content is read as a pipeline file with the same variables, the result has the same values.
+        """
+        return {key: self._as_written(value, (key,)) for key, value in self.values.items()}
+
+    def _as_written(self, value: Any, path: KeyPath) -> object:
+        match value:
+            case dict():
+                mapping = cast("dict[str, object]", value)
+                return {key: self._as_written(item, (*path, key)) for key, item in mapping.items()}
+            case list():
+                items = cast("list[object]", value)
+                return [self._as_written(item, (*path, index)) for index, item in enumerate(items)]
+            case str():
+                # Overrides contain no references, but may contain text that looks like one.
+                return self.references.get(path) or _REFERENCE.sub(r"$\g<0>", value)
+            case _:
+                return self.references.get(path, value)
 
 
 def read_document(text: str, *, file: str, variables: Mapping[str, str]) -> Document:
-    """Parses the text of a pipeline file.
+    """Parses the text of a pipeline file, or of a values file that contains one.
 
     `file` is the path for error messages. `variables` are the values for references to variables, by name. Raises
     InvalidPipelineError if the text is not a YAML mapping.
@@ -52,7 +77,12 @@ def read_document(text: str, *, file: str, variables: Mapping[str, str]) -> Docu
         raise InvalidPipelineError(
             f"{file}:1: the file does not contain a mapping; begin with `pipeline: NAME` and `stages:`"
         )
-    return Document(reader.read_mapping(root, ()), reader.problems)
+    return Document(reader.read_file(root), reader.problems, reader.references)
+
+
+def referenced_variables(text: str) -> tuple[str, ...]:
+    """Returns the names of the variables to which the text of a pipeline file refers, in alphabetical order."""
+    return tuple(sorted({match["name"] for match in _REFERENCE.finditer(text) if not match["escape"]}))
 
 
 def _syntax_error(exc: yaml.YAMLError, *, file: str) -> InvalidPipelineError:
@@ -76,16 +106,25 @@ def _construct(node: yaml.ScalarNode) -> object:
 class _Reader:
     def __init__(self, file: str, variables: Mapping[str, str]) -> None:
         self._file, self._variables = file, variables
-        self._references: list[re.Match[str]] = []
+        self._matches: list[re.Match[str]] = []
         self._open_nodes: list[yaml.Node] = []
         self._origins: dict[KeyPath, Origin] = {(): self._origin(1)}
         self.problems = Problems(self._origins)
+        self.references: dict[KeyPath, str] = {}
 
     def mark_references(self, text: str) -> str:
         """Replaces each reference to a variable in the file's text with a mark, and returns the new text."""
         return _REFERENCE.sub(self._mark, text)
 
-    def read_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, object]:
+    def read_file(self, root: yaml.MappingNode) -> dict[str, object]:
+        """Returns the values of the pipeline file, which is either the whole YAML mapping or its value `pipeline`."""
+        for key, value in root.value:
+            if key.value == "pipeline" and isinstance(value, yaml.MappingNode):
+                self._origins[()] = self._origin(key.start_mark.line + 1)
+                return self._read_mapping(value, ())
+        return self._read_mapping(root, ())
+
+    def _read_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, object]:
         """Returns the values of the YAML mapping at `path`, by key.
 
         Reports a repeated key as a problem, and uses the last value of the key.
@@ -102,8 +141,8 @@ class _Reader:
         return values
 
     def _mark(self, reference: re.Match[str]) -> str:
-        self._references.append(reference)
-        return f"\ue000{len(self._references) - 1}\ue001"
+        self._matches.append(reference)
+        return f"\ue000{len(self._matches) - 1}\ue001"
 
     def _read(self, node: yaml.Node, path: KeyPath) -> object:
         if isinstance(node, yaml.ScalarNode):
@@ -113,7 +152,7 @@ class _Reader:
             return None
         self._open_nodes.append(node)
         try:
-            return self.read_mapping(node, path) if isinstance(node, yaml.MappingNode) else self._read_list(node, path)
+            return self._read_mapping(node, path) if isinstance(node, yaml.MappingNode) else self._read_list(node, path)
         finally:
             self._open_nodes.pop()
 
@@ -141,10 +180,13 @@ class _Reader:
     def _fill_in(self, text: str, path: KeyPath) -> str:
         """Returns the text of the scalar at `path`, with each mark replaced by the text for its reference.
 
-        If values of variables are used, adds the names of these variables to the origin of the scalar.
+        If the text contains marks, records its original form. If values of variables are used, adds the names of these
+        variables to the origin of the scalar.
         """
         names: list[str] = []
-        filled = _MARK.sub(lambda mark: self._value(self._references[int(mark[1])], path, names=names), text)
+        filled = _MARK.sub(lambda mark: self._value(self._matches[int(mark[1])], path, names=names), text)
+        if _MARK.search(text):
+            self.references[path] = _MARK.sub(lambda mark: self._matches[int(mark[1])][0], text)
         if names:
             label = ", ".join(f"variable {name}" for name in names)
             origin = self._origins[path]
@@ -187,7 +229,7 @@ def apply_overrides(document: Document, overrides: Mapping[str, str]) -> None:
             continue
         places = list(_places(document.values, key.split("."), ()))
         for container, path in places:
-            _remove_origins_below(document, path)
+            _forget_below(document, path)
             container[path[-1]] = value
             document.problems.origins[path] = origin
         if not places:
@@ -232,6 +274,7 @@ def _edge_name(item: object) -> object:
     return edge.get("name") or f"{edge.get('from')}->{edge.get('to')}"
 
 
-def _remove_origins_below(document: Document, path: KeyPath) -> None:
-    for known in [known for known in document.problems.origins if known[: len(path)] == path]:
-        del document.problems.origins[known]
+def _forget_below(document: Document, path: KeyPath) -> None:
+    for recorded in (document.problems.origins, document.references):
+        for known in [known for known in recorded if known[: len(path)] == path]:
+            del recorded[known]

@@ -1,0 +1,514 @@
+{{/*
+The rules that the values must meet beyond values.schema.json. Each rule is a template of its own and fails with a message
+that names the value and the remedy.
+*/}}
+
+{{/* Rules on names, which must hold before the plan is made. Argument: the root. */}}
+{{- define "stagemesh.validateNames" -}}
+{{- include "stagemesh.rule.pipelineGiven" . -}}
+{{- include "stagemesh.rule.variables" . -}}
+{{- include "stagemesh.rule.knownStages" . -}}
+{{- include "stagemesh.rule.edgeEnds" . -}}
+{{- include "stagemesh.rule.groupNames" . -}}
+{{- include "stagemesh.rule.externalStages" . -}}
+{{- end -}}
+
+{{/* All other rules. Arguments: (list root plan). */}}
+{{- define "stagemesh.validatePlan" -}}
+{{- include "stagemesh.rule.knownGroups" . -}}
+{{- include "stagemesh.rule.podSettings" . -}}
+{{- include "stagemesh.rule.nameLengths" . -}}
+{{- include "stagemesh.rule.replicas" . -}}
+{{- include "stagemesh.rule.ports" . -}}
+{{- include "stagemesh.rule.sharedMemoryEdges" . -}}
+{{- include "stagemesh.rule.memory" . -}}
+{{- include "stagemesh.rule.gpus" . -}}
+{{- include "stagemesh.rule.rdma" . -}}
+{{- include "stagemesh.rule.multiNode" . -}}
+{{- include "stagemesh.rule.gracePeriods" . -}}
+{{- include "stagemesh.rule.autoscaling" . -}}
+{{- include "stagemesh.rule.modelCache" . -}}
+{{- include "stagemesh.rule.environment" . -}}
+{{- include "stagemesh.rule.volumes" . -}}
+{{- include "stagemesh.rule.mediaStore" . -}}
+{{- include "stagemesh.rule.labels" . -}}
+{{- include "stagemesh.rule.clientService" . -}}
+{{- include "stagemesh.rule.tls" . -}}
+{{- include "stagemesh.rule.monitoring" . -}}
+{{- include "stagemesh.rule.ucxPortRange" . -}}
+{{- end -}}
+
+{{/* The path of the value of a group's setting. Arguments: (list root plan groupName setting). */}}
+{{- define "stagemesh.podPath" -}}
+{{- $values := (index . 0).Values -}}
+{{- $name := index . 2 -}}
+{{- $key := index . 3 -}}
+{{- $stages := (get (index . 1).groups $name).stages -}}
+{{- if hasKey (get $values.groups $name | default dict) $key -}}
+groups.{{ $name }}.{{ $key }}
+{{- else if gt (len $stages) 1 -}}
+{{ ternary (printf "stageDefaults.%s" $key) (printf "groups.%s.%s" $name $key) (hasKey $values.stageDefaults $key) }}
+{{- else if or (hasKey (get $values.stages (first $stages) | default dict) $key) (not (hasKey $values.stageDefaults $key)) -}}
+stages.{{ first $stages }}.{{ $key }}
+{{- else -}}
+stageDefaults.{{ $key }}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.pipelineGiven" -}}
+{{- if not .Values.pipeline.stages -}}
+{{- fail "pipeline has no stages; set it to the content of a pipeline file, as `stagemesh k8s render FILE` prints it" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.variables" -}}
+{{- $read := dict -}}
+{{- range $name, $entry := .Values.pipeline.stages -}}
+  {{- range $key := list "engine" "group" -}}
+    {{- $_ := set $read (printf "pipeline.stages.%s.%s" $name $key) (get $entry $key) -}}
+  {{- end -}}
+{{- end -}}
+{{- range $index, $edge := .Values.pipeline.edges -}}
+  {{- range $key := list "from" "to" "connector" -}}
+    {{- $_ := set $read (printf "pipeline.edges[%d].%s" $index $key) (get $edge $key) -}}
+  {{- end -}}
+{{- end -}}
+{{- with .Values.pipeline.media -}}
+  {{- $_ := set $read "pipeline.media.store" .store -}}
+{{- end -}}
+{{- if regexMatch "\\$\\{[^}\\n]*\\n" (include "stagemesh.pipelineFile" .Values.pipeline) -}}
+  {{- fail "pipeline has a variable ${NAME:-default} that YAML breaks into two lines; shorten the text, or write a default without spaces" -}}
+{{- end -}}
+{{- range $path, $value := $read -}}
+  {{- if contains "${" (toString $value) -}}
+    {{- fail (printf "%s is %q, but the chart reads this value itself and knows no variables; write the value" $path $value) -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.knownStages" -}}
+{{- $known := keys .Values.pipeline.stages | sortAlpha -}}
+{{- range $name, $_ := .Values.stages -}}
+  {{- if not (has $name $known) -}}
+    {{- fail (printf "stages.%s is not a stage of the pipeline; its stages are %s" $name (join ", " $known)) -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.edgeEnds" -}}
+{{- $known := keys .Values.pipeline.stages | sortAlpha -}}
+{{- range $index, $edge := .Values.pipeline.edges -}}
+  {{- range $key := list "from" "to" -}}
+    {{- if not (has (get $edge $key) $known) -}}
+      {{- fail (printf "pipeline.edges[%d].%s is %q, which is not a stage of the pipeline; its stages are %s" $index $key (get $edge $key) (join ", " $known)) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.groupNames" -}}
+{{- range $name, $entry := .Values.pipeline.stages -}}
+  {{- $group := $entry.group | default $name -}}
+  {{- range $path, $value := dict (printf "pipeline.stages.%s" $name) $name (printf "pipeline.stages.%s.group" $name) $group -}}
+    {{- if not (regexMatch "^[a-z]([a-z0-9-]{0,28}[a-z0-9])?$" $value) -}}
+      {{- fail (printf "%s is named %q; use at most 30 lower-case letters, digits and '-', a letter first and no '-' last" $path $value) -}}
+    {{- end -}}
+    {{- if or (has $value (list "orchestrator" "admin" "media")) (hasSuffix "-warm" $value) -}}
+      {{- fail (printf "%s is named %q, as another object of the chart is; choose a name other than orchestrator, admin and media, without the end -warm" $path $value) -}}
+    {{- end -}}
+  {{- end -}}
+  {{- $namesake := get $.Values.pipeline.stages $group -}}
+  {{- if and $namesake (ne $group $name) (ne ($namesake.group | default "") $group) -}}
+    {{- fail (printf "pipeline.stages.%s.group is %q, the name of a stage outside the group; choose another name, or add that stage to the group" $name $group) -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.externalStages" -}}
+{{- range $name, $entry := .Values.pipeline.stages -}}
+  {{- $own := get $.Values.stages $name | default dict -}}
+  {{- if eq $entry.engine "external" -}}
+    {{- range $key := keys (omit $own "external") | sortAlpha -}}
+      {{- fail (printf "stages.%s.%s has no effect, because the chart does not start external stages; remove it" $name $key) -}}
+    {{- end -}}
+    {{- if $entry.group -}}
+      {{- fail (printf "pipeline.stages.%s.group has no effect, because the chart does not start external stages; remove it" $name) -}}
+    {{- end -}}
+    {{- if not (or $own.external $entry.addresses) -}}
+      {{- fail (printf "stages.%s.external is not set, so that orchestrators cannot find the external stage; set its service and port, or pipeline.stages.%s.addresses" $name $name) -}}
+    {{- end -}}
+  {{- else if $own.external -}}
+    {{- fail (printf "stages.%s.external is only for stages with `engine: external`; remove it" $name) -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.knownGroups" -}}
+{{- $known := keys (index . 1).groups | sortAlpha -}}
+{{- range $name, $_ := (index . 0).Values.groups -}}
+  {{- if not (has $name $known) -}}
+    {{- fail (printf "groups.%s is not a colocation group of the pipeline; its groups are %s" $name (join ", " $known)) -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.podSettings" -}}
+{{- $root := index . 0 -}}
+{{- $podKeys := splitList " " (include "stagemesh.podKeys" $root) -}}
+{{- range $name, $group := (index . 1).groups -}}
+  {{- if gt (len $group.stages) 1 -}}
+    {{- range $stage := $group.stages -}}
+      {{- range $key := keys (get $root.Values.stages $stage | default dict) | sortAlpha -}}
+        {{- if has $key $podKeys -}}
+          {{- fail (printf "stages.%s.%s is a setting of the pod, which has the stages %s; set groups.%s.%s" $stage $key (join ", " $group.stages) $name $key) -}}
+        {{- end -}}
+      {{- end -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.nameLengths" -}}
+{{- $fullname := include "stagemesh.fullname" (index . 0) -}}
+{{- $names := list (printf "%s-orchestrator" $fullname) -}}
+{{- range $name, $_ := (index . 1).stages -}}
+  {{- $names = append $names (printf "%s-%s" $fullname $name) -}}
+{{- end -}}
+{{- range $name, $_ := (index . 1).groups -}}
+  {{- $names = append $names (printf "%s-%s-warm" $fullname $name) -}}
+{{- end -}}
+{{- range $names -}}
+  {{- if gt (len .) 63 -}}
+    {{- fail (printf "fullnameOverride makes the name %q, which has more than 63 characters; set a shorter fullnameOverride, or shorten the names of stages" .) -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.replicas" -}}
+{{- $root := index . 0 -}}
+{{- $plan := index . 1 -}}
+{{- range $name, $group := $plan.groups -}}
+  {{- $written := dig "replicas" 1 (get $plan.stages (first $group.stages)).entry -}}
+  {{- range $stage := $group.stages -}}
+    {{- $replicas := dig "replicas" 1 (get $plan.stages $stage).entry -}}
+    {{- if ne (int $replicas) (int $written) -}}
+      {{- fail (printf "pipeline.stages.%s.replicas is %v, but stage %s of the same group %s has %v; stages of one pod have the same number" $stage $replicas (first $group.stages) $name $written) -}}
+    {{- end -}}
+  {{- end -}}
+  {{- if and (eq (int $group.replicas) 0) (not $group.autoscaling.enabled) (eq (int $group.warm.replicas) 0) -}}
+    {{- $path := include "stagemesh.podPath" (list $root $plan $name "replicas") -}}
+    {{- if eq (int $written) 0 -}}
+      {{- $path = printf "pipeline.stages.%s.replicas" (first $group.stages) -}}
+    {{- end -}}
+    {{- fail (printf "%s is 0, but the pipeline needs stage %s; set at least 1, or remove the stage from the pipeline" $path (join " and " $group.stages)) -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.ports" -}}
+{{- $plan := index . 1 -}}
+{{- range $name, $group := $plan.groups -}}
+  {{- $owners := dict -}}
+  {{- range $stage := $group.stages -}}
+    {{- $port := toString (int64 (get $plan.stages $stage).port) -}}
+    {{- if hasKey $owners $port -}}
+      {{- fail (printf "stages.%s.port is %s, which stage %s of the same pod uses; set another port, or leave it out" $stage $port (get $owners $port)) -}}
+    {{- end -}}
+    {{- $_ := set $owners $port $stage -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.sharedMemoryEdges" -}}
+{{- $plan := index . 1 -}}
+{{- range $index, $edge := (index . 0).Values.pipeline.edges -}}
+  {{- if eq ($edge.connector | default "auto") "shm" -}}
+    {{- $groups := list -}}
+    {{- range $end := list $edge.from $edge.to -}}
+      {{- $groups = append $groups (get $plan.stages $end | default (dict "group" (printf "%s (external)" $end))).group -}}
+    {{- end -}}
+    {{- if ne (first $groups) (last $groups) -}}
+      {{- fail (printf "pipeline.edges[%d].connector is shm, but stages %s and %s are in the groups %s and %s, which share no memory; give both stages the same group, or set connector: auto" $index $edge.from $edge.to (first $groups) (last $groups)) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.memory" -}}
+{{- range $name, $stage := (index . 1).stages -}}
+  {{- with dig "limits" "memory" "" $stage.resources -}}
+    {{- $limit := include "stagemesh.bytes" . | int64 -}}
+    {{- if gt (int64 $stage.arenaBytes) $limit -}}
+      {{- fail (printf "pipeline.stages.%s.data_plane.arena_bytes is %d, but the memory limit stages.%s.resources.limits.memory is %v; raise the limit, or set a smaller arena" $name (int64 $stage.arenaBytes) $name .) -}}
+    {{- end -}}
+    {{- if gt (int64 $stage.shmBytes) $limit -}}
+      {{- fail (printf "stages.%s.shmBytes is %d, but the memory limit stages.%s.resources.limits.memory is %v; raise the limit, or set less shared memory" $name (int64 $stage.shmBytes) $name .) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.gpus" -}}
+{{- range $name, $stage := (index . 1).stages -}}
+  {{- range $kind := list "limits" "requests" -}}
+    {{- if and (gt (int $stage.gpus) 0) (hasKey (get $stage.resources $kind | default dict) $stage.gpuResource) -}}
+      {{- fail (printf "stages.%s.resources.%s has %s, which stages.%s.gpus sets; keep one of them" $name $kind $stage.gpuResource $name) -}}
+    {{- end -}}
+  {{- end -}}
+  {{- $options := $stage.entry.options | default dict -}}
+  {{- $needed := 1 -}}
+  {{- range $key := list "tensor_parallel_size" "pipeline_parallel_size" -}}
+    {{- $size := get $options $key -}}
+    {{- if or (kindIs "float64" $size) (kindIs "int64" $size) -}}
+      {{- $needed = mul $needed $size -}}
+    {{- end -}}
+  {{- end -}}
+  {{- $present := mul $stage.gpus $stage.multiNode.nodes -}}
+  {{- if and (gt (int $stage.gpus) 0) (gt (int64 $needed) (int64 $present)) -}}
+    {{- fail (printf "stages.%s.gpus gives a replica %d GPUs, but its tensor_parallel_size and pipeline_parallel_size need %d; set stages.%s.gpus, or multiNode.nodes" $name $present $needed $name) -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.rdma" -}}
+{{- range $name, $stage := (index . 1).stages -}}
+  {{- $path := printf "stages.%s.rdma" $name -}}
+  {{- if and $stage.rdma.gpuDirect (not $stage.rdma.enabled) -}}
+    {{- fail (printf "%s.gpuDirect is true, but %s.enabled is false; set %s.enabled: true, or remove gpuDirect" $path $path $path) -}}
+  {{- end -}}
+  {{- if and $stage.rdma.gpuDirect (eq (int $stage.gpus) 0) -}}
+    {{- fail (printf "%s.gpuDirect is true, but the stage has no GPU; set stages.%s.gpus, or remove gpuDirect" $path $name) -}}
+  {{- end -}}
+  {{- if and (contains "cuda" (toString (get $stage.ucx "UCX_TLS"))) (eq (int $stage.gpus) 0) -}}
+    {{- fail (printf "stages.%s.ucx.UCX_TLS is %q, but the stage has no GPU; set stages.%s.gpus, or remove the transports of CUDA" $name $stage.ucx.UCX_TLS $name) -}}
+  {{- end -}}
+  {{- if and $stage.rdma.enabled (not $stage.rdma.resource) -}}
+    {{- fail (printf "%s.resource is not set; name the resource of the RDMA device plug-in, such as rdma/hca_shared_devices_a" $path) -}}
+  {{- end -}}
+  {{- if and $stage.rdma.enabled (not $stage.nixl) -}}
+    {{- fail (printf "%s.enabled is true, but no edge of the stage has connector nixl or auto; remove rdma, or change the edge's connector" $path) -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.multiNode" -}}
+{{- $plan := index . 1 -}}
+{{- range $name, $stage := $plan.stages -}}
+  {{- if gt (int $stage.multiNode.nodes) 1 -}}
+    {{- $group := get $plan.groups $stage.group -}}
+    {{- if gt (len $group.stages) 1 -}}
+      {{- fail (printf "stages.%s.multiNode.nodes is %v, but the stage shares a pod with other stages of group %s; remove it from the group" $name $stage.multiNode.nodes $stage.group) -}}
+    {{- end -}}
+    {{- if not (or $stage.multiNode.workerCommand (and (eq $stage.entry.engine "vllm") $stage.entry.model)) -}}
+      {{- fail (printf "stages.%s.multiNode.workerCommand is not set; only stages with engine vllm and a model have a default command" $name) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.gracePeriods" -}}
+{{- $root := index . 0 -}}
+{{- $settings := dict "orchestrator" $root.Values.orchestrator -}}
+{{- range $name, $group := (index . 1).groups -}}
+  {{- $path := include "stagemesh.podPath" (list $root (index $ 1) $name "terminationGracePeriodSeconds") -}}
+  {{- $_ := set $settings (trimSuffix ".terminationGracePeriodSeconds" $path) $group -}}
+{{- end -}}
+{{- range $path, $pod := $settings -}}
+  {{- $needed := add $pod.drainSeconds 30 -}}
+  {{- if and $pod.terminationGracePeriodSeconds (lt (int64 $pod.terminationGracePeriodSeconds) $needed) -}}
+    {{- fail (printf "%s.terminationGracePeriodSeconds is %v, but the drain of %v seconds and the end of the process need %d; raise it, or lower drainSeconds" $path $pod.terminationGracePeriodSeconds $pod.drainSeconds $needed) -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.autoscaling" -}}
+{{- $root := index . 0 -}}
+{{- $plan := index . 1 -}}
+{{- range $name, $group := $plan.groups -}}
+  {{- $scaling := $group.autoscaling -}}
+  {{- $path := include "stagemesh.podPath" (list $root $plan $name "autoscaling") -}}
+  {{- if $scaling.enabled -}}
+    {{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) -}}
+      {{- fail (printf "%s.minReplicas is %v, which is above %s.maxReplicas, %v; lower the minimum, or raise the maximum" $path $scaling.minReplicas $path $scaling.maxReplicas) -}}
+    {{- end -}}
+    {{- if and (eq (int $scaling.minReplicas) 0) (or (eq $scaling.kind "hpa") (eq (int $group.warm.replicas) 0)) -}}
+      {{- fail (printf "%s.minReplicas is 0, but the pipeline needs stage %s; set at least 1, or kind keda and a warm tier" $path (join " and " $group.stages)) -}}
+    {{- end -}}
+    {{- if gt (int $scaling.fallbackReplicas) (int $scaling.maxReplicas) -}}
+      {{- fail (printf "%s.fallbackReplicas is %v, which is above %s.maxReplicas, %v; lower it" $path $scaling.fallbackReplicas $path $scaling.maxReplicas) -}}
+    {{- end -}}
+    {{- if not (or $scaling.queuedSeconds $scaling.playoutAtRisk $scaling.inFlight) -}}
+      {{- fail (printf "%s.queuedSeconds is 0, as all other targets are; set at least one of queuedSeconds, playoutAtRisk and inFlight" $path) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.modelCache" -}}
+{{- $root := index . 0 -}}
+{{- $plan := index . 1 -}}
+{{- range $name, $group := $plan.groups -}}
+  {{- $cache := $group.modelCache -}}
+  {{- $path := include "stagemesh.podPath" (list $root $plan $name "modelCache") -}}
+  {{- $sources := list -}}
+  {{- range $key := splitList " " (include "stagemesh.cacheSources" $root) -}}
+    {{- if get $cache $key -}}
+      {{- $sources = append $sources $key -}}
+    {{- end -}}
+  {{- end -}}
+  {{- if gt (len $sources) 1 -}}
+    {{- fail (printf "%s has %s; keep one of them" $path (join " and " $sources)) -}}
+  {{- end -}}
+  {{- if and $cache.init.image (not (include "stagemesh.cacheSource" $cache)) -}}
+    {{- fail (printf "%s.init has an image, but there is no folder to fill; set one of existingClaim, claim and hostPath" $path) -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.environment" -}}
+{{- $values := (index . 0).Values -}}
+{{- $environments := dict "orchestrator.env" $values.orchestrator.env "media.env" $values.media.env -}}
+{{- range $name, $stage := (index . 1).stages -}}
+  {{- $_ := set $environments (printf "stages.%s.env" $name) $stage.env -}}
+{{- end -}}
+{{- range $path, $env := $environments -}}
+  {{- $names := list -}}
+  {{- range $env -}}
+    {{- if has .name $names -}}
+      {{- fail (printf "%s has the variable %s more than once; keep one" $path .name) -}}
+    {{- end -}}
+    {{- $names = append $names .name -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.volumes" -}}
+{{- $root := index . 0 -}}
+{{- $plan := index . 1 -}}
+{{- range $name, $group := $plan.groups -}}
+  {{- $path := include "stagemesh.podPath" (list $root $plan $name "volumes") -}}
+  {{- include "stagemesh.checkVolumeNames" (list $path $group.volumes) -}}
+  {{- range $stage := $group.stages -}}
+    {{- include "stagemesh.checkMounts" (list (printf "stages.%s.volumeMounts" $stage) (get $plan.stages $stage).volumeMounts $path $group.volumes) -}}
+  {{- end -}}
+{{- end -}}
+{{- $media := $root.Values.media -}}
+{{- include "stagemesh.checkVolumeNames" (list "media.volumes" $media.volumes) -}}
+{{- include "stagemesh.checkMounts" (list "media.volumeMounts" $media.volumeMounts "media.volumes" $media.volumes) -}}
+{{- end -}}
+
+{{/* Arguments: (list path volumes). */}}
+{{- define "stagemesh.checkVolumeNames" -}}
+{{- $names := list "config" "tmp" "home" "shm" "models" -}}
+{{- range $index, $volume := index . 1 -}}
+  {{- if has $volume.name $names -}}
+    {{- fail (printf "%s[%d].name is %q, which another volume of the pod has; choose another name" (index $ 0) $index $volume.name) -}}
+  {{- end -}}
+  {{- $names = append $names $volume.name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Arguments: (list path mounts volumesPath volumes). */}}
+{{- define "stagemesh.checkMounts" -}}
+{{- $names := list -}}
+{{- range index . 3 -}}
+  {{- $names = append $names .name -}}
+{{- end -}}
+{{- $paths := list "/etc/stagemesh" "/tmp" "/var/lib/stagemesh" "/dev/shm" "/var/lib/stagemesh/models" -}}
+{{- range $index, $mount := index . 1 -}}
+  {{- if not (has $mount.name $names) -}}
+    {{- fail (printf "%s[%d].name is %q, but %s has no volume of this name; add it there" (index $ 0) $index $mount.name (index $ 2)) -}}
+  {{- end -}}
+  {{- if has (clean $mount.mountPath) $paths -}}
+    {{- fail (printf "%s[%d].mountPath is %q, where another volume is mounted; choose another path" (index $ 0) $index $mount.mountPath) -}}
+  {{- end -}}
+  {{- $paths = append $paths (clean $mount.mountPath) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.mediaStore" -}}
+{{- $root := index . 0 -}}
+{{- $folder := include "stagemesh.hasMedia" $root | trimPrefix "file://" -}}
+{{- if hasPrefix "/" $folder -}}
+  {{- $mounts := dict "media.volumeMounts" $root.Values.media.volumeMounts -}}
+  {{- range $name, $stage := (index . 1).stages -}}
+    {{- $_ := set $mounts (printf "stages.%s.volumeMounts" $name) $stage.volumeMounts -}}
+  {{- end -}}
+  {{- range $path, $list := $mounts -}}
+    {{- $mounted := false -}}
+    {{- range $list -}}
+      {{- if hasPrefix (printf "%s/" (clean .mountPath)) (printf "%s/" (clean $folder)) -}}
+        {{- $mounted = true -}}
+      {{- end -}}
+    {{- end -}}
+    {{- if not $mounted -}}
+      {{- fail (printf "%s mounts nothing at pipeline.media.store, %q; mount there a volume that all pods share, or use an object store" $path $folder) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.labels" -}}
+{{- $values := (index . 0).Values -}}
+{{- $labels := dict "commonLabels" $values.commonLabels "orchestrator.podLabels" $values.orchestrator.podLabels "media.podLabels" $values.media.podLabels -}}
+{{- range $name, $group := (index . 1).groups -}}
+  {{- $_ := set $labels (include "stagemesh.podPath" (list (index $ 0) (index $ 1) $name "podLabels")) $group.podLabels -}}
+{{- end -}}
+{{- range $path, $map := $labels -}}
+  {{- range $key, $_ := $map -}}
+    {{- if or (has $key (list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "app.kubernetes.io/version" "app.kubernetes.io/managed-by" "app.kubernetes.io/part-of" "helm.sh/chart")) (regexMatch "^(stage\\.)?stagemesh\\.dev/" $key) -}}
+      {{- fail (printf "%s has the label %s, which the chart sets itself; remove it" $path $key) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.clientService" -}}
+{{- $service := (index . 0).Values.orchestrator.service -}}
+{{- if and $service.nodePort (eq $service.type "ClusterIP") -}}
+{{- fail "orchestrator.service.nodePort is set, but a Service of type ClusterIP has no port on nodes; set type NodePort or LoadBalancer" -}}
+{{- end -}}
+{{- range $key := list "loadBalancerClass" "loadBalancerSourceRanges" -}}
+  {{- if and (get $service $key) (ne $service.type "LoadBalancer") -}}
+    {{- fail (printf "orchestrator.service.%s is set, but the type is %s; set type LoadBalancer, or remove it" $key $service.type) -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.tls" -}}
+{{- $root := index . 0 -}}
+{{- $tls := $root.Values.tls -}}
+{{- $needed := list "orchestrator" "stages" -}}
+{{- if include "stagemesh.hasMedia" $root -}}
+  {{- $needed = append $needed "media" -}}
+{{- end -}}
+{{- range $owner, $secret := $tls.secrets -}}
+  {{- if and $secret (not $tls.enabled) -}}
+    {{- fail (printf "tls.secrets.%s is set, but tls.enabled is false; set tls.enabled: true, or remove the secret" $owner) -}}
+  {{- end -}}
+  {{- if and $secret $tls.issuer.name -}}
+    {{- fail (printf "tls.secrets.%s and tls.issuer.name are both set; keep the issuer or the secrets" $owner) -}}
+  {{- end -}}
+  {{- if and $tls.enabled (not $tls.issuer.name) (not $secret) (has $owner $needed) -}}
+    {{- fail (printf "tls.enabled is true, but tls.secrets.%s is not set; set it, or tls.issuer.name to create the certificates" $owner) -}}
+  {{- end -}}
+{{- end -}}
+{{- if and $tls.issuer.name (not $tls.enabled) -}}
+  {{- fail "tls.issuer.name is set, but tls.enabled is false; set tls.enabled: true, or remove the issuer" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.monitoring" -}}
+{{- $monitoring := (index . 0).Values.monitoring -}}
+{{- if and $monitoring.serviceMonitor.enabled $monitoring.podMonitor.enabled -}}
+{{- fail "monitoring.podMonitor.enabled and monitoring.serviceMonitor.enabled are both true, which would count everything twice; keep one of them" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.ucxPortRange" -}}
+{{- $range := (index . 0).Values.networkPolicy.ucxPortRange -}}
+{{- $ports := splitList "-" $range -}}
+{{- if or (gt (int (first $ports)) (int (last $ports))) (lt (int (first $ports)) 1024) (gt (int (last $ports)) 65535) -}}
+{{- fail (printf "networkPolicy.ucxPortRange is %q; write FIRST-LAST with ports from 1024 to 65535" $range) -}}
+{{- end -}}
+{{- end -}}

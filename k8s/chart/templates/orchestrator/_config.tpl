@@ -1,0 +1,46 @@
+{{/* The config of the orchestrators, as JSON. Arguments: (list root plan). */}}
+{{- define "stagemesh.orchestratorConfig" -}}
+{{- $root := index . 0 -}}
+{{- $plan := index . 1 -}}
+{{- $settings := $root.Values.orchestrator -}}
+{{- $fullname := include "stagemesh.fullname" $root -}}
+{{- $dns := dict -}}
+{{- $warm := dict -}}
+{{- range $name, $stage := $plan.stages -}}
+  {{- $host := include "stagemesh.serviceHost" (list $root (printf "%s-%s" $fullname $name)) -}}
+  {{- $_ := set $dns $name (dict "host" $host "port" $stage.port "poll_s" 1) -}}
+  {{- $tier := (get $plan.groups $stage.group).warm -}}
+  {{- if gt (int $tier.replicas) 0 -}}
+    {{- $_ := set $warm $name $tier.wakeAboveSeconds -}}
+  {{- end -}}
+{{- end -}}
+{{- range $name, $service := $plan.external -}}
+  {{- $_ := set $dns $name (dict "host" $service.host "port" $service.port "poll_s" 1) -}}
+{{- end -}}
+{{- $config := dict
+  "pipeline" "/etc/stagemesh/pipeline.yaml"
+  "replicas" dict
+  "listen" "0.0.0.0:7780"
+  "admin_listen" "0.0.0.0:7781"
+  "metrics_listen" "0.0.0.0:9464"
+  "dns" $dns
+  "generation" $plan.generation
+  "generations" (list (printf "%s-*" $plan.topology))
+  "max_request_s" $settings.maxRequestSeconds
+  "max_kept_state_bytes" $settings.maxKeptStateBytes
+  "drain_s" $settings.drainSeconds
+-}}
+{{- if $warm -}}
+  {{- $_ := set $config "warm" $warm -}}
+{{- end -}}
+{{- if include "stagemesh.hasMedia" $root -}}
+  {{- $host := include "stagemesh.serviceHost" (list $root (printf "%s-media" $fullname)) -}}
+  {{- $_ := set $config "media_endpoint" ($root.Values.media.endpoint | default (printf "%s:7790" $host)) -}}
+{{- end -}}
+{{- toPrettyJson $config -}}
+{{- end -}}
+
+{{/* Not empty if the pipeline stores media files. */}}
+{{- define "stagemesh.hasMedia" -}}
+{{- dig "media" "store" "" .Values.pipeline -}}
+{{- end -}}

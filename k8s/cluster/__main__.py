@@ -1,0 +1,83 @@
+"""A two-node Kubernetes cluster on this machine, which runs the speech pipeline from the chart.
+
+python -m k8s.cluster up        builds Kubernetes and the images, starts the cluster and installs the release
+python -m k8s.cluster campaign  disturbs the release under load, and counts failed requests and wrong outputs
+python -m k8s.cluster down      removes the cluster; the built programs and images remain
+
+Needs root and the Debian packages that docs/kubernetes.md lists.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import time
+
+from k8s.cluster import images
+from k8s.cluster.campaign import Campaign, report
+from k8s.cluster.cluster import REPOSITORY, Cluster
+from k8s.cluster.release import Release, push
+from k8s.cluster.shell import run
+from stagemesh.common import settings
+
+_FOLDER = REPOSITORY / "out/cluster"
+_TAG = "cluster"
+
+
+def main() -> int:
+    """Runs one command. Returns 1 if a request of the campaign failed or had a wrong output."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("up", "campaign", "down"))
+    parser.add_argument("--minutes", type=float, default=30.0, help="minutes of the campaign (default: 30)")
+    parser.add_argument(
+        "--clients", type=int, default=2, help="clients that send requests at the same time (default: 2)"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="seed of the campaign's random choices (default: 1)")
+    arguments = parser.parse_args()
+    cluster = Cluster(_FOLDER)
+    release = Release(cluster=cluster, tag=_TAG)
+    if arguments.command == "up":
+        _up(cluster, release)
+    elif arguments.command == "down":
+        cluster.down()
+    else:
+        campaign = Campaign(release, _FOLDER, clients=arguments.clients, seed=arguments.seed)
+        phases = campaign.run(minutes=arguments.minutes)
+        facts: dict[str, object] = {**vars(arguments), "revision": _revision()}
+        return 0 if report(phases, _FOLDER, facts) else 1
+    return 0
+
+
+def _up(cluster: Cluster, release: Release) -> None:
+    times: dict[str, float] = {}
+    begun = time.monotonic()
+
+    def lap(name: str) -> None:
+        nonlocal begun
+        now = time.monotonic()
+        times[name], begun = round(now - begun, 1), now
+        print(f"{name}: {times[name]} s", flush=True)
+
+    cluster.build()
+    lap("Kubernetes")
+    sizes = images.build(cluster.folder, tag=_TAG)
+    lap("images")
+    cluster.up()
+    lap("cluster")
+    push(cluster, list(sizes))
+    lap("push")
+    # Weights are readable by their owner alone, and the stages run as another user.
+    models = cluster.folder / "models"
+    shutil.copytree(settings.models_dir(), models, dirs_exist_ok=True)
+    run("chmod", "--recursive", "a+rX", str(models))
+    release.upgrade()
+    lap("release")
+    (cluster.folder / "up.json").write_text(json.dumps({"seconds": times, "image_bytes": sizes}, indent=2) + "\n")
+
+
+def _revision() -> str:
+    return run("git", "rev-parse", "--short", "HEAD")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""The release of the chart in the cluster: installed, upgraded and tested by helm."""
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from k8s.cluster.cluster import REPOSITORY, Cluster
+
+NAME = "speech"
+ORCHESTRATOR = f"{NAME}-orchestrator"
+_CHART = REPOSITORY / "k8s/chart"
+_VALUES = (_CHART / "ci/speech-cpu-values.yaml", Path(__file__).parent / "values.yaml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """A release of the pipeline `speech`. `images` are the values of the chart for the images."""
+
+    cluster: Cluster
+    tag: str
+    helm: str = "helm3"
+
+    def upgrade(self, *settings: str, limit_s: int = 600) -> None:
+        """Installs or upgrades the release with these values, KEY=VALUE, and waits until all pods are ready."""
+        registry = self.cluster.control_plane.registry
+        defaults = (
+            f"images.orchestrator.repository={registry}/stagemesh/orchestrator",
+            f"images.orchestrator.tag={self.tag}",
+            f"images.stage.repository={registry}/stagemesh/stage-cpu",
+            f"images.stage.tag={self.tag}",
+            f"stageDefaults.modelCache.hostPath={self.cluster.folder / 'models'}",
+        )
+        post_renderer = [sys.executable, str(Path(__file__).parent / "downlevel.py"), str(self.cluster.binaries)]
+        self._helm(
+            *("upgrade", NAME, str(self._chart()), "--install", "--wait", f"--timeout={limit_s}s"),
+            *(f"--values={path}" for path in _VALUES),
+            *(
+                f"--set-json={item}" if item.partition("=")[2][:1] in {"{", "["} else f"--set={item}"
+                for item in (*defaults, *settings)
+            ),
+            *(f"--post-renderer={post_renderer[0]}", *(f"--post-renderer-args={word}" for word in post_renderer[1:])),
+        )
+
+    def test(self) -> str:
+        """Runs `helm test` and returns its output. Raises CalledProcessError if the test fails."""
+        return self._helm("test", NAME, "--logs")
+
+    def pods(self, *selectors: str) -> list[dict[str, Any]]:
+        """Returns the release's pods with these labels."""
+        labels = ",".join((f"app.kubernetes.io/instance={NAME}", *selectors))
+        return self.cluster.control_plane.objects("pods", f"--selector={labels}")
+
+    def address(self) -> str:
+        """Returns the address of the Service for clients."""
+        service = json.loads(self.cluster.control_plane.kubectl("get", "service", ORCHESTRATOR, "--output=json"))
+        return f"{service['spec']['clusterIP']}:7780"
+
+    def _helm(self, *arguments: str) -> str:
+        control = self.cluster.control_plane
+        return control.host.run(self.helm, f"--kubeconfig={control.kubeconfig}", *arguments)
+
+    def _chart(self) -> Path:
+        """Returns a copy of the chart that accepts Kubernetes 1.20."""
+        copy = self.cluster.folder / "chart"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(_CHART, copy)
+        file = copy / "Chart.yaml"
+        file.write_text(re.sub(r"^kubeVersion:.*\n", "", file.read_text(), flags=re.MULTILINE))
+        return copy
+
+
+def push(cluster: Cluster, images: Sequence[str]) -> None:
+    """Pushes images from buildah's store to the cluster's registry, under their names without `localhost`."""
+    for image in images:
+        name = image.removeprefix("localhost/")
+        target = f"docker://{cluster.control_plane.registry}/{name}"
+        # The network of the host, but not its mounts: buildah's store is outside of it.
+        cluster.control_plane.host.run_outside(
+            "buildah", "push", "--tls-verify=false", "--compression-format=zstd", image, target
+        )

@@ -1,0 +1,46 @@
+# An orchestrator and the command line. It contains no torch, no shell and no package manager.
+# Build it at the root of the repository. Pin both bases by digest, for example
+# --build-arg BASE=gcr.io/distroless/python3-debian12@sha256:…
+# Both bases must have the same Python at the same path: the environment of the first is copied into the second.
+ARG BUILD_BASE=docker.io/library/debian:bookworm-slim
+ARG BASE=gcr.io/distroless/python3-debian12:nonroot
+
+FROM ${BUILD_BASE} AS dependencies
+# The base fixes the release of Debian. A pinned version would disappear from it with the next security update.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends python3-pip python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /build
+COPY requirements/orchestrator.txt requirements/
+# numpy contains its tests, 17 MB.
+RUN python3 -m venv --without-pip /opt/stagemesh \
+    && python3 -m pip --python /opt/stagemesh install --no-cache-dir --no-deps --requirement requirements/orchestrator.txt \
+    && find /opt/stagemesh -type d -name tests -prune -exec rm -r {} +
+
+# A layer of its own, so that a new version of Stagemesh does not transfer its dependencies again.
+FROM dependencies AS project
+COPY . .
+RUN PIP_CONSTRAINT=requirements/dev.txt \
+    python3 -m pip --python /opt/stagemesh install --no-cache-dir --no-deps --prefix /project .
+
+FROM ${BASE}
+ARG BASE
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="stagemesh-orchestrator" \
+      org.opencontainers.image.description="An orchestrator of Stagemesh, and its command line" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.base.name="${BASE}"
+COPY --from=dependencies /opt/stagemesh /opt/stagemesh
+COPY --from=project /project /opt/stagemesh
+ENV PATH=/opt/stagemesh/bin:/usr/local/bin:/usr/bin:/bin \
+    HOME=/var/lib/stagemesh \
+    STAGEMESH_HOME=/var/lib/stagemesh
+WORKDIR /var/lib/stagemesh
+USER 10001:10001
+EXPOSE 7780 7781 9464
+# `stagemesh serve` replaces itself with the server, which therefore is process 1 and receives SIGTERM.
+ENTRYPOINT ["stagemesh"]

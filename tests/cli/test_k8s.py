@@ -1,0 +1,180 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from stagemesh.common.exit_codes import ExitCode
+from tests.cli.commands import Ran, invoke
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+CHART_EXAMPLES = sorted((ROOT / "k8s" / "chart" / "ci").glob("*-values.yaml"))
+MODELS = """\
+pipeline: song
+stages:
+  thinker: {engine: vllm, model: m/think, replicas: 2, options: {tensor_parallel_size: 2, pipeline_parallel_size: 2}}
+  acoustic: {engine: function, function: hibari.acoustic, model: hibari}
+  vocoder: {engine: function, function: hibari.vocoder}
+edges:
+  - {from: thinker, to: acoustic, transform: text.sentences}
+  - {from: acoustic, to: vocoder}
+outputs: {text: thinker, audio: vocoder}
+"""
+
+
+@pytest.fixture
+def song(tmp_path: Path) -> Path:
+    path = tmp_path / "song.yaml"
+    path.write_text(MODELS)
+    return path
+
+
+def _render(*arguments: str) -> dict[str, Any]:
+    ran = invoke("k8s", "render", *arguments)
+    assert ran.exit_code == 0, ran.stderr
+    values: dict[str, Any] = yaml.safe_load(ran.stdout)
+    return values
+
+
+def _validate(path: Path, *arguments: str) -> Ran:
+    return invoke("pipeline", "validate", "--kubernetes", str(path), *arguments)
+
+
+@pytest.mark.parametrize("name", ["speech", "digits", "rehearsal", "external"])
+def test_the_values_of_a_pipeline_are_valid(name: str, tmp_path: Path) -> None:
+    source = name if name == "speech" else str(EXAMPLES / name / "pipeline.yaml")
+    path = tmp_path / "values.yaml"
+    path.write_text(invoke("k8s", "render", source).stdout)
+    rendered, original = _validate(path, "--json"), invoke("pipeline", "validate", source, "--no-models", "--json")
+    assert rendered.exit_code == 0, rendered.stderr
+    assert json.loads(rendered.stdout)["generation"] == json.loads(original.stdout)["generation"]
+
+
+def test_json_and_yaml_contain_the_same_values(song: Path) -> None:
+    assert json.loads(invoke("k8s", "render", str(song), "--json").stdout) == _render(str(song))
+
+
+def test_the_pipeline_is_that_of_the_file(song: Path) -> None:
+    assert _render(str(song))["pipeline"] == yaml.safe_load(MODELS)
+
+
+def test_overrides_are_part_of_the_pipeline(song: Path) -> None:
+    pipeline = _render(str(song), "--replicas", "vocoder=3", "--set", "edges.1.connector=grpc")["pipeline"]
+    assert (pipeline["stages"]["vocoder"]["replicas"], pipeline["edges"][1]["connector"]) == (3, "grpc")
+
+
+def test_variables_remain_variables() -> None:
+    ran = invoke("k8s", "render", str(EXAMPLES / "rehearsal" / "pipeline.yaml"))
+    assert "probability: ${FAULTS:-0}\n" in ran.stdout
+    assert "# The pipeline reads variables: FAULTS. Set them by `env`" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    "text", ["y", "N", "on", "Off", "null", "~", "1.10", "1e5", "0x1f", "0o17", "1_000", "1:30", "_1"]
+)
+def test_text_that_looks_like_another_type_is_quoted(text: str, song: Path) -> None:
+    ran = invoke("k8s", "render", str(song), "--set", f"stages.thinker.options.tokenizer_mode='{text}'")
+    assert f'tokenizer_mode: "{text}"\n' in ran.stdout
+
+
+def test_a_key_that_looks_like_another_type_is_quoted(song: Path) -> None:
+    ran = invoke("k8s", "render", str(song), "--set", "stages.thinker.options.mm_processor_kwargs={'y': 1}")
+    assert '"y": 1\n' in ran.stdout
+
+
+def test_text_that_looks_like_a_variable_is_escaped(song: Path) -> None:
+    pipeline = _render(str(song), "--set", "stages.thinker.options.tokenizer='${A} $${B}'")["pipeline"]
+    assert pipeline["stages"]["thinker"]["options"]["tokenizer"] == "$${A} $$${B}"
+
+
+def test_the_number_of_gpus_follows_from_the_options(song: Path) -> None:
+    stages = _render(str(song))["stages"]
+    assert {name: stage.get("gpus", 0) for name, stage in stages.items()} == {"thinker": 4, "acoustic": 0, "vocoder": 0}
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus"), [("{}", 1), ("{device: cpu}", 0), ("{parallel: {cfg: 2, ulysses: 4, hsdp: 2}}", 8)]
+)
+def test_the_number_of_gpus_of_a_diffusion_stage(options: str, gpus: int, tmp_path: Path) -> None:
+    path = tmp_path / "image.yaml"
+    path.write_text(
+        f"pipeline: image\nstages: {{all: {{engine: diffusion, model: m, options: {options}}}}}\n"
+        "outputs: {image: all}\n"
+    )
+    stage = _render(str(path))["stages"]["all"]
+    assert (stage.get("gpus", 0), "image" in stage) == (gpus, gpus > 0)
+
+
+@pytest.mark.parametrize("size", ["null", "two", "[2]"])
+def test_an_option_that_is_not_a_number_does_not_count(size: str, song: Path) -> None:
+    values = _render(str(song), "--set", f"stages.thinker.options.tensor_parallel_size={size}")
+    assert values["stages"]["thinker"]["gpus"] == 2
+
+
+def test_memory_includes_the_arena(song: Path) -> None:
+    large = _render(str(song), "--set", "stages.vocoder.data_plane.arena_bytes=8589934592")["stages"]["vocoder"]
+    assert large["resources"] == {"requests": {"cpu": "1", "memory": "10Gi"}, "limits": {"memory": "10Gi"}}
+
+
+def test_a_stage_with_a_model_has_a_model_cache(song: Path) -> None:
+    stages = _render(str(song))["stages"]
+    assert [name for name, stage in stages.items() if "modelCache" in stage] == ["thinker", "acoustic"]
+
+
+def test_stages_that_share_a_pod_share_its_settings(song: Path) -> None:
+    values = _render(str(song), "--set", "stages.acoustic.group=voice", "--set", "stages.vocoder.group=voice")
+    assert [name for name, stage in values["stages"].items() if "modelCache" in stage] == ["thinker"]
+    assert values["groups"] == {"voice": {"modelCache": {"existingClaim": "models"}}}
+
+
+def test_edges_by_nixl_between_pods_have_rdma(song: Path) -> None:
+    stages = _render(str(song), "--set", "edges.1.connector=nixl")["stages"]
+    assert [name for name, stage in stages.items() if "rdma" in stage] == ["acoustic", "vocoder"]
+    together = ["--set", "stages.acoustic.group=voice", "--set", "stages.vocoder.group=voice"]
+    stages = _render(str(song), "--set", "edges.1.connector=nixl", *together)["stages"]
+    assert not any("rdma" in stage for stage in stages.values())
+
+
+def test_an_external_stage_without_addresses_refers_to_a_service() -> None:
+    source = str(EXAMPLES / "external" / "pipeline.yaml")
+    assert "upper" not in _render(source)["stages"]
+    ran = invoke("k8s", "render", source, "--set", "stages.upper.addresses=[]")
+    assert yaml.safe_load(ran.stdout)["stages"]["upper"] == {"external": {"service": "upper", "port": 50051}}
+    assert "# Note: stage 'upper' is external and has no addresses" in ran.stdout
+
+
+def test_a_pipeline_that_breaks_a_rule_of_the_chart_is_rejected() -> None:
+    path = EXAMPLES / "graph" / "pipeline.yaml"
+    ran = invoke("k8s", "render", str(path))
+    assert (ran.exit_code, ran.stdout) == (ExitCode.USAGE, "")
+    assert f"{path}:18: edge 'writer->words' uses shm, but its stages do not share a pod" in ran.stderr
+    assert invoke("pipeline", "validate", str(path)).exit_code == 0
+    assert _validate(path).exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("path", CHART_EXAMPLES, ids=lambda path: path.stem)
+def test_only_later_functions_are_missing_in_the_examples_of_the_chart(path: Path) -> None:
+    later = ("unknown function 'qwen3_", "unknown transform 'qwen3_", "stage 'talker' emits have no common first axis")
+    lines = _validate(path).stderr.splitlines()
+    assert [line for line in lines if not any(text in line for text in later)] == []
+
+
+def test_models_are_not_looked_up_for_kubernetes(song: Path) -> None:
+    assert _validate(song).exit_code == 0
+    assert "model 'm/think' is missing" in _validate(song, "--models").stderr
+    assert invoke("pipeline", "validate", str(song)).exit_code == ExitCode.USAGE
+
+
+def test_hints_are_printed_as_notes_and_as_json(tiny: Path) -> None:
+    tiny.write_text(f"{tiny.read_text()}media: {{store: /srv/media}}\n")
+    assert "\n  note: media.store is the folder /srv/media" in _validate(tiny).stdout
+    (hint,) = json.loads(_validate(tiny, "--json").stdout)["hints"]
+    assert hint.startswith("media.store is the folder")
+    assert "note:" not in invoke("pipeline", "validate", str(tiny)).stdout
+
+
+def test_the_graph_shows_groups(tiny: Path) -> None:
+    ran = invoke("pipeline", "graph", str(tiny), "--set", "stages.second.group=voice")
+    assert "second  fake, relay, group voice" in ran.stdout

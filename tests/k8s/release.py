@@ -1,0 +1,121 @@
+"""Renders a release of a small speech pipeline with any values on top."""
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from tests.k8s.helm import render
+from tests.k8s.manifests import Manifest, Pod, Render, field, pods_of, select, strings_of
+
+# A stage alone, and two stages that share a pod. Each value is valid for every test that changes another one.
+SPEECH: dict[str, Any] = {
+    "pipeline": {
+        "pipeline": "speech",
+        "stages": {
+            "thinker": {"engine": "vllm", "model": "smollm2", "options": {"dtype": "float32", "seed": 1}},
+            "acoustic": {"engine": "function", "function": "hibari.acoustic", "model": "hibari", "group": "voice"},
+            "vocoder": {"engine": "function", "function": "hibari.vocoder", "group": "voice"},
+        },
+        "edges": [
+            {"from": "thinker", "to": "acoustic", "transform": "text.sentences"},
+            {"from": "acoustic", "to": "vocoder", "connector": "shm"},
+        ],
+        "outputs": {"text": "thinker", "audio": "vocoder"},
+    },
+    "stageDefaults": {"modelCache": {"existingClaim": "weights"}},
+}
+EXTERNAL = {
+    "pipeline": {
+        "stages": {"vocoder": {"engine": "external", "function": None, "group": None}},
+        "edges": [{"from": "thinker", "to": "acoustic"}, {"from": "acoustic", "to": "vocoder", "connector": "grpc"}],
+    },
+}
+
+
+def merged(base: Mapping[str, Any], *changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `base` with the changes: mappings are merged, None removes a key, everything else is replaced."""
+    result = dict(base)
+    for change in changes:
+        for key, value in change.items():
+            if value is None:
+                result.pop(key, None)
+            elif isinstance(value, Mapping):
+                result[key] = merged(result.get(key) or {}, value)
+            else:
+                result[key] = value
+    return result
+
+
+def at(path: str, value: Any) -> dict[str, Any]:
+    """Returns nested mappings with one value at a dotted path: at("a.b", 1) is {"a": {"b": 1}}."""
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return dict(value)
+
+
+@functools.cache
+def render_once(values: str) -> list[Manifest]:
+    """Returns the objects of a release. Tests with equal values share them, and must not change them."""
+    return render(json.loads(values))
+
+
+class Release(Render):
+    """The objects of a release with `SPEECH` and changes of it."""
+
+    def __init__(self, *changes: Mapping[str, Any]) -> None:
+        values = merged(SPEECH, *changes)
+        super().__init__(render_once(json.dumps(values)), strings_of(values))
+
+    def __getitem__(self, ref: str) -> Manifest:
+        return select(self.objects, ref)
+
+    def __contains__(self, ref: str) -> bool:
+        kind, _, name = ref.partition("/")
+        return any(item["metadata"]["name"] == name for item in self.of_kind(kind))
+
+    def pod(self, name: str) -> Pod:
+        """Returns the pod template of the Deployment release-NAME."""
+        return pods_of(self[f"Deployment/release-{name}"])[0]
+
+    def container(self, name: str) -> Manifest:
+        """Returns the container of a stage's serving pods, or of the orchestrator or the media service."""
+        found = [
+            container
+            for item in self.of_kind("Deployment")
+            for pod in pods_of(item)
+            for container in pod.containers
+            if container["name"] == name and not item["metadata"]["name"].endswith("-warm")
+        ]
+        assert len(found) == 1
+        return found[0]
+
+    def env(self, name: str) -> dict[str, str]:
+        """Returns the literal environment of a container."""
+        return {item["name"]: item["value"] for item in self.container(name).get("env", []) if "value" in item}
+
+    def config(self) -> dict[str, Any]:
+        """Returns the config of the orchestrators."""
+        config: dict[str, Any] = json.loads(self.pod("orchestrator").annotations["stagemesh.dev/config"])
+        return config
+
+    def pipeline(self, name: str) -> dict[str, Any]:
+        """Returns the pipeline file of a pod."""
+        pipeline: dict[str, Any] = yaml.safe_load(self.pod(name).annotations["stagemesh.dev/pipeline"])
+        return pipeline
+
+    def generation(self) -> str:
+        generation: str = self.config()["generation"]
+        return generation
+
+    def volume(self, name: str, volume: str) -> Manifest | None:
+        """Returns a volume of a pod without its name, or None if the pod does not have it."""
+        found = [item for item in self.pod(name).spec["volumes"] if item["name"] == volume]
+        return {key: value for key, value in found[0].items() if key != "name"} if found else None
+
+
+def settings(item: Manifest, *paths: str) -> list[Any]:
+    """Returns the values at several paths of an object."""
+    return [field(item, path) for path in paths]

@@ -1,0 +1,71 @@
+"""The processes accept the arguments, configs, pipeline files and triggers that the chart renders for them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from typer.core import TyperGroup
+
+from stagemesh.orchestrator.cli.main import app
+from stagemesh.orchestrator.config import OrchestratorConfig
+from stagemesh.orchestrator.scaling.external_scaler import parse_trigger
+from stagemesh.orchestrator.spec import load_pipeline
+from tests.k8s.helm import CHART, read_values, render
+from tests.k8s.manifests import all_pods
+from tests.k8s.release import Release, at
+
+FILES = sorted((CHART / "ci").glob("*-values.yaml"))
+SCALED = {"enabled": True, "queuedSeconds": 0.5, "playoutAtRisk": 1e-7, "cooldownSeconds": 60}
+
+
+def parse(arguments: list[str]) -> dict[str, Any]:
+    """Returns the options of a `stagemesh` command. Raises UsageError if it does not have them."""
+    command = typer.main.get_command(app)
+    rest = list(arguments)
+    while isinstance(command, TyperGroup):
+        command = command.commands[rest.pop(0)]
+    return command.make_context(arguments[0], rest).params
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_orchestrators_accept_their_config(path: Path) -> None:
+    for pod in all_pods(render(read_values(path))):
+        if text := pod.annotations.get("stagemesh.dev/config"):
+            assert OrchestratorConfig(**json.loads(text)).metrics_listen == "0.0.0.0:9464"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_commands_have_the_arguments_of_the_containers(path: Path) -> None:
+    parsed = [
+        parse(container["args"])
+        for pod in all_pods(render(read_values(path)))
+        for container in pod.containers
+        if "command" not in container
+    ]
+    assert parsed
+
+
+@pytest.mark.parametrize("name", ["speech-cpu", "digits-cpu"])
+def test_pods_accept_their_pipeline_file(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "pipeline.yaml"
+    for pod in all_pods(render(read_values(CHART / "ci" / f"{name}-values.yaml"))):
+        if text := pod.annotations.get("stagemesh.dev/pipeline"):
+            file.write_text(text)
+            assert load_pipeline(str(file), check_models=False).name == name.removesuffix("-cpu")
+
+
+def test_orchestrators_accept_the_triggers_of_keda(tmp_path: Path) -> None:
+    release = Release(at("stageDefaults.autoscaling", SCALED), at("orchestrator.replicas", 3))
+    file = tmp_path / "pipeline.yaml"
+    file.write_text(release.pod("orchestrator").annotations["stagemesh.dev/pipeline"])
+    pipeline = load_pipeline(str(file), check_models=False)
+    triggers = [
+        parse_trigger(trigger["metadata"], pipeline)
+        for item in release.of_kind("ScaledObject")
+        for trigger in item["spec"]["triggers"]
+    ]
+    assert sorted(trigger.stage for trigger in triggers) == ["acoustic", "thinker", "vocoder"]
+    assert {trigger.orchestrators for trigger in triggers} == {3}
+    assert all(set(trigger.targets.values()) == {0.5, 1e-7} for trigger in triggers)

@@ -1,0 +1,82 @@
+"""Dockerfiles satisfy hadolint, and the rendered chart satisfies Checkov with a few exceptions."""
+
+import json
+import re
+from typing import NamedTuple
+
+import pytest
+
+from tests.k8s.helm import CHART, read_values, render_text
+from tests.repository.commands import ROOT, run
+
+DOCKERFILES = sorted((ROOT / "k8s" / "images").glob("*Dockerfile*"))
+
+
+class Tolerated(NamedTuple):
+    """A check of Checkov that some resources do not pass, and the reason why."""
+
+    check: str
+    resources: str
+    """A regular expression for the values file and the resource, "FILE: KIND.NAMESPACE.NAME"."""
+    reason: str
+
+
+# The test of a release is a pod that sends one request and ends.
+TEST_POD = r".*: Pod\.models\..*-test"
+TOLERATED = (
+    Tolerated("CKV_K8S_11", ".*", "A limit of CPU time would halt engines within a step. Requests reserve CPUs."),
+    Tolerated("CKV_K8S_15", ".*", "A tag of a release and a digest do not move, so a node may keep the image."),
+    Tolerated("CKV_K8S_43", ".*", "The values set digests. The default is the tag of the chart's own version."),
+    Tolerated("CKV_K8S_8", TEST_POD, "It ends within a time limit."),
+    Tolerated("CKV_K8S_9", TEST_POD, "No Service refers to it."),
+    Tolerated("CKV2_K8S_6", TEST_POD, "It opens no port."),
+    Tolerated("CKV_K8S_25", ".*", "IPC_LOCK pins memory for RDMA. Values enable it by stage."),
+    Tolerated("CKV_K8S_35", ".*", "The values refer to secrets, whose keys programs read from their environment."),
+    *(
+        Tolerated(check, "everything-off: .*", "This file shows that resources may be left out.")
+        for check in ("CKV_K8S_10", "CKV_K8S_12", "CKV_K8S_13")
+    ),
+)
+
+
+def test_dockerfiles_are_found() -> None:
+    assert {path.name for path in DOCKERFILES} >= {"orchestrator.Dockerfile", "stage.Dockerfile"}
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_dockerfiles_satisfy_hadolint(path: str) -> None:
+    assert run("hadolint", "--failure-threshold", "style", str(path)) == ""
+
+
+@pytest.fixture(scope="module")
+def violations(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, str]]:
+    """The checks of Checkov that fail, with the values file and the resource."""
+    folder = tmp_path_factory.mktemp("rendered")
+    for path in sorted((CHART / "ci").glob("*-values.yaml")):
+        (folder / f"{path.name.removesuffix('-values.yaml')}.yaml").write_text(render_text(read_values(path)))
+    command = ["--directory", str(folder), "--framework", "kubernetes", "--skip-download", "--soft-fail"]
+    # Its environment is its own, because its requirements contradict those of the project. `make kubernetes` makes it.
+    report = json.loads(run(str(ROOT / ".venv" / "checkov" / "bin" / "checkov"), *command, "--output", "json"))
+    assert report["summary"]["parsing_errors"] == 0
+    assert report["summary"]["passed"] > 1000
+    return {
+        (found["check_id"], f"{found['file_path'].strip('/').removesuffix('.yaml')}: {found['resource']}")
+        for found in report["results"]["failed_checks"]
+    }
+
+
+def is_tolerated(tolerated: Tolerated, violation: tuple[str, str]) -> bool:
+    check, resource = violation
+    return tolerated.check == check and re.fullmatch(tolerated.resources, resource) is not None
+
+
+@pytest.mark.timeout(120)
+def test_checkov_finds_only_what_is_tolerated(violations: set[tuple[str, str]]) -> None:
+    found = [item for item in sorted(violations) if not any(is_tolerated(tolerated, item) for tolerated in TOLERATED)]
+    assert found == []
+
+
+@pytest.mark.timeout(120)
+def test_every_toleration_is_needed(violations: set[tuple[str, str]]) -> None:
+    unused = [item for item in TOLERATED if not any(is_tolerated(item, violation) for violation in violations)]
+    assert unused == []

@@ -1,0 +1,145 @@
+"""Monitors, alerts, dashboards, traces and the test of the release."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagemesh.orchestrator.scaling.signals import Metric
+from tests.k8s.helm import CHART, HELMS, NAMESPACE, RELEASE, Values, load_objects, render_text
+from tests.k8s.manifests import field
+from tests.k8s.release import SPEECH, Release, at, merged
+
+ON = {
+    "serviceMonitor": {"enabled": True, "labels": {"prometheus": "main"}},
+    "prometheusRule": {"enabled": True, "labels": {"prometheus": "main"}, "queuedSeconds": 44},
+    "dashboards": {"enabled": True, "annotations": {"grafana_folder": "Stagemesh"}},
+}
+STAGEMESH_METRIC = re.compile(r"\bstagemesh_[a-z_]+(?=\{)")
+KUBERNETES_METRICS = {
+    "kube_deployment_spec_replicas",
+    "kube_deployment_status_replicas_available",
+    "kube_pod_container_status_restarts_total",
+}
+
+
+@pytest.fixture(scope="module")
+def monitored() -> Release:
+    return Release(at("monitoring", ON))
+
+
+def expressions(value: Any) -> list[str]:
+    """Returns the PromQL expressions of a rule or a dashboard."""
+    if isinstance(value, dict):
+        own = [value["expr"]] if "expr" in value else []
+        return own + [item for child in value.values() for item in expressions(child)]
+    return [item for child in value for item in expressions(child)] if isinstance(value, list) else []
+
+
+def test_nothing_is_monitored_by_default() -> None:
+    assert not Release().of_kind("ServiceMonitor", "PodMonitor", "PrometheusRule", "ConfigMap")
+
+
+def test_prometheus_scrapes_the_orchestrators_and_learns_the_release(monitored: Release) -> None:
+    endpoint = field(monitored["ServiceMonitor/release"], "spec.endpoints.0")
+    relabelings = [(item["targetLabel"], item["replacement"]) for item in endpoint["relabelings"]]
+    assert (endpoint["port"], endpoint["path"]) == ("metrics", "/metrics")
+    assert ("stagemesh_release", RELEASE) in relabelings
+
+
+def test_monitors_and_rules_have_the_labels_by_which_prometheus_finds_them(monitored: Release) -> None:
+    for ref in ("ServiceMonitor/release", "PrometheusRule/release"):
+        assert monitored[ref]["metadata"]["labels"]["prometheus"] == "main"
+
+
+def test_metrics_are_served_on_the_port_that_is_scraped(monitored: Release) -> None:
+    assert monitored.config()["metrics_listen"] == "0.0.0.0:9464"
+
+
+def test_alerts_concern_this_release_alone(monitored: Release) -> None:
+    for expression in expressions(monitored["PrometheusRule/release"]):
+        assert f'stagemesh_release="{RELEASE}"' in expression or f'namespace="{NAMESPACE}"' in expression
+
+
+def test_an_alert_fires_above_the_given_backlog(monitored: Release) -> None:
+    found = [
+        text for text in expressions(monitored["PrometheusRule/release"]) if "queued_seconds" in text and ">" in text
+    ]
+    assert [text.rpartition("> ")[2] for text in found] == ["44"]
+
+
+def test_alerts_use_metrics_that_exist(monitored: Release) -> None:
+    text = " ".join(expressions(monitored["PrometheusRule/release"]))
+    assert set(re.findall(r"\b(?:stagemesh|kube)_[a-z_]+(?=\{)", text)) - KUBERNETES_METRICS <= served_metrics()
+
+
+def test_dashboards_use_metrics_that_exist(monitored: Release) -> None:
+    dashboards = [json.loads(text) for item in monitored.of_kind("ConfigMap") for text in item["data"].values()]
+    found = {name for text in expressions(dashboards) for name in STAGEMESH_METRIC.findall(text)}
+    assert found
+    assert found <= served_metrics()
+
+
+def served_metrics() -> set[str]:
+    return {metric.value for metric in Metric}
+
+
+def test_grafana_finds_the_dashboards_by_their_label(monitored: Release) -> None:
+    maps = monitored.of_kind("ConfigMap")
+    assert maps
+    assert all(item["metadata"]["labels"]["grafana_dashboard"] == "1" for item in maps)
+    assert all(item["metadata"]["annotations"]["grafana_folder"] == "Stagemesh" for item in maps)
+
+
+def test_traces_go_to_the_collector_of_the_values() -> None:
+    release = Release(at("otlp.endpoint", "http://collector.tracing:4317"))
+    names = ("orchestrator", "thinker", "vocoder")
+    assert {release.env(name)["OTEL_EXPORTER_OTLP_ENDPOINT"] for name in names} == {"http://collector.tracing:4317"}
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT" not in Release().env("thinker")
+
+
+def test_the_test_of_the_release_sends_one_request_and_ends() -> None:
+    release = Release(at("test", {"prompt": "Hi: there", "timeoutSeconds": 30, "arguments": ["--seed=1"]}))
+    pod = release["Pod/release-test"]
+    arguments = field(pod, "spec.containers.0.args")
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    assert arguments[:2] == ["generate", "Hi: there"]
+    assert "--seed=1" in arguments
+    assert any(f"release-orchestrator.{NAMESPACE}.svc.cluster.local:7780" in argument for argument in arguments)
+    assert pod["spec"]["restartPolicy"] == "Never"
+    assert pod["spec"]["activeDeadlineSeconds"] > 30
+
+
+def test_the_test_of_the_release_can_be_turned_off() -> None:
+    assert "Pod/release-test" not in Release(at("test.enabled", False))
+
+
+def read_notes(folder: Path, helm: str, *changes: Values) -> str:
+    """Returns the text of NOTES.txt, which `helm template` does not print, by a copy of the chart that contains it."""
+    chart = shutil.copytree(CHART, folder / "chart")
+    copied = '{"kind": "ConfigMap", "notes": {{ include "stagemesh/templates/NOTES.txt" . | toJson }}}'
+    (chart / "templates" / "notes.yaml").write_text(copied)
+    text = render_text(merged(SPEECH, *changes), "--show-only", "templates/notes.yaml", helm=helm, chart=chart)
+    notes: str = load_objects(text)[0]["notes"]
+    return notes
+
+
+@pytest.mark.parametrize("helm", HELMS)
+def test_the_notes_name_the_next_three_commands(helm: str, tmp_path: Path) -> None:
+    lines = [line.strip() for line in read_notes(tmp_path, helm).splitlines()]
+    commands = [line for line in lines if line.startswith(("kubectl ", "helm ", "stagemesh "))]
+    assert len(commands) == 3
+    assert f"helm test {RELEASE} --namespace {NAMESPACE} --logs" in commands
+
+
+@pytest.mark.parametrize("helm", HELMS)
+def test_the_notes_say_that_connections_are_not_encrypted(helm: str, tmp_path: Path) -> None:
+    assert "connections are neither encrypted nor authenticated" in read_notes(tmp_path, helm)
+
+
+def test_the_notes_warn_of_a_volume_of_the_host(tmp_path: Path) -> None:
+    cache = {"existingClaim": None, "hostPath": "/srv/models"}
+    assert "hostPath" in read_notes(tmp_path, "helm4", at("stageDefaults.modelCache", cache))

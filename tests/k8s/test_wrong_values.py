@@ -1,0 +1,292 @@
+"""Wrong values are refused when the chart is rendered, with the path of the value and the remedy."""
+
+from typing import Any
+
+import pytest
+
+from tests.k8s.helm import HELMS, HelmError, render_text
+from tests.k8s.release import EXTERNAL, SPEECH, Release, at, merged
+from tests.k8s.test_stage_settings import NIXL_EDGE
+
+MIB = 2**20
+SCALED = {"enabled": True, "minReplicas": 1, "maxReplicas": 4}
+LIMIT = {"limits": {"memory": "32Mi"}}
+PARALLEL = at("pipeline.stages.thinker.options.tensor_parallel_size", 4)
+EDGES = SPEECH["pipeline"]["edges"]
+
+# What is changed in SPEECH, and the parts of the message: the path of the value and the remedy.
+RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
+    "no pipeline": (
+        [{"pipeline": None}],
+        [
+            "pipeline has no stages",
+            "set it to the content of a pipeline file, as `stagemesh k8s render FILE` prints it",
+        ],
+    ),
+    "no replicas of a needed stage": (
+        [at("stages.thinker.replicas", 0)],
+        ["stages.thinker.replicas is 0, but the pipeline needs stage thinker", "set at least 1"],
+    ),
+    "no replicas of a needed group": (
+        [at("groups.voice.replicas", 0)],
+        ["groups.voice.replicas is 0, but the pipeline needs stage acoustic and vocoder", "set at least 1"],
+    ),
+    "no replicas in the pipeline": (
+        [at("pipeline.stages.thinker.replicas", 0)],
+        ["pipeline.stages.thinker.replicas", "0"],
+    ),
+    "different replicas in one pod": (
+        [at("pipeline.stages.vocoder.replicas", 2)],
+        ["pipeline.stages.vocoder.replicas is 2", "group voice has 1", "the same number"],
+    ),
+    "two stages on one port": (
+        [at("stages.vocoder.port", 50051)],
+        ["stages.vocoder.port is 50051, which stage acoustic of the same pod uses", "set another port"],
+    ),
+    "arena above the memory limit": (
+        [at("pipeline.stages.thinker.data_plane.arena_bytes", 64 * MIB), at("stages.thinker.resources", LIMIT)],
+        [
+            "pipeline.stages.thinker.data_plane.arena_bytes is 67108864",
+            "stages.thinker.resources.limits.memory is 32Mi",
+            "raise the limit, or set a smaller arena",
+        ],
+    ),
+    "default arena above the memory limit": (
+        [at("stages.thinker.resources", LIMIT)],
+        ["pipeline.stages.thinker.data_plane.arena_bytes is 67108864", "raise the limit, or set a smaller arena"],
+    ),
+    "GPU edge without a GPU": (
+        [
+            at("pipeline.edges", NIXL_EDGE),
+            at("stages.thinker.rdma", {"enabled": True, "resource": "rdma/hca", "gpuDirect": True}),
+        ],
+        [
+            "stages.thinker.rdma.gpuDirect is true, but the stage has no GPU",
+            "set stages.thinker.gpus, or remove gpuDirect",
+        ],
+    ),
+    "fewer GPUs than ranks": (
+        [PARALLEL, at("stages.thinker.gpus", 2)],
+        ["stages.thinker.gpus", "need 4", "set stages.thinker.gpus, or multiNode.nodes"],
+    ),
+    "unknown colocation group": (
+        [at("groups.speakers.surge", 2)],
+        ["groups.speakers is not a colocation group of the pipeline", "its groups are thinker, voice"],
+    ),
+    "unknown stage": (
+        [at("stages.talker.gpus", 1)],
+        ["stages.talker is not a stage of the pipeline", "its stages are acoustic, thinker, vocoder"],
+    ),
+    "setting of the pod for one of its stages": (
+        [at("stages.vocoder.nodeSelector", {"gpu": "h200"})],
+        ["stages.vocoder.nodeSelector is a setting of the pod", "set groups.voice.nodeSelector"],
+    ),
+    "shm between groups": (
+        [at("pipeline.edges", [{**EDGES[0], "connector": "shm"}, EDGES[1]])],
+        [
+            "pipeline.edges[0].connector is shm",
+            "thinker and acoustic are in the groups thinker and voice",
+            "give both stages the same group, or set connector: auto",
+        ],
+    ),
+    "edge to an unknown stage": (
+        [at("pipeline.edges", [*EDGES, {"from": "thinker", "to": "talker"}])],
+        ["pipeline.edges[2].to", "talker", "its stages are acoustic, thinker, vocoder"],
+    ),
+    "RDMA without a device": (
+        [at("pipeline.edges", NIXL_EDGE), at("stages.thinker.rdma.enabled", True)],
+        ["stages.thinker.rdma.resource is not set", "name the resource of the RDMA device plug-in"],
+    ),
+    "RDMA without an edge": (
+        [
+            at("pipeline.edges", [{**edge, "connector": "grpc"} for edge in EDGES]),
+            at("stages.thinker.rdma", {"enabled": True, "resource": "rdma/hca"}),
+        ],
+        ["stages.thinker.rdma.enabled is true, but no edge of the stage has connector nixl", "remove rdma"],
+    ),
+    "TLS without certificates": (
+        [at("tls.enabled", True)],
+        ["tls.enabled is true, but tls.secrets.orchestrator is not set", "set it, or tls.issuer.name"],
+    ),
+    "TLS with one certificate": (
+        [at("tls", {"enabled": True, "secrets": {"orchestrator": "tls-o"}})],
+        ["tls.enabled is true, but tls.secrets.stages is not set", "set it, or tls.issuer.name"],
+    ),
+    "certificates without TLS": (
+        [at("tls.secrets.orchestrator", "tls-o")],
+        ["tls.secrets.orchestrator is set, but tls.enabled is false", "set tls.enabled: true, or remove the secret"],
+    ),
+    "issuer without TLS": (
+        [at("tls.issuer.name", "ca")],
+        ["tls.issuer.name is set, but tls.enabled is false", "set tls.enabled: true, or remove the issuer"],
+    ),
+    "issuer and certificates": (
+        [at("tls", {"enabled": True, "issuer": {"name": "ca"}, "secrets": {"stages": "tls-s"}})],
+        ["tls.secrets.stages and tls.issuer.name are both set", "keep the issuer or the secrets"],
+    ),
+    "drain longer than the grace period": (
+        [at("stages.thinker", {"drainSeconds": 300, "terminationGracePeriodSeconds": 100})],
+        ["stages.thinker.terminationGracePeriodSeconds", "100", "330"],
+    ),
+    "drain of orchestrators longer than the grace period": (
+        [at("orchestrator", {"drainSeconds": 300, "terminationGracePeriodSeconds": 100})],
+        ["orchestrator.terminationGracePeriodSeconds", "100", "330"],
+    ),
+    "minimum above maximum": (
+        [at("stages.thinker.autoscaling", {**SCALED, "minReplicas": 5})],
+        [
+            "stages.thinker.autoscaling.minReplicas is 5, which is above stages.thinker.autoscaling.maxReplicas, 4",
+            "lower the minimum, or raise the maximum",
+        ],
+    ),
+    "minimum above maximum by default": (
+        [at("stageDefaults.autoscaling", {**SCALED, "minReplicas": 5})],
+        ["stageDefaults.autoscaling.minReplicas is 5", "lower the minimum, or raise the maximum"],
+    ),
+    "scaled to nothing": (
+        [at("groups.voice.autoscaling", {**SCALED, "minReplicas": 0})],
+        ["groups.voice.autoscaling.minReplicas is 0", "set at least 1"],
+    ),
+    "autoscaler without a signal": (
+        [at("groups.voice.autoscaling", {**SCALED, "queuedSeconds": 0, "playoutAtRisk": 0, "inFlight": 0})],
+        ["groups.voice.autoscaling.queuedSeconds", "set at least one"],
+    ),
+    "two model caches": (
+        [at("stages.thinker.modelCache", {"existingClaim": "weights", "hostPath": "/srv"})],
+        ["stages.thinker.modelCache has existingClaim and hostPath", "keep one of them"],
+    ),
+    "init container without a cache": (
+        [at("stages.thinker.modelCache", {"none": True, "init": {"image": "fetch:1"}})],
+        ["stages.thinker.modelCache.init has an image, but there is no folder", "set one of existingClaim"],
+    ),
+    "external stage without a service": (
+        [EXTERNAL],
+        ["stages.vocoder.external is not set", "set its service and port"],
+    ),
+    "external settings of an internal stage": (
+        [at("stages.thinker.external", {"service": "sampler", "port": 1})],
+        ["stages.thinker.external is only for stages with `engine: external`", "remove it"],
+    ),
+    "settings of an external stage": (
+        [EXTERNAL, at("stages.vocoder", {"gpus": 1, "external": {"service": "sampler", "port": 1}})],
+        ["stages.vocoder.gpus has no effect", "remove it"],
+    ),
+    "stage of several nodes in a group": (
+        [at("stages.acoustic.multiNode", {"nodes": 2, "workerCommand": ["work"]})],
+        ["stages.acoustic.multiNode.nodes is 2, but the stage shares a pod", "remove it from the group"],
+    ),
+    "stage of several nodes without a command": (
+        [at("pipeline.stages.thinker.engine", "function"), at("stages.thinker.multiNode.nodes", 2)],
+        ["stages.thinker.multiNode.workerCommand is not set"],
+    ),
+    "reserved name": (
+        [at("pipeline.stages.media", {"engine": "fake"})],
+        ["pipeline.stages.media", "choose a name other than orchestrator, admin and media"],
+    ),
+    "reserved end of a name": (
+        [at("pipeline.stages.acoustic.group", "voice-warm")],
+        ["pipeline.stages.acoustic.group", "voice-warm", "without the end -warm"],
+    ),
+    "group named like another stage": (
+        [at("pipeline.stages.thinker.group", "acoustic")],
+        ["pipeline.stages.thinker.group", "the name of a stage outside the group", "choose another name"],
+    ),
+    "name that is not a DNS label": (
+        [at("pipeline.stages.Talker", {"engine": "fake"})],
+        ["pipeline.stages.Talker", "use at most 30 lower-case letters, digits and '-'"],
+    ),
+    "names too long": (
+        [at("fullnameOverride", "a" * 60)],
+        ["fullnameOverride", "more than 63 characters", "set a shorter fullnameOverride"],
+    ),
+    "variable in a value that the chart reads": (
+        [at("pipeline.stages.thinker.engine", "${ENGINE}")],
+        ["pipeline.stages.thinker.engine", "the chart reads this value itself", "write the value"],
+    ),
+    "repeated variable": (
+        [at("stages.thinker.env", [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}])],
+        ["stages.thinker.env has the variable A more than once", "keep one"],
+    ),
+    "mount without a volume": (
+        [at("stages.thinker.volumeMounts", [{"name": "lora", "mountPath": "/lora"}])],
+        ["stages.thinker.volumeMounts[0].name", "lora", "has no volume of this name; add it there"],
+    ),
+    "volume with a name of the chart": (
+        [at("stages.thinker.volumes", [{"name": "shm", "emptyDir": {}}])],
+        ["stages.thinker.volumes[0].name", "shm", "choose another name"],
+    ),
+    "label of the chart": (
+        [at("commonLabels", {"app.kubernetes.io/name": "other"})],
+        ["commonLabels has the label app.kubernetes.io/name, which the chart sets itself", "remove it"],
+    ),
+    "two monitors": (
+        [at("monitoring", {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}})],
+        ["monitoring.podMonitor.enabled and monitoring.serviceMonitor.enabled are both true", "keep one of them"],
+    ),
+    "ports of UCX in the wrong order": (
+        [at("networkPolicy.ucxPortRange", "30010-30000")],
+        ["networkPolicy.ucxPortRange", "30010-30000", "FIRST-LAST"],
+    ),
+}
+# What is changed in SPEECH, and the path by which the schema names the value. Helm 3 and 4 spell it differently.
+TYPES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "unknown key": (at("orchestartor.replicas", 2), ["orchestartor"]),
+    "unknown key of a stage": (at("stages.thinker.replica", 2), ["stages", "thinker", "replica"]),
+    "unknown key of a group": (at("groups.voice.gpus", 2), ["groups", "voice", "gpus"]),
+    "unknown key far below": (
+        at("stages.thinker.modelCache.init.script", "x"),
+        ["thinker", "modelCache", "init", "script"],
+    ),
+    "text for a number": (at("orchestrator.replicas", "two"), ["orchestrator", "replicas", "integer"]),
+    "fraction of a replica": (at("stages.thinker.replicas", 1.5), ["stages", "thinker", "replicas", "integer"]),
+    "negative number": (at("stages.thinker.drainSeconds", -1), ["stages", "thinker", "drainSeconds", "0"]),
+    "number for a label": (at("commonLabels.version", 2), ["commonLabels", "version", "string"]),
+    "unknown policy": (at("images.stage.pullPolicy", "Sometimes"), ["images", "stage", "pullPolicy"]),
+    "shortened digest": (at("images.stage.digest", "sha256:1234"), ["images", "stage", "digest"]),
+    "port out of range": (at("stages.thinker.port", 70_000), ["stages", "thinker", "port"]),
+    "unknown autoscaler": (at("stageDefaults.autoscaling.kind", "knative"), ["stageDefaults", "autoscaling", "kind"]),
+    "malformed quantity": (
+        at("stages.thinker.resources.limits", {"memory": "2GB"}),
+        ["thinker", "resources", "limits", "memory"],
+    ),
+    "list for a mapping": (at("stages", [{"name": "thinker"}]), ["stages"]),
+    "stage without an engine": (at("pipeline.stages.spare", {"model": "x"}), ["pipeline", "stages", "spare", "engine"]),
+    "orchestrators without replicas": (at("orchestrator.replicas", 0), ["orchestrator", "replicas", "1"]),
+    "inline secret": (
+        at("stages.thinker.envFrom", [{"secret": {"HF_TOKEN": "x"}}]),
+        ["stages", "thinker", "envFrom", "secret"],
+    ),
+}
+
+
+def refusal(helm: str, *changes: dict[str, Any]) -> str:
+    """Returns the message with which helm refuses the changed values."""
+    with pytest.raises(HelmError) as refused:
+        render_text(merged(SPEECH, *changes), helm=helm)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("helm", HELMS)
+@pytest.mark.parametrize("name", RULES)
+def test_wrong_values_are_refused_with_the_remedy(name: str, helm: str) -> None:
+    changes, parts = RULES[name]
+    message = refusal(helm, *changes)
+    assert [part for part in parts if part not in message] == [], message
+
+
+@pytest.mark.parametrize("helm", HELMS)
+@pytest.mark.parametrize("name", TYPES)
+def test_values_that_the_schema_forbids_are_refused_with_their_path(name: str, helm: str) -> None:
+    change, parts = TYPES[name]
+    message = refusal(helm, change)
+    assert "values don't meet the specifications of the schema" in message
+    assert [part for part in parts if part not in message] == [], message
+
+
+def test_the_values_that_the_wrong_ones_start_from_are_right() -> None:
+    assert Release().objects
+    assert Release(EXTERNAL, at("stages.vocoder.external", {"service": "sampler", "port": 6000})).objects
+    assert Release(PARALLEL, at("stages.thinker.gpus", 4)).objects
+    assert Release(at("stages.thinker", {"drainSeconds": 300, "terminationGracePeriodSeconds": 330})).objects
+    assert Release(at("stages.thinker.autoscaling", {**SCALED, "minReplicas": 4})).objects
+    assert Release(at("stages.thinker.resources", {"limits": {"memory": "256Mi"}})).objects

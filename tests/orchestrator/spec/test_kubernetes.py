@@ -1,0 +1,216 @@
+"""The rules of the Helm chart, and pipeline files within values files of the chart."""
+
+from pathlib import Path
+
+import pytest
+
+from stagemesh.common.errors import InvalidPipelineError
+from stagemesh.orchestrator.spec import Pipeline, kubernetes_hints, load_pipeline
+from tests.orchestrator.spec.catalog import CATALOG
+
+GOOD = """\
+pipeline: song
+stages:
+  thinker: {engine: plain, function: talk}
+  reader: {engine: plain, function: read, group: voice}
+  singer: {engine: plain, function: sing, group: voice}
+edges:
+  - {from: thinker, to: reader}
+  - {from: reader, to: singer, connector: shm}
+outputs: {text: thinker, audio: singer}
+"""
+VALUES = f"""\
+images:
+  stage: {{repository: "${{REGISTRY}}/stage"}}
+pipeline:
+{"".join(f"  {line}" for line in GOOD.splitlines(keepends=True))}
+stages: {{thinker: {{gpus: 1}}}}
+"""
+LONG = "a-name-with-thirty-one-letters-"
+
+
+def _load(
+    folder: Path, text: str, *, variables: dict[str, str] | None = None, overrides: dict[str, str] | None = None
+) -> Pipeline:
+    path = folder / "song.yaml"
+    path.write_text(text)
+    return load_pipeline(
+        str(path), catalog=CATALOG, variables=variables or {}, overrides=overrides, for_kubernetes=True
+    )
+
+
+def _errors(folder: Path, text: str, **arguments: dict[str, str]) -> list[str]:
+    with pytest.raises(InvalidPipelineError) as caught:
+        _load(folder, text, **arguments)
+    return caught.value.message.replace(str(folder / "song.yaml"), "song.yaml").splitlines()
+
+
+CASES: dict[str, tuple[str, str, str]] = {
+    "shm between pods": ("{from: thinker, to: reader}", "{from: thinker, to: reader, connector: shm}",
+        ("song.yaml:7: edge 'thinker->reader' uses shm, but its stages do not share a pod; give both stages the same "
+        "`group`, or set `connector: auto`")),
+    "shm between groups": ("sing, group: voice", "sing, group: choir",
+        ("song.yaml:8: edge 'reader->singer' uses shm, but its stages do not share a pod; give both stages the same "
+        "`group`, or set `connector: auto`")),
+    "other number of replicas in a group": ("sing, group: voice", "sing, group: voice, replicas: 2",
+        ("song.yaml:5: stages 'reader' and 'singer' share the pods of group 'voice', but have 1 and 2 replicas; set "
+        "the same `replicas`")),
+    "invalid group": ("sing, group: voice", "sing, group: My_Voice",
+        "song.yaml:5: stages.singer.group is 'My_Voice'; use lower-case letters, digits and '-', a letter first"),
+    "group with the name of another stage": ("voice", "thinker",
+        "song.yaml:4: group 'thinker' has the name of a stage that is not in the group; rename the group"),
+    "reserved group": ("voice", "media",
+        ("song.yaml:4: group 'media' has a name that the chart needs (admin, media, orchestrator, and names that end "
+        "with -warm); rename it")),
+    "reserved stage": ("thinker", "admin",
+        ("song.yaml:3: stage 'admin' has a name that the chart needs (admin, media, orchestrator, and names that end "
+        "with -warm); rename it")),
+    "stage like a warm tier": ("thinker", "reader-warm",
+        ("song.yaml:3: stage 'reader-warm' has a name that the chart needs (admin, media, orchestrator, and names that "
+        "end with -warm); rename it")),
+    "long stage": ("thinker", f"{LONG}x",
+        f"song.yaml:3: stage '{LONG}x' has 32 characters, more than the chart allows (30); shorten it"),
+    "stage that ends with a hyphen": ("thinker", "think-",
+        ("song.yaml:3: stage 'think-' ends with '-', but names of Kubernetes objects end with a letter or digit; "
+        "rename it")),
+    "group that ends with a hyphen": ("voice", "voice-",
+        ("song.yaml:4: group 'voice-' ends with '-', but names of Kubernetes objects end with a letter or digit; "
+        "rename it")),
+    "number that Helm rounds": ("function: talk", "function: talk, options: {max_len: 9007199254740993}",
+        ("song.yaml:3: stages.thinker.options.max_len is 9007199254740993, which Helm rounds; write a number of at "
+        "most 2**53")),
+    "variable for a connector": ("connector: shm", "connector: '${CONNECTOR:-auto}'",
+        ("song.yaml:8: edges.1.connector is ${CONNECTOR:-auto}, but the chart cannot read variables here; write the "
+        "value")),
+    "variable for a size of the arena": ("function: talk", "function: talk, data_plane: {arena_bytes: '${SIZE:-1}'}",
+        ("song.yaml:3: stages.thinker.data_plane.arena_bytes is ${SIZE:-1}, but the chart cannot read variables here; "
+        "write the value")),
+    "variable for the store": ("outputs:", "media: {store: 's3://${BUCKET:-b}'}\noutputs:",
+        "song.yaml:9: media.store is s3://${BUCKET:-b}, but the chart cannot read variables here; write the value"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mistake_is_reported_with_its_line_and_remedy(case: str, tmp_path: Path) -> None:
+    before, after, message = CASES[case]
+    assert before in GOOD
+    assert message in _errors(tmp_path, GOOD.replace(before, after))
+
+
+@pytest.mark.parametrize("key", ["engine", "replicas", "group"])
+def test_a_variable_is_rejected_if_the_chart_reads_the_value(key: str, tmp_path: Path) -> None:
+    text = GOOD.replace("{engine: plain, function: talk}", f"{{engine: plain, function: talk, {key}: '${{X:-y}}'}}")
+    assert any(f"stages.thinker.{key} is ${{X:-y}}, but the chart" in line for line in _errors(tmp_path, text))
+
+
+@pytest.mark.parametrize("end", ["from: thinker", "to: reader"])
+def test_a_variable_cannot_name_the_end_of_an_edge(end: str, tmp_path: Path) -> None:
+    key, name = end.split(": ")
+    text = GOOD.replace(f"{end}", f"{key}: ${{X:-{name}}}")
+    assert f"edges.0.{key} is ${{X:-{name}}}, but the chart" in _errors(tmp_path, text)[0]
+
+
+def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
+    text = GOOD.replace("thinker", "admin").replace("singer", "loud-warm").replace("sing, group: voice", "sing")
+    assert [line.split(": ")[0] for line in _errors(tmp_path, text)] == ["song.yaml:3", "song.yaml:5", "song.yaml:8"]
+
+
+def test_variables_may_be_used_in_other_places(tmp_path: Path) -> None:
+    text = GOOD.replace("function: talk", "function: '${F:-talk}', options: {max_len: '${N:-3}'}")
+    assert _load(tmp_path, text).stages["thinker"].function == "talk"
+
+
+def test_an_override_replaces_a_variable(tmp_path: Path) -> None:
+    text = GOOD.replace("function: talk", "function: talk, replicas: '${N:-3}'")
+    assert _load(tmp_path, text, overrides={"stages.thinker.replicas": "4"}).stages["thinker"].replicas == 4
+
+
+def test_a_name_may_have_thirty_characters(tmp_path: Path) -> None:
+    name = f"{LONG[:-2]}x"
+    assert len(name) == 30
+    assert name in _load(tmp_path, GOOD.replace("thinker", name)).stages
+
+
+def test_a_group_may_have_the_name_of_its_stage(tmp_path: Path) -> None:
+    groups = {
+        stage.name: stage.group_name for stage in _load(tmp_path, GOOD.replace("voice", "singer")).stages.values()
+    }
+    assert groups == {"thinker": "thinker", "reader": "singer", "singer": "singer"}
+
+
+def test_groups_do_not_change_the_generation(tmp_path: Path) -> None:
+    apart = _load(tmp_path, GOOD.replace(", group: voice", "").replace("shm", "auto"))
+    assert apart.generation == _load(tmp_path, GOOD).generation
+
+
+def test_the_rules_of_the_chart_are_not_checked_otherwise(tmp_path: Path) -> None:
+    path = tmp_path / "song.yaml"
+    path.write_text(GOOD.replace("thinker", "admin").replace(", group: voice", ""))
+    assert "admin" in load_pipeline(str(path), catalog=CATALOG, variables={}).stages
+
+
+def test_a_values_file_contains_a_pipeline(tmp_path: Path) -> None:
+    pipeline = _load(tmp_path, VALUES)
+    assert (pipeline.name, list(pipeline.stages)) == ("song", ["thinker", "reader", "singer"])
+
+
+def test_a_mistake_has_its_line_in_the_values_file(tmp_path: Path) -> None:
+    text = VALUES.replace("sing, group: voice", "sing").replace("audio: singer", "audio: singr")
+    edge, output = _errors(tmp_path, text)
+    assert edge.startswith("song.yaml:11: edge 'reader->singer' uses shm, but its stages do not share a pod; give both")
+    assert output == "song.yaml:12: output 'audio' names an unknown stage 'singr'; did you mean 'singer'?"
+
+
+def test_an_incomplete_values_file_names_the_line_of_the_pipeline(tmp_path: Path) -> None:
+    lines = _errors(tmp_path, "images: {}\npipeline: {}\n")
+    assert lines == [
+        "song.yaml:2: the file has no 'pipeline'; add it",
+        "song.yaml:2: the file has no 'stages'; add it",
+        "song.yaml:2: the file has no 'outputs'; add it",
+    ]
+
+
+def test_the_content_has_references_instead_of_values(tmp_path: Path) -> None:
+    text = GOOD.replace("function: talk", "function: ${F}, options: {max_len: ${N:-3}, device: '$${D} ${D:-}'}")
+    content = _load(
+        tmp_path, text, variables={"F": "talk"}, overrides={"stages.reader.options": "{device: '${X}'}"}
+    ).content
+    stages = content["stages"]
+    assert isinstance(stages, dict)
+    assert stages["thinker"]["function"] == "${F}"
+    assert stages["thinker"]["options"] == {"max_len": "${N:-3}", "device": "$${D} ${D:-}"}
+    assert stages["reader"]["options"] == {"device": "$${X}"}
+    assert stages["reader"]["group"] == "voice"
+
+
+EXTERNAL = """\
+pipeline: song
+stages:
+  thinker: {engine: plain, function: talk}
+  upper:
+    engine: external
+    signature: {accepts: {text: "uint8[bytes]"}, emits: {text: {type: "uint8[bytes]", kind: text}}}
+edges:
+  - {from: thinker, to: upper}
+outputs: {text: upper}
+"""
+
+
+def test_an_external_stage_without_addresses_is_a_hint(tmp_path: Path) -> None:
+    (hint,) = kubernetes_hints(_load(tmp_path, EXTERNAL))
+    assert hint.startswith("stage 'upper' is external and has no addresses; set stages.upper.external.service in the")
+    text = EXTERNAL.replace("engine: external", "engine: external\n    addresses: ['upper.other:50051']")
+    assert kubernetes_hints(_load(tmp_path, text)) == ()
+
+
+def test_an_external_stage_shares_no_pod(tmp_path: Path) -> None:
+    (error,) = _errors(tmp_path, EXTERNAL.replace("to: upper}", "to: upper, connector: shm}"))
+    assert error.endswith("set `connector: auto`, because an external stage is in another pod")
+
+
+def test_a_folder_for_media_is_a_hint(tmp_path: Path) -> None:
+    assert (
+        "media.store is the folder /srv/media, which is a different folder in each pod"
+        in kubernetes_hints(_load(tmp_path, f"{GOOD}media: {{store: /srv/media}}\n"))[0]
+    )
+    assert kubernetes_hints(_load(tmp_path, f"{GOOD}media: {{store: 'memory://media'}}\n")) == ()
