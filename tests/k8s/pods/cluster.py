@@ -9,7 +9,8 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -130,9 +131,7 @@ class Cluster:
         """Waits until the condition holds. Fails after `timeout_s`."""
         end_s = time.monotonic() + timeout_s
         while not condition():
-            if time.monotonic() > end_s:
-                self.print_logs()
-                raise AssertionError(f"the condition does not hold after {timeout_s:g} s")
+            assert time.monotonic() < end_s, f"the condition does not hold after {timeout_s:g} s"
             await asyncio.sleep(_INTERVAL_S)
 
     # Controllers
@@ -260,11 +259,16 @@ class Cluster:
         if is_failure:
             self.failures.append(event)
 
-    def print_logs(self) -> None:
-        """Prints all events, and the last lines of the log of each container."""
-        print("\n".join(self.events))
-        for log in sorted(self._folder.glob("*.log")):
-            print(f"--- {log.name}", *log.read_text(errors="replace").splitlines()[-15:], sep="\n")
+    @contextmanager
+    def logged(self) -> Iterator[None]:
+        """Prints all events and the last lines of the log of each container if the block fails."""
+        try:
+            yield
+        except BaseException:
+            print("\n".join(self.events))
+            for log in sorted(self._folder.glob("*.log")):
+                print(f"--- {log.name}", *log.read_text(errors="replace").splitlines()[-15:], sep="\n")
+            raise
 
 
 def _is_hook(manifest: Manifest) -> bool:

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
 from tests.k8s.manifests import Manifest
@@ -38,7 +39,7 @@ class Deployment:
         template: Manifest = self.manifest["spec"]["template"]
         return template
 
-    @property
+    @cached_property
     def revision(self) -> str:
         """The hash of the pod template, which names the ReplicaSet."""
         return hashlib.sha256(json.dumps(self.template, sort_keys=True).encode()).hexdigest()[:8]
@@ -80,10 +81,13 @@ def decide(
     allowed = deployment.replicas + deployment.max_surge if old else deployment.replicas
     create = max(0, min(deployment.replicas - len(new), allowed - len(new) - len(old)))
     minimum = deployment.replicas - deployment.max_unavailable
-    unavailable_old = [pod for pod in old if pod not in available]
-    available_old = [pod for pod in _least_useful(old) if pod in available]
-    spare = max(0, len(available) - len([pod for pod in surplus if pod in available]) - minimum)
-    return Decision(create, [*surplus, *unavailable_old, *available_old[:spare]])
+    loading = [pod for pod in new if pod not in available]
+    removable = len(new) + len(old) - minimum - len(loading)
+    if removable <= 0:
+        return Decision(create, surplus)
+    broken = [pod for pod in old if pod not in available][:removable]
+    rest = [pod for pod in _least_useful(old) if pod not in broken]
+    return Decision(create, [*surplus, *broken, *rest[: max(0, len(available) - len(surplus) - minimum)]])
 
 
 def _least_useful(pods: Sequence[MemberT]) -> list[MemberT]:

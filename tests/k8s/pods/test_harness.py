@@ -136,6 +136,12 @@ def test_a_rolling_update_replaces_an_available_pod_only_by_an_available_one() -
     assert _decide(2, [ready], old[:1]) == Decision(1, [])
 
 
+def test_a_rolling_update_keeps_an_unready_pod_while_the_new_one_loads() -> None:
+    loading, ready, broken = _Pod(2, ready=False), _Pod(2), _Pod(0, ready=False)
+    assert _decide(1, [loading], [broken]) == Decision(0, [])
+    assert _decide(1, [ready], [broken]) == Decision(0, [broken])
+
+
 @pytest.mark.parametrize("ready", [False, True])
 def test_scaling_down_deletes_unready_pods_first_and_then_the_youngest(*, ready: bool) -> None:
     pods = [_Pod(0), _Pod(1, ready=ready), _Pod(2)]

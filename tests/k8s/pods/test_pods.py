@@ -17,7 +17,7 @@ from tests.soak.load import Load
 from tests.soak.work import Work
 from tests.soak.workload import requests
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
 
 ORCHESTRATOR = f"{RELEASE}-orchestrator"
 STAGES = (f"{RELEASE}-source", f"{RELEASE}-{GROUP}")
@@ -31,10 +31,11 @@ _LATCHED_S = 11.0
 async def _running(folder: Path, *, replicas: int) -> AsyncIterator[Cluster]:
     """Runs a release of the old generation. Asserts at the end that no container has failed."""
     async with Cluster(folder) as cluster:
-        await cluster.apply(release(OLD, replicas=replicas))
-        await cluster.until_settled()
-        yield cluster
-        assert not cluster.failures
+        with cluster.logged():
+            await cluster.apply(release(OLD, replicas=replicas))
+            await cluster.until_settled()
+            yield cluster
+            assert not cluster.failures
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -52,22 +53,21 @@ async def _load(cluster: Cluster, *generations: Generation) -> AsyncIterator[dic
     """
     work = Work(requests(3, count=8, steps=(8, 24)), {}, lambda _: dict.fromkeys(OUTPUTS, ()))
     load, stop = Load(await cluster.outside(ORCHESTRATOR, "grpc"), work), asyncio.Event()
-    async with asyncio.TaskGroup() as group:
-        group.create_task(load.until(stop, clients=_CLIENTS))
-        yield load.ended
-        stop.set()
-    failed = {name: each.error for name, each in load.ended.items() if not each.whole()}
-    made = {name: [each.made(delivery) for each in generations] for name, delivery in load.ended.items()}
-    mixed = [name for name, matches in made.items() if matches.count(True) != 1]
-    if failed or mixed or cluster.failures:
-        cluster.print_logs()
-    assert (failed, mixed, cluster.failures) == ({}, [], [])
+    with cluster.logged():
+        async with asyncio.TaskGroup() as group:
+            group.create_task(load.until(stop, clients=_CLIENTS))
+            yield load.ended
+            stop.set()
+        failed = {name: each.error for name, each in load.ended.items() if not each.whole()}
+        made = {name: [each.made(delivery) for each in generations] for name, delivery in load.ended.items()}
+        mixed = [name for name, matches in made.items() if matches.count(True) != 1]
+        assert (failed, mixed, cluster.failures) == ({}, [], [])
 
 
 async def _until_more(cluster: Cluster, ended: dict[str, Delivery], count: int = 8) -> None:
     """Waits until `count` more requests have ended."""
     goal = len(ended) + count
-    await cluster.until(lambda: len(ended) >= goal, timeout_s=60)
+    await cluster.until(lambda: len(ended) >= goal, timeout_s=90)
 
 
 async def test_no_request_of_a_rolling_update_fails_or_pairs_generations(tmp_path: Path) -> None:
@@ -112,11 +112,11 @@ async def test_no_request_fails_when_a_node_is_cut_off(shared: Cluster) -> None:
 
 async def test_stages_stay_alive_and_ready_without_orchestrators(shared: Cluster) -> None:
     stages = [pod for stage in STAGES for pod in shared.pods_of(stage)]
-    await shared.until(lambda: all(pod.ready_s > _LATCHED_S for pod in stages), timeout_s=60)
+    await shared.until(lambda: all(pod.ready_s > _LATCHED_S for pod in stages), timeout_s=90)
     shared.scale(ORCHESTRATOR, 0)
     await shared.until_settled()
     probed = {pod: pod.live_probes for pod in stages}
-    await shared.until(lambda: all(pod.live_probes > probed[pod] + 1 for pod in stages), timeout_s=60)
+    await shared.until(lambda: all(pod.live_probes > probed[pod] + 1 for pod in stages), timeout_s=90)
     assert {pod for pod in shared.pods.values() if pod.ready} == set(stages)
     shared.scale(ORCHESTRATOR, 2)
     await shared.until_settled()

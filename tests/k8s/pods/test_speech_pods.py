@@ -48,10 +48,11 @@ async def test_pods_speak_like_the_launcher_over_the_network_and_shared_memory(
     tmp_path: Path, readable_models: Path
 ) -> None:
     async with Cluster(tmp_path) as cluster:
-        await cluster.apply(_release(readable_models))
-        await cluster.until_settled()
-        in_pods = await _answer(await cluster.outside(f"{RELEASE}-orchestrator", "grpc"))
-        assert not cluster.failures
+        with cluster.logged():
+            await cluster.apply(_release(readable_models))
+            await cluster.until_settled()
+            in_pods = await _answer(await cluster.outside(f"{RELEASE}-orchestrator", "grpc"))
+            assert not cluster.failures
     connectors = {edge.edge: edge.connector for edge in in_pods.finished.edges}
     assert connectors.pop("acoustic->vocoder") == "shm"
     assert set(connectors.values()) <= {"nixl", "grpc"}
