@@ -49,14 +49,14 @@ async def _send(client: AsyncClient, prompt: str, first_s: dict[str, float]) -> 
                 first_s.setdefault(request_id, time.time())
 
 
-async def _is_ready(admin: admin_pb2_grpc.AdminServiceAsyncStub, replica: str) -> bool:
+async def _is_ready(admin: "admin_pb2_grpc.AdminServiceAsyncStub", replica: str) -> bool:
     ready = await admin.ListReplicas(
         admin_pb2.ListReplicasRequest(state=stage_pb2.REPLICA_STATE_READY, page_size=_PAGE)
     )
     return replica in {each.name for each in ready.replicas}
 
 
-async def _requests_on(admin: admin_pb2_grpc.AdminServiceAsyncStub, replica: str) -> set[str]:
+async def _requests_on(admin: "admin_pb2_grpc.AdminServiceAsyncStub", replica: str) -> set[str]:
     states = [admin_pb2.REQUEST_STATE_RUNNING, admin_pb2.REQUEST_STATE_FINISHED]
     request = admin_pb2.ListRequestsRequest(states=states, target=replica, page_size=_PAGE)
     return {each.request_id for each in (await admin.ListRequests(request)).requests}
