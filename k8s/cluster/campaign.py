@@ -110,7 +110,7 @@ class Campaign:
             pod = self._random.choice([pod["metadata"]["name"] for pod in self._pods(workload)])
             force = self._random.random() < 0.5
             self._say(f"deleting {pod}{' by force' if force else ''}")
-            self._kubectl("delete", "pod", pod, *(["--grace-period=0", "--force"] if force else []))
+            self._kubectl("delete", "pod", pod, "--wait=false", *(["--grace-period=0", "--force"] if force else []))
             self._wait_ready()
 
     def _partition(self) -> None:
@@ -132,7 +132,7 @@ class Campaign:
         for workload in _WORKLOADS:
             pods = self._pods(workload)
             if len({pod["spec"]["nodeName"] for pod in pods}) == 1:
-                self._kubectl("delete", "pod", pods[0]["metadata"]["name"])
+                self._kubectl("delete", "pod", pods[0]["metadata"]["name"], "--wait=false")
             self._wait_ready()
 
     def _pods(self, workload: str) -> list[dict[str, Any]]:
