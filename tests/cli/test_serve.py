@@ -126,7 +126,7 @@ def _replaced_by(container: "subprocess.Popen[bytes]", module: str) -> psutil.Pr
 def test_a_stage_is_served_as_the_pipeline_file_describes_it(tiny: Path, endpoint: str) -> None:
     options = ["--pipeline", str(tiny), "--stage", "second", "--replica", "pod-7", "--listen", endpoint]
     with _serving("stage", *options, "--generation", "3fa19c-b70e11"):
-        _await_health(endpoint, "second")
+        _await_health(endpoint, "stagemesh.v1.StageService")
         with grpc.insecure_channel(endpoint) as channel:
             found = stage_pb2_grpc.StageServiceStub(channel).Describe(stage_pb2.DescribeRequest(), timeout=LIMIT_S)
     assert (found.pipeline, found.stage, found.replica) == ("tiny", "second", "pod-7")
@@ -155,7 +155,7 @@ def test_only_the_model_of_the_served_stage_must_exist(tmp_path: Path, endpoint:
     assert missing.returncode == ExitCode.USAGE
     assert "model '/nowhere' is missing" in " ".join(missing.stderr.split())
     with _serving("stage", *options, "--stage", "first", environment=environment):
-        _await_health(endpoint, "first")
+        _await_health(endpoint, "stagemesh.v1.StageService")
 
 
 def test_a_media_service_is_served_as_the_pipeline_file_describes_it(tmp_path: Path, endpoint: str) -> None:

@@ -15,7 +15,11 @@ SPEECH: dict[str, Any] = {
     "pipeline": {
         "pipeline": "speech",
         "stages": {
-            "thinker": {"engine": "vllm", "model": "smollm2", "options": {"dtype": "float32", "seed": 1}},
+            "thinker": {
+                "engine": "vllm",
+                "model": "smollm2",
+                "options": {"dtype": "float32", "seed": 1, "enable_sleep_mode": True},
+            },
             "acoustic": {"engine": "function", "function": "hibari.acoustic", "model": "hibari", "group": "voice"},
             "vocoder": {"engine": "function", "function": "hibari.vocoder", "group": "voice"},
         },

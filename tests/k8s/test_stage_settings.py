@@ -219,8 +219,8 @@ def test_ipc_lock_can_be_refused() -> None:
 
 
 def test_settings_of_ucx_become_variables() -> None:
-    release = Release(at("pipeline.edges", NIXL_EDGE), at("stages.thinker.ucx", {"UCX_TLS": "rc,cuda_copy"}))
-    assert release.env("thinker")["UCX_TLS"] == "rc,cuda_copy"
+    release = Release(at("pipeline.edges", NIXL_EDGE), at("stages.thinker.ucx", {"UCX_TLS": "rc,tcp"}))
+    assert release.env("thinker")["UCX_TLS"] == "rc,tcp"
     assert "UCX_TLS" not in release.env("acoustic")
 
 

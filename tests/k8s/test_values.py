@@ -3,16 +3,30 @@
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import jsonschema
+import pytest
 import yaml
+import yamllint.config
+import yamllint.linter
 
 from tests.k8s.helm import CHART, read_values
 
 VALUES = CHART / "values.yaml"
+FILES = sorted((CHART / "ci").glob("*-values.yaml"))
 TEXT = VALUES.read_text()
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 TEMPLATES = "\n".join(path.read_text() for path in sorted((CHART / "templates").rglob("*.*")))
+YAML_RULES = """
+extends: default
+rules:
+  braces: {max-spaces-inside: 0}
+  document-start: disable
+  indentation: {indent-sequences: consistent}
+  line-length: disable
+"""
 # Objects of Kubernetes, which values.yaml refers to as a whole.
 KUBERNETES = {
     "affinity", "egressRules", "env", "envFrom", "initContainers", "labelSelector", "matchExpressions", "peers",
@@ -48,6 +62,16 @@ def mappings(values: dict[str, Any], path: str = "") -> Iterator[str]:
         yield f"{path}{name}"
         if isinstance(value, dict):
             yield from mappings(value, f"{path}{name}.")
+
+
+@pytest.mark.parametrize("path", [VALUES, CHART / "Chart.yaml", *FILES], ids=lambda path: path.name)
+def test_the_files_of_values_are_sound_yaml(path: Path) -> None:
+    problems = yamllint.linter.run(path.read_text(), yamllint.config.YamlLintConfig(YAML_RULES))
+    assert [str(problem) for problem in problems] == []
+
+
+def test_the_schema_is_a_schema() -> None:
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
 
 
 def test_every_mapping_of_the_schema_refuses_unknown_keys() -> None:

@@ -12,6 +12,8 @@ MIB = 2**20
 SCALED = {"enabled": True, "minReplicas": 1, "maxReplicas": 4}
 LIMIT = {"limits": {"memory": "32Mi"}}
 PARALLEL = at("pipeline.stages.thinker.options.tensor_parallel_size", 4)
+SAMPLER = {"service": "sampler", "port": 1}
+LORA = {"name": "lora", "persistentVolumeClaim": {"claimName": "weights"}}
 EDGES = SPEECH["pipeline"]["edges"]
 
 # What is changed in SPEECH, and the parts of the message: the path of the value and the remedy.
@@ -64,6 +66,34 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
             "stages.thinker.rdma.gpuDirect is true, but the stage has no GPU",
             "set stages.thinker.gpus, or remove gpuDirect",
         ],
+    ),
+    "GPU transport without a GPU": (
+        [at("pipeline.edges", NIXL_EDGE), at("stages.thinker.ucx", {"UCX_TLS": "rc,cuda_copy"})],
+        [
+            "stages.thinker.ucx.UCX_TLS",
+            "the stage has no GPU",
+            "set stages.thinker.gpus, or remove the transports of CUDA",
+        ],
+    ),
+    "GPU twice": (
+        [at("stages.thinker", {"gpus": 1, "resources": {"limits": {"nvidia.com/gpu": "1"}}})],
+        ["stages.thinker.resources.limits has nvidia.com/gpu, which stages.thinker.gpus sets", "keep one of them"],
+    ),
+    "RDMA of a GPU without RDMA": (
+        [at("stages.thinker", {"gpus": 1, "rdma": {"gpuDirect": True}})],
+        ["stages.thinker.rdma.gpuDirect is true, but stages.thinker.rdma.enabled is false", "or remove gpuDirect"],
+    ),
+    "shared memory above the memory limit": (
+        [at("stages.thinker", {"shmBytes": 512 * MIB, "resources": {"limits": {"memory": "256Mi"}}})],
+        [
+            "stages.thinker.shmBytes is 536870912",
+            "stages.thinker.resources.limits.memory is 256Mi",
+            "set less shared memory",
+        ],
+    ),
+    "fallback above maximum": (
+        [at("stages.thinker.autoscaling", {**SCALED, "fallbackReplicas": 5})],
+        ["stages.thinker.autoscaling.fallbackReplicas is 5, which is above stages.thinker.autoscaling.maxReplicas, 4"],
     ),
     "fewer GPUs than ranks": (
         [PARALLEL, at("stages.thinker.gpus", 2)],
@@ -151,6 +181,10 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         [at("groups.voice.autoscaling", {**SCALED, "queuedSeconds": 0, "playoutAtRisk": 0, "inFlight": 0})],
         ["groups.voice.autoscaling.queuedSeconds", "set at least one"],
     ),
+    "warm tier that cannot sleep": (
+        [at("stages.thinker.warm.replicas", 1), at("pipeline.stages.thinker.options.enable_sleep_mode", None)],
+        ["stages.thinker.warm.replicas is 1, but stage thinker cannot sleep", "enable_sleep_mode: true"],
+    ),
     "two model caches": (
         [at("stages.thinker.modelCache", {"existingClaim": "weights", "hostPath": "/srv"})],
         ["stages.thinker.modelCache has existingClaim and hostPath", "keep one of them"],
@@ -164,11 +198,15 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         ["stages.vocoder.external is not set", "set its service and port"],
     ),
     "external settings of an internal stage": (
-        [at("stages.thinker.external", {"service": "sampler", "port": 1})],
+        [at("stages.thinker.external", SAMPLER)],
         ["stages.thinker.external is only for stages with `engine: external`", "remove it"],
     ),
+    "group of an external stage": (
+        [EXTERNAL, at("pipeline.stages.vocoder.group", "voice"), at("stages.vocoder.external", SAMPLER)],
+        ["pipeline.stages.vocoder.group has no effect", "remove it"],
+    ),
     "settings of an external stage": (
-        [EXTERNAL, at("stages.vocoder", {"gpus": 1, "external": {"service": "sampler", "port": 1}})],
+        [EXTERNAL, at("stages.vocoder", {"gpus": 1, "external": SAMPLER})],
         ["stages.vocoder.gpus has no effect", "remove it"],
     ),
     "stage of several nodes in a group": (
@@ -214,6 +252,14 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
     "volume with a name of the chart": (
         [at("stages.thinker.volumes", [{"name": "shm", "emptyDir": {}}])],
         ["stages.thinker.volumes[0].name", "shm", "choose another name"],
+    ),
+    "mount at a path of the chart": (
+        [at("stages.thinker", {"volumes": [LORA], "volumeMounts": [{"name": "lora", "mountPath": "/tmp/"}]})],
+        ["stages.thinker.volumeMounts[0].mountPath", "/tmp/", "another volume is mounted; choose another path"],
+    ),
+    "folder of media that pods do not share": (
+        [at("pipeline.media.store", "/media")],
+        ["media.volumeMounts mounts nothing at pipeline.media.store", "or use an object store"],
     ),
     "label of the chart": (
         [at("commonLabels", {"app.kubernetes.io/name": "other"})],

@@ -4,7 +4,7 @@ from importlib.metadata import requires
 
 import pytest
 from packaging.requirements import Requirement
-from requirements.lock import RUNTIME_EXTRAS
+from requirements.lock import CPU_EXTRAS, CUDA_EXTRAS, EXCLUDED_FROM_ORCHESTRATOR, ORCHESTRATOR_EXTRAS, normalize
 
 from tests.repository.commands import ROOT
 
@@ -12,23 +12,28 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 
 
-def normalize(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def pins(name: str) -> dict[str, str]:
     lines = (ROOT / "requirements" / name).read_text().splitlines()
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
 
-RUNTIME = PROJECT["dependencies"] + [line for extra in RUNTIME_EXTRAS.split(",") for line in EXTRAS[extra]]
-TOOLS = EXTRAS["test"] + EXTRAS["dev"]
+def runtime(extras: str) -> list[str]:
+    """Returns the requirements of the project with these extras, which are separated by commas."""
+    return PROJECT["dependencies"] + [line for extra in extras.split(",") for line in EXTRAS[extra]]
 
 
-@pytest.mark.parametrize(("lock", "wanted"), [(["cpu.txt"], RUNTIME), (["cpu.txt", "dev.txt"], TOOLS)])
-def test_the_lock_satisfies_the_project(lock: list[str], wanted: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("lock", "wanted", "excluded"),
+    [
+        (["cpu.txt"], runtime(CPU_EXTRAS), frozenset()),
+        (["cuda.txt"], runtime(CUDA_EXTRAS), frozenset()),
+        (["orchestrator.txt"], runtime(ORCHESTRATOR_EXTRAS), EXCLUDED_FROM_ORCHESTRATOR),
+        (["cpu.txt", "dev.txt"], EXTRAS["test"] + EXTRAS["dev"], frozenset()),
+    ],
+)
+def test_the_lock_satisfies_the_project(lock: list[str], wanted: list[str], excluded: frozenset[str]) -> None:
     versions = {name: version for file in lock for name, version in pins(file).items()}
-    requirements = [Requirement(line) for line in wanted]
+    requirements = [item for item in map(Requirement, wanted) if normalize(item.name) not in excluded]
     unmet = [str(item) for item in requirements if not item.specifier.contains(versions.get(normalize(item.name), "0"))]
     assert not unmet
 

@@ -27,6 +27,7 @@ that names the value and the remedy.
 {{- include "stagemesh.rule.multiNode" . -}}
 {{- include "stagemesh.rule.gracePeriods" . -}}
 {{- include "stagemesh.rule.autoscaling" . -}}
+{{- include "stagemesh.rule.warm" . -}}
 {{- include "stagemesh.rule.modelCache" . -}}
 {{- include "stagemesh.rule.environment" . -}}
 {{- include "stagemesh.rule.volumes" . -}}
@@ -339,6 +340,25 @@ stageDefaults.{{ $key }}
     {{- end -}}
     {{- if not (or $scaling.queuedSeconds $scaling.playoutAtRisk $scaling.inFlight) -}}
       {{- fail (printf "%s.queuedSeconds is 0, as all other targets are; set at least one of queuedSeconds, playoutAtRisk and inFlight" $path) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.warm" -}}
+{{- $root := index . 0 -}}
+{{- $plan := index . 1 -}}
+{{- range $name, $group := $plan.groups -}}
+  {{- if gt (int $group.warm.replicas) 0 -}}
+    {{- $path := include "stagemesh.podPath" (list $root $plan $name "warm") -}}
+    {{- range $stage := $group.stages -}}
+      {{- $entry := (get $plan.stages $stage).entry -}}
+      {{- if eq $entry.engine "function" -}}
+        {{- fail (printf "%s.replicas is %v, but the engine function of stage %s cannot sleep; remove the warm tier" $path $group.warm.replicas $stage) -}}
+      {{- end -}}
+      {{- if and (eq $entry.engine "vllm") (not (dig "options" "enable_sleep_mode" false $entry)) -}}
+        {{- fail (printf "%s.replicas is %v, but stage %s cannot sleep; set pipeline.stages.%s.options.enable_sleep_mode: true" $path $group.warm.replicas $stage $stage) -}}
+      {{- end -}}
     {{- end -}}
   {{- end -}}
 {{- end -}}

@@ -177,6 +177,8 @@ class ClientPosition:
         self._received, self._decoder = Position(), EventDecoder()
         self._steps = Counter[tuple[str, int]]()
         self._admitted = False
+        self._generation = ""
+        """The generation in which the request runs."""
         self._is_finished = False
 
     def request(self) -> orchestrator_pb2.GenerateRequest:
@@ -184,6 +186,8 @@ class ClientPosition:
         del self._request.next_positions[:]
         for (name, index), position in self._received.counts.items():
             self._request.next_positions.add(name=name, index=index, position=position)
+        if self._received.counts:
+            self._request.generation = self._generation
         return self._request
 
     def note_lost(self) -> None:
@@ -192,6 +196,8 @@ class ClientPosition:
 
     def take(self, response: orchestrator_pb2.GenerateResponse) -> Sequence[Event]:
         """Returns the events in `response` that the caller does not have yet. Empty if their kind is unknown."""
+        if response.HasField("admitted"):
+            self._generation = response.admitted.generation
         if response.HasField("output"):
             rest = self._received.remainder(response.output)
             if rest is None:

@@ -5,7 +5,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 
 from stagemesh.common.errors import (
@@ -169,12 +169,19 @@ class Orchestrator:
         return known
 
     def _plan(self, request: ValidRequest, runs: int) -> Sequence[Plan]:
-        """Plans this number of runs of a request. Only the first one can raise an error, because nothing waits here."""
+        """Plans this number of runs of a request, all in one generation."""
         route = self.pipeline.route(request.outputs, request.facts)
         self.fleet.edge_connectors.check(route.edges)
         adapters = {stage.name: parameters_of(stage, request.parameters).adapter for stage in route.stages}
         selected = {stage: adapter for stage, adapter in adapters.items() if adapter}
-        return [self._planner.plan(route, adapters=selected) for _ in range(runs)]
+        with ExitStack() as placed:
+            plans, generation = list[Plan](), request.generation
+            for _ in range(runs):
+                plans.append(self._planner.plan(route, adapters=selected, generation=generation))
+                placed.callback(plans[-1].release)
+                generation = plans[-1].generation
+            placed.pop_all()
+        return plans
 
     async def _run(self, request: ValidRequest, known: RequestLifecycle) -> None:
         error: StagemeshError | None

@@ -269,8 +269,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_GENERATION_ENDED: _ErrorReason.ValueType  # 161
     """A stage has no replica left of the generation in which the request began, because an upgrade has replaced this
-    generation. Outputs of the request have reached the client, so that it cannot restart in another generation. Send it
-    again with another request_id. To prevent this, allow running steps more time after SIGTERM (drain_s).
+    generation. The client has outputs of the request, so that it cannot restart in another generation. Send it again
+    with another request_id. To prevent this, allow running steps more time after SIGTERM (drain_s).
     """
     ERROR_REASON_STALE_ATTEMPT: _ErrorReason.ValueType  # 88
     """A newer attempt of the same request has replaced this one. Stop this attempt."""
@@ -695,8 +695,8 @@ ready.
 """
 ERROR_REASON_GENERATION_ENDED: ErrorReason.ValueType  # 161
 """A stage has no replica left of the generation in which the request began, because an upgrade has replaced this
-generation. Outputs of the request have reached the client, so that it cannot restart in another generation. Send it
-again with another request_id. To prevent this, allow running steps more time after SIGTERM (drain_s).
+generation. The client has outputs of the request, so that it cannot restart in another generation. Send it again
+with another request_id. To prevent this, allow running steps more time after SIGTERM (drain_s).
 """
 ERROR_REASON_STALE_ATTEMPT: ErrorReason.ValueType  # 88
 """A newer attempt of the same request has replaced this one. Stop this attempt."""

@@ -30,7 +30,7 @@ from stagemesh.v1 import signature_pb2 as stagemesh_dot_v1_dot_signature__pb2
 from stagemesh.v1 import stage_pb2 as stagemesh_dot_v1_dot_stage__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fstagemesh/v1/orchestrator.proto\x12\x0cstagemesh.v1\x1a\x18stagemesh/v1/chunk.proto\x1a\x1bstagemesh/v1/protocol.proto\x1a\x1astagemesh/v1/request.proto\x1a\x18stagemesh/v1/roles.proto\x1a\x1cstagemesh/v1/signature.proto\x1a\x18stagemesh/v1/stage.proto\"\x9b\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08pipeline\x18\x02 \x01(\t\x12\"\n\x05input\x18\x03 \x01(\x0b\x32\x13.stagemesh.v1.Input\x12,\n\nparameters\x18\x04 \x01(\x0b\x32\x18.stagemesh.v1.Parameters\x12\x0f\n\x07outputs\x18\x05 \x03(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x0e\n\x06\x63\x61ller\x18\x07 \x01(\t\x12\x34\n\x0enext_positions\x18\x08 \x03(\x0b\x32\x1c.stagemesh.v1.OutputPosition\x12\x10\n\x08linger_s\x18\t \x01(\r\x12\x15\n\rearlier_calls\x18\n \x01(\r\"?\n\x0eOutputPosition\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\x04\"\x9e\x02\n\x10GenerateResponse\x12-\n\x06queued\x18\x01 \x01(\x0b\x32\x1b.stagemesh.v1.RequestQueuedH\x00\x12\x31\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x1d.stagemesh.v1.RequestAdmittedH\x00\x12\x31\n\x08progress\x18\x03 \x01(\x0b\x32\x1d.stagemesh.v1.RequestProgressH\x00\x12&\n\x06output\x18\x04 \x01(\x0b\x32\x14.stagemesh.v1.OutputH\x00\x12\x31\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x1d.stagemesh.v1.RequestFinishedH\x00\x12\x11\n\tignorable\x18\x0f \x01(\x08\x42\x07\n\x05\x65vent\"N\n\rRequestQueued\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x17\n\x0f\x65xpected_wait_s\x18\x03 \x01(\x01\"b\n\x0fRequestAdmitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12-\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x1c.stagemesh.v1.AdmittedChoice\"\x7f\n\x0e\x41\x64mittedChoice\x12<\n\x08replicas\x18\x01 \x03(\x0b\x32*.stagemesh.v1.AdmittedChoice.ReplicasEntry\x1a/\n\rReplicasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"]\n\x0fRequestProgress\x12\r\n\x05stage\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12,\n\x08progress\x18\x03 \x01(\x0b\x32\x1a.stagemesh.v1.StepProgress\"h\n\x0fRequestFinished\x12-\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x1c.stagemesh.v1.FinishedChoice\x12&\n\x07timings\x18\x02 \x01(\x0b\x32\x15.stagemesh.v1.Timings\"\x95\x01\n\x0e\x46inishedChoice\x12\x38\n\x06stages\x18\x01 \x03(\x0b\x32(.stagemesh.v1.FinishedChoice.StagesEntry\x1aI\n\x0bStagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.stagemesh.v1.StepFinished:\x02\x38\x01\"=\n\x14\x43\x61ncelRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\twhen_left\x18\x02 \x01(\x08\"\x17\n\x15\x43\x61ncelRequestResponse\"U\n\x17\x44\x65scribePipelineRequest\x12\x10\n\x08pipeline\x18\x01 \x01(\t\x12(\n\x08protocol\x18\x02 \x01(\x0b\x32\x16.stagemesh.v1.Protocol\"\xa9\x03\n\x18\x44\x65scribePipelineResponse\x12\x10\n\x08pipeline\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12.\n\x06stages\x18\x03 \x03(\x0b\x32\x1e.stagemesh.v1.StageDescription\x12,\n\x05\x65\x64ges\x18\x04 \x03(\x0b\x32\x1d.stagemesh.v1.EdgeDescription\x12\x30\n\x07outputs\x18\x05 \x03(\x0b\x32\x1f.stagemesh.v1.OutputDescription\x12\x11\n\tin_flight\x18\x06 \x01(\r\x12\x15\n\rmax_in_flight\x18\x07 \x01(\r\x12\x0e\n\x06queued\x18\x08 \x01(\r\x12\x12\n\nmax_queued\x18\t \x01(\r\x12(\n\x08protocol\x18\n \x01(\x0b\x32\x16.stagemesh.v1.Protocol\x12,\n\x06limits\x18\x0b \x01(\x0b\x32\x1c.stagemesh.v1.PipelineLimits\x12\x16\n\x0emedia_endpoint\x18\x0c \x01(\t\x12\x19\n\x11media_server_name\x18\r \x01(\t\"o\n\x0ePipelineLimits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x04\x12\x16\n\x0emax_file_bytes\x18\x02 \x01(\x04\x12\x13\n\x0bmax_choices\x18\x03 \x01(\r\x12\x15\n\rmax_request_s\x18\x04 \x01(\x01\"\x9a\x01\n\x10StageDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12-\n\x08replicas\x18\x04 \x03(\x0b\x32\x1b.stagemesh.v1.ReplicaStatus\x12*\n\tsignature\x18\x05 \x01(\x0b\x32\x17.stagemesh.v1.Signature\"\xbd\x02\n\rReplicaStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x13\n\x0bserver_name\x18\x04 \x01(\t\x12)\n\x05state\x18\x05 \x01(\x0e\x32\x1a.stagemesh.v1.ReplicaState\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\x12\x0f\n\x07planned\x18\x07 \x01(\r\x12-\n\x04load\x18\x08 \x01(\x0b\x32\x1f.stagemesh.v1.WatchLoadResponse\x12\x12\n\ngeneration\x18\t \x01(\t\x12\x13\n\x0bincarnation\x18\n \x01(\t\x12\x0c\n\x04host\x18\x0b \x01(\t\x12\x0c\n\x04zone\x18\x0c \x01(\t\x12(\n\x08protocol\x18\r \x01(\x0b\x32\x16.stagemesh.v1.Protocol\"\x98\x01\n\x0f\x45\x64geDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nfrom_stage\x18\x02 \x01(\t\x12\x10\n\x08to_stage\x18\x03 \x01(\t\x12*\n\tconnector\x18\x04 \x01(\x0e\x32\x17.stagemesh.v1.Connector\x12%\n\x05links\x18\x05 \x03(\x0b\x32\x16.stagemesh.v1.EdgeLink\"\xb0\x01\n\x08\x45\x64geLink\x12\x10\n\x08producer\x18\x01 \x01(\t\x12\x10\n\x08\x63onsumer\x18\x02 \x01(\t\x12*\n\tconnector\x18\x03 \x01(\x0e\x32\x17.stagemesh.v1.Connector\x12\"\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x13.stagemesh.v1.Error\x12\x30\n\x08refusals\x18\x05 \x03(\x0b\x32\x1e.stagemesh.v1.ConnectorRefusal\"\x94\x01\n\x11OutputDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12&\n\x04kind\x18\x03 \x01(\x0e\x32\x18.stagemesh.v1.TensorKind\x12\x16\n\x0esample_rate_hz\x18\x04 \x01(\r\x12\x12\n\nmedia_type\x18\x05 \x01(\t\x12\x0e\n\x06stored\x18\x06 \x01(\x08\x32\xba\x02\n\x13OrchestratorService\x12T\n\x08Generate\x12\x1d.stagemesh.v1.GenerateRequest\x1a\x1e.stagemesh.v1.GenerateResponse\"\x07\xda\xbd\xc9\xa8\n\x01\x01\x30\x01\x12\x61\n\rCancelRequest\x12\".stagemesh.v1.CancelRequestRequest\x1a#.stagemesh.v1.CancelRequestResponse\"\x07\xda\xbd\xc9\xa8\n\x01\x01\x12j\n\x10\x44\x65scribePipeline\x12%.stagemesh.v1.DescribePipelineRequest\x1a&.stagemesh.v1.DescribePipelineResponse\"\x07\xda\xbd\xc9\xa8\n\x01\x01\x42.\n\x10\x63om.stagemesh.v1P\x01Z\x18stagemesh/v1;stagemeshv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fstagemesh/v1/orchestrator.proto\x12\x0cstagemesh.v1\x1a\x18stagemesh/v1/chunk.proto\x1a\x1bstagemesh/v1/protocol.proto\x1a\x1astagemesh/v1/request.proto\x1a\x18stagemesh/v1/roles.proto\x1a\x1cstagemesh/v1/signature.proto\x1a\x18stagemesh/v1/stage.proto\"\xaf\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08pipeline\x18\x02 \x01(\t\x12\"\n\x05input\x18\x03 \x01(\x0b\x32\x13.stagemesh.v1.Input\x12,\n\nparameters\x18\x04 \x01(\x0b\x32\x18.stagemesh.v1.Parameters\x12\x0f\n\x07outputs\x18\x05 \x03(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x0e\n\x06\x63\x61ller\x18\x07 \x01(\t\x12\x34\n\x0enext_positions\x18\x08 \x03(\x0b\x32\x1c.stagemesh.v1.OutputPosition\x12\x10\n\x08linger_s\x18\t \x01(\r\x12\x15\n\rearlier_calls\x18\n \x01(\r\x12\x12\n\ngeneration\x18\x0b \x01(\t\"?\n\x0eOutputPosition\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\x04\"\x9e\x02\n\x10GenerateResponse\x12-\n\x06queued\x18\x01 \x01(\x0b\x32\x1b.stagemesh.v1.RequestQueuedH\x00\x12\x31\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x1d.stagemesh.v1.RequestAdmittedH\x00\x12\x31\n\x08progress\x18\x03 \x01(\x0b\x32\x1d.stagemesh.v1.RequestProgressH\x00\x12&\n\x06output\x18\x04 \x01(\x0b\x32\x14.stagemesh.v1.OutputH\x00\x12\x31\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x1d.stagemesh.v1.RequestFinishedH\x00\x12\x11\n\tignorable\x18\x0f \x01(\x08\x42\x07\n\x05\x65vent\"N\n\rRequestQueued\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x17\n\x0f\x65xpected_wait_s\x18\x03 \x01(\x01\"v\n\x0fRequestAdmitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12-\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x1c.stagemesh.v1.AdmittedChoice\x12\x12\n\ngeneration\x18\x04 \x01(\t\"\x7f\n\x0e\x41\x64mittedChoice\x12<\n\x08replicas\x18\x01 \x03(\x0b\x32*.stagemesh.v1.AdmittedChoice.ReplicasEntry\x1a/\n\rReplicasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"]\n\x0fRequestProgress\x12\r\n\x05stage\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12,\n\x08progress\x18\x03 \x01(\x0b\x32\x1a.stagemesh.v1.StepProgress\"h\n\x0fRequestFinished\x12-\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x1c.stagemesh.v1.FinishedChoice\x12&\n\x07timings\x18\x02 \x01(\x0b\x32\x15.stagemesh.v1.Timings\"\x95\x01\n\x0e\x46inishedChoice\x12\x38\n\x06stages\x18\x01 \x03(\x0b\x32(.stagemesh.v1.FinishedChoice.StagesEntry\x1aI\n\x0bStagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.stagemesh.v1.StepFinished:\x02\x38\x01\"=\n\x14\x43\x61ncelRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\twhen_left\x18\x02 \x01(\x08\"\x17\n\x15\x43\x61ncelRequestResponse\"U\n\x17\x44\x65scribePipelineRequest\x12\x10\n\x08pipeline\x18\x01 \x01(\t\x12(\n\x08protocol\x18\x02 \x01(\x0b\x32\x16.stagemesh.v1.Protocol\"\xa9\x03\n\x18\x44\x65scribePipelineResponse\x12\x10\n\x08pipeline\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12.\n\x06stages\x18\x03 \x03(\x0b\x32\x1e.stagemesh.v1.StageDescription\x12,\n\x05\x65\x64ges\x18\x04 \x03(\x0b\x32\x1d.stagemesh.v1.EdgeDescription\x12\x30\n\x07outputs\x18\x05 \x03(\x0b\x32\x1f.stagemesh.v1.OutputDescription\x12\x11\n\tin_flight\x18\x06 \x01(\r\x12\x15\n\rmax_in_flight\x18\x07 \x01(\r\x12\x0e\n\x06queued\x18\x08 \x01(\r\x12\x12\n\nmax_queued\x18\t \x01(\r\x12(\n\x08protocol\x18\n \x01(\x0b\x32\x16.stagemesh.v1.Protocol\x12,\n\x06limits\x18\x0b \x01(\x0b\x32\x1c.stagemesh.v1.PipelineLimits\x12\x16\n\x0emedia_endpoint\x18\x0c \x01(\t\x12\x19\n\x11media_server_name\x18\r \x01(\t\"o\n\x0ePipelineLimits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x04\x12\x16\n\x0emax_file_bytes\x18\x02 \x01(\x04\x12\x13\n\x0bmax_choices\x18\x03 \x01(\r\x12\x15\n\rmax_request_s\x18\x04 \x01(\x01\"\x9a\x01\n\x10StageDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12-\n\x08replicas\x18\x04 \x03(\x0b\x32\x1b.stagemesh.v1.ReplicaStatus\x12*\n\tsignature\x18\x05 \x01(\x0b\x32\x17.stagemesh.v1.Signature\"\xbd\x02\n\rReplicaStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x13\n\x0bserver_name\x18\x04 \x01(\t\x12)\n\x05state\x18\x05 \x01(\x0e\x32\x1a.stagemesh.v1.ReplicaState\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\x12\x0f\n\x07planned\x18\x07 \x01(\r\x12-\n\x04load\x18\x08 \x01(\x0b\x32\x1f.stagemesh.v1.WatchLoadResponse\x12\x12\n\ngeneration\x18\t \x01(\t\x12\x13\n\x0bincarnation\x18\n \x01(\t\x12\x0c\n\x04host\x18\x0b \x01(\t\x12\x0c\n\x04zone\x18\x0c \x01(\t\x12(\n\x08protocol\x18\r \x01(\x0b\x32\x16.stagemesh.v1.Protocol\"\x98\x01\n\x0f\x45\x64geDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nfrom_stage\x18\x02 \x01(\t\x12\x10\n\x08to_stage\x18\x03 \x01(\t\x12*\n\tconnector\x18\x04 \x01(\x0e\x32\x17.stagemesh.v1.Connector\x12%\n\x05links\x18\x05 \x03(\x0b\x32\x16.stagemesh.v1.EdgeLink\"\xb0\x01\n\x08\x45\x64geLink\x12\x10\n\x08producer\x18\x01 \x01(\t\x12\x10\n\x08\x63onsumer\x18\x02 \x01(\t\x12*\n\tconnector\x18\x03 \x01(\x0e\x32\x17.stagemesh.v1.Connector\x12\"\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x13.stagemesh.v1.Error\x12\x30\n\x08refusals\x18\x05 \x03(\x0b\x32\x1e.stagemesh.v1.ConnectorRefusal\"\x94\x01\n\x11OutputDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12&\n\x04kind\x18\x03 \x01(\x0e\x32\x18.stagemesh.v1.TensorKind\x12\x16\n\x0esample_rate_hz\x18\x04 \x01(\r\x12\x12\n\nmedia_type\x18\x05 \x01(\t\x12\x0e\n\x06stored\x18\x06 \x01(\x08\x32\xba\x02\n\x13OrchestratorService\x12T\n\x08Generate\x12\x1d.stagemesh.v1.GenerateRequest\x1a\x1e.stagemesh.v1.GenerateResponse\"\x07\xda\xbd\xc9\xa8\n\x01\x01\x30\x01\x12\x61\n\rCancelRequest\x12\".stagemesh.v1.CancelRequestRequest\x1a#.stagemesh.v1.CancelRequestResponse\"\x07\xda\xbd\xc9\xa8\n\x01\x01\x12j\n\x10\x44\x65scribePipeline\x12%.stagemesh.v1.DescribePipelineRequest\x1a&.stagemesh.v1.DescribePipelineResponse\"\x07\xda\xbd\xc9\xa8\n\x01\x01\x42.\n\x10\x63om.stagemesh.v1P\x01Z\x18stagemesh/v1;stagemeshv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,47 +49,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ORCHESTRATORSERVICE'].methods_by_name['DescribePipeline']._loaded_options = None
   _globals['_ORCHESTRATORSERVICE'].methods_by_name['DescribePipeline']._serialized_options = b'\332\275\311\250\n\001\001'
   _globals['_GENERATEREQUEST']._serialized_start=215
-  _globals['_GENERATEREQUEST']._serialized_end=498
-  _globals['_OUTPUTPOSITION']._serialized_start=500
-  _globals['_OUTPUTPOSITION']._serialized_end=563
-  _globals['_GENERATERESPONSE']._serialized_start=566
-  _globals['_GENERATERESPONSE']._serialized_end=852
-  _globals['_REQUESTQUEUED']._serialized_start=854
-  _globals['_REQUESTQUEUED']._serialized_end=932
-  _globals['_REQUESTADMITTED']._serialized_start=934
-  _globals['_REQUESTADMITTED']._serialized_end=1032
-  _globals['_ADMITTEDCHOICE']._serialized_start=1034
-  _globals['_ADMITTEDCHOICE']._serialized_end=1161
-  _globals['_ADMITTEDCHOICE_REPLICASENTRY']._serialized_start=1114
-  _globals['_ADMITTEDCHOICE_REPLICASENTRY']._serialized_end=1161
-  _globals['_REQUESTPROGRESS']._serialized_start=1163
-  _globals['_REQUESTPROGRESS']._serialized_end=1256
-  _globals['_REQUESTFINISHED']._serialized_start=1258
-  _globals['_REQUESTFINISHED']._serialized_end=1362
-  _globals['_FINISHEDCHOICE']._serialized_start=1365
-  _globals['_FINISHEDCHOICE']._serialized_end=1514
-  _globals['_FINISHEDCHOICE_STAGESENTRY']._serialized_start=1441
-  _globals['_FINISHEDCHOICE_STAGESENTRY']._serialized_end=1514
-  _globals['_CANCELREQUESTREQUEST']._serialized_start=1516
-  _globals['_CANCELREQUESTREQUEST']._serialized_end=1577
-  _globals['_CANCELREQUESTRESPONSE']._serialized_start=1579
-  _globals['_CANCELREQUESTRESPONSE']._serialized_end=1602
-  _globals['_DESCRIBEPIPELINEREQUEST']._serialized_start=1604
-  _globals['_DESCRIBEPIPELINEREQUEST']._serialized_end=1689
-  _globals['_DESCRIBEPIPELINERESPONSE']._serialized_start=1692
-  _globals['_DESCRIBEPIPELINERESPONSE']._serialized_end=2117
-  _globals['_PIPELINELIMITS']._serialized_start=2119
-  _globals['_PIPELINELIMITS']._serialized_end=2230
-  _globals['_STAGEDESCRIPTION']._serialized_start=2233
-  _globals['_STAGEDESCRIPTION']._serialized_end=2387
-  _globals['_REPLICASTATUS']._serialized_start=2390
-  _globals['_REPLICASTATUS']._serialized_end=2707
-  _globals['_EDGEDESCRIPTION']._serialized_start=2710
-  _globals['_EDGEDESCRIPTION']._serialized_end=2862
-  _globals['_EDGELINK']._serialized_start=2865
-  _globals['_EDGELINK']._serialized_end=3041
-  _globals['_OUTPUTDESCRIPTION']._serialized_start=3044
-  _globals['_OUTPUTDESCRIPTION']._serialized_end=3192
-  _globals['_ORCHESTRATORSERVICE']._serialized_start=3195
-  _globals['_ORCHESTRATORSERVICE']._serialized_end=3509
+  _globals['_GENERATEREQUEST']._serialized_end=518
+  _globals['_OUTPUTPOSITION']._serialized_start=520
+  _globals['_OUTPUTPOSITION']._serialized_end=583
+  _globals['_GENERATERESPONSE']._serialized_start=586
+  _globals['_GENERATERESPONSE']._serialized_end=872
+  _globals['_REQUESTQUEUED']._serialized_start=874
+  _globals['_REQUESTQUEUED']._serialized_end=952
+  _globals['_REQUESTADMITTED']._serialized_start=954
+  _globals['_REQUESTADMITTED']._serialized_end=1072
+  _globals['_ADMITTEDCHOICE']._serialized_start=1074
+  _globals['_ADMITTEDCHOICE']._serialized_end=1201
+  _globals['_ADMITTEDCHOICE_REPLICASENTRY']._serialized_start=1154
+  _globals['_ADMITTEDCHOICE_REPLICASENTRY']._serialized_end=1201
+  _globals['_REQUESTPROGRESS']._serialized_start=1203
+  _globals['_REQUESTPROGRESS']._serialized_end=1296
+  _globals['_REQUESTFINISHED']._serialized_start=1298
+  _globals['_REQUESTFINISHED']._serialized_end=1402
+  _globals['_FINISHEDCHOICE']._serialized_start=1405
+  _globals['_FINISHEDCHOICE']._serialized_end=1554
+  _globals['_FINISHEDCHOICE_STAGESENTRY']._serialized_start=1481
+  _globals['_FINISHEDCHOICE_STAGESENTRY']._serialized_end=1554
+  _globals['_CANCELREQUESTREQUEST']._serialized_start=1556
+  _globals['_CANCELREQUESTREQUEST']._serialized_end=1617
+  _globals['_CANCELREQUESTRESPONSE']._serialized_start=1619
+  _globals['_CANCELREQUESTRESPONSE']._serialized_end=1642
+  _globals['_DESCRIBEPIPELINEREQUEST']._serialized_start=1644
+  _globals['_DESCRIBEPIPELINEREQUEST']._serialized_end=1729
+  _globals['_DESCRIBEPIPELINERESPONSE']._serialized_start=1732
+  _globals['_DESCRIBEPIPELINERESPONSE']._serialized_end=2157
+  _globals['_PIPELINELIMITS']._serialized_start=2159
+  _globals['_PIPELINELIMITS']._serialized_end=2270
+  _globals['_STAGEDESCRIPTION']._serialized_start=2273
+  _globals['_STAGEDESCRIPTION']._serialized_end=2427
+  _globals['_REPLICASTATUS']._serialized_start=2430
+  _globals['_REPLICASTATUS']._serialized_end=2747
+  _globals['_EDGEDESCRIPTION']._serialized_start=2750
+  _globals['_EDGEDESCRIPTION']._serialized_end=2902
+  _globals['_EDGELINK']._serialized_start=2905
+  _globals['_EDGELINK']._serialized_end=3081
+  _globals['_OUTPUTDESCRIPTION']._serialized_start=3084
+  _globals['_OUTPUTDESCRIPTION']._serialized_end=3232
+  _globals['_ORCHESTRATORSERVICE']._serialized_start=3235
+  _globals['_ORCHESTRATORSERVICE']._serialized_end=3549
 # @@protoc_insertion_point(module_scope)

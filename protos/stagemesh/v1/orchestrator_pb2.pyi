@@ -39,6 +39,7 @@ class GenerateRequest(_message.Message):
     NEXT_POSITIONS_FIELD_NUMBER: _builtins.int
     LINGER_S_FIELD_NUMBER: _builtins.int
     EARLIER_CALLS_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id that identifies the request in every service: 1 to 128 characters of letters, digits, '.', '_', ':' and '-'.
     If empty, the orchestrator generates one and reports it.
@@ -64,6 +65,11 @@ class GenerateRequest(_message.Message):
     """How many earlier calls of this request, at any orchestrator, may have started it. At most 1000000
     (INVALID_ARGUMENT, INVALID_EARLIER_CALLS). Steps started by a call with a higher number supersede those of a call
     with a lower number.
+    """
+    generation: _builtins.str
+    """The generation in which the request runs, if this call starts it. A caller that has outputs sets it to
+    RequestAdmitted.generation, so that further outputs fit to them. Empty means any generation. The call fails with
+    FAILED_PRECONDITION (GENERATION_ENDED) if an upgrade has replaced the generation.
     """
     @_builtins.property
     def input(self) -> _request_pb2.Input:
@@ -96,10 +102,11 @@ class GenerateRequest(_message.Message):
         next_positions: _abc.Iterable[Global___OutputPosition] | None = ...,
         linger_s: _builtins.int = ...,
         earlier_calls: _builtins.int = ...,
+        generation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "parameters", b"parameters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "earlier_calls", b"earlier_calls", "input", b"input", "linger_s", b"linger_s", "next_positions", b"next_positions", "outputs", b"outputs", "parameters", b"parameters", "pipeline", b"pipeline", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "earlier_calls", b"earlier_calls", "generation", b"generation", "input", b"input", "linger_s", b"linger_s", "next_positions", b"next_positions", "outputs", b"outputs", "parameters", b"parameters", "pipeline", b"pipeline", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -233,10 +240,15 @@ class RequestAdmitted(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     seed: _builtins.int
     """The seed in force, which is the seed of the first choice."""
+    generation: _builtins.str
+    """The generation in which all choices run. A request without outputs that restarts in another generation is admitted
+    again.
+    """
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdmittedChoice]:
         """The choices, in the order of their indexes. At least one."""
@@ -247,10 +259,11 @@ class RequestAdmitted(_message.Message):
         request_id: _builtins.str = ...,
         seed: _builtins.int = ...,
         choices: _abc.Iterable[Global___AdmittedChoice] | None = ...,
+        generation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "generation", b"generation", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

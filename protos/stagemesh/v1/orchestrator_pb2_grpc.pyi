@@ -37,17 +37,17 @@ class OrchestratorServiceStub:
     """Generate runs a request through a pipeline and streams its outputs while they are produced. A second call with the
     same request_id and content attaches to the running request. With other content it fails (ALREADY_EXISTS,
     REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
-    content. Neither do next_positions, linger_s, earlier_calls and the deadline. All other fields must be equal. The
-    deadline of the call that starts a request is the request's deadline, or PipelineLimits.max_request_s if the call
-    has none or a later one. The request ends a tenth of that time earlier, at most half a second, so that its error
-    reaches the caller. An orchestrator keeps an ended request for 30 seconds, or less if the records of ended requests
-    exceed 64 MiB; a later call with its request_id runs it again. The request is cancelled when its last caller
-    disconnects, or GenerateRequest.linger_s after that.
+    content. Neither do next_positions, linger_s, earlier_calls, generation and the deadline. All other fields must be
+    equal. The deadline of the call that starts a request is the request's deadline, or PipelineLimits.max_request_s if
+    the call has none or a later one. The request ends a tenth of that time earlier, at most half a second, so that its
+    error reaches the caller. An orchestrator keeps an ended request for 30 seconds, or less if the records of ended
+    requests exceed 64 MiB; a later call with its request_id runs it again. The request is cancelled when its last
+    caller disconnects, or GenerateRequest.linger_s after that.
 
     A caller loses nothing and receives nothing twice if it does the following:
 
     1. It chooses a random request_id and sets linger_s, for example to 30.
-    2. It keeps the seed from RequestAdmitted. For each output of each choice, it keeps the end of the last part that it
+    2. It keeps the seed and the generation from RequestAdmitted. For each output of each choice, it keeps the end of the last part that it
        received: its position plus its length in the same unit (Output.position). An image has the length 1 when its
        last part has arrived, and until then 0: a part with offset 0 begins it again. It also keeps which of them have
        had a part with `finish` whose reason is neither CANCELLED nor FAILED.
@@ -56,8 +56,8 @@ class OrchestratorServiceStub:
        the domain "stagemesh". Before an event other than queued has arrived in a call, it also calls again after
        UNAVAILABLE with any reason, and after every status with a google.rpc.RetryInfo, whose delay it waits for. It
        calls the same or another orchestrator of the pipeline, within linger_s if the running request is to continue,
-       with the same content, the seed in parameters, the kept ends in next_positions, and earlier_calls increased by
-       one. It repeats this with growing pauses while the endpoints are unreachable.
+       with the same content, the seed in parameters, the kept ends in next_positions, the kept generation if there are
+       such ends, and earlier_calls increased by one. It repeats this with growing pauses while the endpoints are unreachable.
     4. It drops what it has already: queued and admitted events after the first admitted one, progress that is not
        higher than before for its stage and choice, a second part with `finish` of an output of a choice, and a second
        `finished`.
@@ -107,17 +107,17 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     """Generate runs a request through a pipeline and streams its outputs while they are produced. A second call with the
     same request_id and content attaches to the running request. With other content it fails (ALREADY_EXISTS,
     REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
-    content. Neither do next_positions, linger_s, earlier_calls and the deadline. All other fields must be equal. The
-    deadline of the call that starts a request is the request's deadline, or PipelineLimits.max_request_s if the call
-    has none or a later one. The request ends a tenth of that time earlier, at most half a second, so that its error
-    reaches the caller. An orchestrator keeps an ended request for 30 seconds, or less if the records of ended requests
-    exceed 64 MiB; a later call with its request_id runs it again. The request is cancelled when its last caller
-    disconnects, or GenerateRequest.linger_s after that.
+    content. Neither do next_positions, linger_s, earlier_calls, generation and the deadline. All other fields must be
+    equal. The deadline of the call that starts a request is the request's deadline, or PipelineLimits.max_request_s if
+    the call has none or a later one. The request ends a tenth of that time earlier, at most half a second, so that its
+    error reaches the caller. An orchestrator keeps an ended request for 30 seconds, or less if the records of ended
+    requests exceed 64 MiB; a later call with its request_id runs it again. The request is cancelled when its last
+    caller disconnects, or GenerateRequest.linger_s after that.
 
     A caller loses nothing and receives nothing twice if it does the following:
 
     1. It chooses a random request_id and sets linger_s, for example to 30.
-    2. It keeps the seed from RequestAdmitted. For each output of each choice, it keeps the end of the last part that it
+    2. It keeps the seed and the generation from RequestAdmitted. For each output of each choice, it keeps the end of the last part that it
        received: its position plus its length in the same unit (Output.position). An image has the length 1 when its
        last part has arrived, and until then 0: a part with offset 0 begins it again. It also keeps which of them have
        had a part with `finish` whose reason is neither CANCELLED nor FAILED.
@@ -126,8 +126,8 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
        the domain "stagemesh". Before an event other than queued has arrived in a call, it also calls again after
        UNAVAILABLE with any reason, and after every status with a google.rpc.RetryInfo, whose delay it waits for. It
        calls the same or another orchestrator of the pipeline, within linger_s if the running request is to continue,
-       with the same content, the seed in parameters, the kept ends in next_positions, and earlier_calls increased by
-       one. It repeats this with growing pauses while the endpoints are unreachable.
+       with the same content, the seed in parameters, the kept ends in next_positions, the kept generation if there are
+       such ends, and earlier_calls increased by one. It repeats this with growing pauses while the endpoints are unreachable.
     4. It drops what it has already: queued and admitted events after the first admitted one, progress that is not
        higher than before for its stage and choice, a second part with `finish` of an output of a choice, and a second
        `finished`.
@@ -180,17 +180,17 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Generate runs a request through a pipeline and streams its outputs while they are produced. A second call with the
         same request_id and content attaches to the running request. With other content it fails (ALREADY_EXISTS,
         REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
-        content. Neither do next_positions, linger_s, earlier_calls and the deadline. All other fields must be equal. The
-        deadline of the call that starts a request is the request's deadline, or PipelineLimits.max_request_s if the call
-        has none or a later one. The request ends a tenth of that time earlier, at most half a second, so that its error
-        reaches the caller. An orchestrator keeps an ended request for 30 seconds, or less if the records of ended requests
-        exceed 64 MiB; a later call with its request_id runs it again. The request is cancelled when its last caller
-        disconnects, or GenerateRequest.linger_s after that.
+        content. Neither do next_positions, linger_s, earlier_calls, generation and the deadline. All other fields must be
+        equal. The deadline of the call that starts a request is the request's deadline, or PipelineLimits.max_request_s if
+        the call has none or a later one. The request ends a tenth of that time earlier, at most half a second, so that its
+        error reaches the caller. An orchestrator keeps an ended request for 30 seconds, or less if the records of ended
+        requests exceed 64 MiB; a later call with its request_id runs it again. The request is cancelled when its last
+        caller disconnects, or GenerateRequest.linger_s after that.
 
         A caller loses nothing and receives nothing twice if it does the following:
 
         1. It chooses a random request_id and sets linger_s, for example to 30.
-        2. It keeps the seed from RequestAdmitted. For each output of each choice, it keeps the end of the last part that it
+        2. It keeps the seed and the generation from RequestAdmitted. For each output of each choice, it keeps the end of the last part that it
            received: its position plus its length in the same unit (Output.position). An image has the length 1 when its
            last part has arrived, and until then 0: a part with offset 0 begins it again. It also keeps which of them have
            had a part with `finish` whose reason is neither CANCELLED nor FAILED.
@@ -199,8 +199,8 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
            the domain "stagemesh". Before an event other than queued has arrived in a call, it also calls again after
            UNAVAILABLE with any reason, and after every status with a google.rpc.RetryInfo, whose delay it waits for. It
            calls the same or another orchestrator of the pipeline, within linger_s if the running request is to continue,
-           with the same content, the seed in parameters, the kept ends in next_positions, and earlier_calls increased by
-           one. It repeats this with growing pauses while the endpoints are unreachable.
+           with the same content, the seed in parameters, the kept ends in next_positions, the kept generation if there are
+           such ends, and earlier_calls increased by one. It repeats this with growing pauses while the endpoints are unreachable.
         4. It drops what it has already: queued and admitted events after the first admitted one, progress that is not
            higher than before for its stage and choice, a second part with `finish` of an output of a choice, and a second
            `finished`.

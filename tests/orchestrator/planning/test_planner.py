@@ -3,7 +3,7 @@ from typing import Any, cast
 
 import pytest
 
-from stagemesh.common.errors import NotFoundError, StagemeshError, UnavailableError
+from stagemesh.common.errors import NotFoundError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.replica_state import ReplicaState
 from stagemesh.common.signatures import signature_to_wire
 from stagemesh.common.versions import own_protocol
@@ -103,6 +103,24 @@ def test_a_plan_uses_one_generation(pipeline: Pipeline) -> None:
         frozenset({"a-old", "b-old", "c-old"}),
         frozenset({"a-new", "b-new", "c-new"}),
     }
+
+
+def test_a_request_continues_in_its_generation_or_not_at_all(pipeline: Pipeline) -> None:
+    registry = _registry(pipeline, 1)
+    for stage in pipeline.stages:
+        ready_replica(f"{stage}-new", pipeline, registry=registry, generation="new")
+    planner = Planner(pipeline, registry)
+    plans = [planner.plan(pipeline.route(["last"]), generation="new") for _ in range(20)]
+    assert {frozenset(plan.replicas.values()) for plan in plans} == {frozenset({"a-new", "b-new", "c-new"})}
+    new = registry.of("b")[1]
+    new.observe(ReplicaState.LOADING, "")
+    with pytest.raises(NotReadyYetError):
+        planner.plan(pipeline.route(["last"]), generation="new")
+    for stage in pipeline.stages:
+        registry.remove(registry.of(stage)[1])
+    with pytest.raises(NotReadyError, match="began in generation new") as caught:
+        planner.plan(pipeline.route(["last"]), generation="new")
+    assert caught.value.reason == "GENERATION_ENDED"
 
 
 def test_a_generation_gets_requests_once_all_its_stages_are_ready(pipeline: Pipeline) -> None:

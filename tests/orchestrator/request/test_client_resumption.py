@@ -21,7 +21,7 @@ from stagemesh.client.session import ClientPosition
 from stagemesh.common.output_position import length_of
 from stagemesh.common.tensors import inline_tensor
 from stagemesh.orchestrator.request.output_record import Resumption
-from stagemesh.v1.orchestrator_pb2 import GenerateRequest, GenerateResponse
+from stagemesh.v1.orchestrator_pb2 import AdmittedChoice, GenerateRequest, GenerateResponse, RequestAdmitted
 from stagemesh.v1.request_pb2 import FINISH_REASON_END as END
 from stagemesh.v1.request_pb2 import Audio, Finish, Media, Output, TokenIds
 
@@ -101,3 +101,17 @@ def test_a_caller_gets_every_output_once_however_often_its_call_breaks(
     np.testing.assert_array_equal(np.concatenate(rows), ROWS)
     ended = [event.output for event in received if isinstance(event, OutputFinished)]
     assert sorted(ended) == ["codes", "film", "picture", "rows", "sound", "text"]
+
+
+def _admitted(generation: str) -> GenerateResponse:
+    admitted = RequestAdmitted(request_id="r", choices=[AdmittedChoice()], generation=generation)
+    return GenerateResponse(admitted=admitted)
+
+
+def test_a_client_with_outputs_continues_in_their_generation() -> None:
+    position = ClientPosition(GenerateRequest(request_id="r"), RetryPolicy())
+    position.take(_admitted("old-1"))
+    assert not position.request().generation
+    position.take(_admitted("new-1"))
+    position.take(GenerateResponse(output=Output(name="text", text="Once")))
+    assert position.request().generation == "new-1"

@@ -39,9 +39,10 @@ class _Mesh:
     choices: int = 1
     began: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def ask(self, request_id: str = "r") -> dict[str, str]:
+    async def ask(self, request_id: str = "r", *, generation: str = "") -> dict[str, str]:
         """Runs a request and returns the text of each output."""
-        request = ask(request_id=request_id, parameters=request_pb2.Parameters(choices=self.choices))
+        parameters = request_pb2.Parameters(choices=self.choices)
+        request = ask(request_id=request_id, parameters=parameters, generation=generation)
         async with aclosing(await self.orchestrator.generate(request, time_left_s=60.0)) as events:
             async for event in events:
                 self._add_event(orchestrator_pb2.GenerateResponse.FromString(event))
@@ -66,7 +67,11 @@ class _Mesh:
     @property
     def timeline(self) -> Timeline:
         """The request's timeline."""
-        found = self.orchestrator.history.find("r")
+        return self.timeline_of("r")
+
+    def timeline_of(self, request_id: str) -> Timeline:
+        """Returns the timeline of a request."""
+        found = self.orchestrator.history.find(request_id)
         assert found is not None
         return found
 
@@ -371,12 +376,27 @@ def test_a_request_with_outputs_fails_when_its_generation_ends(chain: Pipeline) 
             asking = asyncio.create_task(mesh.ask())
             await mesh.began.wait()
             await _upgrade(mesh, after_s=0.25)
-            with pytest.raises(NotReadyError, match="stage 'b' has no replica left") as caught:
+            with pytest.raises(NotReadyError, match="of which stage 'b' has no replica left") as caught:
                 await asking
             assert caught.value.reason == "GENERATION_ENDED"
             return asyncio.get_running_loop().time() - began_s
 
     assert virtual_time.run(main()) < 5
+
+
+def test_all_choices_of_a_request_run_in_the_generation_whose_outputs_the_client_has(chain: Pipeline) -> None:
+    async def main() -> None:
+        async with _mesh(World(chain), replicas=1, choices=3) as mesh:
+            _add_generation(mesh)
+            await asyncio.sleep(0.1)
+            for number in range(4):
+                await mesh.ask(str(number), generation="new-1")
+            steps = [notes for each in range(4) for notes in mesh.timeline_of(str(each)).steps]
+            assert {notes.replica for notes in steps} == {"a-new", "b-new", "c-new"}
+            with pytest.raises(NotReadyError, match="began in generation gone"):
+                await mesh.ask("late", generation="gone")
+
+    virtual_time.run(main())
 
 
 def test_a_request_waits_for_its_generation_while_its_replica_may_return(chain: Pipeline) -> None:

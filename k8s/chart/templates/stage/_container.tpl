@@ -49,8 +49,8 @@
 {{- end -}}
 
 {{/*
-The container of a stage. Arguments: (list root plan group stageName tier). Tiers: serving, warm, and worker for the other
-nodes of a stage that spans nodes.
+The container of a stage. Arguments: (list root plan group stageName tier component). The tier is serving or warm. The
+component is stage, or worker for the other nodes of a stage that spans nodes.
 */}}
 {{- define "stagemesh.stageContainer" -}}
 {{- $root := index . 0 -}}
@@ -61,7 +61,7 @@ nodes of a stage that spans nodes.
 - name: {{ $name | quote }}
   image: {{ include "stagemesh.image" (list $root $stage.image) | quote }}
   imagePullPolicy: {{ $stage.image.pullPolicy }}
-  {{- if eq $tier "worker" }}
+  {{- if eq (index . 5) "worker" }}
   command:
     {{- include "stagemesh.workerCommand" (list $stage $group) | nindent 4 }}
   {{- else }}

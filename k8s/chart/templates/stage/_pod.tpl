@@ -53,17 +53,16 @@ each stage of the pod from its environment.
 {{- end -}}
 
 {{/*
-The pod template of a group: one container for each stage. Arguments: (list root plan groupName tier). Tiers: serving,
-warm, and worker for the other nodes of a stage that spans nodes.
+The pod template of a group: one container for each stage. Arguments: (list root plan groupName tier component). The tier
+is serving or warm. The component is stage, or worker for the other nodes of a stage that spans nodes.
 */}}
 {{- define "stagemesh.stagePod" -}}
 {{- $root := index . 0 -}}
 {{- $plan := index . 1 -}}
 {{- $name := index . 2 -}}
 {{- $tier := index . 3 -}}
+{{- $component := index . 4 -}}
 {{- $group := get $plan.groups $name -}}
-{{- /* A Service must not find a worker, which serves nothing. */ -}}
-{{- $component := ternary "worker" "stage" (eq $tier "worker") -}}
 {{- $source := include "stagemesh.cacheSource" $group.modelCache -}}
 metadata:
   labels:
@@ -98,7 +97,7 @@ spec:
   {{- end }}
   containers:
     {{- range $stageName := $group.stages }}
-    {{- include "stagemesh.stageContainer" (list $root $plan $group $stageName $tier) | nindent 4 }}
+    {{- include "stagemesh.stageContainer" (list $root $plan $group $stageName $tier $component) | nindent 4 }}
     {{- end }}
   volumes:
     {{- include "stagemesh.configVolume" (list $root $name (dict "pipeline.yaml" "pipeline")) | nindent 4 }}

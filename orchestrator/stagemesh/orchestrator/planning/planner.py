@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from stagemesh.common.connector_descriptors import SHM
-from stagemesh.common.errors import NotFoundError, StagemeshError, UnavailableError
+from stagemesh.common.errors import NotFoundError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.replica_state import ReplicaState
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_registry import RandomPool, ReadyReplicas, ReplicaRegistry
@@ -144,18 +144,21 @@ class Planner:
         self._rng = rng or random.Random()  # noqa: S311
         self._choice = choice or LeastWork(self._rng)
 
-    def plan(self, route: Route, *, adapters: Mapping[str, str] = _NO_ADAPTERS) -> Plan:
+    def plan(self, route: Route, *, adapters: Mapping[str, str] = _NO_ADAPTERS, generation: str = "") -> Plan:
         """Chooses a ready replica for each stage of a route. All chosen replicas belong to one generation.
 
         `adapters` maps stages of the route to the adapter that the chosen replica must have loaded. Raises
         NotFoundError (UNKNOWN_ADAPTER) if no ready replica of a stage has its adapter, or a NotReadyYetError if one of
         them is about to load it.
 
+        `generation` is the generation of all chosen replicas, or empty for any. Raises NotReadyError (GENERATION_ENDED)
+        if an upgrade has replaced it.
+
         Raises UnavailableError (STAGE_NOT_READY) if no generation has a ready replica of each stage. The error message
         contains the states of the replicas of a stage that has no ready replica. If one of these replicas may become
         ready soon, the error is a NotReadyYetError.
         """
-        generation, ready = self._choose_generation([stage.name for stage in route.stages], adapters)
+        generation, ready = self._choose_generation([stage.name for stage in route.stages], adapters, only=generation)
         chosen: dict[str, Replica] = {}
         for stage in route.stages:
             able = ready[stage.name].with_adapter(adapters.get(stage.name))
@@ -192,9 +195,10 @@ class Planner:
         return not left and bool(self._registry.ready(plan.steps.keys()))
 
     def _choose_generation(
-        self, stages: Sequence[str], adapters: Mapping[str, str]
+        self, stages: Sequence[str], adapters: Mapping[str, str], *, only: str
     ) -> tuple[str, Mapping[str, ReadyReplicas]]:
-        """Chooses a random generation in which every stage has a ready replica with its adapter.
+        """Chooses a random generation in which every stage has a ready replica with its adapter. Chooses only `only`
+        unless it is empty.
 
         Returns the generation and its ready replicas by stage name. The weight of a generation in the random choice is
         the smallest number of ready replicas that any of the stages has.
@@ -203,6 +207,10 @@ class Planner:
         if not ready:
             missing = next((stage for stage in stages if not self._registry.has_ready(stage)), None)
             raise self._not_ready(missing) if missing else self._no_common_generation(stages)
+        if only:
+            ready = {only: ready[only]} if only in ready else {}
+        if not ready:
+            raise self._without_generation(only, stages)
         for stage, adapter in adapters.items():
             able = {name: each for name, each in ready.items() if each[stage].with_adapter(adapter).all}
             if not able:
@@ -261,6 +269,20 @@ class Planner:
             reason="STAGE_NOT_READY",
             metadata={"stage": stage},
             retry_after_s=_RETRY_AFTER_S,
+        )
+
+    def _without_generation(self, generation: str, stages: Sequence[str]) -> StagemeshError:
+        members = (each for stage in stages for each in self._registry.of(stage) if each.generation == generation)
+        if any(each.may_return for each in members):
+            return NotReadyYetError(
+                f"a stage has no ready replica of generation {generation}, in which the request began; try again later",
+                reason="STAGE_NOT_READY",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        return NotReadyError(
+            f"the request began in generation {generation}, which an upgrade has replaced; send the request again with "
+            "another request_id",
+            reason="GENERATION_ENDED",
         )
 
     def _no_common_generation(self, stages: Sequence[str]) -> UnavailableError:

@@ -170,6 +170,8 @@ class RequestLifecycle:
         plans = await self._plan_when_ready(plan, 1)
         if not plans:
             return self._stopped
+        if request.choices == 1:
+            self._note_admitted(request, plans)
         return await self._run_planned(replace(request, first_attempt=latest + 1), plans[0])
 
     async def _plan_when_ready(self, plan: PlanRuns, runs: int) -> Sequence[Plan]:
@@ -193,7 +195,9 @@ class RequestLifecycle:
         self.has_run = True
         self.record.timeline.note_planned()
         choices = [orchestrator_pb2.AdmittedChoice(replicas=plan.replicas) for plan in plans]
-        admitted = orchestrator_pb2.RequestAdmitted(request_id=request.request_id, seed=request.seed, choices=choices)
+        admitted = orchestrator_pb2.RequestAdmitted(
+            request_id=request.request_id, seed=request.seed, choices=choices, generation=plans[0].generation
+        )
         self.record.add(orchestrator_pb2.GenerateResponse(admitted=admitted))
 
     def _note_failed(self, error: StagemeshError) -> None:
@@ -314,7 +318,7 @@ def fingerprint(request: orchestrator_pb2.GenerateRequest) -> bytes:
     content = orchestrator_pb2.GenerateRequest()
     content.CopyFrom(request)
     content.DiscardUnknownFields()
-    for name in ("next_positions", "linger_s", "earlier_calls"):
+    for name in ("next_positions", "linger_s", "earlier_calls", "generation"):
         content.ClearField(name)
     content.parameters.ClearField("seed")
     if not content.parameters.ByteSize():

@@ -221,8 +221,8 @@ class RequestRun:
 
     def _generation_ended(self, state: StepState) -> NotReadyError:
         return NotReadyError(
-            f"stage {state.name!r} has no replica left of generation {self._plan.generation}, in which the request "
-            "began, because an upgrade has replaced this generation; send the request again with another request_id",
+            f"the request began in generation {self._plan.generation}, of which stage {state.name!r} has no replica "
+            "left, because an upgrade has replaced it; send the request again with another request_id",
             reason="GENERATION_ENDED",
             metadata={"stage": state.name, "attempt": str(max(each.attempt for each in self._states.values()))},
         )

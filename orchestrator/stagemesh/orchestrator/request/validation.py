@@ -52,6 +52,8 @@ class ValidRequest:
     This number exceeds all attempt numbers that earlier calls of the same request may have used. The attempts of this
     call therefore replace the earlier attempts.
     """
+    generation: str = ""
+    """The generation whose outputs the client already has. Empty if it has none, so that any generation may run."""
     index: int = 0
     """The index of the choice that a run of the request produces."""
 
@@ -121,6 +123,7 @@ def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> V
         priority=request.priority,
         caller=request.caller,
         first_attempt=1 + _ATTEMPTS_A_CALL * request.earlier_calls,
+        generation=request.generation,
     )
 
 

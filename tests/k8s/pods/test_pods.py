@@ -1,0 +1,122 @@
+"""The pods of the chart without a cluster: rollouts, scaling, partitions and deletions that no client notices."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.k8s.helm import RELEASE
+from tests.k8s.pods.cluster import NODES, Cluster
+from tests.k8s.pods.relays import COMPATIBLE, GROUP, INCOMPATIBLE, OLD, OUTPUTS, Generation, release
+from tests.soak.delivery import Delivery
+from tests.soak.load import Load
+from tests.soak.work import Work
+from tests.soak.workload import requests
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
+
+ORCHESTRATOR = f"{RELEASE}-orchestrator"
+STAGES = (f"{RELEASE}-source", f"{RELEASE}-{GROUP}")
+_CLIENTS = 4
+_PARTITION_S = 10.0
+_LATCHED_S = 11.0
+"""The time after which a ready stage no longer needs the verdict of orchestrators, with a margin of a second."""
+
+
+@asynccontextmanager
+async def _running(folder: Path, *, replicas: int) -> AsyncIterator[Cluster]:
+    """Runs a release of the old generation. Asserts at the end that no container has failed."""
+    async with Cluster(folder) as cluster:
+        await cluster.apply(release(OLD, replicas=replicas))
+        await cluster.until_settled()
+        yield cluster
+        assert not cluster.failures
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """Yields a cluster with two replicas of everything. A test leaves it as it found it."""
+    async with _running(tmp_path_factory.mktemp("pods"), replicas=2) as cluster:
+        yield cluster
+
+
+@asynccontextmanager
+async def _load(cluster: Cluster, *generations: Generation) -> AsyncIterator[dict[str, Delivery]]:
+    """Keeps a steady load within the block. Yields the ended requests.
+
+    The outputs of each request must be exactly those of one of the generations. No request and no container may fail.
+    """
+    work = Work(requests(3, count=8, steps=(8, 24)), {}, lambda _: dict.fromkeys(OUTPUTS, ()))
+    load, stop = Load(await cluster.outside(ORCHESTRATOR, "grpc"), work), asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(load.until(stop, clients=_CLIENTS))
+        yield load.ended
+        stop.set()
+    failed = {name: each.error for name, each in load.ended.items() if not each.whole()}
+    made = {name: [each.made(delivery) for each in generations] for name, delivery in load.ended.items()}
+    mixed = [name for name, matches in made.items() if matches.count(True) != 1]
+    if failed or mixed or cluster.failures:
+        cluster.print_logs()
+    assert (failed, mixed, cluster.failures) == ({}, [], [])
+
+
+async def _until_more(cluster: Cluster, ended: dict[str, Delivery], count: int = 8) -> None:
+    """Waits until `count` more requests have ended."""
+    goal = len(ended) + count
+    await cluster.until(lambda: len(ended) >= goal, timeout_s=60)
+
+
+async def test_no_request_of_a_rolling_update_fails_or_pairs_generations(tmp_path: Path) -> None:
+    async with _running(tmp_path, replicas=1) as cluster:
+        async with _load(cluster, OLD, COMPATIBLE, INCOMPATIBLE) as ended:
+            for generation in (COMPATIBLE, INCOMPATIBLE):
+                await _until_more(cluster, ended)
+                await cluster.apply(release(generation))
+                await cluster.until_settled()
+                await _until_more(cluster, ended)
+                assert generation.made(list(ended.values())[-1])
+        assert await cluster.run_hook(f"{RELEASE}-test") == {"generate": 0}
+
+
+async def test_no_request_fails_while_stages_grow_to_three_replicas_and_shrink_again(shared: Cluster) -> None:
+    async with _load(shared, OLD) as ended:
+        for replicas in (1, 3, 1, 2):
+            await _until_more(shared, ended)
+            for stage in STAGES:
+                shared.scale(stage, replicas)
+            await shared.until_settled()
+
+
+async def test_no_request_fails_when_pods_are_deleted(shared: Cluster) -> None:
+    async with _load(shared, OLD) as ended:
+        for workload in (ORCHESTRATOR, *STAGES):
+            await _until_more(shared, ended)
+            random.choice(shared.pods_of(workload)).delete()
+            await shared.until_settled()
+
+
+async def test_no_request_fails_when_a_node_is_cut_off(shared: Cluster) -> None:
+    async with _load(shared, OLD) as ended:
+        for node in range(NODES):
+            await _until_more(shared, ended)
+            shared.cut(node)
+            # The test needs a partition of this length.
+            await asyncio.sleep(_PARTITION_S)
+            shared.heal(node)
+            await shared.until_settled()
+
+
+async def test_stages_stay_alive_and_ready_without_orchestrators(shared: Cluster) -> None:
+    stages = [pod for stage in STAGES for pod in shared.pods_of(stage)]
+    await shared.until(lambda: all(pod.ready_s > _LATCHED_S for pod in stages), timeout_s=60)
+    shared.scale(ORCHESTRATOR, 0)
+    await shared.until_settled()
+    probed = {pod: pod.live_probes for pod in stages}
+    await shared.until(lambda: all(pod.live_probes > probed[pod] + 1 for pod in stages), timeout_s=60)
+    assert {pod for pod in shared.pods.values() if pod.ready} == set(stages)
+    shared.scale(ORCHESTRATOR, 2)
+    await shared.until_settled()
