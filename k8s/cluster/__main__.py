@@ -2,7 +2,7 @@
 
 python -m k8s.cluster up        builds Kubernetes and the images, starts the cluster and installs the release
 python -m k8s.cluster campaign  disturbs the release under load, and counts failed requests and wrong outputs
-python -m k8s.cluster scale     measures each phase of a scale-up of the thinker from 1 to 2 replicas
+python -m k8s.cluster scale     measures each phase of a scale-up from 1 to 2 replicas, cold and from the warm tier
 python -m k8s.cluster down      removes the cluster; the built programs and images remain
 
 Needs root on Debian 12, the packages in packages.txt, and about 30 GB of disk.
@@ -37,15 +37,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="seed of the campaign's random choices (default: 1)")
     arguments = parser.parse_args()
     cluster = Cluster(_FOLDER)
-    release = Release(cluster=cluster, tag=_TAG)
+    release, warm = (Release(cluster=cluster, name=name, tag=_TAG) for name in ("speech", "warm"))
     if arguments.command == "up":
         _up(cluster, release)
     elif arguments.command == "down":
         cluster.down()
     elif arguments.command == "scale":
-        seconds = scaling.measure(release)
-        print(*(f"{phase:<14} {value:>7.2f} s" for phase, value in seconds.items()), sep="\n")
-        (_FOLDER / "scale.json").write_text(json.dumps(seconds, indent=2) + "\n")
+        warm.upgrade()
+        found = {"cold": scaling.measure_cold(release), "warm": scaling.measure_warm(warm)}
+        warm.remove()
+        print(
+            *(f"{kind} {phase:<14} {s:>7.2f} s" for kind, each in found.items() for phase, s in each.items()), sep="\n"
+        )
+        (_FOLDER / "scale.json").write_text(json.dumps(found, indent=2) + "\n")
     else:
         campaign = Campaign(release, _FOLDER, clients=arguments.clients, seed=arguments.seed)
         phases = campaign.run(minutes=arguments.minutes)

@@ -8,14 +8,14 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from k8s.cluster.cluster import REPOSITORY
-from k8s.cluster.release import NAME, Release
+from k8s.cluster.release import Release
 from k8s.cluster.shell import wait_until
 
 _GROUPS = ("thinker", "voice")
@@ -93,7 +93,7 @@ class Campaign:
     def _upgrade(self) -> None:
         self._release.upgrade(*(f"{key}={value}" for key, value in self._settings.items()))
         for workload in _WORKLOADS:
-            self._kubectl("rollout", "status", f"deployment/{NAME}-{workload}", f"--timeout={_READY_S}s")
+            self._kubectl("rollout", "status", f"deployment/{self._release.name}-{workload}", f"--timeout={_READY_S}s")
 
     def _drain(self) -> None:
         node = self._random.choice(self._cluster.nodes).name
@@ -110,7 +110,7 @@ class Campaign:
             pod = self._random.choice([pod["metadata"]["name"] for pod in self._pods(workload)])
             force = self._random.random() < 0.5
             self._say(f"deleting {pod}{' by force' if force else ''}")
-            self._kubectl("delete", "pod", pod, *(["--grace-period=0", "--force"] if force else []))
+            self._kubectl("delete", "pod", pod, "--wait=false", *(["--grace-period=0", "--force"] if force else []))
             self._wait_ready()
 
     def _partition(self) -> None:
@@ -132,7 +132,7 @@ class Campaign:
         for workload in _WORKLOADS:
             pods = self._pods(workload)
             if len({pod["spec"]["nodeName"] for pod in pods}) == 1:
-                self._kubectl("delete", "pod", pods[0]["metadata"]["name"])
+                self._kubectl("delete", "pod", pods[0]["metadata"]["name"], "--wait=false")
             self._wait_ready()
 
     def _pods(self, workload: str) -> list[dict[str, Any]]:
@@ -154,7 +154,7 @@ class Campaign:
         return len(ready) == 2
 
     @contextmanager
-    def _load(self, lines: Path) -> Iterator[None]:
+    def _load(self, lines: Path) -> Generator[None]:
         command = ("env", f"--chdir={REPOSITORY}", sys.executable, "-m", "k8s.cluster.load")
         process = self._cluster.control_plane.host.start_outside(
             "load", *command, self._release.address(), str(lines), str(self._clients)
@@ -166,7 +166,7 @@ class Campaign:
             process.wait(timeout=_READY_S)
 
     @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    def _phase(self, name: str) -> Generator[None]:
         self._say(f"--- {name}")
         begun_s = time.time()
         yield

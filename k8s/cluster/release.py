@@ -11,19 +11,22 @@ from typing import Any
 
 from k8s.cluster.cluster import REPOSITORY, Cluster
 
-NAME = "speech"
 # Helm 4 takes no program as a post-renderer, only a plug-in.
 _HELM = Path(sys.executable).with_name("helm3")
-ORCHESTRATOR = f"{NAME}-orchestrator"
 _CHART = REPOSITORY / "k8s/chart"
-_VALUES = (_CHART / "ci/speech-cpu-values.yaml", Path(__file__).parent / "values.yaml")
+_OWN_VALUES = Path(__file__).parent
+VALUES = {
+    "speech": (_CHART / "ci/speech-cpu-values.yaml", _OWN_VALUES / "values.yaml"),
+    "warm": (_OWN_VALUES / "warm-values.yaml",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """A release of the pipeline `speech`, with the images that have the tag `tag`."""
+    """A release of the chart with the values that `VALUES` has for its name, and with the images that have this tag."""
 
     cluster: Cluster
+    name: str
     tag: str
 
     def upgrade(self, *settings: str, limit_s: int = 600) -> None:
@@ -38,8 +41,8 @@ class Release:
         )
         post_renderer = [sys.executable, str(Path(__file__).parent / "downlevel.py"), str(self.cluster.binaries)]
         self._helm(
-            *("upgrade", NAME, str(self._chart()), "--install", "--wait", f"--timeout={limit_s}s"),
-            *(f"--values={path}" for path in _VALUES),
+            *("upgrade", self.name, str(self._chart()), "--install", "--wait", f"--timeout={limit_s}s"),
+            *(f"--values={path}" for path in VALUES[self.name]),
             *(
                 f"--set-json={item}" if item.partition("=")[2][:1] in {"{", "["} else f"--set={item}"
                 for item in (*defaults, *settings)
@@ -49,16 +52,22 @@ class Release:
 
     def test(self) -> str:
         """Runs `helm test` and returns its output. Raises CalledProcessError if the test fails."""
-        return self._helm("test", NAME, "--logs")
+        return self._helm("test", self.name, "--logs")
+
+    def remove(self) -> None:
+        """Removes the release."""
+        self._helm("uninstall", self.name, "--wait")
 
     def pods(self, *selectors: str) -> list[dict[str, Any]]:
         """Returns the release's pods with these labels."""
-        labels = ",".join((f"app.kubernetes.io/instance={NAME}", *selectors))
+        labels = ",".join((f"app.kubernetes.io/instance={self.name}", *selectors))
         return self.cluster.control_plane.objects("pods", f"--selector={labels}")
 
     def address(self) -> str:
         """Returns the address of the Service for clients."""
-        service = json.loads(self.cluster.control_plane.kubectl("get", "service", ORCHESTRATOR, "--output=json"))
+        service = json.loads(
+            self.cluster.control_plane.kubectl("get", "service", f"{self.name}-orchestrator", "--output=json")
+        )
         return f"{service['spec']['clusterIP']}:7780"
 
     def _helm(self, *arguments: str) -> str:

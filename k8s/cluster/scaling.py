@@ -1,5 +1,6 @@
-"""Scales a stage from one to two replicas, and measures each phase until the new replica has answered a request."""
+"""Measures each phase until a further replica of a stage answers a request: one that starts, and one that sleeps."""
 
+import json
 import re
 import sys
 import time
@@ -8,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from k8s.cluster.cluster import REPOSITORY
-from k8s.cluster.release import NAME, Release
+from k8s.cluster.release import Release
 from k8s.cluster.shell import wait_until
 
 _STAGE = "thinker"
@@ -17,10 +18,13 @@ _LIMIT_S = 400
 _LINES = {"process": "listening on", "libraries": "loading /", "model": ": ready"}
 
 
-def measure(release: Release) -> dict[str, float]:
-    """Returns the seconds of each phase, in order. Their sum is the time from the command to the first audio."""
+def measure_cold(release: Release) -> dict[str, float]:
+    """Scales the thinker from one to two replicas. Returns the seconds of each phase, in order.
+
+    Their sum is the time from the command to the first output of a request that runs on the new replica.
+    """
     control = release.cluster.control_plane
-    deployment = f"deployment/{NAME}-{_STAGE}"
+    deployment = f"deployment/{release.name}-{_STAGE}"
     control.kubectl("scale", deployment, "--replicas=1")
     wait_until(lambda: len(_pods(release)) == 1, _LIMIT_S, "the end of a replica")
     (old,) = (pod["metadata"]["name"] for pod in _pods(release))
@@ -34,11 +38,28 @@ def measure(release: Release) -> dict[str, float]:
     log = control.kubectl("logs", name)
     ends |= {phase: _time_of(log, line) for phase, line in _LINES.items()}
     ends["ready"] = ready_s
-    orchestrator = release.pods("app.kubernetes.io/component=orchestrator")[0]["status"]["podIP"]
-    program = ("env", f"--chdir={REPOSITORY}", sys.executable, "-m", "k8s.cluster.first_request")
-    ends["first request"] = float(control.host.run_outside(*program, orchestrator, name))
+    ends["first request"] = _send_requests(release, name, clients=2)["served_s"]
     times = list(ends.values())
     return {phase: round(end - begun, 2) for phase, begun, end in zip(list(ends)[1:], times, times[1:], strict=False)}
+
+
+def measure_warm(release: Release) -> dict[str, float]:
+    """Sends more requests than the awake replica can serve. Returns the seconds until the sleeping one serves, too."""
+    (pod,) = release.pods("stagemesh.dev/tier=warm")
+    times = _send_requests(release, pod["metadata"]["name"], clients=8)
+    return {
+        "awake": round(times["ready_s"] - times["begun_s"], 2),
+        "first request": round(times["served_s"] - times["ready_s"], 2),
+    }
+
+
+def _send_requests(release: Release, replica: str, *, clients: int) -> dict[str, float]:
+    host = release.pods("app.kubernetes.io/component=orchestrator")[0]["status"]["podIP"]
+    program = ("env", f"--chdir={REPOSITORY}", sys.executable, "-m", "k8s.cluster.first_request")
+    times: dict[str, float] = json.loads(
+        release.cluster.control_plane.host.run_outside(*program, host, replica, str(clients))
+    )
+    return times
 
 
 def _first_time(release: Release, old: str, condition: Callable[[dict[str, Any]], bool]) -> float:

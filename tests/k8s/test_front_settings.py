@@ -32,7 +32,7 @@ def test_a_setting_of_the_pod_reaches_one_front_alone(front: str, setting: str, 
 
 @FRONTS
 def test_the_container_of_a_front_has_the_given_resources_and_environment(front: str) -> None:
-    given = {
+    given: dict[str, Any] = {
         "resources": {"requests": {"cpu": "2"}, "limits": {"memory": "3Gi"}},
         "env": [{"name": "AWS_REGION", "value": "eu-1"}],
         "envFrom": [{"secretRef": {"name": "store"}}],

@@ -265,6 +265,14 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         [at("commonLabels", {"app.kubernetes.io/name": "other"})],
         ["commonLabels has the label app.kubernetes.io/name, which the chart sets itself", "remove it"],
     ),
+    "port on nodes without a Service on nodes": (
+        [at("orchestrator.service.nodePort", 30780)],
+        ["orchestrator.service.nodePort is set, but a Service of type ClusterIP", "set type NodePort or LoadBalancer"],
+    ),
+    "variable that YAML would break into lines": (
+        [at("pipeline.stages.thinker.options.text", "${TEXT:-" + "many words " * 20 + "}")],
+        ["pipeline has a variable ${NAME:-default} that YAML breaks into two lines", "shorten the text"],
+    ),
     "two monitors": (
         [at("monitoring", {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}})],
         ["monitoring.podMonitor.enabled and monitoring.serviceMonitor.enabled are both true", "keep one of them"],

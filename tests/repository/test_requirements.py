@@ -19,7 +19,7 @@ def pins(name: str) -> dict[str, str]:
 
 def runtime(extras: str) -> list[str]:
     """Returns the requirements of the project with these extras, which are separated by commas."""
-    return PROJECT["dependencies"] + [line for extra in extras.split(",") for line in EXTRAS[extra]]
+    return [*PROJECT["dependencies"], *(line for extra in extras.split(",") for line in EXTRAS[extra])]
 
 
 @pytest.mark.parametrize(
