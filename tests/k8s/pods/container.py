@@ -132,6 +132,7 @@ class Container:
         for _ in range(FASTER * int(probe.get("failureThreshold", 3))):
             await _pause(probe)
             if await self._passes(probe):
+                self._report(f"{self.name} has started")
                 return True
         return False
 

@@ -25,9 +25,12 @@ class Generation:
     frame_count: int
     speaks: bool = False
     """Whether one more edge leads to a stage that makes audio."""
+    start_s: float = 0.0
+    """The time that the stage `frames` takes to load."""
 
     def pipeline(self, *, step_s: float = 0.05) -> Manifest:
         """Returns the content of the pipeline file."""
+        options = {"size_bytes": self.frame_count, "start_s": self.start_s}
         made: Manifest = {
             "pipeline": "relays",
             "stages": {
@@ -37,7 +40,7 @@ class Generation:
                     "options": {"step_s": step_s, "size_bytes": self.source_bytes, "checkpoint_steps": 8},
                 },
                 "relay": {"engine": "fake", "function": "relay", "options": {"size_bytes": self.relay_bytes}},
-                "frames": {"engine": "fake", "function": "frames", "options": {"size_bytes": self.frame_count}},
+                "frames": {"engine": "fake", "function": "frames", "options": options},
             },
             "edges": [{"from": "source", "to": "relay"}, {"from": "relay", "to": "frames"}],
             "outputs": {"text": "source", "echo": "relay", "frames": "frames"},
@@ -65,8 +68,8 @@ class Generation:
 
 
 OLD = Generation(source_bytes=20, relay_bytes=10, frame_count=5)
-COMPATIBLE = Generation(source_bytes=28, relay_bytes=14, frame_count=7)
-INCOMPATIBLE = Generation(source_bytes=36, relay_bytes=18, frame_count=9, speaks=True)
+COMPATIBLE = Generation(source_bytes=28, relay_bytes=14, frame_count=7, start_s=5.0)
+INCOMPATIBLE = Generation(source_bytes=36, relay_bytes=18, frame_count=9, speaks=True, start_s=5.0)
 
 
 def release(generation: Generation, *, replicas: int = 1) -> list[Manifest]:

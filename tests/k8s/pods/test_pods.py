@@ -64,6 +64,11 @@ async def _load(cluster: Cluster, *generations: Generation) -> AsyncIterator[dic
         assert (failed, mixed, cluster.failures) == ({}, [], [])
 
 
+def _first(cluster: Cluster, pods: set[str], what: str) -> int:
+    """Returns the number of the first event of this kind of one of the pods."""
+    return next(n for n, event in enumerate(cluster.events) if any(f"{pod}: {what}" in event for pod in pods))
+
+
 async def _until_more(cluster: Cluster, ended: dict[str, Delivery], count: int = 8) -> None:
     """Waits until `count` more requests have ended."""
     goal = len(ended) + count
@@ -75,8 +80,12 @@ async def test_no_request_of_a_rolling_update_fails_or_pairs_generations(tmp_pat
         async with _load(cluster, OLD, COMPATIBLE, INCOMPATIBLE) as ended:
             for generation in (COMPATIBLE, INCOMPATIBLE):
                 await _until_more(cluster, ended)
+                old = {pod.name for stage in STAGES for pod in cluster.pods_of(stage)}
                 await cluster.apply(release(generation))
                 await cluster.until_settled()
+                new = {pod.name for stage in STAGES for pod in cluster.pods_of(stage)}
+                stopped, started = _first(cluster, old, "terminating"), _first(cluster, new, "frames has started")
+                assert started < stopped, "a stage of the old generation ended before the new one was complete"
                 await _until_more(cluster, ended)
                 assert generation.made(list(ended.values())[-1])
         assert await cluster.run_hook(f"{RELEASE}-test") == {"generate": 0}
