@@ -83,7 +83,7 @@ def _up(cluster: Cluster, release: Release) -> None:
     run("chmod", "--recursive", "a+rX", str(models))
     release.upgrade()
     lap("release")
-    (cluster.folder / "up.json").write_text(json.dumps({"seconds": times, "image_bytes": sizes}, indent=2) + "\n")
+    (cluster.folder / "up.json").write_text(json.dumps({"seconds": times, "image_sizes": sizes}, indent=2) + "\n")
 
 
 def _check_packages() -> None:

@@ -25,8 +25,8 @@ _PYTHON_PACKAGES = (
 )
 
 
-def build(folder: Path, *, tag: str) -> dict[str, int]:
-    """Builds all images with the tag `tag`. Returns the size of each in bytes, without compression.
+def build(folder: Path, *, tag: str) -> dict[str, str]:
+    """Builds all images with the tag `tag`. Returns the size of each without compression, as buildah prints it.
 
     `folder` keeps the pause binary, and pip's configuration for the builds.
     """
@@ -36,12 +36,8 @@ def build(folder: Path, *, tag: str) -> dict[str, int]:
     orchestrator = {"BUILD_BASE": _DEBIAN, "BASE": _PYTHON}
     _build("orchestrator", f"{ORCHESTRATOR}:{tag}", orchestrator, folder)
     _build("stage", f"{STAGE}:{tag}", {"BASE": _DEBIAN, "VARIANT": "cpu"}, folder)
-    return {image: size_bytes(image) for image in (f"{ORCHESTRATOR}:{tag}", f"{STAGE}:{tag}")}
-
-
-def size_bytes(image: str) -> int:
-    """Returns the size of an image on disk, without compression."""
-    return int(run("buildah", "inspect", "--type=image", "--format={{.Docker.Size}}", image) or 0)
+    built = (f"{ORCHESTRATOR}:{tag}", f"{STAGE}:{tag}")
+    return {image: run("buildah", "images", "--format={{.Size}}", image).splitlines()[0] for image in built}
 
 
 def _import_base(image: str, arguments: list[str]) -> None:
