@@ -36,6 +36,8 @@ KUBERNETES = {
 
 def resolve(schema: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Returns the name and the content of the definition that a schema refers to, or the schema itself."""
+    # `allOf` combines a definition with the names of its required properties.
+    schema = next((part for part in schema.get("allOf", []) if "$ref" in part), schema)
     name = schema.get("$ref", "").rpartition("/")[2]
     return (name, SCHEMA["definitions"][name]) if name else ("", schema)
 
