@@ -77,7 +77,7 @@ def _up(cluster: Cluster, release: Release) -> None:
     lap("cluster")
     push(cluster, list(sizes))
     lap("push")
-    # Weights are readable by their owner alone, and the stages run as another user.
+    # The stages run as a user that cannot read the cache in the home of root.
     models = cluster.folder / "models"
     shutil.copytree(settings.models_dir(), models, dirs_exist_ok=True)
     run("chmod", "--recursive", "a+rX", str(models))
