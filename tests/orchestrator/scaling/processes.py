@@ -47,7 +47,7 @@ class Orchestrator:
         names = stage_pb2.ReplicaState.Name
         return {each.name: names(each.state).removeprefix("REPLICA_STATE_") for each in answer.replicas}
 
-    async def until_states(self, timeout_s: float = 20, **states: str) -> None:
+    async def until_states(self, timeout_s: float = 60, **states: str) -> None:
         """Waits until replicas are in these states. Underscores in their names stand for hyphens."""
         wanted = {name.replace("_", "-"): state for name, state in states.items()}
         seen = await self.states()
@@ -60,7 +60,7 @@ class Orchestrator:
             raise AssertionError(f"the states are not {wanted} after {timeout_s} s: {seen}") from exc
 
     async def until_stage(
-        self, name: str, condition: Callable[[admin_pb2.StageStatus], bool], *, timeout_s: float = 20
+        self, name: str, condition: Callable[[admin_pb2.StageStatus], bool], *, timeout_s: float = 60
     ) -> admin_pb2.StageStatus:
         """Waits until the status of a stage fulfils a condition, and returns the status."""
         status = await self.stage(name)
@@ -122,7 +122,7 @@ async def running_pipeline(
                 str(path), addresses, listen, admin_listen=admin, metrics_listen=metrics, warm=warm or {}
             )
             await stack.enter_async_context(serving(own, pipeline))
-            await until_health(await stack.enter_async_context(open_channel(listen)), serving=True, timeout_s=30)
+            await until_health(await stack.enter_async_context(open_channel(listen)), serving=True, timeout_s=120)
             admin_channel = await stack.enter_async_context(open_channel(admin))
             client = await stack.enter_async_context(AsyncClient(listen))
             started.append(Orchestrator(client, admin_channel, metrics, processes, endpoints))

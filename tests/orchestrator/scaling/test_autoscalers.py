@@ -17,6 +17,8 @@ from tests.orchestrator.admin.calls import error_of
 from tests.orchestrator.mesh import CHAIN, mesh
 from tests.orchestrator.scaling.processes import Orchestrator, running_pipeline
 
+pytestmark = pytest.mark.timeout(240)  # on a busy machine, processes take long to start
+
 # A request takes 100 s, and runs alone. Two requests are admitted at the same time.
 SLOW = """
 pipeline: slow

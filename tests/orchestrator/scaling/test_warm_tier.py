@@ -3,9 +3,13 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from stagemesh.rpc.channels import open_channel
 from tests.orchestrator.scaling.processes import running_pipeline
 from tests.rpc.health_calls import Request, Response, check
+
+pytestmark = pytest.mark.timeout(240)  # on a busy machine, processes take long to start
 
 # A request takes 100 s, and runs alone on its replica.
 SLOW = """
