@@ -44,14 +44,16 @@ async def test_a_replica_drained_during_its_start_is_never_serving() -> None:
         def set_health(self, service: str, *, serving: bool) -> None:
             seen[service] = serving
 
-    seen = dict[str, bool]()
+    seen, served = dict[str, bool](), list[bool]()
     engine = DrainedEngine()
     engine.death.set()
     runtime = make_runtime(engine=engine)
+    runtime.on_serving = served.append
     with pytest.raises(UnavailableError):
         await work(runtime, SeenServer("127.0.0.1:0"), asyncio.Event())
     await runtime.close()
-    assert seen == {"": False, "stagemesh.v1.StageService": False, "stagemesh.v1.StageControlService": True}
+    assert seen == {"stagemesh.v1.StageControlService": True}
+    assert set(served) == {False}
 
 
 async def test_a_stop_during_loading_closes_the_engine() -> None:
