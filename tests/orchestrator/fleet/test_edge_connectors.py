@@ -292,7 +292,7 @@ async def test_a_replica_whose_shm_partner_left_gets_no_requests_until_another_i
         links.leave(left)
         assert (here.state, there.state) == (ReplicaState.LOADING, ReplicaState.READY)
         assert here.detail == "edge a->b uses shm, and no replica of stage 'b' is ready on its host"
-        assert links.ready
+        assert links.are_ready([edge])
         links.join(_replica("b-2", host="0"))
         await _until(changed, lambda: here.state is ReplicaState.READY)
 

@@ -91,7 +91,7 @@ class Fleet:
         stages = self._pipeline.stages
         asleep = {stage: {replica.generation for replica in self.sleeping(stage)} for stage in self.warm}
         serving = set(self.registry.ready(stages.keys()))
-        for generation in frozenset().union(*asleep.values()) - serving:
+        for generation in frozenset[str]().union(*asleep.values()) - serving:
             awake = [stage for stage in stages if generation not in asleep.get(stage, ())]
             if not awake or generation in self.registry.ready(awake):
                 serving.add(generation)
