@@ -233,7 +233,7 @@ def test_a_cancelled_request_is_listed_afterwards(running: Deployment) -> None:
         (("cancel", "nobody"), ExitCode.NOT_FOUND, "unknown request 'nobody'", "admin requests"),
         (("request", "nobody"), ExitCode.NOT_FOUND, "unknown request 'nobody'", "admin requests"),
         (("probe", "a->b"), ExitCode.NOT_FOUND, "unknown edge 'a->b'; edges: write->speak", "admin edges"),
-        (("sleep", "write-0"), ExitCode.FAILED, "engine fake of stage write does not have the ability sleep", ""),
+        (("cache", "write-0"), ExitCode.FAILED, "engine fake of stage write does not have the ability", ""),
         (("lora", "list", "write"), ExitCode.FAILED, "does not have the ability adapters", ""),
         (("profile", "start", "write-1"), ExitCode.FAILED, "does not have the ability profile", ""),
         (("cache", "write-1"), ExitCode.FAILED, "does not have the ability", ""),
