@@ -16,9 +16,11 @@ export PATH := $(BIN):$(PATH)
 export PROMPT
 # Stages are processes of their own; more threads in each would only fight over the cores.
 export OMP_NUM_THREADS ?= 1
+# Hundreds of processes of the tests import the same modules, which Python compiles each time unless it may store them.
+unexport PYTHONDONTWRITEBYTECODE
 
-# Two files of tests at once, where the user may give each process namespaces of its own (tests/conftest.py).
-AT_ONCE := $(if $(filter 0,$(shell id -u)),-n 2 --dist loadfile)
+# Two files of tests at once, where the user may give each process namespaces of its own. tests/conftest.py sorts them.
+AT_ONCE := $(if $(filter 0,$(shell id -u)),-n 2 --dist loadfile --no-loadscope-reorder)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv typescript kubernetes models demo demo-image test soak cluster cluster-down check protos stubs bench lock clean

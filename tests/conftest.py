@@ -1,27 +1,45 @@
-"""Gives each of several test processes that run at once its own /dev/shm and its own loopback interface.
+"""Prepares several test processes that run at once.
 
-Tests check that nothing remains in /dev/shm, and choose free ports on the loopback interface.
+Each has its own /dev/shm and its own loopback interface: tests check that nothing remains in /dev/shm, and choose free
+ports on the loopback interface. The longest files of tests come first.
 """
 
 import ctypes
 import os
 import signal
 import subprocess
+from collections import Counter
 
 import pytest
 
 _CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 _LOOPBACK_UP = ("ip", "link", "set", "lo", "up")
+_IN_ONE_OF_SEVERAL = "PYTEST_XDIST_WORKER" in os.environ
 
 
 def pytest_configure() -> None:
     """Called in each process before any test is imported."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if _IN_ONE_OF_SEVERAL:
         _leave_the_host()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell makes its background jobs ignore Ctrl-C. The commands under test would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sorts files by their longest time limit of a test, then by their number of tests, so that short files come last.
+
+    Otherwise one process could still run a long file when all others have ended.
+    """
+    if _IN_ONE_OF_SEVERAL:
+        sizes = Counter(item.path for item in items)
+        limits_s = dict.fromkeys(sizes, 0.0)
+        for item in items:
+            marker = item.get_closest_marker("timeout")
+            limit_s = float(marker.args[0] if marker else item.config.getini("timeout"))
+            limits_s[item.path] = max(limits_s[item.path], limit_s)
+        items.sort(key=lambda item: (-limits_s[item.path], -sizes[item.path]))
 
 
 def _leave_the_host() -> None:

@@ -16,6 +16,7 @@ from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.services.engines.base import Emission, Task, Usage
 from stagemesh.services.models.text import Sentences
+from stagemesh.services.stage.step import edges
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import Replica, served_stage, stage_config, step_request
@@ -166,7 +167,8 @@ async def _mixed(request: str, thinker: Replica, framer: Replica, mixer: Replica
     return int(mixed[1].usage.steps)
 
 
-async def test_an_unknown_transform_is_named() -> None:
+async def test_an_unknown_transform_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edges, "REBIND_S", 0.1)
     async with _pair() as (thinker, talker):
         errors = await _failures(thinker, talker, transform="text.shout")
     assert errors["talker"].reason == "UNKNOWN_TRANSFORM"
@@ -186,6 +188,7 @@ async def test_an_error_of_a_transform_names_it(end: str, monkeypatch: pytest.Mo
         raise ZeroDivisionError(len(packet.tensors))
 
     monkeypatch.setattr(Sentences, "push", fail)
+    monkeypatch.setattr(edges, "REBIND_S", 0.1)
     async with _pair() as (thinker, talker):
         errors = await _failures(thinker, talker, **{end: "text.sentences"})
     error = errors["talker" if end == "transform" else "thinker"]

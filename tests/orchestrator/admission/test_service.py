@@ -15,6 +15,7 @@ from stagemesh.common.errors import (
     OverloadedError,
     UnavailableError,
 )
+from stagemesh.orchestrator.request import lifecycle
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import orchestrator_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN, Mesh, ask, mesh, texts
@@ -86,7 +87,8 @@ async def test_a_finished_request_frees_its_slot(tmp_path: Path) -> None:
         assert (await chain.describe()).in_flight == 0
 
 
-async def test_a_request_that_cannot_be_planned_holds_nothing(tmp_path: Path) -> None:
+async def test_a_request_that_cannot_be_planned_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "STAGE_WAIT_S", 0.2)
     async with mesh(tmp_path, ready=False) as chain:
         await chain.servers["b"].stop(grace_s=0)
         first, second = await chain.failure(request_id="r1"), await chain.failure(request_id="r1")

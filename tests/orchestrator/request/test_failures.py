@@ -13,6 +13,7 @@ from stagemesh.common.errors import (
     StagemeshError,
     UnavailableError,
 )
+from stagemesh.orchestrator.request import lifecycle
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.orchestrator.mesh import ask, mesh, until_health
 from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, Script, ScriptedStage, hang
@@ -120,7 +121,10 @@ async def test_a_request_waits_for_a_lost_stage_until_its_deadline(tmp_path: Pat
         await chain.until_idle()
 
 
-async def test_the_error_for_a_lost_stage_names_its_replicas_state(tmp_path: Path) -> None:
+async def test_the_error_for_a_lost_stage_names_its_replicas_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "STAGE_WAIT_S", 0.2)
     async with mesh(tmp_path) as chain:
         await chain.servers["b"].stop(grace_s=0)
         await until_health(chain.channel, serving=False)
