@@ -7,6 +7,9 @@
 - checkov.txt: Checkov, in an environment of its own.
 
 Each is installed with `pip install --no-deps`, so that pip installs nothing else. Run by `make lock`.
+
+The versions in the existing files remain. To update a package, delete its line from each file that lists it. To update
+all packages, delete the files.
 """
 
 import json
@@ -39,6 +42,9 @@ CHECKOV_WHAT = """\
 Checkov, which checks the rendered chart. It has an environment of its own, because its requirements contradict
 # those of the project."""
 PROJECT = f"{HERE.parent}[{{}}]"
+FAILED = """\
+pip found no versions. If it names a constraint, that is a line of requirements/*.txt: delete the line of this package
+from each file that lists it, and run `make lock` again."""
 
 
 def resolve(
@@ -50,7 +56,8 @@ def resolve(
         constraints_file.write_text("".join(f"{name}=={version}\n" for name, version in constraints.items()))
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
         command += ["--report", str(report), "--constraint", str(constraints_file), requirement]
-        subprocess.run(command, check=True, env={**os.environ, **(environment or {})})
+        if subprocess.run(command, check=False, env={**os.environ, **(environment or {})}).returncode:
+            raise SystemExit(FAILED)
         installs = json.loads(report.read_text())["install"]
     found = {normalize(item["metadata"]["name"]): item["metadata"]["version"] for item in installs}
     return {name: version for name, version in found.items() if name != "stagemesh"}
@@ -59,6 +66,12 @@ def resolve(
 def normalize(name: str) -> str:
     """Returns a distribution's name as PEP 503 spells it."""
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def read(*names: str) -> dict[str, str]:
+    """Returns the versions, by name, in those of the requirements files that exist."""
+    lines = [line for name in names if (HERE / name).exists() for line in (HERE / name).read_text().splitlines()]
+    return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
 
 
 def write(name: str, *, what: str, pins: Mapping[str, str], excluded: frozenset[str] = frozenset()) -> None:
@@ -72,19 +85,22 @@ def write(name: str, *, what: str, pins: Mapping[str, str], excluded: frozenset[
 
 def main() -> None:
     """Resolves everything for a CPU together, then the parts of it. Resolves CUDA apart, because torch differs."""
-    everything = resolve(PROJECT.format(ALL_EXTRAS), constraints={})
+    everything = resolve(PROJECT.format(ALL_EXTRAS), constraints=read("orchestrator.txt", "cpu.txt", "dev.txt"))
     cpu = resolve(PROJECT.format(CPU_EXTRAS), constraints=everything)
     orchestrator = resolve(PROJECT.format(ORCHESTRATOR_EXTRAS), constraints=everything)
     # Without pip's configuration, which may offer CPU builds of torch.
     cuda = resolve(
-        PROJECT.format(CUDA_EXTRAS), constraints={}, environment={"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
+        PROJECT.format(CUDA_EXTRAS),
+        constraints=read("cuda.txt"),
+        environment={"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""},
     )
     tools = {name: version for name, version in everything.items() if name not in cpu}
     write("orchestrator.txt", what="An orchestrator.", pins=orchestrator, excluded=EXCLUDED_FROM_ORCHESTRATOR)
     write("cpu.txt", what=CPU_WHAT, pins=cpu, excluded=EXCLUDED)
     write("cuda.txt", what="All parts of Stagemesh, with CUDA.", pins=cuda)
     write("dev.txt", what="What tests and checks it, in addition to cpu.txt.", pins=tools, excluded=EXCLUDED)
-    write("checkov.txt", what=CHECKOV_WHAT, pins=resolve("checkov", constraints={}))
+    checkov = resolve("checkov", constraints=read("checkov.txt"))
+    write("checkov.txt", what=CHECKOV_WHAT, pins=checkov)
 
 
 if __name__ == "__main__":

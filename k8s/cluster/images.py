@@ -6,6 +6,7 @@ The bases stand for the official ones, which a machine without a container regis
 import ast
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 from k8s.cluster.shell import run
@@ -17,6 +18,7 @@ PAUSE = "localhost/pause"
 _DEBIAN = "localhost/debian:bookworm-slim"
 _PYTHON = "localhost/python3-debian12:nonroot"
 _SUITE = "bookworm"
+MAX_ORCHESTRATOR_BYTES = 200_000_000
 _SLIM = [f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("doc", "locale", "man")]
 # What the official base of the orchestrator contains: Python and the libraries that its packages need.
 _PYTHON_PACKAGES = (
@@ -25,10 +27,11 @@ _PYTHON_PACKAGES = (
 )
 
 
-def build(folder: Path, *, tag: str) -> dict[str, str]:
-    """Builds all images with the tag `tag`. Returns the size of each without compression, as buildah prints it.
+def build(folder: Path, *, tag: str) -> dict[str, int]:
+    """Builds all images with the tag `tag`. Returns the size of each in bytes, without compression.
 
-    `folder` keeps the pause binary, and pip's configuration for the builds.
+    `folder` keeps the pause binary, and pip's configuration for the builds. Ends the program with a message if the
+    image of the orchestrator is too large.
     """
     _import_base(_DEBIAN, ["--variant=minbase"])
     _import_base(_PYTHON, ["--variant=extract", f"--include={_PYTHON_PACKAGES}"])
@@ -36,8 +39,27 @@ def build(folder: Path, *, tag: str) -> dict[str, str]:
     orchestrator = {"BUILD_BASE": _DEBIAN, "BASE": _PYTHON}
     _build("orchestrator", f"{ORCHESTRATOR}:{tag}", orchestrator, folder)
     _build("stage", f"{STAGE}:{tag}", {"BASE": _DEBIAN, "VARIANT": "cpu"}, folder)
-    built = (f"{ORCHESTRATOR}:{tag}", f"{STAGE}:{tag}")
-    return {image: run("buildah", "images", "--format={{.Size}}", image).splitlines()[0] for image in built}
+    sizes = {image: _size_bytes(image) for image in (f"{ORCHESTRATOR}:{tag}", f"{STAGE}:{tag}")}
+    check_orchestrator_size(sizes[f"{ORCHESTRATOR}:{tag}"])
+    return sizes
+
+
+def check_orchestrator_size(size_bytes: int) -> None:
+    """Ends the program with a message if the image of the orchestrator, without compression, is too large."""
+    if size_bytes >= MAX_ORCHESTRATOR_BYTES:
+        sys.exit(
+            f"the image of the orchestrator has {size_bytes:,} bytes, but must have less than "
+            f"{MAX_ORCHESTRATOR_BYTES:,}; remove packages from requirements/orchestrator.txt "
+            "(EXCLUDED_FROM_ORCHESTRATOR in requirements/lock.py), or files in k8s/images/orchestrator.Dockerfile"
+        )
+
+
+def _size_bytes(image: str) -> int:
+    container = run("buildah", "from", "--pull-never", image)
+    try:
+        return int(run("du", "--summarize", "--bytes", run("buildah", "mount", container)).split()[0])
+    finally:
+        run("buildah", "rm", container)
 
 
 def _import_base(image: str, arguments: list[str]) -> None:

@@ -1,11 +1,14 @@
 # An orchestrator and the command line. It contains no torch, no shell and no package manager.
-# Build it at the root of the repository. Pin both bases by digest, for example
-# --build-arg BASE=gcr.io/distroless/python3-debian12@sha256:…
+# Build it at the root of the repository. Pin both bases by digest, because a tag can move:
+#   --build-arg BUILD_BASE_DIGEST=sha256:… --build-arg BASE_DIGEST=sha256:…
 # Both bases must have the same Python at the same path: the environment of the first is copied into the second.
-ARG BUILD_BASE=docker.io/library/debian:bookworm-slim
+ARG BUILD_BASE=docker.io/library/debian:12.11-slim
+ARG BUILD_BASE_DIGEST
+# This repository has no tags for versions. Only a digest pins it.
 ARG BASE=gcr.io/distroless/python3-debian12:nonroot
+ARG BASE_DIGEST
 
-FROM ${BUILD_BASE} AS dependencies
+FROM ${BUILD_BASE}${BUILD_BASE_DIGEST:+@${BUILD_BASE_DIGEST}} AS dependencies
 # The base fixes the release of Debian. A pinned version would disappear from it with the next security update.
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -24,16 +27,20 @@ COPY . .
 RUN PIP_CONSTRAINT=requirements/dev.txt \
     python3 -m pip --python /opt/stagemesh install --no-cache-dir --no-deps --prefix /project .
 
-FROM ${BASE}
+FROM ${BASE}${BASE_DIGEST:+@${BASE_DIGEST}}
 ARG BASE
+ARG BASE_DIGEST=unknown
 ARG VERSION=0.1.0
 ARG REVISION=unknown
+ARG SOURCE=unknown
 LABEL org.opencontainers.image.title="stagemesh-orchestrator" \
       org.opencontainers.image.description="An orchestrator of Stagemesh, and its command line" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \
-      org.opencontainers.image.base.name="${BASE}"
+      org.opencontainers.image.source="${SOURCE}" \
+      org.opencontainers.image.base.name="${BASE}" \
+      org.opencontainers.image.base.digest="${BASE_DIGEST}"
 COPY --from=dependencies /opt/stagemesh /opt/stagemesh
 COPY --from=project /project /opt/stagemesh
 ENV PATH=/opt/stagemesh/bin:/usr/local/bin:/usr/bin:/bin \

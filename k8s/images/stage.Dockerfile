@@ -1,11 +1,12 @@
 # A replica of a stage, with all engines. It is built in two variants, at the root of the repository:
 #   stage-cpu:  --build-arg VARIANT=cpu
 #   stage-cuda: --build-arg VARIANT=cuda
-# Pin the base by digest: --build-arg BASE=docker.io/library/debian@sha256:…
-ARG BASE=docker.io/library/debian:bookworm-slim
+# Pin the base by digest, because a tag can move: --build-arg BASE_DIGEST=sha256:…
+ARG BASE=docker.io/library/debian:12.11-slim
+ARG BASE_DIGEST
 ARG VARIANT=cpu
 
-FROM ${BASE} AS cpu
+FROM ${BASE}${BASE_DIGEST:+@${BASE_DIGEST}} AS cpu
 # libnuma and libgomp are needed by vLLM for CPUs.
 # The base fixes the release of Debian. A pinned version would disappear from it with the next security update.
 # hadolint ignore=DL3008
@@ -40,15 +41,19 @@ RUN PIP_CONSTRAINT=requirements/dev.txt /opt/stagemesh/bin/pip install --no-cach
 # Stagemesh is a layer of its own, so that a new version does not transfer the dependencies again.
 FROM dependencies
 ARG BASE
+ARG BASE_DIGEST=unknown
 ARG VARIANT
 ARG VERSION=0.1.0
 ARG REVISION=unknown
+ARG SOURCE=unknown
 LABEL org.opencontainers.image.title="stagemesh-stage-${VARIANT}" \
       org.opencontainers.image.description="A replica of a stage of Stagemesh, with all engines" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \
-      org.opencontainers.image.base.name="${BASE}"
+      org.opencontainers.image.source="${SOURCE}" \
+      org.opencontainers.image.base.name="${BASE}" \
+      org.opencontainers.image.base.digest="${BASE_DIGEST}"
 COPY --from=project /project /opt/stagemesh
 ENV PATH=/opt/stagemesh/bin:/usr/local/bin:/usr/bin:/bin \
     HOME=/var/lib/stagemesh \

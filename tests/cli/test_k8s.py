@@ -1,4 +1,6 @@
 import json
+from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,24 @@ def test_the_number_of_gpus_of_a_diffusion_stage(options: str, gpus: int, tmp_pa
     assert (stage.get("gpus", 0), "image" in stage) == (gpus, gpus > 0)
 
 
+def test_images_are_named_by_repository_and_tag(song: Path) -> None:
+    values = _render(str(song))
+    tag = version("stagemesh")
+    assert {name: (image["repository"].split("/")[-1], image["tag"]) for name, image in values["images"].items()} == {
+        "orchestrator": ("orchestrator", tag),
+        "stage": ("stage-cpu", tag),
+    }
+    assert values["stages"]["thinker"]["image"]["repository"].endswith("/stage-cuda")
+
+
+def test_every_value_that_depends_on_the_cluster_is_marked(song: Path) -> None:
+    lines = invoke("k8s", "render", str(song), "--set", "edges.*.connector=nixl").stdout.splitlines()
+    keys = ("repository:", "tag:", "gpus:", "image:", "resources:", "rdma:", "modelCache:")
+    found = [(before, line) for before, line in pairwise(lines) if line.strip().startswith(keys)]
+    assert {line.split()[0] for _, line in found} == set(keys)
+    assert [line for before, line in found if not before.strip().startswith("# CHANGE: ")] == []
+
+
 @pytest.mark.parametrize("size", ["null", "two", "[2]"])
 def test_an_option_that_is_not_a_number_does_not_count(size: str, song: Path) -> None:
     values = _render(str(song), "--set", f"stages.thinker.options.tensor_parallel_size={size}")
@@ -142,7 +162,7 @@ def test_an_external_stage_without_addresses_refers_to_a_service() -> None:
     assert "upper" not in _render(source)["stages"]
     ran = invoke("k8s", "render", source, "--set", "stages.upper.addresses=[]")
     assert yaml.safe_load(ran.stdout)["stages"]["upper"] == {"external": {"service": "upper", "port": 50051}}
-    assert "# Note: stage 'upper' is external and has no addresses" in ran.stdout
+    assert "# Note: stage 'upper' is external and has no addresses; set stages.upper.external.service and" in ran.stdout
 
 
 def test_a_pipeline_that_breaks_a_rule_of_the_chart_is_rejected() -> None:

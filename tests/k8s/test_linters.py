@@ -2,10 +2,12 @@
 
 import json
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from k8s.cluster.images import MAX_ORCHESTRATOR_BYTES, check_orchestrator_size
 from tests.k8s.helm import CHART, read_values, render_text
 from tests.repository.commands import ROOT, run
 
@@ -46,6 +48,25 @@ def test_dockerfiles_are_found() -> None:
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_dockerfiles_satisfy_hadolint(path: str) -> None:
     assert run("hadolint", "--failure-threshold", "style", str(path)) == ""
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_images_name_their_source_and_their_base(path: Path) -> None:
+    text = path.read_text()
+    labels = set(re.findall(r"org\.opencontainers\.image\.([\w.]+)=", text))
+    assert labels >= {"title", "licenses", "version", "revision", "source", "base.name", "base.digest"}
+    # Distroless images have no tags for versions.
+    bases = re.findall(r"^ARG (?:BUILD_)?BASE=(?!gcr\.io/distroless/)(\S+)$", text, re.MULTILINE)
+    assert bases
+    assert [base for base in bases if not re.search(r":[\w-]*\d+\.\d+", base)] == []
+
+
+def test_an_orchestrator_image_above_the_limit_ends_the_build() -> None:
+    check_orchestrator_size(MAX_ORCHESTRATOR_BYTES - 1)
+    with pytest.raises(
+        SystemExit, match=r"has 200,000,000 bytes, but must have less than 200,000,000; remove packages"
+    ):
+        check_orchestrator_size(MAX_ORCHESTRATOR_BYTES)
 
 
 @pytest.fixture(scope="module")

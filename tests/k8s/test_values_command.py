@@ -9,7 +9,7 @@ import yaml
 from stagemesh.orchestrator.spec import load_pipeline
 from tests.cli.commands import invoke
 from tests.k8s.helm import CHART, HELMS, load_objects, run_helm
-from tests.k8s.manifests import Manifest
+from tests.k8s.manifests import Manifest, all_pods
 from tests.repository.commands import ROOT
 
 _EXAMPLES = ROOT / "examples"
@@ -85,3 +85,16 @@ def test_the_value_of_a_variable_determines_its_type(tmp_path: Path) -> None:
     faults = pipeline.stages["thinker"].options["faults"]
     assert isinstance(faults, list)
     assert [fault["probability"] for fault in faults if isinstance(fault, dict)] == [0.25, 0.25]
+
+
+def test_containers_have_the_images_that_were_rendered() -> None:
+    values = yaml.safe_load(invoke("k8s", "render", "speech").stdout)
+    images = {name: f"{each['repository']}:{each['tag']}" for name, each in values["images"].items()}
+    thinker = f"{values['stages']['thinker']['image']['repository']}:{values['images']['stage']['tag']}"
+    found = {
+        container["name"]: container["image"]
+        for pod in all_pods(_render(yaml.dump(values)))
+        for container in pod.containers
+    }
+    expected = {"orchestrator": images["orchestrator"], "thinker": thinker, "acoustic": images["stage"]}
+    assert found.items() >= expected.items()

@@ -9,7 +9,9 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/architecture.md",
+    "docs/cli.md",
     "docs/clients.md",
+    "docs/kubernetes.md",
     "docs/operations.md",
 )
 COMMAND = re.compile(r"(?:`|^ {4})make ([a-z]+)", re.MULTILINE)

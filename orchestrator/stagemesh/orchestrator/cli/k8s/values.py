@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import version
 from math import ceil
 from textwrap import indent
 from typing import Any, NamedTuple
@@ -15,9 +16,10 @@ from stagemesh.orchestrator.spec.source.document import referenced_variables
 
 _GIB = 1 << 30
 _GPU_ENGINES = frozenset({"vllm", "diffusion"})
-_GPU_IMAGE = "stagemesh/stage-cuda"
+_REGISTRY = "registry.example.com/stagemesh"
 _EXTERNAL_PORT = 50051
 _TITLES = {
+    "images": "The images, which docs/kubernetes.md shows how to build. Nodes must be able to pull them.",
     "stages": "Settings by stage. The chart's values.yaml describes all of them, for example nodeSelector and "
     "autoscaling.\n# `replicas` is the number in the pipeline, unless it is set here.",
     "groups": "Settings of the pods that several stages share, and of their replicas.",
@@ -77,9 +79,19 @@ def _sections(pipeline: Pipeline) -> Mapping[str, Mapping[str, list[Setting]]]:
         own = list(_external_settings(stage) if stage.is_external else _container_settings(stage, pipeline))
         settings[stage.name] = own if stage.group_name in shared else [*own, *_pod_settings([stage])]
     groups = {group: list(_pod_settings(stages)) for group, stages in shared.items()}
-    sections = {"stages": settings, "groups": groups}
+    sections = {"images": _images(), "stages": settings, "groups": groups}
     complete = {section: {name: each for name, each in items.items() if each} for section, items in sections.items()}
     return {section: items for section, items in complete.items() if items}
+
+
+def _images() -> dict[str, list[Setting]]:
+    tag = Setting("tag", version("stagemesh"), "CHANGE: its tag. In production, set `digest`, because a tag can move.")
+    front = "CHANGE: the image of orchestrators, media service and helm test."
+    stage = "CHANGE: the image of the stages that have no `image` of their own."
+    return {
+        "orchestrator": [Setting("repository", f"{_REGISTRY}/orchestrator", front), tag],
+        "stage": [Setting("repository", f"{_REGISTRY}/stage-cpu", stage), tag],
+    }
 
 
 def _external_settings(stage: Stage) -> Iterator[Setting]:
@@ -91,8 +103,9 @@ def _external_settings(stage: Stage) -> Iterator[Setting]:
 def _container_settings(stage: Stage, pipeline: Pipeline) -> Iterator[Setting]:
     gpus = _gpus(stage)
     if gpus:
-        yield Setting("gpus", gpus, "GPUs of each replica. To run the stage on the CPU, remove gpus and image.")
-        yield Setting("image", {"repository": _GPU_IMAGE}, "CHANGE: the image with CUDA, in your registry.")
+        without = "To run the stage on the CPU, remove gpus and image, and lower cpu and memory."
+        yield Setting("gpus", gpus, f"CHANGE: GPUs of each replica. {without}")
+        yield Setting("image", {"repository": f"{_REGISTRY}/stage-cuda"}, "CHANGE: the image with CUDA.")
     memory = f"{(16 * gpus or 2) + ceil(stage.data_plane.arena_bytes / _GIB)}Gi"
     resources = {"requests": {"cpu": str(4 * gpus or 1), "memory": memory}, "limits": {"memory": memory}}
     yield Setting("resources", resources, "CHANGE: CPU and memory of each replica, including its arena. Measure them.")
@@ -110,7 +123,7 @@ def _leaves_pod(stage: Stage, pipeline: Pipeline, *, connector: str) -> bool:
 
 def _pod_settings(stages: Iterable[Stage]) -> Iterator[Setting]:
     if names := sorted({stage.model_name for stage in stages if stage.model_name}):
-        comment = f"CHANGE: the volume with the models: {', '.join(names)}. It is mounted at /var/lib/stagemesh/models."
+        comment = f"CHANGE: the PersistentVolumeClaim whose volume contains the folders {', '.join(names)}."
         yield Setting("modelCache", {"existingClaim": "models"}, comment)
 
 

@@ -51,8 +51,8 @@ def check_pods(file: PipelineFile, problems: Problems) -> None:
 def kubernetes_hints(pipeline: Pipeline) -> tuple[str, ...]:
     """Returns a sentence for each fact outside of the pipeline file that a deployment on Kubernetes depends on."""
     hints = [
-        f"stage {stage.name!r} is external and has no addresses; set stages.{stage.name}.external.service in the "
-        "chart's values, or have its replicas register"
+        f"stage {stage.name!r} is external and has no addresses; set stages.{stage.name}.external.service and "
+        f"stages.{stage.name}.external.port in the chart's values"
         for stage in pipeline.stages.values()
         if stage.is_external and not stage.addresses
     ]
