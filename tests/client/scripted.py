@@ -124,10 +124,14 @@ def _placed(event: GenerateResponse, positions: Counter[OutputKey]) -> GenerateR
     return event
 
 
-def admitted(request_id: str = "r", *, seed: int = 7, choices: int = 1) -> GenerateResponse:
+def admitted(
+    request_id: str = "r", *, seed: int = 7, choices: int = 1, generation: str = "g"
+) -> GenerateResponse:
     """Returns the first event of a request."""
     placed = [AdmittedChoice(replicas={"thinker": "thinker-0"})] * choices
-    return GenerateResponse(admitted=RequestAdmitted(request_id=request_id, seed=seed, choices=placed))
+    return GenerateResponse(
+        admitted=RequestAdmitted(request_id=request_id, seed=seed, choices=placed, generation=generation)
+    )
 
 
 def queued(position: int, *, expected_wait_s: float = 1.5) -> GenerateResponse:
