@@ -27,7 +27,7 @@ _OPTION = "pipeline.stages.thinker.options.max_model_len"
 _EDGE = "pipeline.edges"
 _EDGES = (
     '[{"from": "thinker", "to": "acoustic", "transform": "text.sentences", "connector": "CONNECTOR"},'
-    ' {"from": "acoustic", "to": "vocoder", "chunk": {"frames": 64, "initial_frames": 16}}]'
+    ' {"from": "acoustic", "to": "vocoder", "connector": "shm", "chunk": {"frames": 64, "initial_frames": 16}}]'
 )
 
 
@@ -67,6 +67,7 @@ class Campaign:
         )
         lines = self._folder / "requests.jsonl"
         lines.unlink(missing_ok=True)
+        self._balance()
         with self._load(lines):
             begun_s = time.time()
             with self._phase("quiet"):
@@ -96,13 +97,11 @@ class Campaign:
             self._kubectl("rollout", "status", f"deployment/{self._release.name}-{workload}", f"--timeout={_READY_S}s")
 
     def _drain(self) -> None:
-        node = self._random.choice(self._cluster.nodes).name
-        self._say(f"draining {node}")
-        self._kubectl(
-            "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--force", f"--timeout={_READY_S}s"
-        )
+        node = self._random.choice(self._cluster.nodes)
+        self._say(f"draining {node.name}")
+        self._cluster.drain(node, limit_s=_READY_S)
         self._wait_ready()
-        self._kubectl("uncordon", node)
+        self._cluster.uncordon(node)
 
     def _delete_pods(self) -> None:
         for _ in range(3):

@@ -73,6 +73,20 @@ class Cluster:
         found = self.control_plane.kubectl("get", "nodes", f"--output=jsonpath={line}").split()
         return {item.removesuffix("=True") for item in found if item.endswith("=True")}
 
+    def drain(self, node: Host, *, limit_s: int) -> None:
+        """Ends all pods of a node and lets no others start there, until `uncordon`."""
+        self.control_plane.kubectl(
+            "drain", node.name, "--ignore-daemonsets", "--delete-emptydir-data", "--force", f"--timeout={limit_s}s"
+        )
+
+    def cordon(self, node: Host) -> None:
+        """Lets no further pods start on a node, until `uncordon`."""
+        self.control_plane.kubectl("cordon", node.name)
+
+    def uncordon(self, node: Host) -> None:
+        """Lets pods start on a node again."""
+        self.control_plane.kubectl("uncordon", node.name)
+
     def down(self) -> None:
         """Removes the cluster, but neither its programs nor the images in buildah's store."""
         disconnect(self.hosts)

@@ -27,6 +27,9 @@ endpoint = ["http://{registry}"]
 """
 
 
+_CTR = ("ctr", "--namespace=k8s.io")
+
+
 def start(host: Host, control_plane: ControlPlane, *, pause_archive: Path) -> None:
     """Starts a node on `host`. It becomes Ready within seconds."""
     _make_cgroups(host)
@@ -52,9 +55,8 @@ def start(host: Host, control_plane: ControlPlane, *, pause_archive: Path) -> No
     containerd = host.folder / "containerd.toml"
     containerd.write_text(_CONTAINERD.format(pause=_PAUSE, registry=control_plane.registry))
     host.start("containerd", "containerd", f"--config={containerd}")
-    ctr = ("ctr", "--namespace=k8s.io")
-    wait_until(lambda: "Server" in host.run(*ctr, "version"), 20, f"containerd on {host.name}")
-    host.run(*ctr, "images", "import", str(pause_archive))
+    wait_until(lambda: "Server" in host.run(*_CTR, "version"), 20, f"containerd on {host.name}")
+    host.run(*_CTR, "images", "import", str(pause_archive))
 
     kubelet = host.folder / "kubelet.json"
     kubelet.write_text(
@@ -95,6 +97,18 @@ def start(host: Host, control_plane: ControlPlane, *, pause_archive: Path) -> No
         f"--node-labels=topology.kubernetes.io/zone={host.name}",
     )
     start_proxy(host, control_plane)
+
+
+def remove_images(host: Host, *, limit_s: float) -> None:
+    """Removes all images of a drained node except the one of pause containers, as soon as no container uses them."""
+
+    def is_unused() -> bool:
+        return not host.run(*_CTR, "containers", "list", "--quiet")
+
+    wait_until(is_unused, limit_s, f"the end of the containers on {host.name}")
+    images = [line.split() for line in host.run(*_CTR, "images", "list").splitlines()[1:]]
+    (pause,) = {digest for name, _, digest, *_ in images if name == _PAUSE}
+    host.run(*_CTR, "images", "remove", "--sync", *(name for name, _, digest, *_ in images if digest != pause))
 
 
 def remove_cgroups(host: Host) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
+from k8s.cluster import nodes
 from k8s.cluster.cluster import REPOSITORY
 from k8s.cluster.release import Release
 from k8s.cluster.shell import wait_until
@@ -21,14 +22,30 @@ _LINES = {"process": "listening on", "libraries": "loading /", "model": ": ready
 def measure_cold(release: Release) -> dict[str, float]:
     """Scales the thinker from one to two replicas. Returns the seconds of each phase, in order.
 
-    Their sum is the time from the command to the first output of a request that runs on the new replica.
+    The second replica starts on a node that does not have the image. The sum of the phases is the time from the command
+    to the first output of a request that runs on the new replica.
     """
     control = release.cluster.control_plane
     deployment = f"deployment/{release.name}-{_STAGE}"
     control.kubectl("scale", deployment, "--replicas=1")
     wait_until(lambda: len(_pods(release)) == 1, _LIMIT_S, "the end of a replica")
-    (old,) = (pod["metadata"]["name"] for pod in _pods(release))
+    (pod,) = _pods(release)
+    old = pod["metadata"]["name"]
+    (used,) = (node for node in release.cluster.nodes if node.name == pod["spec"]["nodeName"])
+    (empty,) = (node for node in release.cluster.nodes if node is not used)
+    release.cluster.drain(empty, limit_s=_LIMIT_S)
+    nodes.remove_images(empty, limit_s=_LIMIT_S)
+    release.cluster.cordon(used)
+    release.cluster.uncordon(empty)
+    try:
+        return _time_phases(release, old)
+    finally:
+        release.cluster.uncordon(used)
 
+
+def _time_phases(release: Release, old: str) -> dict[str, float]:
+    control = release.cluster.control_plane
+    deployment = f"deployment/{release.name}-{_STAGE}"
     ends = {"": time.time()}
     control.kubectl("scale", deployment, "--replicas=2")
     ends["scheduled"] = _first_time(release, old, lambda pod: _is_true(pod, "PodScheduled"))
@@ -44,7 +61,10 @@ def measure_cold(release: Release) -> dict[str, float]:
 
 
 def measure_warm(release: Release) -> dict[str, float]:
-    """Sends more requests than the awake replica can serve. Returns the seconds until the sleeping one serves, too."""
+    """Sends more requests than the awake replica can serve. Returns the seconds until the sleeping one serves, too.
+
+    The replicas run the engine `fake`.
+    """
     (pod,) = release.pods("stagemesh.dev/tier=warm")
     times = _send_requests(release, pod["metadata"]["name"], clients=8)
     return {

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from stagemesh.client.session import Attempts, RetryPolicy
@@ -17,6 +19,17 @@ def _pauses(attempts: Attempts, error: UnavailableError) -> list[float | None]:
 def test_pauses_double_up_to_a_limit() -> None:
     pauses = _pauses(Attempts(POLICY, timeout_s=None), UnavailableError("gone"))
     assert pauses == [pytest.approx(0.1), pytest.approx(0.2), pytest.approx(0.3), None]
+
+
+def test_an_unreachable_endpoint_is_attempted_until_its_time_has_passed() -> None:
+    patient = replace(POLICY, reach_s=60.0)
+    attempts = Attempts(patient, timeout_s=None)
+    for _ in range(3 * patient.attempts):
+        attempts.begin()
+        assert attempts.pause_s(UnavailableError("gone")) is not None
+    # The server was reached. The number of attempts counts again.
+    attempts.begin()
+    assert attempts.pause_s(NotReadyError("loading", retry_after_s=1)) is None
 
 
 def test_the_pause_that_the_server_names_takes_precedence() -> None:

@@ -42,8 +42,9 @@ _MAX_LINGER_S = 10
 class RetryPolicy:
     """The limits on the retries of a request.
 
-    Before a request runs, the client attempts it at most `attempts` times on each endpoint. The pause before the first
-    retry is `first_pause_s` seconds. The pause doubles with each retry, up to `max_pause_s` seconds. If the server asks
+    Before a request runs, the client attempts it at most `attempts` times on each endpoint, and more often while no
+    endpoint can be reached and `reach_s` seconds have not passed. The pause before the first retry is `first_pause_s`
+    seconds. The pause doubles with each retry, up to `max_pause_s` seconds. If the server asks
     for another pause (RetryInfo), the client waits for that time. The request fails if the server asks for a pause
     longer than `max_asked_pause_s` seconds.
 
@@ -57,11 +58,12 @@ class RetryPolicy:
     max_pause_s: float = 5.0
     max_asked_pause_s: float = 30.0
     reattach_s: float = 30.0
+    reach_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.first_pause_s <= 0 or self.max_pause_s < self.first_pause_s:
             raise ValueError(f"a retry policy requires attempts >= 1 and 0 < first_pause_s <= max_pause_s, not {self}")
-        for name in ("max_asked_pause_s", "reattach_s"):
+        for name in ("max_asked_pause_s", "reattach_s", "reach_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
 
@@ -75,6 +77,7 @@ class Attempts:
     def __init__(self, policy: RetryPolicy, *, timeout_s: float | None, endpoints: int = 1) -> None:
         self._policy, self._endpoints = policy, endpoints
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._reach_ends_s = time.monotonic() + policy.reach_s
         self._made = 0
         """The number of attempts since the server last became unavailable, or since the request's start."""
         self.answered = False
@@ -122,7 +125,8 @@ class Attempts:
         unreachable = isinstance(error, UnavailableError) or (broken and searching)
         if error.retry_after_s is None and not unreachable:
             return None
-        if not searching and self._made >= self._policy.attempts * self._endpoints:
+        may_reach = unreachable and time.monotonic() < self._reach_ends_s
+        if not searching and not may_reach and self._made >= self._policy.attempts * self._endpoints:
             return None
         if unreachable and self._made % self._endpoints:
             return self._if_in_time(0.0)

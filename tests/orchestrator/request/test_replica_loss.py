@@ -37,6 +37,8 @@ class _Mesh:
     spoken: dict[str, str] = field(default_factory=dict[str, str])
     """The text that the client received, by output. The index of a choice precedes the outputs of further choices."""
     choices: int = 1
+    generations: list[str] = field(default_factory=list[str])
+    """The generation in each RequestAdmitted."""
     began: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def ask(self, request_id: str = "r", *, generation: str = "") -> dict[str, str]:
@@ -52,6 +54,7 @@ class _Mesh:
         match event.WhichOneof("event"):
             case "admitted":
                 self.replicas = dict(event.admitted.choices[0].replicas)
+                self.generations.append(event.admitted.generation)
                 self.began.set()
             case "output":
                 index, name = event.output.index, event.output.name
@@ -362,6 +365,8 @@ def test_a_request_without_outputs_restarts_in_a_new_generation(chain: Pipeline)
     world = World(chain)
     mesh = _run(world, partial(_upgrade, after_s=0.05), replicas=1)
     assert mesh.spoken == _SPOKEN
+    assert len(mesh.generations) == 2
+    assert mesh.generations[1] == "new-1"
     last = {notes.stage: notes.replica for notes in mesh.timeline.steps}
     assert last == {stage: f"{stage}-new" for stage in "abc"}
     (call,) = world.replicas["a-new"].calls

@@ -206,6 +206,14 @@ PARAMETERS: Mapping[str, Parameter] = {
         "Fail if the request takes longer than this number of seconds. There is no limit if omitted.",
         metavar="SECONDS",
     ),
+    "wait": option(
+        float,
+        "Repeat the request for this number of seconds while no orchestrator can be reached. If omitted, the command "
+        "fails after a few attempts.",
+        default=0.0,
+        min=0,
+        metavar="SECONDS",
+    ),
     "priority": option(
         int, "Set the priority, from -10 to 10. Requests of a higher priority leave the queue first.", default=0
     ),
@@ -237,8 +245,17 @@ def generate(**values: Any) -> None:
     content, prompt_arguments = _read_prompt(values)
     arguments: GenerateArguments = {**client_arguments(values), **prompt_arguments}
     with Sinks(folder=values["output"], audio=values["audio"], image=values["image"], quiet=as_json) as sinks:
-        endpoints, timeout_s = split_addresses(values["server"]), values["timeout"]
-        result = asyncio.run(run_request(endpoints, content, arguments=arguments, timeout_s=timeout_s, sinks=sinks))
+        endpoints = split_addresses(values["server"])
+        result = asyncio.run(
+            run_request(
+                endpoints,
+                content,
+                arguments=arguments,
+                timeout_s=values["timeout"],
+                reach_s=values["wait"],
+                sinks=sinks,
+            )
+        )
         sinks.download(result.choices, endpoints=endpoints)
     show_result(result, sinks, as_json=as_json)
 
@@ -349,18 +366,20 @@ async def run_request(
     arguments: "GenerateArguments",
     timeout_s: float | None,
     sinks: "Sinks",
+    reach_s: float = 0.0,
 ) -> "Result":
     """Runs a request until it finishes, and returns the result. Writes each event to `sinks` as it arrives.
 
     - `endpoints` are the addresses of orchestrators.
     - `arguments` are further arguments of `AsyncClient.generate`.
     - `timeout_s` is the time limit of the request in seconds. None means no limit.
+    - `reach_s` is the number of seconds during which unreachable orchestrators are called again.
     """
-    from stagemesh.client import AsyncClient
+    from stagemesh.client import AsyncClient, RetryPolicy
     from stagemesh.client.responses import ResultBuilder
 
     builder = ResultBuilder()
-    async with AsyncClient(*endpoints) as client:
+    async with AsyncClient(*endpoints, retry_policy=RetryPolicy(reach_s=reach_s)) as client:
         async for event in client.generate(prompt, timeout_s=timeout_s, **arguments):
             builder.add(event)
             sinks.write(event)

@@ -170,7 +170,8 @@ class RequestLifecycle:
         plans = await self._plan_when_ready(plan, 1)
         if not plans:
             return self._stopped
-        if request.choices == 1:
+        # The caller knows the generation of its choices from the first plan.
+        if request.choices == 1 and plans[0].generation != planned.generation:
             self._note_admitted(request, plans)
         return await self._run_planned(replace(request, first_attempt=latest + 1), plans[0])
 
