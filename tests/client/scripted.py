@@ -45,6 +45,8 @@ class Pause(Enum):
     FOREVER = auto()
     BREAK = auto()
     """The call ends as if its connection broke."""
+    STOP = auto()
+    """The call ends as if the server's end began before the server accepted the call."""
 
 
 Script: TypeAlias = Sequence[GenerateResponse | StagemeshError | Pause]
@@ -75,6 +77,8 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
                     raise item
                 if item is Pause.BREAK:
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+                elif item is Pause.STOP:
+                    await context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
                 elif isinstance(item, Pause):
                     await self._pause()
                 else:
