@@ -128,9 +128,7 @@ def _placed(event: GenerateResponse, positions: Counter[OutputKey]) -> GenerateR
     return event
 
 
-def admitted(
-    request_id: str = "r", *, seed: int = 7, choices: int = 1, generation: str = "g"
-) -> GenerateResponse:
+def admitted(request_id: str = "r", *, seed: int = 7, choices: int = 1, generation: str = "g") -> GenerateResponse:
     """Returns the first event of a request."""
     placed = [AdmittedChoice(replicas={"thinker": "thinker-0"})] * choices
     return GenerateResponse(

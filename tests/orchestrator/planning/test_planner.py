@@ -169,6 +169,10 @@ def test_both_ends_of_a_fixed_shm_edge_move_away_from_a_pod_that_is_drained(tmp_
     planner = Planner(pipeline, registry)
     plan = planner.plan(pipeline.route(["last"]))
     drained = {stage: plan.steps[stage].replica for stage in ("a", "b")}
+    # A reservation is shown as a drain, but the request continues on the reserved replica.
+    release = drained["b"].reserve("it runs one request alone")
+    assert planner.choose_again("a", plan, avoid=[]) is drained["a"]
+    release()
     for replica in drained.values():
         replica.observe(ReplicaState.DRAINING, "drained by an operator")
     first = planner.choose_again("a", plan, avoid=[drained["a"]])

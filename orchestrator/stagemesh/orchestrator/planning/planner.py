@@ -252,14 +252,12 @@ class Planner:
     def _required_host(self, stage: str, chosen: Mapping[str, Replica]) -> str:
         """Returns the host on which the stage must run, because a fixed shm edge connects it to a replica in `chosen`.
 
-        Returns an empty string if the stage may run on any host. A replica that has ended or is being drained requires
-        nothing, because it is replaced, too.
+        Returns an empty string if the stage may run on any host. A replica that is ending requires nothing, because it
+        is replaced, too.
         """
         for edge in (*self._pipeline.incoming(stage), *self._pipeline.outgoing(stage)):
             other = chosen.get(edge.producer if edge.consumer == stage else edge.consumer)
-            if edge.connector != SHM or other is None or other.end_cause is not None:
-                continue
-            if other.state is not ReplicaState.DRAINING:
+            if edge.connector == SHM and other is not None and not other.is_ending:
                 return other.host
         return ""
 
