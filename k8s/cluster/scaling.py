@@ -49,9 +49,13 @@ def _time_phases(release: Release, old: str) -> dict[str, float]:
     ends = {"": time.time()}
     control.kubectl("scale", deployment, "--replicas=2")
     ends["scheduled"] = _first_time(release, old, lambda pod: _is_true(pod, "PodScheduled"))
-    ends["image"] = _first_time(release, old, lambda pod: bool(pod["status"]["containerStatuses"][0]["containerID"]))
     ready_s = _first_time(release, old, lambda pod: _is_true(pod, "Ready"))
-    name = _new_pod(release, old)["metadata"]["name"]
+    pod = _new_pod(release, old)
+    name = pod["metadata"]["name"]
+    # Kubernetes rounds this time down to a second.
+    ends["image"] = datetime.fromisoformat(
+        pod["status"]["containerStatuses"][0]["state"]["running"]["startedAt"]
+    ).timestamp()
     log = control.kubectl("logs", name)
     ends |= {phase: _time_of(log, line) for phase, line in _LINES.items()}
     ends["ready"] = ready_s
