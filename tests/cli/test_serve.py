@@ -112,6 +112,21 @@ def test_a_sigterm_before_the_first_process_of_a_container_is_ready_is_not_lost(
             container.kill()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a namespace of process ids")
+def test_a_command_that_is_the_first_process_of_a_container_ends_on_sigterm(endpoint: str) -> None:
+    program = "from stagemesh.orchestrator.cli import main; main()"
+    command = [*IN_CONTAINER, sys.executable, "-c", program, "probe-transport", "--serve", endpoint, "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as container:
+        try:
+            assert container.stdout is not None
+            assert b"ready" in container.stdout.readline()
+            (first,) = psutil.Process(container.pid).children()
+            first.send_signal(signal.SIGTERM)
+            assert container.wait(timeout=LIMIT_S) == 0
+        finally:
+            container.kill()
+
+
 def _replaced_by(container: "subprocess.Popen[bytes]", module: str) -> psutil.Process:
     """Waits until the only child of `container` runs `module`, and returns the child."""
     deadline_s = time.monotonic() + LIMIT_S

@@ -45,6 +45,8 @@ class Pause(Enum):
     FOREVER = auto()
     BREAK = auto()
     """The call ends as if its connection broke."""
+    STOP = auto()
+    """The call ends as if the server's end began before the server accepted the call."""
 
 
 Script: TypeAlias = Sequence[GenerateResponse | StagemeshError | Pause]
@@ -75,6 +77,8 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
                     raise item
                 if item is Pause.BREAK:
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+                elif item is Pause.STOP:
+                    await context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
                 elif isinstance(item, Pause):
                     await self._pause()
                 else:
@@ -124,10 +128,12 @@ def _placed(event: GenerateResponse, positions: Counter[OutputKey]) -> GenerateR
     return event
 
 
-def admitted(request_id: str = "r", *, seed: int = 7, choices: int = 1) -> GenerateResponse:
+def admitted(request_id: str = "r", *, seed: int = 7, choices: int = 1, generation: str = "g") -> GenerateResponse:
     """Returns the first event of a request."""
     placed = [AdmittedChoice(replicas={"thinker": "thinker-0"})] * choices
-    return GenerateResponse(admitted=RequestAdmitted(request_id=request_id, seed=seed, choices=placed))
+    return GenerateResponse(
+        admitted=RequestAdmitted(request_id=request_id, seed=seed, choices=placed, generation=generation)
+    )
 
 
 def queued(position: int, *, expected_wait_s: float = 1.5) -> GenerateResponse:

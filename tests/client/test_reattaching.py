@@ -50,6 +50,14 @@ async def test_a_lost_request_continues(orchestrator: ScriptedOrchestrator, loss
     assert _text_of(events) == "Hi you"
 
 
+@pytest.mark.parametrize("first", [[], [queued(1)]], ids=["unanswered", "queued"])
+async def test_a_request_that_a_stopping_server_has_not_accepted_is_sent_again(
+    orchestrator: ScriptedOrchestrator, first: list[GenerateResponse]
+) -> None:
+    orchestrator.scripts.extend([[*first, Pause.STOP], [admitted(), text("Hi"), finished()]])
+    assert _text_of(await _events(orchestrator.endpoint)) == "Hi"
+
+
 async def test_the_second_call_sends_the_received_positions(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.extend(
         [[admitted(seed=9), text("Zoë "), audio([0.5, 1]), text("!"), Pause.BREAK], [admitted(seed=9), finished()]]

@@ -95,6 +95,25 @@ async def test_fetches_wait_for_landing_memory() -> None:
         assert (await third)["intact"]
 
 
+async def test_vanished_host_does_not_delay_reads_from_others() -> None:
+    with namespaces() as network:
+        async with AsyncExitStack() as stack:
+            started = [
+                nixl_process(name, within=network.within(number), environment=ENVIRONMENT)
+                for number, name in enumerate(("a-0", "b-0", "c-0"))
+            ]
+            near, vanished, consumer = [await stack.enter_async_context(process) for process in started]
+            await consumer.connect(near)
+            offer = (await vanished.do("offer"))["offer"]
+            network.cut(1)
+            connecting = asyncio.create_task(consumer.do("connect", offer=offer, replica="b-0"))
+            await asyncio.sleep(0)
+            assert (await consumer.read(near, [4 * KIB]))["intact"]
+            assert not connecting.done(), "the read waited for the connection"
+            assert (await connecting)["reason"] == "CONNECTOR_UNAVAILABLE"
+            assert (await consumer.do("close"))["took_s"] < READ_TIMEOUT_S
+
+
 # -- rejected offers and ranges, within one process
 
 

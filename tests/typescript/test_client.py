@@ -136,7 +136,22 @@ async def test_next_call_sends_the_ends_of_what_has_arrived() -> None:
     assert {each.name: each.position for each in second.next_positions} == {"text": 4, "audio": 2}
     assert (second.parameters.seed, second.earlier_calls, second.request_id) == (9, 1, first.request_id)
     assert not first.parameters.HasField("seed")
+    assert (first.generation, second.generation) == ("", "g")
     assert first.linger_s == second.linger_s == 30
+
+
+async def test_request_without_outputs_may_restart_in_another_generation() -> None:
+    async with served() as orchestrator:
+        orchestrator.scripts.extend(
+            [
+                [admitted(generation="old"), Pause.BREAK],
+                [admitted(generation="new"), text("Hi"), Pause.BREAK],
+                [admitted(generation="new"), text("!"), finished()],
+            ]
+        )
+        async with running_client(orchestrator.endpoint, "hello") as client:
+            assert (await receive(client)).text == "Hi!"
+        assert [request.generation for request in orchestrator.requests] == ["", "", "new"]
 
 
 async def test_each_choice_continues_at_its_own_position() -> None:

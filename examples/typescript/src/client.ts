@@ -86,6 +86,8 @@ export class StagemeshClient {
         }
         request.earlierCalls += 1;
         request.nextPositions = [...received.ends.values()];
+        // Outputs of two generations do not fit together.
+        if (received.ends.size > 0) request.generation = received.generation;
         if (received.seed !== undefined) {
           request.parameters = Parameters.create({ ...request.parameters, seed: received.seed });
         }
@@ -148,6 +150,8 @@ export class StagemeshClient {
 /** What a client has received of a request. It says where the next call continues, and which events are repeated. */
 class Received {
   seed: bigint | undefined;
+  /** The generation in which the request runs. */
+  generation = "";
   /** For each output of each choice, the end of its last part. */
   readonly ends = new Map<string, OutputPosition>();
   readonly #complete = new Set<string>();
@@ -162,6 +166,7 @@ class Received {
       case "admitted": {
         const isFirst = this.seed === undefined;
         this.seed ??= event.value.seed;
+        this.generation = event.value.generation;
         return isFirst;
       }
       case "progress": {

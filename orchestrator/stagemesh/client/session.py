@@ -122,7 +122,8 @@ class Attempts:
         if self.answered:
             return self._pause_after_loss_s(error, broken=broken)
         searching = self._search_ends_s is not None
-        unreachable = isinstance(error, UnavailableError) or (broken and searching)
+        # A server that stops ends calls that it has not accepted yet with CANCELLED.
+        unreachable = broken or isinstance(error, UnavailableError)
         if error.retry_after_s is None and not unreachable:
             return None
         may_reach = unreachable and time.monotonic() < self._reach_ends_s

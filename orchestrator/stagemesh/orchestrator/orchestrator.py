@@ -119,7 +119,8 @@ class Orchestrator:
         known = self.requests.find(request_id)
         if known is None:
             raise NotFoundError(
-                f"unknown request {request_id!r}; it may have ended too long ago",
+                f"unknown request {request_id!r}: it never existed, it ended too long ago, or another orchestrator "
+                "runs it; call every orchestrator of the pipeline",
                 reason="UNKNOWN_REQUEST",
                 metadata={"request_id": request_id},
             )

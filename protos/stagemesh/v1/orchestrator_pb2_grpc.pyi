@@ -47,17 +47,18 @@ class OrchestratorServiceStub:
     A caller loses nothing and receives nothing twice if it does the following:
 
     1. It chooses a random request_id and sets linger_s, for example to 30.
-    2. It keeps the seed and the generation from RequestAdmitted. For each output of each choice, it keeps the end of the last part that it
-       received: its position plus its length in the same unit (Output.position). An image has the length 1 when its
-       last part has arrived, and until then 0: a part with offset 0 begins it again. It also keeps which of them have
-       had a part with `finish` whose reason is neither CANCELLED nor FAILED.
+    2. It keeps the seed and the generation from RequestAdmitted. For each output of each choice, it keeps the end of
+       the last part that it received: its position plus its length in the same unit (Output.position). An image has the
+       length 1 when its last part has arrived, and until then 0: a part with offset 0 begins it again. It also keeps
+       which of them have had a part with `finish` whose reason is neither CANCELLED nor FAILED.
     3. It calls again if the connection breaks, or if the call ends with UNAVAILABLE and reason NOT_RUNNING. The
        connection broke if the status is UNAVAILABLE, CANCELLED, UNKNOWN or INTERNAL without a google.rpc.ErrorInfo of
        the domain "stagemesh". Before an event other than queued has arrived in a call, it also calls again after
        UNAVAILABLE with any reason, and after every status with a google.rpc.RetryInfo, whose delay it waits for. It
        calls the same or another orchestrator of the pipeline, within linger_s if the running request is to continue,
        with the same content, the seed in parameters, the kept ends in next_positions, the kept generation if there are
-       such ends, and earlier_calls increased by one. It repeats this with growing pauses while the endpoints are unreachable.
+       such ends, and earlier_calls increased by one. It repeats this with growing pauses while the endpoints are
+       unreachable.
     4. It drops what it has already: queued and admitted events after the first admitted one, progress that is not
        higher than before for its stage and choice, a second part with `finish` of an output of a choice, and a second
        `finished`.
@@ -94,6 +95,8 @@ class OrchestratorServiceStub:
     """CancelRequest stops a request on every stage. Its Generate calls end with CANCELLED. It has no effect on a request
     that has ended and that the orchestrator still keeps. A request runs at the orchestrator that answered the latest
     call of Generate; others do not know it (NOT_FOUND, UNKNOWN_REQUEST), and a client that is not sure calls them all.
+    An orchestrator that stops accepts no new calls. A request that it still runs ends if its Generate calls are
+    cancelled and its linger_s has passed.
     """
     DescribePipeline: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.DescribePipelineRequest, _orchestrator_pb2.DescribePipelineResponse]
     """DescribePipeline returns the current state of the pipeline, its stages and its replicas."""
@@ -117,17 +120,18 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     A caller loses nothing and receives nothing twice if it does the following:
 
     1. It chooses a random request_id and sets linger_s, for example to 30.
-    2. It keeps the seed and the generation from RequestAdmitted. For each output of each choice, it keeps the end of the last part that it
-       received: its position plus its length in the same unit (Output.position). An image has the length 1 when its
-       last part has arrived, and until then 0: a part with offset 0 begins it again. It also keeps which of them have
-       had a part with `finish` whose reason is neither CANCELLED nor FAILED.
+    2. It keeps the seed and the generation from RequestAdmitted. For each output of each choice, it keeps the end of
+       the last part that it received: its position plus its length in the same unit (Output.position). An image has the
+       length 1 when its last part has arrived, and until then 0: a part with offset 0 begins it again. It also keeps
+       which of them have had a part with `finish` whose reason is neither CANCELLED nor FAILED.
     3. It calls again if the connection breaks, or if the call ends with UNAVAILABLE and reason NOT_RUNNING. The
        connection broke if the status is UNAVAILABLE, CANCELLED, UNKNOWN or INTERNAL without a google.rpc.ErrorInfo of
        the domain "stagemesh". Before an event other than queued has arrived in a call, it also calls again after
        UNAVAILABLE with any reason, and after every status with a google.rpc.RetryInfo, whose delay it waits for. It
        calls the same or another orchestrator of the pipeline, within linger_s if the running request is to continue,
        with the same content, the seed in parameters, the kept ends in next_positions, the kept generation if there are
-       such ends, and earlier_calls increased by one. It repeats this with growing pauses while the endpoints are unreachable.
+       such ends, and earlier_calls increased by one. It repeats this with growing pauses while the endpoints are
+       unreachable.
     4. It drops what it has already: queued and admitted events after the first admitted one, progress that is not
        higher than before for its stage and choice, a second part with `finish` of an output of a choice, and a second
        `finished`.
@@ -164,6 +168,8 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     """CancelRequest stops a request on every stage. Its Generate calls end with CANCELLED. It has no effect on a request
     that has ended and that the orchestrator still keeps. A request runs at the orchestrator that answered the latest
     call of Generate; others do not know it (NOT_FOUND, UNKNOWN_REQUEST), and a client that is not sure calls them all.
+    An orchestrator that stops accepts no new calls. A request that it still runs ends if its Generate calls are
+    cancelled and its linger_s has passed.
     """
     DescribePipeline: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.DescribePipelineRequest, _orchestrator_pb2.DescribePipelineResponse]  # type: ignore[assignment]
     """DescribePipeline returns the current state of the pipeline, its stages and its replicas."""
@@ -190,17 +196,18 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         A caller loses nothing and receives nothing twice if it does the following:
 
         1. It chooses a random request_id and sets linger_s, for example to 30.
-        2. It keeps the seed and the generation from RequestAdmitted. For each output of each choice, it keeps the end of the last part that it
-           received: its position plus its length in the same unit (Output.position). An image has the length 1 when its
-           last part has arrived, and until then 0: a part with offset 0 begins it again. It also keeps which of them have
-           had a part with `finish` whose reason is neither CANCELLED nor FAILED.
+        2. It keeps the seed and the generation from RequestAdmitted. For each output of each choice, it keeps the end of
+           the last part that it received: its position plus its length in the same unit (Output.position). An image has the
+           length 1 when its last part has arrived, and until then 0: a part with offset 0 begins it again. It also keeps
+           which of them have had a part with `finish` whose reason is neither CANCELLED nor FAILED.
         3. It calls again if the connection breaks, or if the call ends with UNAVAILABLE and reason NOT_RUNNING. The
            connection broke if the status is UNAVAILABLE, CANCELLED, UNKNOWN or INTERNAL without a google.rpc.ErrorInfo of
            the domain "stagemesh". Before an event other than queued has arrived in a call, it also calls again after
            UNAVAILABLE with any reason, and after every status with a google.rpc.RetryInfo, whose delay it waits for. It
            calls the same or another orchestrator of the pipeline, within linger_s if the running request is to continue,
            with the same content, the seed in parameters, the kept ends in next_positions, the kept generation if there are
-           such ends, and earlier_calls increased by one. It repeats this with growing pauses while the endpoints are unreachable.
+           such ends, and earlier_calls increased by one. It repeats this with growing pauses while the endpoints are
+           unreachable.
         4. It drops what it has already: queued and admitted events after the first admitted one, progress that is not
            higher than before for its stage and choice, a second part with `finish` of an output of a choice, and a second
            `finished`.
@@ -243,6 +250,8 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         """CancelRequest stops a request on every stage. Its Generate calls end with CANCELLED. It has no effect on a request
         that has ended and that the orchestrator still keeps. A request runs at the orchestrator that answered the latest
         call of Generate; others do not know it (NOT_FOUND, UNKNOWN_REQUEST), and a client that is not sure calls them all.
+        An orchestrator that stops accepts no new calls. A request that it still runs ends if its Generate calls are
+        cancelled and its linger_s has passed.
         """
 
     @_abc_1.abstractmethod

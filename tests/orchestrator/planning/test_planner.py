@@ -116,8 +116,7 @@ def test_a_request_continues_in_its_generation_or_not_at_all(pipeline: Pipeline)
     new.observe(ReplicaState.LOADING, "")
     with pytest.raises(NotReadyYetError):
         planner.plan(pipeline.route(["last"]), generation="new")
-    for stage in pipeline.stages:
-        registry.remove(registry.of(stage)[1])
+    registry.remove(new)
     with pytest.raises(NotReadyError, match="began in generation new") as caught:
         planner.plan(pipeline.route(["last"]), generation="new")
     assert caught.value.reason == "GENERATION_ENDED"
@@ -163,6 +162,22 @@ def test_a_lost_stage_with_a_fixed_shm_edge_stays_on_the_host_of_its_peer_unless
         planner.choose_again("b", plan, avoid=[second])
     first.end(first.loss("terminated"))
     assert planner.choose_again("b", plan, avoid=[second]).host != second.host
+
+
+def test_both_ends_of_a_fixed_shm_edge_move_away_from_a_pod_that_is_drained(tmp_path: Path) -> None:
+    pipeline, registry = _pods(tmp_path)
+    planner = Planner(pipeline, registry)
+    plan = planner.plan(pipeline.route(["last"]))
+    drained = {stage: plan.steps[stage].replica for stage in ("a", "b")}
+    # A reservation is shown as a drain, but the request continues on the reserved replica.
+    release = drained["b"].reserve("it runs one request alone")
+    assert planner.choose_again("a", plan, avoid=[]) is drained["a"]
+    release()
+    for replica in drained.values():
+        replica.observe(ReplicaState.DRAINING, "drained by an operator")
+    first = planner.choose_again("a", plan, avoid=[drained["a"]])
+    plan.move("a", first)
+    assert planner.choose_again("b", plan, avoid=[drained["b"]]).host == first.host != drained["a"].host
 
 
 def test_another_replica_of_the_generation_is_chosen_again(pipeline: Pipeline) -> None:

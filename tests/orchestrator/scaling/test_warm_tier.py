@@ -1,6 +1,7 @@
 """The warm tier: replicas that sleep until an orchestrator needs them. The replicas are processes."""
 
 import asyncio
+import signal
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,15 @@ async def test_several_orchestrators_wake_the_same_replica(tmp_path: Path) -> No
             assert (await one.states())["say-2"] == "ASLEEP"
             async with one.requests(1), other.requests(1):
                 await one.until_states(say_2="READY")
+
+
+async def test_a_replica_that_hangs_when_it_is_woken_is_passed_over(tmp_path: Path) -> None:
+    running = running_pipeline(tmp_path, SLOW, replicas={"say": 3}, sleepers={"say": 2}, warm={"say": 5})
+    async with running as (orchestrator,):
+        await orchestrator.until_states(say_0="READY", say_1="ASLEEP", say_2="ASLEEP")
+        orchestrator.replicas["say-1"].send_signal(signal.SIGSTOP)
+        async with orchestrator.requests(2):
+            await orchestrator.until_states(say_1="UNREACHABLE", say_2="READY")
 
 
 async def test_a_sleeping_replica_is_ready_for_rolling_updates_but_not_for_steps(tmp_path: Path) -> None:

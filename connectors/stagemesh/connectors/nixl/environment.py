@@ -9,6 +9,9 @@ _RDMA_DEVICES = Path("/sys/class/infiniband")
 _SEGMENT_BYTES = "256k"
 """The size of UCX's TCP segments. With UCX's default of 8 KiB, UCX is a third slower than a plain TCP socket."""
 _SEGMENTS = ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE")
+_CONNECT_WITHOUT_BLOCKING = "TCP_CONN_NB=y"
+"""Connects while the thread continues. With UCX's default, the thread would wait for minutes for a host that has
+vanished, and reads from other hosts would wait with it."""
 
 
 def quiet() -> None:
@@ -24,7 +27,8 @@ def backend_options() -> dict[str, str]:
 
     Environment variables that the user has set take precedence over these options.
     """
-    return {"engine_config": ",".join(f"{name}={_SEGMENT_BYTES}" for name in _SEGMENTS)}
+    settings = [*(f"{name}={_SEGMENT_BYTES}" for name in _SEGMENTS), _CONNECT_WITHOUT_BLOCKING]
+    return {"engine_config": ",".join(settings)}
 
 
 def shared_settings() -> str:

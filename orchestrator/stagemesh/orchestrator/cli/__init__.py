@@ -15,7 +15,8 @@ def main() -> None:
     """Runs the command line. This function is the entry point of the `stagemesh` program."""
     if os.getpid() == _INIT_PROCESS:
         # In a container, the kernel drops a SIGTERM for which the first process has no handler yet. A blocked signal
-        # waits until `run_service` has installed the handlers, also while `serve` replaces the process.
+        # waits until `run_service` or `stop_on_signals` has installed the handlers, also while `serve` replaces the
+        # process.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     with exit_without_extra("cli", of="the command line"):
         from stagemesh.orchestrator.cli.main import app

@@ -216,6 +216,11 @@ class Replica:
         return self.end_cause is not None or self._state not in stopping
 
     @property
+    def is_ending(self) -> bool:
+        """Whether running steps must move to other replicas: the replica has ended, is being drained, or is leaving."""
+        return self.end_cause is not None or self._state is ReplicaState.DRAINING or Hold.LEAVING in self._holds
+
+    @property
     def running(self) -> int:
         """The number of requests that this orchestrator has placed on the replica and not yet released."""
         return self.load.running
@@ -313,7 +318,7 @@ class Replica:
             self._on_change()
 
     async def observe_again(self, former: ReplicaState, *, timeout_s: float) -> None:
-        """Asks the replica for its state, if the state is still `former`, and sets it.
+        """Asks the replica for its state, and sets it if the state is then still `former`.
 
         In any other state, only the fleet can determine whether the replica belongs to the pipeline and which process
         serves it.

@@ -191,8 +191,10 @@ class Planner:
         This is the case if no replica of the stage may become ready again in this generation, and another generation
         has a ready replica of each stage of the plan.
         """
-        left = [each for each in self._registry.of(stage) if each.generation == plan.generation and each.may_return]
-        return not left and bool(self._registry.ready(plan.steps.keys()))
+        return not self._may_return(stage, plan.generation) and bool(self._registry.ready(plan.steps.keys()))
+
+    def _may_return(self, stage: str, generation: str) -> bool:
+        return any(each.generation == generation and each.may_return for each in self._registry.of(stage))
 
     def _choose_generation(
         self, stages: Sequence[str], adapters: Mapping[str, str], *, only: str
@@ -250,12 +252,12 @@ class Planner:
     def _required_host(self, stage: str, chosen: Mapping[str, Replica]) -> str:
         """Returns the host on which the stage must run, because a fixed shm edge connects it to a replica in `chosen`.
 
-        Returns an empty string if the stage may run on any host. A replica that has ended requires nothing, because it
+        Returns an empty string if the stage may run on any host. A replica that is ending requires nothing, because it
         is replaced, too.
         """
         for edge in (*self._pipeline.incoming(stage), *self._pipeline.outgoing(stage)):
             other = chosen.get(edge.producer if edge.consumer == stage else edge.consumer)
-            if edge.connector == SHM and other is not None and other.end_cause is None:
+            if edge.connector == SHM and other is not None and not other.is_ending:
                 return other.host
         return ""
 
@@ -272,8 +274,7 @@ class Planner:
         )
 
     def _without_generation(self, generation: str, stages: Sequence[str]) -> StagemeshError:
-        members = (each for stage in stages for each in self._registry.of(stage) if each.generation == generation)
-        if any(each.may_return for each in members):
+        if all(self._may_return(stage, generation) for stage in stages):
             return NotReadyYetError(
                 f"a stage has no ready replica of generation {generation}, in which the request began; try again later",
                 reason="STAGE_NOT_READY",

@@ -22,8 +22,8 @@ class RolloutRelease:
     """The verdicts of the orchestrators that watch this replica.
 
     The replica is ready for the rollout while it is available, at least one orchestrator releases it, and no
-    orchestrator withholds it. After it has been ready for `latch_s` seconds without interruption, verdicts no longer
-    matter, because they are for new replicas.
+    orchestrator withholds it. A verdict ends with the connection to its orchestrator. After the replica has been ready
+    for `latch_s` seconds without interruption, verdicts no longer matter, because they are for new replicas.
     """
 
     def __init__(self, *, latch_s: float = _LATCH_S) -> None:

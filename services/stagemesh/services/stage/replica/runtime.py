@@ -53,7 +53,6 @@ _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 10.0
 _IDLE_LEVEL = 1
 """The level at which an idle replica sleeps: its weights stay in host memory, so that it wakes quickly."""
 _STANDING_BY = "standing by"
-"""The detail of a replica that sleeps, or is about to, because it was idle."""
 
 
 class StageRuntime:
@@ -63,6 +62,8 @@ class StageRuntime:
         self.data_plane, self.config, self.signature = data_plane, config, signature
         self.state = ReplicaState.LOADING
         self.detail = "starting"
+        self._stands_by = False
+        """Whether the replica sleeps, or is about to, because it was idle."""
         self.closed = asyncio.Event()
         self.on_serving: Callable[[bool], None] = lambda _: None
         """Called with False when the replica stops accepting new steps, and with True when it accepts them again."""
@@ -117,14 +118,14 @@ class StageRuntime:
             raise NotReadyError(message, reason="LOAD_FAILED", metadata=self.where) from exc
         self._pin_arena()
         if self.config.sleep_when_idle_s is not None:
-            self.state, self.detail = ReplicaState.ASLEEP, _STANDING_BY
+            self._set_state(ReplicaState.ASLEEP, _STANDING_BY, stands_by=True)
         elif self.state is ReplicaState.LOADING:
-            self.state, self.detail = ReplicaState.READY, ""
+            self._set_state(ReplicaState.READY)
 
     @property
     def is_available(self) -> bool:
         """Whether the replica accepts steps, or does so as soon as an orchestrator needs it."""
-        return self.state is ReplicaState.READY or self.detail == _STANDING_BY
+        return self.state is ReplicaState.READY or self._stands_by
 
     async def watch_engine(self) -> None:
         """Waits until the engine fails or hangs, then ends all runs with an error.
@@ -150,7 +151,7 @@ class StageRuntime:
             self._begin_drain()
         self._drained_by_operator = False
         if self.state is not ReplicaState.FAILED:
-            self.state, self.detail = ReplicaState.DRAINING, "finishing its steps"
+            self._set_state(ReplicaState.DRAINING, "finishing its steps")
         self.on_serving(False)
 
     async def finish_steps(self, *, grace_s: float) -> None:
@@ -195,7 +196,8 @@ class StageRuntime:
         if not self._drained_by_operator:
             self._check_ready()
             self._begin_drain()
-            self.state, self.detail, self._drained_by_operator = ReplicaState.DRAINING, "drained by an operator", True
+            self._set_state(ReplicaState.DRAINING, "drained by an operator")
+            self._drained_by_operator = True
             self.on_serving(False)
         self._hand_over_later(move_after_s)
         return len(self._runs.running())
@@ -208,7 +210,7 @@ class StageRuntime:
         if self._drained_by_operator:
             self._drained_by_operator = self._accepts_planned = False
             self._hand_over_later(None)
-            self.state, self.detail = ReplicaState.READY, ""
+            self._set_state(ReplicaState.READY)
             self.on_serving(True)
         elif self.state is ReplicaState.DRAINING:
             self._check_ready()
@@ -382,14 +384,14 @@ class StageRuntime:
         Does nothing if the replica begins to shut down or fails meanwhile.
         """
         self._begin_drain()
-        self.state, self.detail = ReplicaState.DRAINING, _STANDING_BY
+        self._set_state(ReplicaState.DRAINING, _STANDING_BY, stands_by=True)
         self.on_serving(False)
         used_at_s = self._used_at_s
         await self._wait_finished()
-        if self.detail != _STANDING_BY:
+        if not self._stands_by:
             return
         self._accepts_planned = False
-        self.state = ReplicaState.ASLEEP
+        self._set_state(ReplicaState.ASLEEP, _STANDING_BY, stands_by=True)
         control = self._idle_sleep_control()
         async with self._falling_asleep:
             try:
@@ -414,7 +416,7 @@ class StageRuntime:
                 reason="STEPS_RUNNING",
                 metadata={"running": str(len(running))},
             )
-        self.state, self.detail = ReplicaState.ASLEEP, why
+        self._set_state(ReplicaState.ASLEEP, why)
         self.on_serving(False)
         await _wait_ended(running)
 
@@ -423,8 +425,12 @@ class StageRuntime:
         is shutting down or has failed.
         """
         if self.state is ReplicaState.ASLEEP and not engine.asleep():
-            self.state, self.detail, self._used_at_s = ReplicaState.READY, "", asyncio.get_running_loop().time()
+            self._set_state(ReplicaState.READY)
+            self._used_at_s = asyncio.get_running_loop().time()
             self.on_serving(True)
+
+    def _set_state(self, state: ReplicaState, detail: str = "", *, stands_by: bool = False) -> None:
+        self.state, self.detail, self._stands_by = state, detail, stands_by
 
     def _begin_drain(self) -> None:
         self._accepts_planned, self._drained_at_s = True, asyncio.get_running_loop().time()
@@ -554,7 +560,7 @@ class StageRuntime:
 
     def _fail(self, detail: str) -> None:
         self._drained_by_operator = False
-        self.state, self.detail = ReplicaState.FAILED, detail
+        self._set_state(ReplicaState.FAILED, detail)
 
     async def _stop(self, runs: Sequence[StepRun], cause: StagemeshError) -> None:
         for run in runs:
