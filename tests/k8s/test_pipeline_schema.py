@@ -18,6 +18,7 @@ from stagemesh.orchestrator.spec.signature_schema import (
     StageOptionEntry,
 )
 from tests.k8s.helm import CHART
+from tests.k8s.manifests import walk
 from tests.repository.commands import ROOT
 
 CHART_SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
@@ -97,9 +98,7 @@ def test_every_word_of_a_pipeline_file_is_accepted() -> None:
 
 def _enums(found: Any) -> list[str]:
     """Returns the words of a JSON schema's enum, at any depth."""
-    if isinstance(found, dict):
-        return [*found.get("enum", []), *(word for each in found.values() for word in _enums(each))]
-    return [word for each in found for word in _enums(each)] if isinstance(found, list) else []
+    return [word for path, words in walk(found) if path.endswith("enum") for word in words]
 
 
 EVERY_FORM = """
