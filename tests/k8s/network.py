@@ -1,15 +1,19 @@
 """Answers which pods may connect to which ports under the network policies of a release."""
 
+from ipaddress import ip_address, ip_network
 from typing import NamedTuple
 
 from tests.k8s.manifests import Manifest, field, matches
 
 
 class Endpoint(NamedTuple):
-    """A pod in a namespace, by its labels. The namespace of the release is empty."""
+    """A pod in a namespace, by its labels. The namespace of the release is empty. Or a host outside the cluster, by its
+    address.
+    """
 
     labels: dict[str, str]
     namespace: str = ""
+    address: str = ""
 
 
 def is_allowed(
@@ -30,6 +34,7 @@ def _rules(policies: list[Manifest], pod: Endpoint, kind: str) -> list[Manifest]
         item["spec"]
         for item in policies
         if not pod.namespace
+        and not pod.address
         and kind in item["spec"]["policyTypes"]
         and matches(item["spec"]["podSelector"], pod.labels)
     ]
@@ -37,12 +42,14 @@ def _rules(policies: list[Manifest], pod: Endpoint, kind: str) -> list[Manifest]
 
 
 def _is_peer(peers: list[Manifest] | None, pod: Endpoint) -> bool:
-    return peers is None or any(_selects(peer, pod) for peer in peers)
+    # An empty list means every peer.
+    return not peers or any(_selects(peer, pod) for peer in peers)
 
 
 def _selects(peer: Manifest, pod: Endpoint) -> bool:
-    if "ipBlock" in peer:
-        return False
+    if "ipBlock" in peer or pod.address:
+        block = field(peer, "ipBlock.cidr")
+        return bool(block and pod.address) and ip_address(pod.address) in ip_network(block)
     namespaces = peer.get("namespaceSelector")
     in_namespace = (
         not pod.namespace if namespaces is None else matches(namespaces, {"kubernetes.io/metadata.name": pod.namespace})
@@ -51,7 +58,7 @@ def _selects(peer: Manifest, pod: Endpoint) -> bool:
 
 
 def _is_port(ports: list[Manifest] | None, port: int, protocol: str) -> bool:
-    return ports is None or any(
+    return not ports or any(
         item["protocol"] == protocol and item["port"] <= port <= int(item.get("endPort") or item["port"])
         for item in ports
     )

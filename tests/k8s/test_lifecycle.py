@@ -127,8 +127,9 @@ def test_orchestrators_accept_each_generation_of_their_topology(speech: Release)
         at("images.stage.tag", "2.0"),
         at("stages.thinker.image.digest", "sha256:" + "0" * 64),
         at("stages.thinker.modelRevision", "v2"),
+        at("stages.thinker.env", [{"name": "SCALE", "value": "2"}]),
     ],
-    ids=["options", "model", "arena", "tag", "digest", "revision"],
+    ids=["options", "model", "arena", "tag", "digest", "revision", "environment"],
 )
 def test_another_specification_is_a_compatible_generation(speech: Release, change: dict[str, Any]) -> None:
     changed = halves(Release(change))
@@ -142,8 +143,9 @@ def test_another_specification_is_a_compatible_generation(speech: Release, chang
         at("pipeline.outputs.text", None),
         at("pipeline.stages.acoustic.function", "hibari.other"),
         at("pipeline.stages.spare", {"engine": "fake"}),
+        at("stages.thinker.port", 50060),
     ],
-    ids=["edge", "output", "function", "stage"],
+    ids=["edge", "output", "function", "stage", "port"],
 )
 def test_another_topology_is_an_incompatible_generation(speech: Release, change: dict[str, Any]) -> None:
     assert halves(Release(change))[0] != halves(speech)[0]

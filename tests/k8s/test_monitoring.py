@@ -11,7 +11,7 @@ import pytest
 from stagemesh.orchestrator.scaling.signals import Metric
 from tests.k8s.helm import CHART, HELMS, NAMESPACE, RELEASE, Values, load_objects, render_text
 from tests.k8s.manifests import field
-from tests.k8s.release import SPEECH, Release, at, merged
+from tests.k8s.release import EXTERNAL, SPEECH, Release, at, merged
 
 ON = {
     "serviceMonitor": {"enabled": True, "labels": {"prometheus": "main"}},
@@ -138,6 +138,45 @@ def test_the_notes_name_the_next_three_commands(helm: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("helm", HELMS)
 def test_the_notes_say_that_connections_are_not_encrypted(helm: str, tmp_path: Path) -> None:
     assert "connections are neither encrypted nor authenticated" in read_notes(tmp_path, helm)
+
+
+INIT = {"modelCache": {"init": {"image": "fetch:1"}}}
+REFERENCE = at("pipeline.stages.vocoder.addresses", ["${VOCODER:-127.0.0.1:50051}"])
+RULE = {"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}], "ports": [{"protocol": "TCP", "port": 443}]}
+NO_EVICTION = "the PodDisruptionBudget of {} permits no eviction of its {} pods"
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ([at("stages.thinker", INIT)], "networkPolicy.stageEgress is empty. The init container of thinker"),
+        ([EXTERNAL, REFERENCE], "the chart cannot read the variables in pipeline.stages.vocoder.addresses"),
+        ([at("stages.thinker.podDisruptionBudget.minAvailable", 1)], NO_EVICTION.format("thinker", 1)),
+        ([at("stages.thinker.podDisruptionBudget.minAvailable", "50%")], NO_EVICTION.format("thinker", 1)),
+        ([at("orchestrator.podDisruptionBudget.maxUnavailable", 0)], NO_EVICTION.format("orchestrator", 2)),
+        ([at("orchestrator.podDisruptionBudget.minAvailable", "51%")], NO_EVICTION.format("orchestrator", 2)),
+    ],
+    ids=["download", "variable", "one pod", "percentage of one pod", "no pod", "percentage of two pods"],
+)
+def test_the_notes_warn_of_values_that_may_not_work(changes: list[Values], warning: str, tmp_path: Path) -> None:
+    assert warning in read_notes(tmp_path, "helm4", *changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [],
+        [at("stages.thinker", INIT), at("networkPolicy.stageEgress", [RULE])],
+        [at("stages.thinker", INIT), at("networkPolicy.enabled", False)],
+        [at("stages.thinker", {"replicas": 2, "podDisruptionBudget": {"minAvailable": 1}})],
+        [at("stages.thinker.podDisruptionBudget", {"enabled": False, "minAvailable": 1})],
+        [at("orchestrator.podDisruptionBudget.minAvailable", "50%")],
+    ],
+    ids=["defaults", "rule", "no policies", "two pods", "no budget", "half"],
+)
+def test_the_notes_do_not_warn_of_values_that_work(changes: list[Values], tmp_path: Path) -> None:
+    notes = read_notes(tmp_path, "helm4", *changes)
+    assert ("stageEgress" in notes, "PodDisruptionBudget" in notes) == (False, False)
 
 
 def test_the_notes_warn_of_a_volume_of_the_host(tmp_path: Path) -> None:

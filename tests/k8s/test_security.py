@@ -9,6 +9,7 @@ from tests.k8s.test_stage_settings import NIXL_EDGE
 
 ADMIN, CLIENTS, METRICS = 7781, 7780, 9464
 UCX = 18_620
+PORTS = [at("stages", {"thinker": {"port": 40_000}, "acoustic": {"port": 40_001}, "vocoder": {"port": 40_003}})]
 TLS_SECRETS = {"orchestrator": "tls-o", "stages": "tls-s", "media": "tls-m"}
 
 
@@ -86,9 +87,21 @@ def test_edges_over_nixl_open_the_ports_of_ucx_between_stages_alone() -> None:
     assert network.sources("voice", UCX) == {"thinker", "voice"}
 
 
-def test_without_an_edge_over_nixl_the_ports_of_ucx_are_closed() -> None:
-    network = Network(Release(at("pipeline.edges", [{**edge, "connector": "grpc"} for edge in NIXL_EDGE])))
-    assert network.sources("voice", UCX) == set()
+def test_pods_of_the_former_release_reach_each_other_while_an_upgrade_changes_ports_and_connectors() -> None:
+    upgrade = Release(
+        at("pipeline.edges", [{**edge, "connector": "grpc"} for edge in NIXL_EDGE]),
+        at("pipeline.stages.bell", {"engine": "fake", "group": "voice"}),
+        at("stages.thinker.port", 50_100),
+    )
+    network = Network(upgrade)
+    assert network.sources("voice", UCX) == {"thinker", "voice"}
+    assert network.sources("thinker", 50_051) == {"orchestrator", "thinker", "voice"}
+
+
+def test_the_ports_of_stages_can_be_in_another_range() -> None:
+    network = Network(Release(at("networkPolicy.stagePortRange", "40000-40003"), *PORTS))
+    assert network.sources("voice", 40_003) == {"orchestrator", "thinker", "voice"}
+    assert network.sources("voice", 50_051) == set()
 
 
 def test_pods_resolve_names(network: Network) -> None:
@@ -114,6 +127,47 @@ def test_an_external_stage_exchanges_data_with_stages_and_orchestrators() -> Non
         is_allowed(network.policies, network.pods[name], client, port=6000) for name in ("orchestrator", "voice")
     )
     assert is_allowed(network.policies, client, network.pods["voice"], port=50051)
+
+
+@pytest.mark.parametrize("address", ["10.9.8.7", "2001:db8::7"])
+def test_an_external_stage_at_an_address_of_the_pipeline_exchanges_data_with_stages(address: str) -> None:
+    host = f"[{address}]" if ":" in address else address
+    network = Network(Release(EXTERNAL, at("pipeline.stages.vocoder.addresses", [f"{host}:6000"])))
+    outside = Endpoint({}, address=address)
+    for name in ("orchestrator", "voice"):
+        assert is_allowed(network.policies, network.pods[name], outside, port=6000)
+        assert not is_allowed(network.policies, network.pods[name], outside, port=6001)
+        assert not is_allowed(network.policies, network.pods[name], network.pods["client"], port=6000)
+    assert is_allowed(network.policies, outside, network.pods["voice"], port=50_051)
+
+
+def test_an_external_stage_at_a_name_of_the_pipeline_is_a_peer_that_the_values_select() -> None:
+    peers = [{"ipBlock": {"cidr": "10.9.8.0/24"}}]
+    release = Release(
+        EXTERNAL,
+        at("pipeline.stages.vocoder.addresses", ["vocoder.example.com:6000"]),
+        at("networkPolicy.externalStages", peers),
+    )
+    network = Network(release)
+    outside = Endpoint({}, address="10.9.8.7")
+    for name in ("orchestrator", "voice"):
+        assert is_allowed(network.policies, network.pods[name], outside, port=6000)
+    assert is_allowed(network.policies, outside, network.pods["voice"], port=50_051)
+
+
+def test_an_empty_list_of_peers_permits_none() -> None:
+    release = Release(
+        EXTERNAL,
+        at("stages.vocoder.external", {"service": "sampler", "port": 6000}),
+        at("pipeline.media.store", "s3://bucket/media"),
+        at("networkPolicy", {"clients": [], "dns": [], "externalStages": [], "operators": []}),
+    )
+    network = Network(release)
+    assert network.sources("orchestrator", CLIENTS) == network.sources("media", 7790) == {"test"}
+    assert network.sources("voice", 50_051) == {"orchestrator", "thinker", "voice"}
+    for name in ("orchestrator", "voice", "media"):
+        assert not is_allowed(network.policies, network.pods[name], network.pods["dns"], port=53, protocol="UDP")
+        assert not is_allowed(network.policies, network.pods[name], network.pods["client"], port=6000)
 
 
 def test_clients_reach_the_media_service_and_stages_do_not() -> None:

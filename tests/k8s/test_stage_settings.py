@@ -136,6 +136,13 @@ def test_a_claim_of_the_chart_has_the_size_and_the_class_of_the_values() -> None
     ]
 
 
+def test_a_claim_of_the_chart_can_outlive_the_release() -> None:
+    kept = {"helm.sh/resource-policy": "keep"}
+    claim = {"size": "10Gi", "annotations": kept}
+    release = Release(at("groups.voice.modelCache", {"claim": claim}))
+    assert release["PersistentVolumeClaim/release-voice-models"]["metadata"]["annotations"] == kept
+
+
 def test_an_init_container_fills_the_cache_with_the_models_and_their_revisions() -> None:
     init = {"image": "registry.example/fetch:1", "command": ["fetch"]}
     release = Release(at("groups.voice.modelCache.init", init), at("stages.acoustic.modelRevision", "v7"))
@@ -216,6 +223,14 @@ def test_rdma_gives_a_device_and_the_right_to_pin_memory() -> None:
 def test_ipc_lock_can_be_refused() -> None:
     release = Release(at("pipeline.edges", NIXL_EDGE), at("stages.thinker.rdma", {**RDMA, "ipcLock": False}))
     assert field(release.container("thinker"), "securityContext.capabilities") == {"drop": ["ALL"]}
+
+
+def test_resources_can_name_the_gpus_themselves() -> None:
+    release = Release(
+        at("stages.thinker.resources", {"limits": {"nvidia.com/gpu": "1"}}),
+        at("pipeline.stages.thinker.options.device", "cuda"),
+    )
+    assert field(release.container("thinker"), "resources.limits") == {"nvidia.com/gpu": "1"}
 
 
 def test_settings_of_ucx_become_variables() -> None:

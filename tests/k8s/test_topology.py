@@ -38,10 +38,10 @@ def test_the_ports_of_a_group_are_numbered_by_the_names_of_its_stages(speech: Re
 
 
 def test_a_stage_listens_on_the_port_that_the_values_give() -> None:
-    release = Release(at("stages.vocoder.port", 6000))
-    assert "--listen=0.0.0.0:6000" in release.container("vocoder")["args"]
-    assert field(release["Service/release-vocoder"], "spec.ports.0.port") == 6000
-    assert release.config()["dns"]["vocoder"]["port"] == 6000
+    release = Release(at("stages.vocoder.port", 50100))
+    assert "--listen=0.0.0.0:50100" in release.container("vocoder")["args"]
+    assert field(release["Service/release-vocoder"], "spec.ports.0.port") == 50100
+    assert release.config()["dns"]["vocoder"]["port"] == 50100
 
 
 def test_each_stage_has_a_headless_service_with_the_addresses_of_all_its_pods(speech: Release) -> None:

@@ -1,10 +1,11 @@
 """Wrong values are refused when the chart is rendered, with the path of the value and the remedy."""
 
+import json
 from typing import Any
 
 import pytest
 
-from tests.k8s.helm import HELMS, HelmError, render_text
+from tests.k8s.helm import CHART, HELMS, HelmError, render_text, run_helm
 from tests.k8s.release import EXTERNAL, SPEECH, Release, at, merged
 from tests.k8s.test_stage_settings import NIXL_EDGE
 
@@ -14,6 +15,8 @@ LIMIT = {"limits": {"memory": "32Mi"}}
 PARALLEL = at("pipeline.stages.thinker.options.tensor_parallel_size", 4)
 SAMPLER = {"service": "sampler", "port": 1}
 LORA = {"name": "lora", "persistentVolumeClaim": {"claimName": "weights"}}
+DIFFUSION = {"engine": "diffusion", "options": {"parallel": {"cfg": 2, "ulysses": 2, "hsdp": 2}}}
+HALF = {"limits": {"memory": "300Mi"}}
 EDGES = SPEECH["pipeline"]["edges"]
 
 # What is changed in SPEECH, and the parts of the message: the path of the value and the remedy.
@@ -201,10 +204,6 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         [at("stages.thinker.external", SAMPLER)],
         ["stages.thinker.external is only for stages with `engine: external`", "remove it"],
     ),
-    "group of an external stage": (
-        [EXTERNAL, at("pipeline.stages.vocoder.group", "voice"), at("stages.vocoder.external", SAMPLER)],
-        ["pipeline.stages.vocoder.group has no effect", "remove it"],
-    ),
     "settings of an external stage": (
         [EXTERNAL, at("stages.vocoder", {"gpus": 1, "external": SAMPLER})],
         ["stages.vocoder.gpus has no effect", "remove it"],
@@ -277,6 +276,127 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         [at("monitoring", {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}})],
         ["monitoring.podMonitor.enabled and monitoring.serviceMonitor.enabled are both true", "keep one of them"],
     ),
+    "stage outside of the ports of stages": (
+        [at("stages.thinker.port", 6000)],
+        [
+            "stages.thinker.port is 6000, outside networkPolicy.stagePortRange",
+            "50051-50150",
+            "set a port of the range, or widen the range",
+        ],
+    ),
+    "default port outside of the ports of stages": (
+        [at("networkPolicy.stagePortRange", "50051-50051")],
+        ["stages.vocoder.port is 50052, outside networkPolicy.stagePortRange"],
+    ),
+    "ports of UCX that are ports of stages": (
+        [at("networkPolicy.ucxPortRange", "50100-50200")],
+        [
+            "networkPolicy.ucxPortRange",
+            "50100-50200",
+            "overlaps networkPolicy.stagePortRange",
+            "50051-50150",
+            "move one of them",
+        ],
+    ),
+    "ports of stages in the wrong order": (
+        [at("networkPolicy.stagePortRange", "50150-50051")],
+        ["networkPolicy.stagePortRange", "50150-50051", "FIRST-LAST"],
+    ),
+    "external stage that no policy reaches": (
+        [EXTERNAL, at("pipeline.stages.vocoder.addresses", ["vocoder.example.com:6000"])],
+        [
+            "networkPolicy.externalStages admits only pods of the namespace",
+            "vocoder.example.com:6000 is outside of it",
+            "add a peer with its namespaceSelector or ipBlock",
+        ],
+    ),
+    "external Service that no policy reaches": (
+        [EXTERNAL, at("stages.vocoder.external", {"service": "vocoder.other.svc.cluster.local", "port": 6000})],
+        ["vocoder.other.svc.cluster.local:6000 is outside of it", "add a peer with its namespaceSelector"],
+    ),
+    "CUDA without a GPU": (
+        [at("pipeline.stages.thinker.options.device", "cuda")],
+        [
+            "pipeline.stages.thinker.options.device is cuda, but the stage has no GPU",
+            "set stages.thinker.gpus, or device: cpu",
+        ],
+    ),
+    "fewer GPUs than ranks of diffusion": (
+        [at("pipeline.stages.thinker", DIFFUSION), at("stages.thinker.gpus", 3)],
+        [
+            "stages.thinker.gpus gives a replica 3 GPUs",
+            "need 4",
+            "parallel",
+            "set stages.thinker.gpus, or multiNode.nodes",
+        ],
+    ),
+    "arenas of a pod above its memory limits": (
+        [at("stages", {"acoustic": {"resources": HALF}, "vocoder": {"resources": HALF}})],
+        [
+            "the pod with acoustic and vocoder need 671088640 bytes",
+            "stages.acoustic.resources.limits.memory and stages.vocoder.resources.limits.memory permit only 629145600",
+            "raise a limit, or set smaller arenas or shmBytes",
+        ],
+    ),
+    "request above the limit": (
+        [at("stages.thinker.resources", {"requests": {"cpu": "1500m"}, "limits": {"cpu": 1}})],
+        [
+            "stages.thinker.resources.requests.cpu is 1500m, above stages.thinker.resources.limits.cpu, 1",
+            "lower the request, or raise the limit",
+        ],
+    ),
+    "request of orchestrators above the limit": (
+        [at("orchestrator.resources", {"requests": {"memory": "3Gi"}})],
+        ["orchestrator.resources.requests.memory is 3Gi, above orchestrator.resources.limits.memory, 2Gi"],
+    ),
+    "request of an init container above the limit": (
+        [at("groups.voice.modelCache.init.resources", {"requests": {"memory": "2G"}, "limits": {"memory": "1Gi"}})],
+        ["groups.voice.modelCache.init.resources.requests.memory is 2G, above"],
+    ),
+    "variable that the arguments need": (
+        [at("stages.thinker.env", [{"name": "POD_NAME", "value": "x"}])],
+        ["stages.thinker.env has the variable POD_NAME", "remove it"],
+    ),
+    "variable that the mounts need": (
+        [at("orchestrator.env", [{"name": "STAGEMESH_HOME", "value": "/x"}])],
+        ["orchestrator.env has the variable STAGEMESH_HOME", "remove it"],
+    ),
+    "variable that the policies need": (
+        [at("stages.thinker.env", [{"name": "UCX_TCP_PORT_RANGE", "value": "1-2"}])],
+        ["stages.thinker.env has the variable UCX_TCP_PORT_RANGE", "set networkPolicy.ucxPortRange instead"],
+    ),
+    "setting of UCX that the policies need": (
+        [at("stages.thinker.ucx.UCX_TCP_PORT_RANGE", "20000-20010")],
+        ["stages.thinker.ucx has the variable UCX_TCP_PORT_RANGE", "set networkPolicy.ucxPortRange instead"],
+    ),
+    "repeated variable of an init container": (
+        [at("groups.voice.modelCache.init.env", [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}])],
+        ["groups.voice.modelCache.init.env has the variable A more than once", "keep one"],
+    ),
+    "init container named like a stage": (
+        [at("groups.voice.initContainers", [{"name": "vocoder", "image": "x:1"}])],
+        ["groups.voice.initContainers[0].name", "vocoder", "another container of the pod", "choose another name"],
+    ),
+    "init container named like that of the chart": (
+        [at("groups.voice.initContainers", [{"name": "model-cache", "image": "x:1"}])],
+        ["groups.voice.initContainers[0].name", "model-cache", "choose another name"],
+    ),
+    "port of nodes out of range": (
+        [at("orchestrator.service", {"type": "NodePort", "nodePort": 80})],
+        ["orchestrator.service.nodePort is 80", "from 30000 to 32767, or 0"],
+    ),
+    "certificates that are renewed too early": (
+        [at("tls", {"enabled": True, "issuer": {"name": "ca"}, "duration": "24h", "renewBefore": "1440m"})],
+        ["tls.renewBefore is 1440m, but tls.duration is only 24h", "renew later, or let certificates last longer"],
+    ),
+    "scrape that takes longer than the interval": (
+        [at("monitoring.serviceMonitor", {"enabled": True, "interval": "1s", "scrapeTimeout": "1500ms"})],
+        ["monitoring.serviceMonitor.scrapeTimeout is 1500ms, above monitoring.serviceMonitor.interval, 1s", "lower it"],
+    ),
+    "stage with the name of the liveness service": (
+        [at("pipeline.stages.liveness", {"engine": "fake"})],
+        ["pipeline.stages.liveness has the name of the health service", "rename the stage"],
+    ),
     "ports of UCX in the wrong order": (
         [at("networkPolicy.ucxPortRange", "30010-30000")],
         ["networkPolicy.ucxPortRange", "30010-30000", "FIRST-LAST"],
@@ -305,6 +425,41 @@ TYPES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "list for a mapping": (at("stages", [{"name": "thinker"}]), ["stages"]),
     "stage without an engine": (at("pipeline.stages.spare", {"model": "x"}), ["pipeline", "stages", "spare", "engine"]),
+    "unknown key of the pipeline": (at("pipeline.output", {"text": "thinker"}), ["pipeline", "output"]),
+    "unknown key of a stage of the pipeline": (
+        at("pipeline.stages.thinker.gruop", "voice"),
+        ["pipeline", "stages", "thinker", "gruop"],
+    ),
+    "group of an external stage": (
+        merged(EXTERNAL, at("pipeline.stages.vocoder.group", "voice")),
+        ["pipeline", "stages", "vocoder", "group"],
+    ),
+    "unknown key of a data plane": (
+        at("pipeline.stages.thinker.data_plane.arena_size", 1),
+        ["pipeline", "stages", "thinker", "data_plane", "arena_size"],
+    ),
+    "unknown key of an edge": (
+        at("pipeline.edges", [{**EDGES[0], "conector": "shm"}]),
+        ["pipeline", "edges", "0", "conector"],
+    ),
+    "unknown way of joining": (at("pipeline.stages.thinker.join", "some"), ["pipeline", "stages", "thinker", "join"]),
+    "unknown rows of an edge": (
+        at("pipeline.edges", [{**EDGES[0], "tokens": "first"}]),
+        ["pipeline", "edges", "0", "tokens"],
+    ),
+    "unknown key of an output": (
+        at("pipeline.outputs.file", {"from": "vocoder", "type": "audio/ogg"}),
+        ["pipeline", "outputs", "file", "type"],
+    ),
+    "unknown limit": (at("pipeline.limits.in_flight", 3), ["pipeline", "limits", "in_flight"]),
+    "unknown key of the media": (at("pipeline.media.bucket", "b"), ["pipeline", "media", "bucket"]),
+    "rule for every host": (at("networkPolicy.stageEgress", [{"to": []}]), ["networkPolicy", "stageEgress", "to"]),
+    "rule for every port": (
+        at("networkPolicy.mediaEgress", [{"ports": []}]),
+        ["networkPolicy", "mediaEgress", "ports"],
+    ),
+    "rule for everything": (at("networkPolicy.orchestratorEgress", [{}]), ["networkPolicy", "orchestratorEgress"]),
+    "lifetime that cert-manager cannot read": (at("tls.duration", "90d"), ["tls", "duration"]),
     "orchestrators without replicas": (at("orchestrator.replicas", 0), ["orchestrator", "replicas", "1"]),
     "inline secret": (
         at("stages.thinker.envFrom", [{"secret": {"HF_TOKEN": "x"}}]),
@@ -343,4 +498,20 @@ def test_the_values_that_the_wrong_ones_start_from_are_right() -> None:
     assert Release(PARALLEL, at("stages.thinker.gpus", 4)).objects
     assert Release(at("stages.thinker", {"drainSeconds": 300, "terminationGracePeriodSeconds": 330})).objects
     assert Release(at("stages.thinker.autoscaling", {**SCALED, "minReplicas": 4})).objects
-    assert Release(at("stages.thinker.resources", {"limits": {"memory": "256Mi"}})).objects
+    # 64 MiB of arena and 256 MiB of shared memory.
+    assert Release(at("stages.thinker.resources", {"limits": {"memory": "320Mi"}})).objects
+    assert Release(at("stages.acoustic.resources", HALF)).objects
+    assert Release(at("pipeline.stages.thinker", DIFFUSION), at("stages.thinker.gpus", 4)).objects
+    assert Release(at("stages.thinker.resources", {"requests": {"cpu": "1000m"}, "limits": {"cpu": 1}})).objects
+    assert Release(EXTERNAL, at("pipeline.stages.vocoder.addresses", ["sampler.models.svc:6000"])).objects
+
+
+@pytest.mark.parametrize("helm", HELMS)
+@pytest.mark.parametrize("name", ["1s", "my.speech"])
+def test_a_release_whose_name_cannot_begin_the_name_of_a_service_is_refused(name: str, helm: str) -> None:
+    def render_as(values: dict[str, Any]) -> str:
+        return run_helm(helm, "template", name, str(CHART), "--values", "-", stdin=json.dumps(values))
+
+    with pytest.raises(HelmError, match=f"{name}.*set fullnameOverride to a name of lower-case letters"):
+        render_as(SPEECH)
+    assert "speech-orchestrator" in render_as(merged(SPEECH, at("fullnameOverride", "speech")))

@@ -8,35 +8,74 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The ports on which stages accept steps and the data of edges. Argument: the plan. */}}
-{{- define "stagemesh.stagePorts" -}}
-{{- $ports := list -}}
-{{- range $name, $stage := .stages -}}
-  {{- $ports = append $ports (int64 $stage.port) -}}
-{{- end -}}
-{{- include "stagemesh.tcpPorts" (uniq $ports) -}}
+{{/* A range of ports FIRST-LAST as a list of one rule's ports. */}}
+{{- define "stagemesh.portRange" -}}
+{{- $ports := splitList "-" . -}}
+- protocol: TCP
+  port: {{ first $ports }}
+  endPort: {{ last $ports }}
 {{- end -}}
 
-{{/* The ports of external stages. Argument: the plan. */}}
-{{- define "stagemesh.externalPorts" -}}
-{{- $ports := list -}}
+{{/* The host and port of each external stage's Service and addresses, as a JSON array. Argument: the plan. */}}
+{{- define "stagemesh.externalEndpoints" -}}
+{{- $endpoints := .addresses -}}
 {{- range $name, $service := .external -}}
-  {{- $ports = append $ports (int64 $service.port) -}}
+  {{- $endpoints = append $endpoints $service -}}
 {{- end -}}
-{{- include "stagemesh.tcpPorts" (uniq $ports) -}}
+{{- toJson $endpoints -}}
 {{- end -}}
 
-{{/* The ports of the data plane between stages: those of stages, and those of UCX. Arguments: (list root plan). */}}
-{{- define "stagemesh.dataPorts" -}}
-{{- $root := index . 0 -}}
-{{- include "stagemesh.stagePorts" (index . 1) }}
-{{- range $name, $stage := (index . 1).stages -}}
-  {{- if $stage.nixl -}}
-    {{- $range := splitList "-" $root.Values.networkPolicy.ucxPortRange -}}
-    {{- printf "\n- protocol: TCP\n  port: %s\n  endPort: %s" (first $range) (last $range) -}}
-    {{- break -}}
+{{/* Not empty if a host is an IP address. */}}
+{{- define "stagemesh.isIp" -}}
+{{- if or (contains ":" .) (regexMatch "^[0-9.]+$" .) }}true{{ end -}}
+{{- end -}}
+
+{{/*
+The egress rules for external stages: to the peers that the values name, at the ports of external stages, and to the IP
+addresses in the pipeline. Arguments: (list root plan).
+*/}}
+{{- define "stagemesh.externalEgress" -}}
+{{- $ports := list -}}
+{{- $rules := list -}}
+{{- range include "stagemesh.externalEndpoints" (index . 1) | fromJsonArray -}}
+  {{- if include "stagemesh.isIp" .host -}}
+    {{- $rules = append $rules (dict "to" (list (include "stagemesh.ipPeer" .host | fromYaml)) "ports" (list (dict "protocol" "TCP" "port" (int64 .port)))) -}}
+  {{- else -}}
+    {{- $ports = append $ports (int64 .port) -}}
   {{- end -}}
 {{- end -}}
+{{- $peers := (index . 0).Values.networkPolicy.externalStages -}}
+{{- if and $ports $peers -}}
+  {{- $rules = prepend $rules (dict "to" $peers "ports" (include "stagemesh.tcpPorts" (uniq $ports) | fromYamlArray)) -}}
+{{- end -}}
+{{- with $rules }}
+{{- toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* The peers that external stages are: those that the values name, and the IP addresses in the pipeline. Arguments: (list root plan). */}}
+{{- define "stagemesh.externalPeers" -}}
+{{- $peers := list -}}
+{{- $named := false -}}
+{{- range include "stagemesh.externalEndpoints" (index . 1) | fromJsonArray -}}
+  {{- if include "stagemesh.isIp" .host -}}
+    {{- $peers = append $peers (include "stagemesh.ipPeer" .host | fromYaml) -}}
+  {{- else -}}
+    {{- $named = true -}}
+  {{- end -}}
+{{- end -}}
+{{- if $named -}}
+  {{- $peers = concat $peers (index . 0).Values.networkPolicy.externalStages -}}
+{{- end -}}
+{{- with $peers }}
+{{- toYaml (uniq .) }}
+{{- end }}
+{{- end -}}
+
+{{/* The peer with one IP address. */}}
+{{- define "stagemesh.ipPeer" -}}
+ipBlock:
+  cidr: {{ printf "%s/%d" . (ternary 128 32 (contains ":" .)) | quote }}
 {{- end -}}
 
 {{/* The peer that consists of a component's pods. Arguments: (list root component [group]). */}}
@@ -55,13 +94,16 @@
 
 {{/* The egress rules that every pod needs: DNS, and the OTLP collector. Argument: the root. */}}
 {{- define "stagemesh.commonEgress" -}}
+{{- /* A rule with an empty list of peers would permit every peer. */ -}}
+{{- with .Values.networkPolicy.dns -}}
 - to:
-    {{- toYaml .Values.networkPolicy.dns | nindent 4 }}
+    {{- toYaml . | nindent 4 }}
   ports:
     - protocol: UDP
       port: 53
     - protocol: TCP
       port: 53
+{{- end }}
 {{- with .Values.otlp.endpoint }}
 - ports:
     - protocol: TCP

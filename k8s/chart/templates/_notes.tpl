@@ -29,9 +29,31 @@
   {{- $warnings = append $warnings (printf "no memory limit is set for %s. A stage that grows can then evict others from its node." (join ", " .)) -}}
 {{- end -}}
 {{- with $locking -}}
-  {{- $warnings = append $warnings (printf "IPC_LOCK of %s is not allowed in a namespace with Pod Security restricted or baseline." (join ", " .)) -}}
+  {{- $warnings = append $warnings (printf "IPC_LOCK of %s is not allowed in a namespace with Pod Security restricted or baseline, and has no effect on a process that is not root. Raise the memlock limit of the nodes' container runtime, and set rdma.ipcLock: false." (join ", " .)) -}}
+{{- end -}}
+{{- range $name, $entry := $values.pipeline.stages -}}
+  {{- if and $values.networkPolicy.enabled (contains "${" (join "," $entry.addresses)) -}}
+    {{- $warnings = append $warnings (printf "the chart cannot read the variables in pipeline.stages.%s.addresses. Permit these addresses by networkPolicy.orchestratorEgress and stageEgress." $name) -}}
+  {{- end -}}
+{{- end -}}
+{{- $budgets := dict "orchestrator" (list $values.orchestrator.podDisruptionBudget $values.orchestrator.replicas) -}}
+{{- if include "stagemesh.hasMedia" $root -}}
+  {{- $_ := set $budgets "media" (list $values.media.podDisruptionBudget $values.media.replicas) -}}
 {{- end -}}
 {{- range $name, $group := $plan.groups -}}
+  {{- $replicas := ternary $group.autoscaling.minReplicas $group.replicas $group.autoscaling.enabled -}}
+  {{- $_ := set $budgets $name (list $group.podDisruptionBudget $replicas) -}}
+{{- end -}}
+{{- range $name, $budget := $budgets -}}
+  {{- $kept := include "stagemesh.keptPods" $budget | int64 -}}
+  {{- if and (first $budget).enabled (last $budget) (ge $kept (int64 (last $budget))) -}}
+    {{- $warnings = append $warnings (printf "the PodDisruptionBudget of %s permits no eviction of its %v pods. A drain of their nodes waits until there are more." $name (last $budget)) -}}
+  {{- end -}}
+{{- end -}}
+{{- range $name, $group := $plan.groups -}}
+  {{- if and $group.modelCache.init.image $values.networkPolicy.enabled (not $values.networkPolicy.stageEgress) -}}
+    {{- $warnings = append $warnings (printf "networkPolicy.stageEgress is empty. The init container of %s can only download models from hosts that it permits." $name) -}}
+  {{- end -}}
   {{- if eq (include "stagemesh.cacheSource" $group.modelCache) "hostPath" -}}
     {{- $warnings = append $warnings (printf "the hostPath volume of %s is not allowed in a namespace with Pod Security restricted or baseline." $name) -}}
   {{- end -}}
@@ -43,4 +65,16 @@
   {{- $warnings = append $warnings "orchestrator.replicas is 1. Requests that run in the only orchestrator restart if it is lost." -}}
 {{- end -}}
 {{- toJson $warnings -}}
+{{- end -}}
+
+{{/* The number of pods that a PodDisruptionBudget keeps. Arguments: (list budget replicas). Percentages are rounded up. */}}
+{{- define "stagemesh.keptPods" -}}
+{{- $budget := index . 0 -}}
+{{- $replicas := index . 1 -}}
+{{- $isMinimum := hasKey $budget "minAvailable" -}}
+{{- $value := ternary $budget.minAvailable $budget.maxUnavailable $isMinimum -}}
+{{- if kindIs "string" $value -}}
+  {{- $value = divf (mul (trimSuffix "%" $value) $replicas) 100 | ceil -}}
+{{- end -}}
+{{- ternary (int64 $value) (sub $replicas (int64 $value)) $isMinimum -}}
 {{- end -}}

@@ -4,11 +4,12 @@ Everything that the templates derive from the values, as JSON. Refuses wrong val
   one of its edges may use the connector nixl
 - groups: the settings of each group's pods, with the names of its stages
 - external: the host and port of each external stage's Service
+- addresses: the host, port and stage of each address at which the pipeline names a replica of an external stage
 - generation, topology: the names of the release's generation and of its topology
 */}}
 {{- define "stagemesh.plan" -}}
 {{- include "stagemesh.validateNames" . -}}
-{{- $plan := dict "stages" dict "groups" dict "external" dict -}}
+{{- $plan := dict "stages" dict "groups" dict "external" dict "addresses" list -}}
 {{- $podKeys := splitList " " (include "stagemesh.podKeys" .) -}}
 {{- range $name, $entry := .Values.pipeline.stages -}}
   {{- $own := get $.Values.stages $name | default dict -}}
@@ -16,6 +17,14 @@ Everything that the templates derive from the values, as JSON. Refuses wrong val
     {{- with $own.external -}}
       {{- $host := ternary .service (include "stagemesh.serviceHost" (list $ .service)) (contains "." .service) -}}
       {{- $_ := set $plan.external $name (dict "host" $host "port" .port) -}}
+    {{- end -}}
+    {{- range $address := $entry.addresses -}}
+      {{- $port := regexFind "[0-9]+$" $address -}}
+      {{- $host := trimSuffix (printf ":%s" $port) $address | trimPrefix "[" | trimSuffix "]" -}}
+      {{- /* The chart cannot read an address with a variable. */ -}}
+      {{- if not (contains "${" $address) -}}
+        {{- $_ := set $plan "addresses" (append $plan.addresses (dict "stage" $name "host" $host "port" $port)) -}}
+      {{- end -}}
     {{- end -}}
   {{- else -}}
     {{- $stage := mergeOverwrite (deepCopy $.Values.stageDefaults) (deepCopy $own) -}}
@@ -73,7 +82,7 @@ Everything that the templates derive from the values, as JSON. Refuses wrong val
     {{- end -}}
   {{- end -}}
 {{- end -}}
-{{- $_ := set $plan "topology" (include "stagemesh.topology" .) -}}
+{{- $_ := set $plan "topology" (include "stagemesh.topology" (list . $plan)) -}}
 {{- $_ := set $plan "generation" (printf "%s-%s" $plan.topology (include "stagemesh.specHash" (list . $plan))) -}}
 {{- include "stagemesh.validatePlan" (list . $plan) -}}
 {{- toJson $plan -}}
@@ -81,18 +90,24 @@ Everything that the templates derive from the values, as JSON. Refuses wrong val
 
 {{/*
 Six digits that change when an orchestrator of the old pipeline could not plan requests on stages of the new one: with
-the stages, what they run, and how they are connected.
+the stages, what they run, how they are connected, and the ports at which orchestrators look for them.
+Arguments: (list root plan).
 */}}
 {{- define "stagemesh.topology" -}}
+{{- $pipeline := (index . 0).Values.pipeline -}}
 {{- $stages := dict -}}
-{{- range $name, $entry := .Values.pipeline.stages -}}
+{{- range $name, $entry := $pipeline.stages -}}
   {{- $_ := set $stages $name (pick $entry "engine" "function" "signature" "join" "when") -}}
 {{- end -}}
+{{- $ports := dict -}}
+{{- range $name, $stage := (index . 1).stages -}}
+  {{- $_ := set $ports $name $stage.port -}}
+{{- end -}}
 {{- $edges := list -}}
-{{- range .Values.pipeline.edges -}}
+{{- range $pipeline.edges -}}
   {{- $edges = append $edges . -}}
 {{- end -}}
-{{- dict "stages" $stages "edges" $edges "outputs" (.Values.pipeline.outputs | default dict) "options" (.Values.pipeline.options | default dict) | toJson | sha256sum | trunc 6 -}}
+{{- dict "stages" $stages "ports" $ports "edges" $edges "outputs" ($pipeline.outputs | default dict) "options" ($pipeline.options | default dict) | toJson | sha256sum | trunc 6 -}}
 {{- end -}}
 
 {{/* Six digits that change when a stage computes something else, or with another program. Arguments: (list root plan). */}}

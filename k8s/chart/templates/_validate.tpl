@@ -6,6 +6,7 @@ that names the value and the remedy.
 {{/* Rules on names, which must hold before the plan is made. Argument: the root. */}}
 {{- define "stagemesh.validateNames" -}}
 {{- include "stagemesh.rule.pipelineGiven" . -}}
+{{- include "stagemesh.rule.fullname" . -}}
 {{- include "stagemesh.rule.variables" . -}}
 {{- include "stagemesh.rule.knownStages" . -}}
 {{- include "stagemesh.rule.edgeEnds" . -}}
@@ -20,8 +21,11 @@ that names the value and the remedy.
 {{- include "stagemesh.rule.nameLengths" . -}}
 {{- include "stagemesh.rule.replicas" . -}}
 {{- include "stagemesh.rule.ports" . -}}
+{{- include "stagemesh.rule.portRanges" . -}}
+{{- include "stagemesh.rule.externalHosts" . -}}
 {{- include "stagemesh.rule.sharedMemoryEdges" . -}}
 {{- include "stagemesh.rule.memory" . -}}
+{{- include "stagemesh.rule.requests" . -}}
 {{- include "stagemesh.rule.gpus" . -}}
 {{- include "stagemesh.rule.rdma" . -}}
 {{- include "stagemesh.rule.multiNode" . -}}
@@ -30,13 +34,13 @@ that names the value and the remedy.
 {{- include "stagemesh.rule.warm" . -}}
 {{- include "stagemesh.rule.modelCache" . -}}
 {{- include "stagemesh.rule.environment" . -}}
+{{- include "stagemesh.rule.initContainers" . -}}
 {{- include "stagemesh.rule.volumes" . -}}
 {{- include "stagemesh.rule.mediaStore" . -}}
 {{- include "stagemesh.rule.labels" . -}}
 {{- include "stagemesh.rule.clientService" . -}}
 {{- include "stagemesh.rule.tls" . -}}
 {{- include "stagemesh.rule.monitoring" . -}}
-{{- include "stagemesh.rule.ucxPortRange" . -}}
 {{- end -}}
 
 {{/* The path of the value of a group's setting. Arguments: (list root plan groupName setting). */}}
@@ -59,6 +63,13 @@ stageDefaults.{{ $key }}
 {{- define "stagemesh.rule.pipelineGiven" -}}
 {{- if not .Values.pipeline.stages -}}
 {{- fail "pipeline has no stages; set it to the content of a pipeline file, as `stagemesh k8s render FILE` prints it" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.fullname" -}}
+{{- $name := include "stagemesh.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([a-z0-9-]*[a-z0-9])?$" $name) -}}
+{{- fail (printf "the release is named %q, which cannot begin the names of Services; set fullnameOverride to a name of lower-case letters, digits and '-', a letter first" $name) -}}
 {{- end -}}
 {{- end -}}
 
@@ -118,6 +129,9 @@ stageDefaults.{{ $key }}
       {{- fail (printf "%s is named %q, as another object of the chart is; choose a name other than orchestrator, admin and media, without the end -warm" $path $value) -}}
     {{- end -}}
   {{- end -}}
+  {{- if eq $name "liveness" -}}
+    {{- fail "pipeline.stages.liveness has the name of the health service that answers liveness probes; rename the stage" -}}
+  {{- end -}}
   {{- $namesake := get $.Values.pipeline.stages $group -}}
   {{- if and $namesake (ne $group $name) (ne ($namesake.group | default "") $group) -}}
     {{- fail (printf "pipeline.stages.%s.group is %q, the name of a stage outside the group; choose another name, or add that stage to the group" $name $group) -}}
@@ -131,9 +145,6 @@ stageDefaults.{{ $key }}
   {{- if eq $entry.engine "external" -}}
     {{- range $key := keys (omit $own "external") | sortAlpha -}}
       {{- fail (printf "stages.%s.%s has no effect, because the chart does not start external stages; remove it" $name $key) -}}
-    {{- end -}}
-    {{- if $entry.group -}}
-      {{- fail (printf "pipeline.stages.%s.group has no effect, because the chart does not start external stages; remove it" $name) -}}
     {{- end -}}
     {{- if not (or $own.external $entry.addresses) -}}
       {{- fail (printf "stages.%s.external is not set, so that orchestrators cannot find the external stage; set its service and port, or pipeline.stages.%s.addresses" $name $name) -}}
@@ -220,6 +231,44 @@ stageDefaults.{{ $key }}
 {{- end -}}
 {{- end -}}
 
+{{- define "stagemesh.rule.portRanges" -}}
+{{- $policy := (index . 0).Values.networkPolicy -}}
+{{- range $key := list "stagePortRange" "ucxPortRange" -}}
+  {{- $ports := splitList "-" (get $policy $key) -}}
+  {{- if or (gt (int (first $ports)) (int (last $ports))) (lt (int (first $ports)) 1024) (gt (int (last $ports)) 65535) -}}
+    {{- fail (printf "networkPolicy.%s is %q; write FIRST-LAST with ports from 1024 to 65535" $key (get $policy $key)) -}}
+  {{- end -}}
+{{- end -}}
+{{- $stages := splitList "-" $policy.stagePortRange -}}
+{{- $ucx := splitList "-" $policy.ucxPortRange -}}
+{{- if and (le (int (first $stages)) (int (last $ucx))) (le (int (first $ucx)) (int (last $stages))) -}}
+  {{- fail (printf "networkPolicy.ucxPortRange is %q, which overlaps networkPolicy.stagePortRange, %q; move one of them" $policy.ucxPortRange $policy.stagePortRange) -}}
+{{- end -}}
+{{- range $name, $stage := (index . 1).stages -}}
+  {{- if or (lt (int $stage.port) (int (first $stages))) (gt (int $stage.port) (int (last $stages))) -}}
+    {{- fail (printf "stages.%s.port is %d, outside networkPolicy.stagePortRange, %q; set a port of the range, or widen the range" $name (int $stage.port) $policy.stagePortRange) -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A NetworkPolicy names pods, namespaces and networks, but no hosts. */}}
+{{- define "stagemesh.rule.externalHosts" -}}
+{{- $root := index . 0 -}}
+{{- $policy := $root.Values.networkPolicy -}}
+{{- $reachesOut := false -}}
+{{- range $policy.externalStages -}}
+  {{- $reachesOut = or $reachesOut (hasKey . "namespaceSelector") (hasKey . "ipBlock") -}}
+{{- end -}}
+{{- range include "stagemesh.externalEndpoints" (index . 1) | fromJsonArray -}}
+  {{- $rest := regexReplaceAll "^[^.]*" .host "" -}}
+  {{- $namespace := $root.Release.Namespace -}}
+  {{- $isNear := has $rest (list "" (printf ".%s" $namespace) (printf ".%s.svc" $namespace) (printf ".%s.svc.%s" $namespace $root.Values.clusterDomain)) -}}
+  {{- if and $policy.enabled (not $isNear) (not $reachesOut) (not (include "stagemesh.isIp" .host)) -}}
+    {{- fail (printf "networkPolicy.externalStages admits only pods of the namespace, but the external stage at %s:%v is outside of it; add a peer with its namespaceSelector or ipBlock" .host .port) -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "stagemesh.rule.sharedMemoryEdges" -}}
 {{- $plan := index . 1 -}}
 {{- range $index, $edge := (index . 0).Values.pipeline.edges -}}
@@ -236,14 +285,50 @@ stageDefaults.{{ $key }}
 {{- end -}}
 
 {{- define "stagemesh.rule.memory" -}}
-{{- range $name, $stage := (index . 1).stages -}}
+{{- $stages := (index . 1).stages -}}
+{{- range $name, $stage := $stages -}}
   {{- with dig "limits" "memory" "" $stage.resources -}}
-    {{- $limit := include "stagemesh.bytes" . | int64 -}}
-    {{- if gt (int64 $stage.arenaBytes) $limit -}}
+    {{- $limit := include "stagemesh.quantity" . | float64 -}}
+    {{- if gt (float64 $stage.arenaBytes) $limit -}}
       {{- fail (printf "pipeline.stages.%s.data_plane.arena_bytes is %d, but the memory limit stages.%s.resources.limits.memory is %v; raise the limit, or set a smaller arena" $name (int64 $stage.arenaBytes) $name .) -}}
     {{- end -}}
-    {{- if gt (int64 $stage.shmBytes) $limit -}}
+    {{- if gt (float64 $stage.shmBytes) $limit -}}
       {{- fail (printf "stages.%s.shmBytes is %d, but the memory limit stages.%s.resources.limits.memory is %v; raise the limit, or set less shared memory" $name (int64 $stage.shmBytes) $name .) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- range $name, $group := (index . 1).groups -}}
+  {{- $sum := 0.0 -}}
+  {{- $paths := list -}}
+  {{- range $stage := $group.stages -}}
+    {{- with dig "limits" "memory" "" (get $stages $stage).resources -}}
+      {{- $sum = addf $sum (include "stagemesh.quantity" . | float64) -}}
+      {{- $paths = append $paths (printf "stages.%s.resources.limits.memory" $stage) -}}
+    {{- end -}}
+  {{- end -}}
+  {{- /* A container without a limit may use what its node has. */ -}}
+  {{- if and (eq (len $paths) (len $group.stages)) (gt (float64 $group.shmBytes) (float64 $sum)) -}}
+    {{- fail (printf "the arenas and shmBytes of the pod with %s need %d bytes, but %s permit only %d; raise a limit, or set smaller arenas or shmBytes" (join " and " $group.stages) (int64 $group.shmBytes) (join " and " $paths) (int64 $sum)) -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.requests" -}}
+{{- $values := (index . 0).Values -}}
+{{- $all := dict "orchestrator.resources" $values.orchestrator.resources "media.resources" $values.media.resources -}}
+{{- range $name, $stage := (index . 1).stages -}}
+  {{- $_ := set $all (printf "stages.%s.resources" $name) $stage.resources -}}
+{{- end -}}
+{{- range $name, $group := (index . 1).groups -}}
+  {{- $path := include "stagemesh.podPath" (list (index $ 0) (index $ 1) $name "modelCache") -}}
+  {{- $_ := set $all (printf "%s.init.resources" $path) $group.modelCache.init.resources -}}
+{{- end -}}
+{{- range $path, $resources := $all -}}
+  {{- range $name, $limit := $resources.limits -}}
+    {{- with get ($resources.requests | default dict) $name -}}
+      {{- if gt (include "stagemesh.quantity" . | float64) (include "stagemesh.quantity" $limit | float64) -}}
+        {{- fail (printf "%s.requests.%s is %v, above %s.limits.%s, %v; lower the request, or raise the limit" $path $name . $path $name $limit) -}}
+      {{- end -}}
     {{- end -}}
   {{- end -}}
 {{- end -}}
@@ -256,19 +341,32 @@ stageDefaults.{{ $key }}
       {{- fail (printf "stages.%s.resources.%s has %s, which stages.%s.gpus sets; keep one of them" $name $kind $stage.gpuResource $name) -}}
     {{- end -}}
   {{- end -}}
-  {{- $options := $stage.entry.options | default dict -}}
-  {{- $needed := 1 -}}
-  {{- range $key := list "tensor_parallel_size" "pipeline_parallel_size" -}}
-    {{- $size := get $options $key -}}
-    {{- if or (kindIs "float64" $size) (kindIs "int64" $size) -}}
-      {{- $needed = mul $needed $size -}}
-    {{- end -}}
+  {{- $gpus := include "stagemesh.gpuCount" $stage | int64 -}}
+  {{- $device := dig "options" "device" "" $stage.entry | toString -}}
+  {{- if and (hasPrefix "cuda" $device) (eq $gpus 0) -}}
+    {{- fail (printf "pipeline.stages.%s.options.device is %s, but the stage has no GPU; set stages.%s.gpus, or device: cpu" $name $device $name) -}}
   {{- end -}}
-  {{- $present := mul $stage.gpus $stage.multiNode.nodes -}}
-  {{- if and (gt (int $stage.gpus) 0) (gt (int64 $needed) (int64 $present)) -}}
-    {{- fail (printf "stages.%s.gpus gives a replica %d GPUs, but its tensor_parallel_size and pipeline_parallel_size need %d; set stages.%s.gpus, or multiNode.nodes" $name $present $needed $name) -}}
+  {{- $needed := include "stagemesh.ranks" $stage | int64 -}}
+  {{- $present := mul $gpus $stage.multiNode.nodes -}}
+  {{- if and (gt $gpus 0) (ne $device "cpu") (gt $needed $present) -}}
+    {{- fail (printf "stages.%s.gpus gives a replica %d GPUs, but pipeline.stages.%s.options need %d (tensor_parallel_size, pipeline_parallel_size and parallel); set stages.%s.gpus, or multiNode.nodes" $name $present $name $needed $name) -}}
   {{- end -}}
 {{- end -}}
+{{- end -}}
+
+{{/* The number of processes that compute a stage's model, each on a GPU of its own. Argument: the stage. */}}
+{{- define "stagemesh.ranks" -}}
+{{- $options := .entry.options | default dict -}}
+{{- $parallel := ternary $options.parallel dict (kindIs "map" $options.parallel) -}}
+{{- $sizes := dict -}}
+{{- range $key, $size := merge (pick $options "tensor_parallel_size" "pipeline_parallel_size") (pick $parallel "cfg" "ulysses" "hsdp") -}}
+  {{- /* The chart cannot read a variable. */ -}}
+  {{- if not (kindIs "string" $size) -}}
+    {{- $_ := set $sizes $key (int64 $size) -}}
+  {{- end -}}
+{{- end -}}
+{{- $branch := max ($sizes.ulysses | default 1) ($sizes.hsdp | default 1) -}}
+{{- mul ($sizes.tensor_parallel_size | default 1) ($sizes.pipeline_parallel_size | default 1) ($sizes.cfg | default 1) $branch -}}
 {{- end -}}
 
 {{- define "stagemesh.rule.rdma" -}}
@@ -277,10 +375,10 @@ stageDefaults.{{ $key }}
   {{- if and $stage.rdma.gpuDirect (not $stage.rdma.enabled) -}}
     {{- fail (printf "%s.gpuDirect is true, but %s.enabled is false; set %s.enabled: true, or remove gpuDirect" $path $path $path) -}}
   {{- end -}}
-  {{- if and $stage.rdma.gpuDirect (eq (int $stage.gpus) 0) -}}
+  {{- if and $stage.rdma.gpuDirect (eq (include "stagemesh.gpuCount" $stage) "0") -}}
     {{- fail (printf "%s.gpuDirect is true, but the stage has no GPU; set stages.%s.gpus, or remove gpuDirect" $path $name) -}}
   {{- end -}}
-  {{- if and (contains "cuda" (toString (get $stage.ucx "UCX_TLS"))) (eq (int $stage.gpus) 0) -}}
+  {{- if and (contains "cuda" (toString (get $stage.ucx "UCX_TLS"))) (eq (include "stagemesh.gpuCount" $stage) "0") -}}
     {{- fail (printf "stages.%s.ucx.UCX_TLS is %q, but the stage has no GPU; set stages.%s.gpus, or remove the transports of CUDA" $name $stage.ucx.UCX_TLS $name) -}}
   {{- end -}}
   {{- if and $stage.rdma.enabled (not $stage.rdma.resource) -}}
@@ -387,9 +485,18 @@ stageDefaults.{{ $key }}
 
 {{- define "stagemesh.rule.environment" -}}
 {{- $values := (index . 0).Values -}}
+{{- /* Arguments, mounts and policies of the chart depend on these. All others may be replaced. */ -}}
+{{- $reserved := dict "POD_NAME" "the chart sets it; remove it" "STAGEMESH_HOME" "the chart mounts its folder; remove it" "UCX_TCP_PORT_RANGE" "set networkPolicy.ucxPortRange instead" -}}
 {{- $environments := dict "orchestrator.env" $values.orchestrator.env "media.env" $values.media.env -}}
 {{- range $name, $stage := (index . 1).stages -}}
   {{- $_ := set $environments (printf "stages.%s.env" $name) $stage.env -}}
+  {{- if hasKey $stage.ucx "UCX_TCP_PORT_RANGE" -}}
+    {{- fail (printf "stages.%s.ucx has the variable UCX_TCP_PORT_RANGE; %s" $name $reserved.UCX_TCP_PORT_RANGE) -}}
+  {{- end -}}
+{{- end -}}
+{{- range $name, $group := (index . 1).groups -}}
+  {{- $path := include "stagemesh.podPath" (list (index $ 0) (index $ 1) $name "modelCache") -}}
+  {{- $_ := set $environments (printf "%s.init.env" $path) $group.modelCache.init.env -}}
 {{- end -}}
 {{- range $path, $env := $environments -}}
   {{- $names := list -}}
@@ -397,7 +504,25 @@ stageDefaults.{{ $key }}
     {{- if has .name $names -}}
       {{- fail (printf "%s has the variable %s more than once; keep one" $path .name) -}}
     {{- end -}}
+    {{- if hasKey $reserved .name -}}
+      {{- fail (printf "%s has the variable %s; %s" $path .name (get $reserved .name)) -}}
+    {{- end -}}
     {{- $names = append $names .name -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.initContainers" -}}
+{{- $root := index . 0 -}}
+{{- $plan := index . 1 -}}
+{{- range $name, $group := $plan.groups -}}
+  {{- $path := include "stagemesh.podPath" (list $root $plan $name "initContainers") -}}
+  {{- $names := append $group.stages "model-cache" -}}
+  {{- range $index, $container := $group.initContainers -}}
+    {{- if has $container.name $names -}}
+      {{- fail (printf "%s[%d].name is %q, which another container of the pod has; choose another name" $path $index $container.name) -}}
+    {{- end -}}
+    {{- $names = append $names $container.name -}}
   {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -485,6 +610,10 @@ stageDefaults.{{ $key }}
 
 {{- define "stagemesh.rule.clientService" -}}
 {{- $service := (index . 0).Values.orchestrator.service -}}
+{{- $port := int $service.nodePort -}}
+{{- if and $port (or (lt $port 30000) (gt $port 32767)) -}}
+{{- fail (printf "orchestrator.service.nodePort is %d; set a port of nodes, from 30000 to 32767, or 0" $port) -}}
+{{- end -}}
 {{- if and $service.nodePort (eq $service.type "ClusterIP") -}}
 {{- fail "orchestrator.service.nodePort is set, but a Service of type ClusterIP has no port on nodes; set type NodePort or LoadBalancer" -}}
 {{- end -}}
@@ -513,6 +642,9 @@ stageDefaults.{{ $key }}
     {{- fail (printf "tls.enabled is true, but tls.secrets.%s is not set; set it, or tls.issuer.name to create the certificates" $owner) -}}
   {{- end -}}
 {{- end -}}
+{{- if ge (include "stagemesh.milliseconds" $tls.renewBefore | int64) (include "stagemesh.milliseconds" $tls.duration | int64) -}}
+  {{- fail (printf "tls.renewBefore is %s, but tls.duration is only %s; renew later, or let certificates last longer" $tls.renewBefore $tls.duration) -}}
+{{- end -}}
 {{- if and $tls.issuer.name (not $tls.enabled) -}}
   {{- fail "tls.issuer.name is set, but tls.enabled is false; set tls.enabled: true, or remove the issuer" -}}
 {{- end -}}
@@ -523,12 +655,10 @@ stageDefaults.{{ $key }}
 {{- if and $monitoring.serviceMonitor.enabled $monitoring.podMonitor.enabled -}}
 {{- fail "monitoring.podMonitor.enabled and monitoring.serviceMonitor.enabled are both true, which would count everything twice; keep one of them" -}}
 {{- end -}}
-{{- end -}}
-
-{{- define "stagemesh.rule.ucxPortRange" -}}
-{{- $range := (index . 0).Values.networkPolicy.ucxPortRange -}}
-{{- $ports := splitList "-" $range -}}
-{{- if or (gt (int (first $ports)) (int (last $ports))) (lt (int (first $ports)) 1024) (gt (int (last $ports)) 65535) -}}
-{{- fail (printf "networkPolicy.ucxPortRange is %q; write FIRST-LAST with ports from 1024 to 65535" $range) -}}
+{{- range $name := list "serviceMonitor" "podMonitor" -}}
+  {{- $monitor := get $monitoring $name -}}
+  {{- if gt (include "stagemesh.milliseconds" $monitor.scrapeTimeout | int64) (include "stagemesh.milliseconds" $monitor.interval | int64) -}}
+    {{- fail (printf "monitoring.%s.scrapeTimeout is %s, above monitoring.%s.interval, %s; lower it" $name $monitor.scrapeTimeout $name $monitor.interval) -}}
+  {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -362,6 +362,22 @@ def test_a_new_generation_stays_withheld_while_the_former_one_recovers(pipeline:
     _play(pipeline, scene)
 
 
+def test_a_replica_that_answers_for_another_stage_is_not_used(pipeline: Pipeline) -> None:
+    """After an upgrade that moves ports, a stage may listen at the port at which another one listened before."""
+
+    async def scene(world: _World) -> None:
+        world.fleet.join(Member("b", "h:moved", "c-1"))
+        world.stages["h:moved"].description.stage = "c"
+        await asyncio.sleep(1)
+        moved = world.fleet.replicas["b"][1]
+        assert (moved.state, moved.detail) == (ReplicaState.FAILED, "refused: its stage is c, expected b")
+        assert world.stages["h:moved"].verdicts == []
+        planner = Planner(pipeline, world.fleet.registry)
+        assert {planner.plan(pipeline.route(["last"])).replicas["b"] for _ in range(8)} == {"b-0"}
+
+    _play(pipeline, scene)
+
+
 def test_a_replica_of_another_pipeline_receives_no_verdict(pipeline: Pipeline) -> None:
     async def scene(world: _World) -> None:
         world.fleet.join(Member("b", "h:other", "other"))

@@ -76,6 +76,8 @@ CASES: dict[str, tuple[str, str, str]] = {
     "group that ends with a hyphen": ("voice", "voice-",
         ("song.yaml:4: group 'voice-' ends with '-', but names of Kubernetes objects end with a letter or digit; "
         "rename it")),
+    "stage with the name of the liveness service": ("thinker", "liveness",
+        "song.yaml:3: stage 'liveness' has the name of the health service for liveness; rename it"),
     "number that Helm rounds": ("function: talk", "function: talk, options: {max_len: 9007199254740993}",
         ("song.yaml:3: stages.thinker.options.max_len is 9007199254740993, which Helm rounds; write a number of at "
         "most 2**53")),

@@ -18,6 +18,8 @@ The chart names a Service RELEASE-STAGE. Kubernetes allows 63 characters, so tha
 # The chart names its other objects RELEASE-orchestrator and so on, and the pods of a warm tier RELEASE-GROUP-warm.
 _RESERVED = frozenset({"orchestrator", "admin", "media"})
 _WARM_SUFFIX = "-warm"
+# The health service answers liveness probes by this name, and readiness probes by the name of the stage.
+_LIVENESS = "liveness"
 # Helm's templates read these values. Variables are replaced later, in the pods.
 _READ_OF_STAGES = frozenset({"engine", "replicas", "group", "data_plane"})
 _READ_OF_EDGES = frozenset({"from", "to", "connector"})
@@ -41,6 +43,8 @@ def check_pods(file: PipelineFile, problems: Problems) -> None:
     """Reports an error for each name, colocation group and edge of the file that the chart cannot deploy as pods."""
     for name, entry in file.stages.items():
         _check_name(("stages", name), name, kind="stage", problems=problems)
+        if name == _LIVENESS:
+            problems.add(("stages", name), f"stage {name!r} has the name of the health service for liveness; rename it")
         if isinstance(entry, StageEntry) and entry.group is not None:
             _check_name(("stages", name, "group"), entry.group, kind="group", problems=problems)
             _check_group(name, entry.group, file, problems)
