@@ -52,7 +52,7 @@ def test_the_ports_of_operators_and_of_metrics_are_closed_by_default(network: Ne
 
 
 def test_orchestrators_and_stages_alone_reach_the_ports_of_stages(network: Network) -> None:
-    for target, port in (("thinker", 50051), ("voice", 50051), ("voice", 50052)):
+    for target, port in (("thinker", 50051), ("voice", 50131), ("voice", 50150)):
         assert network.sources(target, port) == {"orchestrator", "thinker", "voice"}
 
 

@@ -45,8 +45,8 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         ["pipeline.stages.vocoder.replicas is 2", "group voice has 1", "the same number"],
     ),
     "two stages on one port": (
-        [at("stages.vocoder.port", 50051)],
-        ["stages.vocoder.port is 50051, which stage acoustic of the same pod uses", "set another port"],
+        [at("stages.vocoder.port", 50131)],
+        ["stages.vocoder.port is 50131, which stage acoustic of the same pod uses", "set another port"],
     ),
     "arena above the memory limit": (
         [at("pipeline.stages.thinker.data_plane.arena_bytes", 64 * MIB), at("stages.thinker.resources", LIMIT)],
@@ -286,7 +286,7 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
     ),
     "default port outside of the ports of stages": (
         [at("networkPolicy.stagePortRange", "50051-50051")],
-        ["stages.vocoder.port is 50052, outside networkPolicy.stagePortRange"],
+        ["stages.acoustic.port is 50131, outside networkPolicy.stagePortRange"],
     ),
     "ports of UCX that are ports of stages": (
         [at("networkPolicy.ucxPortRange", "50100-50200")],

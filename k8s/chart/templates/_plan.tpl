@@ -65,7 +65,9 @@ Everything that the templates derive from the values, as JSON. Refuses wrong val
     {{- if not (hasKey $group "replicas") -}}
       {{- $_ := set $group "replicas" (dig "replicas" 1 $stage.entry) -}}
     {{- end -}}
-    {{- $_ := set $stage "port" ($stage.port | default (add 50051 $index)) -}}
+    {{- /* The port depends on the name alone, so that it remains if the group gets further stages. */ -}}
+    {{- $offset := ternary 0 (mod (adler32sum $stageName) 100) (eq (len $group.stages) 1) -}}
+    {{- $_ := set $stage "port" ($stage.port | default (add 50051 $offset)) -}}
     {{- /* The names of ports are unique in a pod. */ -}}
     {{- $_ := set $stage "portName" (ternary "grpc" (printf "grpc-%d" (add1 $index)) (eq $index 0)) -}}
     {{- $shmBytes = add $shmBytes $stage.shmBytes $stage.arenaBytes -}}
