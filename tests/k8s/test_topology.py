@@ -1,7 +1,10 @@
 """Workloads and Services follow from the pipeline file: stages, edges and colocation groups."""
 
+from pathlib import Path
+
 import pytest
 
+from stagemesh.orchestrator.spec import load_pipeline
 from tests.k8s.helm import NAMESPACE
 from tests.k8s.manifests import field, pods_of, reference
 from tests.k8s.release import EXTERNAL, SPEECH, Release, at
@@ -174,11 +177,29 @@ def test_an_external_stage_is_a_reference_to_its_service() -> None:
 def test_a_stage_that_spans_nodes_is_a_leader_worker_set() -> None:
     release = Release(at("stages.thinker.multiNode.nodes", 2))
     workload = release["LeaderWorkerSet/release-thinker"]
-    leader, worker = pods_of(workload)
+    leader, _ = pods_of(workload)
     assert field(workload, "spec.leaderWorkerTemplate.size") == 2
     assert leader.containers[0]["args"][:2] == ["serve", "stage"]
-    assert "--headless" in worker.containers[0]["command"]
     assert "Deployment/release-thinker" not in release
+
+
+def test_all_nodes_of_a_stage_run_the_same_command_with_their_own_rank(tmp_path: Path) -> None:
+    leader, worker = pods_of(Release(at("stages.thinker.multiNode.nodes", 2))["LeaderWorkerSet/release-thinker"])
+    assert worker.containers[0]["args"] == leader.containers[0]["args"]
+    assert not {"ports", "startupProbe", "livenessProbe", "readinessProbe"} & worker.containers[0].keys()
+    file = tmp_path / "pipeline.yaml"
+    for rank, pod in enumerate((leader, worker)):
+        file.write_text(pod.annotations["stagemesh.dev/pipeline"])
+        variables = {"LWS_WORKER_INDEX": str(rank), "LWS_LEADER_ADDRESS": "first"}
+        options = load_pipeline(str(file), variables=variables, check_models=False).stages["thinker"].options
+        assert (options["nnodes"], options["node_rank"], options["master_addr"]) == (2, rank, "first")
+
+
+def test_the_other_nodes_run_the_given_command() -> None:
+    change = {"nodes": 2, "workerCommand": ["work", "--now"]}
+    _, worker = pods_of(Release(at("stages.thinker.multiNode", change))["LeaderWorkerSet/release-thinker"])
+    assert worker.containers[0]["command"] == ["work", "--now"]
+    assert "args" not in worker.containers[0]
 
 
 def test_a_worker_is_not_behind_the_service_of_its_stage() -> None:

@@ -17,13 +17,16 @@ orchestrators.
 {{- omit (include "stagemesh.orchestratorPipeline" . | fromJson) "limits" | toJson -}}
 {{- end -}}
 
-{{/* The pipeline file of a group's pods. Arguments: (list root group). A stage that spans nodes learns of its leader. */}}
+{{/*
+The pipeline file of a group's pods. Arguments: (list root group). Each node of a stage that spans nodes learns its rank and
+the first node.
+*/}}
 {{- define "stagemesh.stagePipeline" -}}
 {{- $group := index . 1 -}}
 {{- $pipeline := include "stagemesh.sharedPipeline" (index . 0) | fromJson -}}
 {{- if gt (int $group.nodes) 1 -}}
   {{- $entry := get $pipeline.stages (first $group.stages) -}}
-  {{- $spread := dict "nnodes" $group.nodes "node_rank" 0 "master_addr" "${LWS_LEADER_ADDRESS}" -}}
+  {{- $spread := dict "nnodes" $group.nodes "node_rank" "${LWS_WORKER_INDEX}" "master_addr" "${LWS_LEADER_ADDRESS}" -}}
   {{- $_ := set $entry "options" (merge $spread ($entry.options | default dict)) -}}
 {{- end -}}
 {{- toJson $pipeline -}}

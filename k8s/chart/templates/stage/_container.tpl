@@ -61,10 +61,12 @@ component is stage, or worker for the other nodes of a stage that spans nodes.
 - name: {{ $name | quote }}
   image: {{ include "stagemesh.image" (list $root $stage.image) | quote }}
   imagePullPolicy: {{ $stage.image.pullPolicy }}
-  {{- if eq (index . 5) "worker" }}
+  {{- $worker := eq (index . 5) "worker" }}
+  {{- if and $worker $stage.multiNode.workerCommand }}
   command:
-    {{- include "stagemesh.workerCommand" (list $stage $group) | nindent 4 }}
+    {{- toYaml $stage.multiNode.workerCommand | nindent 4 }}
   {{- else }}
+  {{- /* On the other nodes of a stage that spans nodes, the same command runs the workers of the node. */}}
   args:
     - serve
     - stage
@@ -78,6 +80,8 @@ component is stage, or worker for the other nodes of a stage that spans nodes.
     {{- if eq $tier "warm" }}
     - --sleep-when-idle-s={{ int64 $group.warm.sleepAfterSeconds }}
     {{- end }}
+  {{- end }}
+  {{- if not $worker }}
   ports:
     - name: {{ $stage.portName }}
       containerPort: {{ int64 $stage.port }}
@@ -119,29 +123,4 @@ component is stage, or worker for the other nodes of a stage that spans nodes.
     {{- with $stage.volumeMounts }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-{{- end -}}
-
-{{/*
-The command of the other nodes of a stage that spans nodes, as YAML. Arguments: (list stage group). By default vLLM joins
-the leader with the stage's own options.
-*/}}
-{{- define "stagemesh.workerCommand" -}}
-{{- $stage := index . 0 -}}
-{{- if $stage.multiNode.workerCommand -}}
-{{- toYaml $stage.multiNode.workerCommand -}}
-{{- else -}}
-{{- $command := list "vllm" "serve" (printf "/var/lib/stagemesh/models/%s" $stage.entry.model) "--headless" (printf "--nnodes=%d" (int64 (index . 1).nodes)) "--node-rank=$(LWS_WORKER_INDEX)" "--master-addr=$(LWS_LEADER_ADDRESS)" -}}
-{{- /* The options of Stagemesh itself concern the leader, which is the only node that exchanges tensors. */ -}}
-{{- range $name, $value := omit ($stage.entry.options | default dict) "hidden_states" "embeddings" "checkpoint_tokens" "profile_dir" "media_bytes" -}}
-  {{- $flag := $name | replace "_" "-" -}}
-  {{- if kindIs "bool" $value -}}
-    {{- $command = append $command (printf "--%s%s" (ternary "" "no-" $value) $flag) -}}
-  {{- else if or (kindIs "map" $value) (kindIs "slice" $value) -}}
-    {{- $command = append $command (printf "--%s=%s" $flag (toJson $value)) -}}
-  {{- else -}}
-    {{- $command = append $command (printf "--%s=%s" $flag (include "stagemesh.text" $value)) -}}
-  {{- end -}}
-{{- end -}}
-{{- toYaml $command -}}
-{{- end -}}
 {{- end -}}

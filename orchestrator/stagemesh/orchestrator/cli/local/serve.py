@@ -97,7 +97,8 @@ def stage(
 ) -> None:
     """Run a replica of a stage, configured by CONFIG (docs/replicas.md) or by a pipeline file.
 
-    With --pipeline, only the model of the stage itself must exist on this machine.
+    With --pipeline, only the model of the stage itself must exist on this machine. If the stage is a vllm stage whose
+    option node_rank is above 0, run the workers of that node of the replica.
     """
     required = {"--stage": stage, "--replica": replica, "--listen": listen}
     optional = {"--generation": generation, "--drain-s": drain_s, "--sleep-when-idle-s": sleep_when_idle_s}
@@ -121,7 +122,9 @@ def stage(
         drain_s=derived.drain_s if drain_s is None else drain_s,
         sleep_when_idle_s=sleep_when_idle_s,
     )
-    _replace_process("stagemesh.services.stage", _standard_input(derived))
+    is_further_node = derived.engine == "vllm" and derived.options.get("node_rank")
+    module = "stagemesh.services.engines.vllm.node" if is_further_node else "stagemesh.services.stage"
+    _replace_process(module, _standard_input(derived))
 
 
 @app.command()

