@@ -7,6 +7,7 @@ import os
 import signal
 
 from stagemesh.common.extras import exit_without_extra
+from stagemesh.common.settings import set_library_variables
 
 _INIT_PROCESS = 1
 
@@ -18,6 +19,8 @@ def main() -> None:
         # waits until `run_service` or `stop_on_signals` has installed the handlers, also while `serve` replaces the
         # process.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    # gRPC would log when a peer stops. What goes wrong is raised and reported.
+    set_library_variables({"GRPC_VERBOSITY": "NONE"})
     with exit_without_extra("cli", of="the command line"):
         from stagemesh.orchestrator.cli.main import app
     app()

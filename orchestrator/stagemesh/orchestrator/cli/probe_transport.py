@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stagemesh.common.settings import set_library_variables
 from stagemesh.orchestrator.cli.error_output import AsJson
 from stagemesh.orchestrator.cli.output import Column, make_table, number, print_all, print_json
 
@@ -46,8 +45,6 @@ def probe_transport(
     """
     import uvloop
 
-    # Errors that gRPC would log itself are raised and reported.
-    set_library_variables({"GRPC_VERBOSITY": "NONE"})
     if peer and serve:
         raise typer.BadParameter("give either HOST:PORT to measure or --serve, not both", param_hint="--serve")
     if serve:
