@@ -200,7 +200,7 @@ outputs: {text: upper}
 
 def test_an_external_stage_without_addresses_is_a_hint(tmp_path: Path) -> None:
     (hint,) = kubernetes_hints(_load(tmp_path, EXTERNAL))
-    assert hint.startswith("stage 'upper' is external and has no addresses; set stages.upper.external.service in the")
+    assert hint.startswith("stage 'upper' is external and has no addresses; set stages.upper.external.service and ")
     text = EXTERNAL.replace("engine: external", "engine: external\n    addresses: ['upper.other:50051']")
     assert kubernetes_hints(_load(tmp_path, text)) == ()
 
