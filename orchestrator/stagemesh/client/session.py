@@ -44,9 +44,9 @@ class RetryPolicy:
 
     Before a request runs, the client attempts it at most `attempts` times on each endpoint, and more often while no
     endpoint can be reached and `reach_s` seconds have not passed. The pause before the first retry is `first_pause_s`
-    seconds. The pause doubles with each retry, up to `max_pause_s` seconds. If the server asks
-    for another pause (RetryInfo), the client waits for that time. The request fails if the server asks for a pause
-    longer than `max_asked_pause_s` seconds.
+    seconds. The pause doubles with each retry, up to `max_pause_s` seconds. If the server asks for another pause
+    (RetryInfo), the client waits for that time. The request fails if the server asks for a pause longer than
+    `max_asked_pause_s` seconds.
 
     The server of a running request can stop or become unreachable. The client then searches all endpoints for the
     request for at most `reattach_s` seconds. 0 disables the search. The request fails if its server becomes unavailable
