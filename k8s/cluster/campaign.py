@@ -3,6 +3,7 @@
 An output is wrong if its bytes differ from those that the same prompt and seed gave before the first disturbance.
 """
 
+import itertools
 import json
 import random
 import signal
@@ -57,7 +58,7 @@ class Campaign:
         self._log = (folder / "campaign.log").open("a")
 
     def run(self, *, minutes: float) -> list[Phase]:
-        """Repeats all disturbances until the time is up. Returns the counts of each."""
+        """Repeats the disturbances until the time is up and each has run. Returns the counts of each."""
         disturbances = (
             self._upgrade_option,
             self._drain,
@@ -74,12 +75,13 @@ class Campaign:
                 self._wait_for_requests(lines, count=12)
             with self._phase("helm test"):
                 self._say(self._release.test().splitlines()[-1])
-            while time.time() < begun_s + 60 * minutes:
-                for disturb in disturbances:
-                    with self._phase(disturb.__name__.strip("_").replace("_", " ")):
-                        disturb()
-                    with self._phase("settle"):
-                        self._balance()
+            for number, disturb in enumerate(itertools.cycle(disturbances)):
+                if number >= len(disturbances) and time.time() >= begun_s + 60 * minutes:
+                    break
+                with self._phase(disturb.__name__.strip("_").replace("_", " ")):
+                    disturb()
+                with self._phase("settle"):
+                    self._balance()
         return self._evaluate(lines)
 
     def _upgrade_option(self) -> None:
