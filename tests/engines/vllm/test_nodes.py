@@ -12,7 +12,7 @@ import pytest
 import yaml
 from pydantic import JsonValue
 
-from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.services.engines.base import SamplingOptions, Task, Usage
 from stagemesh.services.engines.vllm.core_calls import worker_call
 from stagemesh.services.engines.vllm.engine import VllmEngine
@@ -64,6 +64,13 @@ def test_a_feature_that_needs_the_memory_of_the_first_node_is_rejected(
     engine = VllmEngine(stage_config("vllm", model=str(model), options={**SPREAD, **options}))
     with pytest.raises(InvalidRequestError, match=message):
         engine.start_workers()
+
+
+def test_a_model_that_cannot_be_loaded_is_reported_with_its_place(tmp_path: Path) -> None:
+    engine = VllmEngine(stage_config("vllm", model=str(tmp_path), options={**SPREAD, "node_rank": 1}))
+    with pytest.raises(NotReadyError, match=f"vLLM cannot load {tmp_path}") as caught:
+        engine.start_workers()
+    assert caught.value.reason == "LOAD_FAILED"
 
 
 @pytest.mark.soak

