@@ -101,8 +101,8 @@ class TransformDescriptor:
     """A description of a transform that an edge applies to its tensors.
 
     `takes` contains the types of the input tensors, and `gives` the types of the output tensors, by tensor name.
-    `factory` is the "module:callable" that returns the transform. The callable has no arguments and is called once for
-    each flow.
+    `factory` is the "module:callable" that returns the transform. The callable is called once for each flow. Its argument
+    is the path of the model of the stage that applies the transform, or None if this stage has no model.
     """
 
     takes: Mapping[str, TensorSpec]
