@@ -356,7 +356,7 @@ class WindowLayer:
         for kind, heads in (("q", self._heads), ("k", self._key_heads), ("v", self._key_heads)):
             part = weights.take(f"{kind}_proj.{name}", heads * size, *inputs)
             if kind != "v":
-                part = part.unflatten(0, (heads, 2, size // 2)).transpose(1, 2).flatten(0, 2)
+                part = part.view(heads, 2, size // 2, *inputs).transpose(1, 2).flatten(0, 2)
             parts.append(part)
         return torch.cat(parts)
 
@@ -369,7 +369,7 @@ class WindowLayer:
 
     def _attend(self, hidden: Tensor, batch: BatchState, *, rotation: Tensor, mask: Tensor) -> Tensor:
         normed = F.rms_norm(hidden, hidden.shape[-1:], self._attention_norm, self._epsilon)
-        projected = F.linear(normed, self._project, self._project_bias).unflatten(2, (-1, self._head_size))
+        projected = F.linear(normed, self._project, self._project_bias).view(*hidden.shape[:2], -1, self._head_size)
         turned = _rotate(projected[:, :, : self._heads + self._key_heads], rotation)
         keys = batch.join(turned[:, :, self._heads :], self._history, dim=1)
         values = batch.join(projected[:, :, self._heads + self._key_heads :], self._history, dim=1)
@@ -385,5 +385,5 @@ class WindowLayer:
 
 def _rotate(vectors: Tensor, rotation: Tensor) -> Tensor:
     """Rotates adjacent pairs of elements of [rows, steps, heads, head size]."""
-    pairs = torch.view_as_complex(vectors.float().unflatten(3, (-1, 2)))
+    pairs = torch.view_as_complex(vectors.float().view(*vectors.shape[:3], -1, 2))
     return torch.view_as_real(pairs * rotation).flatten(3).to(vectors.dtype)

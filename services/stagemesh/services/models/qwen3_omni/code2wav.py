@@ -63,8 +63,8 @@ class Code2Wav:
     def __call__(self, codes: Tensor, batch: BatchState) -> Tensor:
         rows, frames, _ = codes.shape
         # The hidden state of a frame is the mean of its codes' embeddings.
-        hidden = F.embedding_bag((codes + self._offsets).flatten(0, 1), self._embedding, mode="mean")
-        samples = self._decoder(self._transformer(hidden.unflatten(0, (rows, frames)), batch), batch)
+        means = F.embedding_bag((codes + self._offsets).flatten(0, 1), self._embedding, mode="mean")
+        samples = self._decoder(self._transformer(means.view(rows, frames, -1), batch), batch)
         batch.advance(frames)
         return samples
 

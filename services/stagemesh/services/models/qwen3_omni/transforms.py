@@ -21,7 +21,7 @@ class Talker2Code2Wav:
     `model` is the checkpoint folder of the stage that applies the transform.
     """
 
-    def __init__(self, model: Path | None = None) -> None:
+    def __init__(self, model: Path | None) -> None:
         if model is None:
             raise InvalidRequestError(
                 "the transform qwen3_omni.talker2code2wav needs a checkpoint folder; set `model` of the edge's stages",
