@@ -16,8 +16,8 @@ from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.engines.options import parse_options
-from stagemesh.services.models.codec_speech.streaming import BatchState, StreamState
 from stagemesh.services.engines.torch_device import choose_device, limit_threads
+from stagemesh.services.models.codec_speech.streaming import BatchState, StreamState
 
 _MAX_BATCH_FRAMES = 256
 """The maximum number of frames that are decoded together, summed over the streams of a batch. Bounds the memory."""
@@ -71,6 +71,9 @@ class CodecVocoder:
 
     def __init__(self, decoder: CodecDecoder) -> None:
         self._decoder = decoder
+        # The first call on a device is slow, because libraries load their kernels.
+        for _ in self._decode(np.zeros((1, 1, decoder.groups), np.int32), BatchState([StreamState()])):
+            pass
 
     def open(self, *, seed: int, options: Mapping[str, Value]) -> StreamState:  # noqa: ARG002
         return StreamState()
@@ -126,5 +129,4 @@ class CodecVocoder:
 
 def _codes(call: Call[StreamState]) -> npt.NDArray[np.int32]:
     assert call.packet is not None, "the last call of a request has no codes"
-    codes: npt.NDArray[np.int32] = call.packet.tensors["codes"]
-    return codes
+    return call.packet.tensors["codes"].astype(np.int32, copy=False)

@@ -6,7 +6,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import PositiveInt
 
 from stagemesh.common.errors import InvalidRequestError
@@ -30,7 +29,7 @@ class Talker2Code2Wav:
         self._codebook_size = _codebook_size(model)
 
     def push(self, packet: Packet) -> Sequence[Packet]:
-        codes: npt.NDArray[np.int32] = packet.tensors["codes"]
+        codes = packet.tensors["codes"].astype(np.int32, copy=False)
         kept = codes[:, 0] < self._codebook_size
         if kept.all():
             return [packet] if len(codes) else []
