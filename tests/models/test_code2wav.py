@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import JsonValue
+from torch import Tensor
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotReadyError
@@ -21,7 +23,7 @@ from stagemesh.services.engines.base import Task, Usage
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.engines.function.engine import FunctionEngine
 from stagemesh.services.models.codec_speech import vocoder as vocoder_module
-from stagemesh.services.models.codec_speech.streaming import StreamState
+from stagemesh.services.models.codec_speech.streaming import BatchState, StreamState
 from stagemesh.services.models.codec_speech.vocoder import CodecVocoder
 from stagemesh.services.models.qwen3_omni.code2wav import make_code2wav
 from tests.engines.support import collect, packets, stage_config
@@ -91,7 +93,8 @@ def push(vocoder: CodecVocoder, state: StreamState, packet: Packet) -> Samples:
 
 
 def joined(made: Sequence[Packet]) -> Samples:
-    return np.concatenate([np.zeros(0, np.float32), *(packet.tensors["audio"] for packet in made)]).astype(np.float32)
+    parts = [packet.tensors["audio"].astype(np.float32, copy=False) for packet in made]
+    return np.concatenate([np.zeros(0, np.float32), *parts])
 
 
 def decode(vocoder: CodecVocoder, codes: Codes, cuts: Sequence[int]) -> Samples:
@@ -137,7 +140,7 @@ def test_random_chunks_give_the_samples_of_a_whole_decode(
     ],
     ids=str,
 )
-def test_other_configs_give_the_samples_of_a_whole_decode(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_other_configs_give_the_samples_of_a_whole_decode(tmp_path: Path, changes: dict[str, Any]) -> None:
     reference = make_reference(**changes)
     vocoder = load(write_checkpoint(tmp_path, reference))
     assert_equal(decode(vocoder, CODES, CUTTINGS["25"]), decode_whole(reference, CODES))
@@ -184,7 +187,7 @@ class _MostFrames:
         self.device = self._decoder.device
         monkeypatch.setattr(vocoder, "_decoder", self)
 
-    def __call__(self, codes, batch):  # type: ignore[no-untyped-def]
+    def __call__(self, codes: Tensor, batch: BatchState) -> Tensor:
         self.frames = max(self.frames, codes.shape[0] * codes.shape[1])
         return self._decoder(codes, batch)
 
@@ -213,7 +216,7 @@ def test_the_memory_of_a_stream_is_constant(vocoder: CodecVocoder) -> None:
 
 async def test_an_empty_stream_has_no_audio(engine: FunctionEngine) -> None:
     async def nothing() -> AsyncIterator[Packet]:
-        for packet in ():
+        for packet in list[Packet]():
             yield packet
 
     assert await collect(engine.submit(Task("r", 0, inlets={"in": nothing()}))) == [Usage(steps=0)]
@@ -284,7 +287,7 @@ def test_the_function_needs_a_model() -> None:
     ids=["type", "none", "field", "rates"],
 )
 def test_a_wrong_config_is_named(
-    tmp_path: Path, reference: Qwen3OmniMoeCode2Wav, config: dict[str, object], problem: str
+    tmp_path: Path, reference: Qwen3OmniMoeCode2Wav, config: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(NotReadyError, match=problem):
         load(write_checkpoint(tmp_path, reference, **config))

@@ -3,18 +3,19 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
 PREFIX = "code2wav."
 GROUPS, CODEBOOK_SIZE = 4, 64
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "codebook_size": CODEBOOK_SIZE,
     "decoder_dim": 32,
     "hidden_size": 32,
@@ -29,10 +30,12 @@ _SIZES = {
 }
 
 
-def make_reference(**changes: object) -> Qwen3OmniMoeCode2Wav:
+def make_reference(**changes: Any) -> Qwen3OmniMoeCode2Wav:
     """Returns transformers' model. Each of its modules changes the samples noticeably, and no sample is clipped."""
     torch.manual_seed(0)
-    model = Qwen3OmniMoeCode2Wav._from_config(Qwen3OmniMoeCode2WavConfig(**_SIZES | changes)).eval()
+    model: Qwen3OmniMoeCode2Wav = Qwen3OmniMoeCode2Wav._from_config(
+        Qwen3OmniMoeCode2WavConfig(**_SIZES | changes)
+    ).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             is_factor = name.endswith(("norm.weight", "gamma", "scale"))
@@ -58,8 +61,8 @@ def random_codes(frames: int) -> npt.NDArray[np.int32]:
 def decode_whole(model: Qwen3OmniMoeCode2Wav, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
     """Returns the samples that transformers decodes from all frames at once."""
     with torch.inference_mode():
-        samples = model(torch.from_numpy(codes.T.astype(np.int64))[None])[0, 0].numpy()
-    return samples.astype(np.float32)
+        samples: Tensor = model(torch.from_numpy(codes.T.astype(np.int64))[None])
+    return np.asarray(samples[0, 0], np.float32)
 
 
 def weights_of(model: Qwen3OmniMoeCode2Wav) -> dict[str, Tensor]:
@@ -68,7 +71,7 @@ def weights_of(model: Qwen3OmniMoeCode2Wav) -> dict[str, Tensor]:
 
 
 def write_checkpoint(
-    folder: Path, model: Qwen3OmniMoeCode2Wav, *, weights: Mapping[str, Tensor] | None = None, **config: object
+    folder: Path, model: Qwen3OmniMoeCode2Wav, *, weights: Mapping[str, Tensor] | None = None, **config: Any
 ) -> Path:
     """Writes the config and the weights, which include a weight of another stage. Returns the folder."""
     folder.mkdir(exist_ok=True)
@@ -80,8 +83,6 @@ def write_checkpoint(
 
 def shard(folder: Path, names: Sequence[str]) -> None:
     """Moves the weights `names` of a checkpoint to a second file, and all other weights to a first one."""
-    from safetensors.torch import load_file
-
     weights = load_file(folder / "model.safetensors")
     files = {name: f"model-0000{2 if name in names else 1}-of-00002.safetensors" for name in weights}
     for file in set(files.values()):

@@ -49,7 +49,7 @@ def read_section(folder: Path, config: Mapping[str, Any], *, name: str, kind: ty
 
 
 def load_weights(folder: Path, prefix: str) -> dict[str, "Tensor"]:
-    """Returns the weights whose names start with `prefix`, by the rest of the name, on the CPU.
+    """Returns the weights whose names start with `prefix`, by name, on the CPU.
 
     Opens only the files that contain such weights. Raises NotReadyError (LOAD_FAILED) if the checkpoint has no weights
     or an invalid file.
@@ -61,7 +61,7 @@ def load_weights(folder: Path, prefix: str) -> dict[str, "Tensor"]:
         try:
             with safe_open(path, framework="pt") as file:
                 names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118  # not a mapping
-                weights |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+                weights |= {name: file.get_tensor(name) for name in names}
         except (OSError, SafetensorError) as exc:
             raise load_error(folder, f"its {path.name} cannot be read: {exc}; copy it again") from exc
     return weights

@@ -22,7 +22,7 @@ from stagemesh.services.models.codec_speech.vocoder import CodecVocoder, choose_
 from stagemesh.services.models.codec_speech.weights import Weights
 from stagemesh.services.models.qwen3_omni import MODEL_TYPE
 
-_PREFIX = "code2wav."
+_PART = "code2wav"
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def make_code2wav(model: Path | None, options: Mapping[str, JsonValue]) -> Codec
         )
     placement = choose_placement(options)
     config = read_code2wav_config(model)
-    weights = Weights(load_weights(model, _PREFIX), device=placement.device, dtype=placement.dtype)
-    decoder = Code2Wav(weights, config, device=placement.device)
+    weights = Weights(load_weights(model, f"{_PART}."), device=placement.device, dtype=placement.dtype)
+    decoder = Code2Wav(weights.part(_PART), config, device=placement.device)
     weights.check(f"code2wav in {model}")
     return CodecVocoder(decoder)
 
