@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -33,16 +33,15 @@ _SIZES: dict[str, Any] = {
 def make_reference(**changes: Any) -> Qwen3OmniMoeCode2Wav:
     """Returns transformers' model. Each of its modules changes the samples noticeably, and no sample is clipped."""
     torch.manual_seed(0)
-    model: Qwen3OmniMoeCode2Wav = Qwen3OmniMoeCode2Wav._from_config(
-        Qwen3OmniMoeCode2WavConfig(**_SIZES | changes)
-    ).eval()
+    model = Qwen3OmniMoeCode2Wav(Qwen3OmniMoeCode2WavConfig(**_SIZES | changes))
+    model.train(False)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             is_factor = name.endswith(("norm.weight", "gamma", "scale"))
-            deviation = 0.1 if weight.ndim == 1 else weight[0].numel() ** -0.5
+            deviation = 0.1 if weight.ndim == 1 else 2.0 if "embedding" in name else weight[0].numel() ** -0.5
             weight.copy_(torch.randn_like(weight) * deviation + (0.5 if is_factor else 0.0))
-        model.code_embedding.weight.mul_(10)
-        last = model.decoder[-1].conv
+        last = cast("torch.nn.Conv1d", model.decoder[-1].conv)
+        assert last.bias is not None
         # Without clipping, the samples have the deviation 0.2 and the mean 0.
         last.weight.mul_(1e-4)
         last.bias.zero_()

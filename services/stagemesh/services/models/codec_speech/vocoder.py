@@ -58,8 +58,11 @@ def choose_placement(options: Mapping[str, JsonValue]) -> Placement:
     parsed = parse_options(_VocoderOptions, options, stage="")
     limit_threads()
     device = choose_device(parsed.device)
-    default = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return Placement(device, default if parsed.dtype == "auto" else getattr(torch, parsed.dtype))
+    if parsed.dtype == "bfloat16" or (parsed.dtype == "auto" and device.type == "cuda"):
+        return Placement(device, torch.bfloat16)
+    # By default, a GPU rounds the inputs of float32 convolutions to 10 bits.
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+    return Placement(device, torch.float32)
 
 
 class CodecVocoder:
