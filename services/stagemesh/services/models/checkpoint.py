@@ -1,6 +1,5 @@
 """Reads the config and the weights of one stage from an ordinary checkpoint folder."""
 
-import json
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 INDEX = WEIGHTS + ".index.json"
 _MAX_LISTED_NAMES = 10
+_OBJECT, _FILES = TypeAdapter(dict[str, Any]), TypeAdapter(dict[str, str])
 
 Section = TypeVar("Section")
 
@@ -59,7 +59,8 @@ def load_weights(folder: Path, prefix: str) -> dict[str, "Tensor"]:
     weights: dict[str, Tensor] = {}
     for path in _files_of(folder, prefix):
         try:
-            with safe_open(path, framework="pt") as file:
+            opened: Any = safe_open(path, framework="pt")
+            with opened as file:
                 names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118  # not a mapping
                 weights |= {name: file.get_tensor(name) for name in names}
         except (OSError, SafetensorError) as exc:
@@ -101,17 +102,18 @@ def _files_of(folder: Path, prefix: str) -> list[Path]:
         if not (folder / WEIGHTS).exists():
             raise load_error(folder, f"it has neither {WEIGHTS} nor {INDEX}")
         return [folder / WEIGHTS]
-    files = _read_json(folder / INDEX).get("weight_map")
-    if not isinstance(files, dict):
-        raise load_error(folder, f"its {INDEX} has no weight_map")
-    return [folder / str(file) for file in sorted({file for name, file in files.items() if name.startswith(prefix)})]
+    try:
+        files = _FILES.validate_python(_read_json(folder / INDEX).get("weight_map"))
+    except ValidationError as exc:
+        raise load_error(folder, f"its {INDEX} has no weight_map that names the file of each weight") from exc
+    return [folder / file for file in sorted({file for name, file in files.items() if name.startswith(prefix)})]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as exc:
-        raise load_error(path.parent, f"its {path.name} cannot be read: {exc}") from exc
-    if not isinstance(content, dict):
-        raise load_error(path.parent, f"its {path.name} is not a JSON object")
-    return content
+        return _OBJECT.validate_json(path.read_bytes())
+    except OSError as exc:
+        raise load_error(path.parent, f"its {path.name} cannot be read: {exc.strerror}") from exc
+    except ValidationError as exc:
+        problem = exc.errors()[0]["msg"]
+        raise load_error(path.parent, f"its {path.name} is not a JSON object: {problem}") from exc
