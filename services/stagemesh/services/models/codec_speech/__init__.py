@@ -1,1 +1,1 @@
-"""The parts that codec speech models share: streaming decoders, and the function that runs them as a vocoder stage."""
+"""Modules that all codec speech models share. These models consist of a codec language model and a vocoder."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  # torch's own convention
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.services.models.checkpoint import load_weights, read_config, read_section
+from stagemesh.services.models.checkpoint import load_weights, read_section
 from stagemesh.services.models.codec_speech.streaming import (
     BatchState,
     TransformerConfig,
@@ -20,7 +20,7 @@ from stagemesh.services.models.codec_speech.streaming import (
 )
 from stagemesh.services.models.codec_speech.vocoder import CodecVocoder, choose_placement
 from stagemesh.services.models.codec_speech.weights import Weights
-from stagemesh.services.models.qwen3_omni import MODEL_TYPE
+from stagemesh.services.models.qwen3_omni.description import read_config
 
 _PART = "code2wav"
 
@@ -81,14 +81,8 @@ def make_code2wav(model: Path | None, options: Mapping[str, JsonValue]) -> Codec
             reason="INVALID_CONFIG",
         )
     placement = choose_placement(options)
-    config = read_code2wav_config(model)
+    config = read_section(model, read_config(model), name="code2wav_config", kind=Code2WavConfig)
     weights = Weights(load_weights(model, f"{_PART}."), device=placement.device, dtype=placement.dtype)
     decoder = Code2Wav(weights.part(_PART), config, device=placement.device)
     weights.check(f"code2wav in {model}")
     return CodecVocoder(decoder)
-
-
-def read_code2wav_config(model: Path) -> Code2WavConfig:
-    """Returns the code2wav config of a Qwen3-Omni checkpoint. Raises NotReadyError (LOAD_FAILED) if it is invalid."""
-    config = read_config(model, model_type=MODEL_TYPE)
-    return read_section(model, config, name="code2wav_config", kind=Code2WavConfig)

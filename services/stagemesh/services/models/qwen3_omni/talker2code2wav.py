@@ -1,8 +1,7 @@
-"""The transforms between the stages of Qwen3-Omni."""
+"""The transform between the stages talker and code2wav."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +9,8 @@ from pydantic import PositiveInt
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.connectors.edge import Packet
-from stagemesh.services.models.checkpoint import read_config, read_section
-from stagemesh.services.models.qwen3_omni import MODEL_TYPE
+from stagemesh.services.models.checkpoint import read_section
+from stagemesh.services.models.qwen3_omni.description import read_config
 
 
 class Talker2Code2Wav:
@@ -26,7 +25,8 @@ class Talker2Code2Wav:
                 "the transform qwen3_omni.talker2code2wav needs a checkpoint folder; set `model` of the edge's stages",
                 reason="INVALID_CONFIG",
             )
-        self._codebook_size = _codebook_size(model)
+        config = read_section(model, read_config(model), name="code2wav_config", kind=_CodebookConfig)
+        self._codebook_size = config.codebook_size
 
     def push(self, packet: Packet) -> Sequence[Packet]:
         codes = packet.tensors["codes"].astype(np.int32, copy=False)
@@ -42,10 +42,3 @@ class Talker2Code2Wav:
 @dataclass(frozen=True)
 class _CodebookConfig:
     codebook_size: PositiveInt = 2048
-
-
-@lru_cache(maxsize=8)
-def _codebook_size(model: Path) -> int:
-    # Each request has a transform of its own.
-    config = read_config(model, model_type=MODEL_TYPE)
-    return read_section(model, config, name="code2wav_config", kind=_CodebookConfig).codebook_size
