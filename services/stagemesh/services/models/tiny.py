@@ -17,21 +17,24 @@ PRINTABLE = [chr(byte) if byte > 0x20 else "Ġ" for byte in range(0x20, 0x7F)]
 def draw_weights(model: nn.Module, *, seed: int) -> None:
     """Replaces each parameter of `model` by random numbers that keep activations near 1.
 
-    The default initialization of transformers is so small that every position of a sequence gives the same output.
-    Scales of norms are near 1, scales of residual branches near 0.5, offsets near 0. The same seed gives the same
-    weights.
+    The default initialization of transformers is so small that each position of a sequence gives the same output.
+    Scales of norms are near 1, scales of residual branches near 0.5, offsets near 0. Attention is sharper and has
+    more weight, because the output would repeat itself otherwise. The same seed gives the same weights.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for module in model.modules():
+        for path, module in model.named_modules():
+            gain = ATTENTION_GAIN if path.endswith(_ATTENTION) else 1.0
             for name, weight in module.named_parameters(recurse=False):
                 noise = torch.randn(weight.shape, generator=generator)
                 if weight.ndim == 1:
-                    weight.copy_(_CENTERS[name] + 0.1 * noise)
+                    weight.copy_(gain * (_CENTERS[name] + 0.1 * noise))
                 else:
-                    weight.copy_(noise / math.sqrt(_fan_in(module, weight)))
+                    weight.copy_(gain * noise / math.sqrt(_fan_in(module, weight)))
 
 
+ATTENTION_GAIN = 2.0
+_ATTENTION = (".q_norm", ".o_proj")
 _CENTERS = {"weight": 1.0, "bias": 0.0, "alpha": 0.0, "beta": 0.0, "gamma": 0.5, "scale": 0.5}
 
 

@@ -16,6 +16,8 @@ CODEBOOK = 64
 CODE_GROUPS = 4
 LOUDNESS = 0.02
 """Scale of the last convolution, so that the waveform is not clipped at -1 and 1."""
+ENDING = 1.4
+"""Scale of the logit of the last token of a turn, so that some texts end by themselves."""
 
 _ROLES = ("system", "user", "assistant")
 _NAMED_TOKENS = {
@@ -60,7 +62,7 @@ def write(folder: Path, *, seed: int = 0) -> None:
     tokenizer = byte_tokenizer(words=_ROLES, special=_SPECIAL_TOKENS, names=_NAMED_TOKENS, chat_template=_CHAT_TEMPLATE)
     model = Qwen3OmniMoeForConditionalGeneration(_config(tokenizer))
     draw_weights(model, seed=seed)
-    _restrict_outputs(model, tokenizer)
+    _shape_outputs(model, tokenizer)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **_TALKER_SAMPLING
     )
@@ -69,14 +71,15 @@ def write(folder: Path, *, seed: int = 0) -> None:
     write_json(folder / "preprocessor_config.json", _PREPROCESSOR)
 
 
-def _restrict_outputs(model: Qwen3OmniMoeForConditionalGeneration, tokenizer: Qwen2Tokenizer) -> None:
-    """Makes the text printable: only the last token of a turn and printable characters are probable."""
+def _shape_outputs(model: Qwen3OmniMoeForConditionalGeneration, tokenizer: Qwen2Tokenizer) -> None:
+    """Makes text readable (a greedy token is printable, or ends the turn) and audio as loud as speech."""
     allowed = [*tokenizer.convert_tokens_to_ids(PRINTABLE), tokenizer.eos_token_id]
     with torch.no_grad():
         head = model.thinker.lm_head.weight
         rows = head[allowed].clone()
         head.zero_()
         head[allowed] = rows
+        head[tokenizer.eos_token_id] *= ENDING
         model.code2wav.decoder[-1].conv.weight.mul_(LOUDNESS)
 
 
