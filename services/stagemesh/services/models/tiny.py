@@ -18,23 +18,22 @@ def draw_weights(model: nn.Module, *, seed: int) -> None:
     """Replaces each parameter of `model` by random numbers that keep activations near 1.
 
     The default initialization of transformers is so small that each position of a sequence gives the same output.
-    Scales of norms are near 1, scales of residual branches near 0.5, offsets near 0. Attention is sharper and has
-    more weight, because the output would repeat itself otherwise. The same seed gives the same weights.
+    Scales of norms are near 1, scales of residual branches near 0.5, offsets near 0. Attention is sharper, because
+    the output would repeat itself otherwise. The same seed gives the same weights.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for path, module in model.named_modules():
-            gain = ATTENTION_GAIN if path.endswith(_ATTENTION) else 1.0
-            for name, weight in module.named_parameters(recurse=False):
-                noise = torch.randn(weight.shape, generator=generator)
-                if weight.ndim == 1:
-                    weight.copy_(gain * (_CENTERS[name] + 0.1 * noise))
-                else:
-                    weight.copy_(gain * noise / math.sqrt(_fan_in(module, weight)))
+        for path, weight in model.named_parameters():
+            parent, _, name = path.rpartition(".")
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.ndim == 1:
+                center = SHARPNESS if parent.endswith(".q_norm") else _CENTERS[name]
+                weight.copy_(center + 0.1 * noise)
+            else:
+                weight.copy_(noise / math.sqrt(_fan_in(model.get_submodule(parent), weight)))
 
 
-ATTENTION_GAIN = 2.0
-_ATTENTION = (".q_norm", ".o_proj")
+SHARPNESS = 3.0
 _CENTERS = {"weight": 1.0, "bias": 0.0, "alpha": 0.0, "beta": 0.0, "gamma": 0.5, "scale": 0.5}
 
 
@@ -57,11 +56,11 @@ def byte_tokenizer(
 
     `names` maps attributes of the tokenizer, such as `eos_token`, to special tokens.
     """
-    merges = [(word[:end], word[end]) for word in words for end in range(1, len(word))]
-    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *dict.fromkeys(left + right for left, right in merges)]
+    merges = list(dict.fromkeys((word[:end], word[end]) for word in words for end in range(1, len(word))))
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges)]
     tokenizer = Qwen2Tokenizer(
         vocab={token: number for number, token in enumerate(tokens)},
-        merges=list(dict.fromkeys(merges)),
+        merges=merges,  # type: ignore[arg-type]  # annotated as strings, which it rejects
         extra_special_tokens=list(special),
         model_specific_special_tokens=dict(names),
     )

@@ -16,8 +16,8 @@ CODEBOOK = 64
 CODE_GROUPS = 4
 LOUDNESS = 0.02
 """Scale of the last convolution, so that the waveform is not clipped at -1 and 1."""
-ENDING = 1.4
-"""Scale of the logit of the last token of a turn, so that some texts end by themselves."""
+ENDING = 0.85
+"""Scale of the logit of the last token of a turn, so that few texts end at once."""
 
 _ROLES = ("system", "user", "assistant")
 _NAMED_TOKENS = {
@@ -63,9 +63,8 @@ def write(folder: Path, *, seed: int = 0) -> None:
     model = Qwen3OmniMoeForConditionalGeneration(_config(tokenizer))
     draw_weights(model, seed=seed)
     _shape_outputs(model, tokenizer)
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **_TALKER_SAMPLING
-    )
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model.generation_config = GenerationConfig(**ends)  # type: ignore[no-untyped-call]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     write_json(folder / "preprocessor_config.json", _PREPROCESSOR)
@@ -73,23 +72,18 @@ def write(folder: Path, *, seed: int = 0) -> None:
 
 def _shape_outputs(model: Qwen3OmniMoeForConditionalGeneration, tokenizer: Qwen2Tokenizer) -> None:
     """Makes text readable (a greedy token is printable, or ends the turn) and audio as loud as speech."""
-    allowed = [*tokenizer.convert_tokens_to_ids(PRINTABLE), tokenizer.eos_token_id]
+    vocabulary = tokenizer.get_vocab()
+    end = vocabulary[_NAMED_TOKENS["eos_token"]]
+    allowed = [*(vocabulary[token] for token in PRINTABLE), end]
     with torch.no_grad():
-        head = model.thinker.lm_head.weight
+        head = model.get_parameter("thinker.lm_head.weight")
         rows = head[allowed].clone()
         head.zero_()
         head[allowed] = rows
-        head[tokenizer.eos_token_id] *= ENDING
-        model.code2wav.decoder[-1].conv.weight.mul_(LOUDNESS)
+        head[end] *= ENDING
+        model.get_parameter(f"code2wav.decoder.{len(_UPSAMPLE_RATES) + 2}.conv.weight").mul_(LOUDNESS)
 
 
-_TALKER_SAMPLING = {
-    "talker_max_new_tokens": 4096,
-    "talker_repetition_penalty": 1.05,
-    "talker_temperature": 0.9,
-    "talker_top_k": 50,
-    "talker_top_p": 1.0,
-}
 _PREPROCESSOR = {
     "processor_class": "Qwen3OmniMoeProcessor",
     "feature_extractor_type": "WhisperFeatureExtractor",
@@ -114,6 +108,7 @@ _PREPROCESSOR = {
     "temporal_patch_size": 2,
 }
 
+_THINKER_WIDTH = 128
 _ATTENTION = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -128,11 +123,7 @@ _MROPE = {**_ROPE, "interleaved": True, "mrope_interleaved": True, "mrope_sectio
 
 
 def _config(tokenizer: Qwen2Tokenizer) -> Qwen3OmniMoeConfig:
-    def token(name: str) -> int:
-        number = tokenizer.convert_tokens_to_ids(name)
-        assert isinstance(number, int), name
-        return number
-
+    token = tokenizer.get_vocab().__getitem__
     media = {
         "audio_token_id": token("<|audio_pad|>"),
         "image_token_id": token("<|image_pad|>"),
@@ -146,18 +137,19 @@ def _config(tokenizer: Qwen2Tokenizer) -> Qwen3OmniMoeConfig:
     }
     # The table is larger than the tokenizer, as in the real model.
     thinker = {**media, "user_token_id": token("user"), **_thinker(-(-len(tokenizer) // 64) * 64)}
-    return Qwen3OmniMoeConfig(
-        dtype="float32",
-        thinker_config=thinker,
-        talker_config={**media, **_talker()},
-        code2wav_config=_CODE2WAV,
-        im_start_token_id=token("<|im_start|>"),
-        im_end_token_id=token("<|im_end|>"),
-        tts_pad_token_id=token("<tts_pad>"),
-        tts_bos_token_id=token("<tts_text_bos>"),
-        tts_eos_token_id=token("<tts_text_eod>"),
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "thinker_config": thinker,
+        "talker_config": {**media, **_talker()},
+        "code2wav_config": _CODE2WAV,
+        "im_start_token_id": token("<|im_start|>"),
+        "im_end_token_id": token("<|im_end|>"),
+        "tts_pad_token_id": token("<tts_pad>"),
+        "tts_bos_token_id": token("<tts_text_bos>"),
+        "tts_eos_token_id": token("<tts_text_eod>"),
         **{f"{role}_token_id": token(role) for role in _ROLES},
-    )
+    }
+    return Qwen3OmniMoeConfig(**settings)
 
 
 def _thinker(vocabulary: int) -> dict[str, Any]:
@@ -165,6 +157,7 @@ def _thinker(vocabulary: int) -> dict[str, Any]:
         "text_config": {
             **_ATTENTION,
             **_EXPERTS,
+            "hidden_size": _THINKER_WIDTH,
             "vocab_size": vocabulary,
             "num_hidden_layers": 4,
             "rope_parameters": _MROPE,
@@ -176,7 +169,7 @@ def _thinker(vocabulary: int) -> dict[str, Any]:
             "encoder_attention_heads": 2,
             "encoder_ffn_dim": 128,
             "downsample_hidden_size": 16,
-            "output_dim": 64,
+            "output_dim": _THINKER_WIDTH,
             "n_window": 50,
             "n_window_infer": 200,
         },
@@ -185,7 +178,7 @@ def _thinker(vocabulary: int) -> dict[str, Any]:
             "hidden_size": 64,
             "intermediate_size": 128,
             "num_heads": 2,
-            "out_hidden_size": 64,
+            "out_hidden_size": _THINKER_WIDTH,
             "num_position_embeddings": 256,
             "deepstack_visual_indexes": [1, 2],
         },
@@ -212,7 +205,7 @@ def _talker() -> dict[str, Any]:
             "rope_parameters": _ROPE,
         },
         "num_code_groups": CODE_GROUPS,
-        "thinker_hidden_size": _ATTENTION["hidden_size"],
+        "thinker_hidden_size": _THINKER_WIDTH,
         "accept_hidden_layer": 3,
         "spatial_merge_size": 2,
         "codec_pad_id": CODEBOOK + 100,
@@ -225,6 +218,7 @@ def _talker() -> dict[str, Any]:
     }
 
 
+_UPSAMPLE_RATES = [4, 3]
 _CODE2WAV = {
     "codebook_size": CODEBOOK,
     "num_quantizers": CODE_GROUPS,
@@ -237,5 +231,5 @@ _CODE2WAV = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     "decoder_dim": 64,
     "upsampling_ratios": [2, 2],
-    "upsample_rates": [4, 3],
+    "upsample_rates": _UPSAMPLE_RATES,
 }
