@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,31 +64,34 @@ class Reference:
 
         self._folder = folder
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._model: Any = Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model: Any = Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
         # Checkpoints lack it, but transformers 5.19 reads it for prompts with audio and vision.
-        self._model.talker.config.audio_config = self._model.thinker.config.audio_config
+        self.model.talker.config.audio_config = self.model.thinker.config.audio_config
 
     def generate(self, conversation: Conversation, *, text_tokens: int, codec_tokens: int) -> Result:
         """Computes at most `text_tokens` tokens of text and `codec_tokens` codec tokens."""
         inputs = self._prepare(conversation)
-        code2wav, decoded = self._model.code2wav, []
+        code2wav, decoded = self.model.code2wav, []
         code2wav.chunked_decode = lambda codes, **sizes: (
             decoded.append(codes) or type(code2wav).chunked_decode(code2wav, codes, **sizes)
         )
-        sequences, waveform = self._model.generate(
-            **inputs,
-            speaker=conversation.speaker,
-            return_audio=True,
-            thinker_max_new_tokens=text_tokens,
-            thinker_eos_token_id=self._model.config.im_end_token_id,
-            thinker_do_sample=False,
-            talker_max_new_tokens=codec_tokens,
-            talker_do_sample=False,
-            use_audio_in_video=conversation.use_audio_in_video,
-            # transformers does not pass it on to the talker.
-            talker_use_audio_in_video=conversation.use_audio_in_video,
-            **conversation.options,
-        )
+        with warnings.catch_warnings():
+            # The talker's prompt consists of states, so its repetition penalty applies only to generated codes.
+            warnings.filterwarnings("ignore", "Passing `repetition_penalty` with `inputs_embeds`")
+            sequences, waveform = self.model.generate(
+                **inputs,
+                speaker=conversation.speaker,
+                return_audio=True,
+                thinker_max_new_tokens=text_tokens,
+                thinker_eos_token_id=self.model.config.im_end_token_id,
+                thinker_do_sample=False,
+                talker_max_new_tokens=codec_tokens,
+                talker_do_sample=False,
+                use_audio_in_video=conversation.use_audio_in_video,
+                # transformers does not pass it on to the talker.
+                talker_use_audio_in_video=conversation.use_audio_in_video,
+                **conversation.options,
+            )
         prompt = inputs["input_ids"].shape[1]
         return Result(
             prompt_ids=sequences[0, :prompt].numpy(),

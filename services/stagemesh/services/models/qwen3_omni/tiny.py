@@ -153,6 +153,7 @@ def _config(tokenizer: Qwen2Tokenizer) -> Qwen3OmniMoeConfig:
 
 
 def _thinker(vocabulary: int) -> dict[str, Any]:
+    """Some fields are unknown to transformers. Real checkpoints have them, and vLLM reads them."""
     return {
         "text_config": {
             **_ATTENTION,
@@ -162,6 +163,7 @@ def _thinker(vocabulary: int) -> dict[str, Any]:
             "num_hidden_layers": 4,
             "rope_parameters": _MROPE,
             "norm_topk_prob": True,
+            "tie_word_embeddings": False,
         },
         "audio_config": {
             "d_model": 64,
@@ -179,6 +181,8 @@ def _thinker(vocabulary: int) -> dict[str, Any]:
             "intermediate_size": 128,
             "num_heads": 2,
             "out_hidden_size": _THINKER_WIDTH,
+            "image_size": 256,
+            "apply_vit_abs_pos_embed": True,
             "num_position_embeddings": 256,
             "deepstack_visual_indexes": [1, 2],
         },
