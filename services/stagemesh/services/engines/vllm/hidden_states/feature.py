@@ -73,8 +73,7 @@ class HiddenStates(RequestFeature):
 
         Also raises InvalidRequestError if the model's class does not provide the states of inner layers.
         """
-        for model in await self._rows.connect(llm, self._options.tensors):
-            self._check_layers(model)
+        await self._rows.connect(llm, self._options.tensors, check=self._check_layers)
 
     def open(self, request: EngineRequest, held: AsyncExitStack) -> RequestHook | None:
         task = request.task

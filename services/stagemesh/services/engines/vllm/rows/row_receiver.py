@@ -9,7 +9,7 @@ import logging
 import secrets
 import socket
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -145,11 +145,13 @@ class RowReceiver:
         self._requests: dict[str, EmittedRows] = {}
         self._connection: socket.socket | None = None
 
-    async def connect(self, llm: "AsyncLLM", tensors: Mapping[str, str]) -> list[Any]:
+    async def connect(
+        self, llm: "AsyncLLM", tensors: Mapping[str, str], *, check: Callable[[Any], None] = lambda _: None
+    ) -> None:
         """Reserves the worker's partitions of the arena, and waits until the worker that writes rows has connected.
 
-        `tensors` contains the dtypes of the emitted tensors, by tensor name. Returns the results of the model runners'
-        method `attach_replica`.
+        `tensors` contains the dtypes of the emitted tensors, by tensor name. `check` is called with each result of the
+        model runners' method `attach_replica`, and raises an error if the worker will not connect.
 
         Raises NotReadyError if the arena has too little space, UnavailableError if no worker connects, and
         CoreRefusalError if a worker cannot open the arena.
@@ -166,7 +168,8 @@ class RowReceiver:
             listener.listen(4)
             try:
                 async with asyncio.timeout(_CONNECT_S):
-                    results = await runner_call(llm, "attach_replica", msgspec.msgpack.encode(attachment))
+                    for result in await runner_call(llm, "attach_replica", msgspec.msgpack.encode(attachment)):
+                        check(result)
                     self._connection = await _accept(listener, token)
             except TimeoutError:
                 raise UnavailableError(
@@ -174,7 +177,6 @@ class RowReceiver:
                     reason="HIDDEN_STATES_LOST",
                 ) from None
         asyncio.get_running_loop().add_reader(self._connection, self._read_messages, self._arena)
-        return results
 
     def open(self, rows: EmittedRows, held: AsyncExitStack) -> None:
         """Starts to receive the rows of a request, from the next position of `rows` onwards."""
