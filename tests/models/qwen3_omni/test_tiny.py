@@ -4,6 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from transformers import AutoTokenizer
 
 from stagemesh.services.models.qwen3_omni import tiny
 from tests.models.qwen3_omni.reference import SOUND_HZ, Conversation, Reference, Result, run
@@ -32,6 +33,12 @@ def answer(reference: Reference) -> Result:
 
 def test_greedy_text_varies(answer: Result) -> None:
     assert len(set(answer.text_ids.tolist())) >= 12
+
+
+def test_text_is_printable(answer: Result, tiny_qwen3_omni: Path) -> None:
+    text = AutoTokenizer.from_pretrained(tiny_qwen3_omni).decode(answer.text_ids)
+    assert text.isascii()
+    assert text.isprintable()
 
 
 def test_codes_vary_in_each_group(answer: Result) -> None:
