@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from stagemesh.common import settings
@@ -526,6 +527,7 @@ class StageRuntime:
             signature=self.signature,
             states=self.states,
             store=self.store,
+            model=Path(self.config.model) if self.config.model is not None else None,
             where=self.where,
         )
         self._runs.add(run)
