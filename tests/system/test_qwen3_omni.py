@@ -31,6 +31,7 @@ stages:
       max_model_len: 2048
       max_num_batched_tokens: 64
       kv_cache_memory_bytes: 16777216
+      mm_processor_kwargs: {{fps: 2.0}}
       hidden_states: {{layers: [accept], positions: true, dtype: float32}}
   talker:
     engine: vllm
@@ -76,7 +77,11 @@ def cases() -> list[Case]:
     pixels = noise.integers(0, 256, (64, 96, 3), dtype=np.uint8)
     sound = noise.normal(0, 0.1, 2 * SOUND_HZ).astype(np.float32)
     frames = noise.integers(0, 256, (4, 64, 64, 3), dtype=np.uint8)
-    image, audio, video = ImageFile(encoded(pixels), "image/png"), AudioSamples(sound, SOUND_HZ), video_of(frames, rate_hz=2)
+    image, audio, video = (
+        ImageFile(encoded(pixels), "image/png"),
+        AudioSamples(sound, SOUND_HZ),
+        video_of(frames, rate_hz=2),
+    )
     return [
         case("text", "Hello there"),
         case("longer text", "What is the sea? Tell me everything about it, from the shore to the deepest trench."),
@@ -117,7 +122,8 @@ def check(result: Result, expected: reference.Result) -> None:
     codes = np.concatenate([part.tensor for part in result.tensors["codes"]])
     # transformers computes no residual codes for the last token at the limit.
     assert codes[: len(expected.codes)].tolist() == expected.codes.tolist()
-    samples = result.audio.samples
+    samples = result.audio
+    assert samples is not None
     assert len(samples) >= len(expected.waveform)
     assert np.abs(samples[: len(expected.waveform)] - expected.waveform).max() < 1e-4
 
