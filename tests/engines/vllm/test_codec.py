@@ -1,6 +1,7 @@
 """A codec language model in the vllm engine: the talker of a tiny Qwen3-Omni, compared with transformers."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from pydantic import JsonValue
+from safetensors.numpy import load_file, save_file
 
-from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
+from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotReadyError
 from stagemesh.common.tensors import Array
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import Packet
@@ -192,3 +194,28 @@ async def test_invalid_rows_are_rejected(engine: VllmEngine, changed: Mapping[st
 
     with pytest.raises(InvalidChunkError, match=message):
         await codes_of(engine, Task("r", 1, inlets={"e": flow()}, sampling=SamplingOptions(max_tokens=2)))
+
+
+async def test_missing_and_unknown_weights_are_named(tiny_qwen3_omni: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_qwen3_omni, model)
+    weights = load_file(model / "model.safetensors")
+    weights["talker.model.layers.7.x"] = weights.pop("talker.model.layers.1.mlp.experts.3.up_proj.weight")
+    save_file(weights, model / "model.safetensors")
+    engine = VllmEngine(stage_config("vllm", model=str(model), options=OPTIONS))
+    message = "missing: talker.model.layers.1.mlp.experts.3.up_proj.weight; unknown: talker.model.layers.7.x"
+    with pytest.raises(NotReadyError, match=message) as caught:
+        await engine.start(lambda _: None)
+    assert caught.value.reason == "LOAD_FAILED"
+
+
+async def test_weights_that_do_not_fit_the_config_are_explained(tiny_qwen3_omni: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_qwen3_omni, model)
+    weights = load_file(model / "model.safetensors")
+    weights["talker.model.norm.weight"] = weights["talker.model.norm.weight"][:30]
+    save_file(weights, model / "model.safetensors")
+    engine = VllmEngine(stage_config("vllm", model=str(model), options=OPTIONS))
+    with pytest.raises(NotReadyError, match=r"vLLM cannot load .*Error: .*30") as caught:
+        await engine.start(lambda _: None)
+    assert caught.value.reason == "LOAD_FAILED"
