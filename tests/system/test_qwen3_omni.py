@@ -138,7 +138,7 @@ def test_the_audio_does_not_depend_on_a_killed_vocoder(omni: Deployment) -> None
         process_id = omni.process_id("code2wav-0")
         disturbed = _speak(client, on_audio=lambda: omni.kill("code2wav-0"))
         assert not omni.runs("code2wav-0", process_id)
-    # The vocoder starts anew with other chunks, whose rounding differs.
+    # The vocoder restarts with other chunks, whose rounding differs.
     assert disturbed.shape == undisturbed.shape
     assert np.abs(disturbed - undisturbed).max() < 1e-4
 
