@@ -64,7 +64,7 @@ def _refuse(numbers: Array) -> None:
 
 
 class Clock:
-    """A clock that a test or a function advances."""
+    """A clock that tests and functions advance."""
 
     now_s = 100.0
 
@@ -72,11 +72,16 @@ class Clock:
         return self.now_s
 
 
+CLOCK = Clock()
+BATCHES: list[list[tuple[int, int]]] = []
+"""The batches of `Speaking`: the seed and the number of samples of each call."""
+
+
 class Speaking:
-    """Emits each input as audio. Records its batches: the seed and the number of samples of each call."""
+    """Emits each input as audio. Records its batches. A call takes 0.25 s on `CLOCK`."""
 
     def __init__(self, model: object, options: Mapping[str, object]) -> None:
-        self.batches: list[list[tuple[int, int]]] = []
+        pass
 
     def open(self, *, seed: int, options: Mapping[str, Value]) -> int:
         return seed
@@ -84,9 +89,8 @@ class Speaking:
     def __call__(self, batch: Sequence[Call[int]]) -> Sequence[Sequence[Packet]]:
         ENTERED.set()
         GATE.wait(5)
-        self.batches.append(
-            [(call.state, 0 if call.packet is None else len(call.packet.tensors["x"])) for call in batch]
-        )
+        CLOCK.now_s += 0.25
+        BATCHES.append([(call.state, 0 if call.packet is None else len(call.packet.tensors["x"])) for call in batch])
         return [[] if call.packet is None else [Packet({"audio": call.packet.tensors["x"]})] for call in batch]
 
 

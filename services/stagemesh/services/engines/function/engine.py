@@ -29,12 +29,11 @@ from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Progress, Task, Usage
 from stagemesh.services.engines.function.base import Call, Function, OpensWithout
-from stagemesh.services.engines.function.call_queue import AudioStream, CallQueue
+from stagemesh.services.engines.function.playout import EWMA_WEIGHT, AudioStream, AudioTensor, CallCosts, CallQueue
 from stagemesh.services.engines.input_join import packets_of
 from stagemesh.services.engines.options import parse_options, request_options
 
 _logger = logging.getLogger(__name__)
-_EWMA_WEIGHT = 0.2
 
 Result = TypeVar("Result")
 
@@ -84,6 +83,7 @@ class FunctionEngine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=config.function)
         self._function: Function[object] | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._audio, self._costs = AudioTensor(self._descriptor.signature), CallCosts()
         self._waiting = CallQueue[_Waiting]()
         self._arrived = Notifier()
         self._clock = clock
@@ -109,7 +109,7 @@ class FunctionEngine:
         self._held += 1
         try:
             state = await self._in_thread(partial(_open, self._function, task, options))
-            steps, stream = 0, AudioStream(self._descriptor.signature)
+            steps, stream = 0, AudioStream()
             async with aclosing(packets_of(task, self._descriptor.signature)) as packets:
                 async for packet in packets:
                     for made in await self._call(Call(state, packet), stream):
@@ -124,7 +124,13 @@ class FunctionEngine:
 
     def load(self) -> EngineLoad:
         waiting = len(self._waiting)
-        return EngineLoad(running=self._held, queued=waiting, work_s=waiting * self._call_s)
+        return EngineLoad(
+            running=self._held,
+            queued=waiting,
+            work_s=waiting * self._call_s,
+            call_costs_s=self._costs.by_frames,
+            frame_audio_s=self._costs.frame_audio_s,
+        )
 
     async def wait_failed(self) -> str:
         assert self._serving is not None, "`start` has not been called"
@@ -161,11 +167,11 @@ class FunctionEngine:
         if self._serving is None or self._serving.done():
             raise self._closed_error()
         waiting = _Waiting(call, asyncio.get_running_loop().create_future())
-        shape = _shape_of(call.packet) if stream.is_played else None
+        shape = _shape_of(call.packet) if self._audio.exists else None
         self._waiting.add(waiting, shape=shape, dry_s=stream.dry_s)
         self._arrived.fire()
         made = await waiting.done
-        stream.add(made, now_s=self._clock())
+        stream.add(self._audio.seconds(made), now_s=self._clock())
         return made
 
     def _closed_error(self) -> UnavailableError:
@@ -201,11 +207,20 @@ class FunctionEngine:
         began_s = self._clock()
         try:
             outcomes = await self._in_thread(partial(self._compute, function, calls))
-            call_s = (self._clock() - began_s) / len(batch)
-            self._call_s += (call_s - self._call_s) * (_EWMA_WEIGHT if self._call_s else 1.0)
+            self._measure(calls, outcomes, took_s=self._clock() - began_s)
         finally:
             for waiting, outcome in zip(batch, outcomes, strict=True):
                 _set_outcome(waiting, outcome)
+
+    def _measure(
+        self, calls: Sequence[Call[object]], outcomes: Sequence[Sequence[Packet] | StagemeshError], *, took_s: float
+    ) -> None:
+        call_s = took_s / len(calls)
+        self._call_s += (call_s - self._call_s) * (EWMA_WEIGHT if self._call_s else 1.0)
+        made = [outcome for outcome in outcomes if not isinstance(outcome, StagemeshError)]
+        if self._audio.exists and len(made) == len(calls):
+            frames = [_frames_of(call.packet) for call in calls]
+            self._costs.add(frames, took_s=took_s, audio_s=sum(map(self._audio.seconds, made)))
 
     def _compute(
         self, function: Function[object], calls: Sequence[Call[object]]
@@ -237,6 +252,10 @@ class FunctionEngine:
 def _shape_of(packet: Packet | None) -> Hashable:
     """Returns the shapes of a packet's tensors. Calls with equal shapes can share a forward pass."""
     return packet and frozenset((name, tensor.shape) for name, tensor in packet.tensors.items())
+
+
+def _frames_of(packet: Packet | None) -> int:
+    return max((len(tensor) for tensor in packet.tensors.values() if tensor.ndim), default=0) if packet else 0
 
 
 def _set_outcome(waiting: _Waiting, outcome: Sequence[Packet] | StagemeshError) -> None:

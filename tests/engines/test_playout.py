@@ -1,7 +1,7 @@
 """The order in which the function engine runs waiting calls."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from math import inf
 
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import Emission, Task
-from stagemesh.services.engines.function.call_queue import AudioStream, CallQueue
 from stagemesh.services.engines.function.engine import FunctionEngine
-from tests.engines.functions import ENTERED, GATE, SPEAKING, SUMMING, Clock, Speaking
+from stagemesh.services.engines.function.playout import AudioStream, AudioTensor, CallCosts, CallQueue
+from tests.engines.functions import BATCHES, CLOCK, ENTERED, GATE, SPEAKING, SUMMING
 from tests.engines.support import stage_config
 
 
@@ -29,9 +29,8 @@ def _gate() -> Iterator[None]:
 class Streams:
     """Requests of one engine, which receive their inputs one by one."""
 
-    def __init__(self, engine: FunctionEngine, clock: Clock) -> None:
-        self.engine, self.clock = engine, clock
-        self.function: Speaking
+    def __init__(self, engine: FunctionEngine) -> None:
+        self.engine = engine
         self._inlets: dict[int, asyncio.Queue[Packet]] = {}
         self._emitted: dict[int, asyncio.Event] = {}
         self._sent = set[int]()
@@ -63,13 +62,13 @@ class Streams:
                 await asyncio.sleep(0)
 
     @asynccontextmanager
-    async def busy(self) -> AsyncIterator[None]:
+    async def busy(self) -> AsyncGenerator[None]:
         """Keeps the engine busy with a request of seed 0, and runs the calls that wait at the end."""
         ENTERED.clear()
         GATE.clear()
         self.send(0, 1)
         assert await asyncio.to_thread(ENTERED.wait, 5)
-        self.function.batches.clear()
+        BATCHES.clear()
         yield
         GATE.set()
         await self.wait_queued(0)
@@ -95,14 +94,10 @@ class Streams:
 
 @pytest.fixture
 async def streams() -> AsyncIterator[Streams]:
-    clock = Clock()
     config = stage_config("function", function="tested", options={"max_batch": 2})
-    engine = FunctionEngine(config, descriptor=SPEAKING, clock=clock)
+    engine = FunctionEngine(config, descriptor=SPEAKING, clock=CLOCK)
     await engine.start(lambda _line: None)
-    streams = Streams(engine, clock)
-    function = engine._function
-    assert isinstance(function, Speaking)
-    streams.function = function
+    streams = Streams(engine)
     await streams.open(6)
     yield streams
     await streams.close()
@@ -115,7 +110,7 @@ async def test_first_chunks_run_before_the_stream_that_runs_dry_first(streams: S
         for seed in (1, 2, 3, 4, 5):
             streams.send(seed, 4)
         await streams.wait_queued(5)
-    assert streams.function.batches[1:] == [[(3, 4), (4, 4)], [(5, 4), (2, 4)], [(1, 4)]]
+    assert BATCHES[1:] == [[(3, 4), (4, 4)], [(5, 4), (2, 4)], [(1, 4)]]
 
 
 async def test_a_batch_has_calls_of_one_shape(streams: Streams) -> None:
@@ -125,50 +120,71 @@ async def test_a_batch_has_calls_of_one_shape(streams: Streams) -> None:
         for seed, samples in ((1, 8), (2, 8), (3, 4), (4, 8)):
             streams.send(seed, samples)
         await streams.wait_queued(4)
-    assert streams.function.batches[1:] == [[(3, 4)], [(4, 8), (2, 8)], [(1, 8)]]
+    assert BATCHES[1:] == [[(3, 4)], [(4, 8), (2, 8)], [(1, 8)]]
 
 
 async def test_a_stream_that_ran_dry_resumes_when_its_audio_arrives(streams: Streams) -> None:
     await streams.say(1, 5)
-    streams.clock.now_s += 10
+    CLOCK.now_s += 10
     await streams.say(2, 4)
     await streams.say(1, 5)
     async with streams.busy():
         for seed in (1, 2):
             streams.send(seed, 4 + seed)
         await streams.wait_queued(2)
-    assert streams.function.batches[1:] == [[(2, 6)], [(1, 5)]]
+    assert BATCHES[1:] == [[(2, 6)], [(1, 5)]]
 
 
-def test_a_stage_without_audio_keeps_the_order_of_arrival() -> None:
-    stream = AudioStream(SUMMING.signature)
-    stream.add([Packet({"y": np.zeros(5, np.float32)})], now_s=3.0)
-    assert (stream.is_played, stream.dry_s) == (False, -inf)
+def test_only_audio_with_a_sample_rate_is_played() -> None:
+    audio = Packet({"audio": np.zeros(15, np.float32)})
+    assert AudioTensor(SPEAKING.signature).seconds([audio, audio]) == 3.0
+    assert not AudioTensor(SUMMING.signature).exists
+    assert AudioTensor(SUMMING.signature).seconds([Packet({"y": np.zeros(5, np.float32)})]) == 0
 
 
 def test_audio_is_played_from_its_emission() -> None:
-    stream = AudioStream(SPEAKING.signature)
-    stream.add([Packet({"audio": np.zeros(0, np.float32)})], now_s=1.0)
+    stream = AudioStream()
+    stream.add(0.0, now_s=1.0)
     assert stream.dry_s == -inf
-    stream.add([Packet({"audio": np.zeros(10, np.float32)})] * 2, now_s=3.0)
-    stream.add([Packet({"audio": np.zeros(5, np.float32)})], now_s=3.5)
+    stream.add(2.0, now_s=3.0)
+    stream.add(0.5, now_s=3.5)
     assert stream.dry_s == 5.5
+
+
+def test_costs_are_averages_by_powers_of_two() -> None:
+    costs = CallCosts()
+    assert (costs.by_frames, costs.frame_audio_s) == ({}, 0)
+    costs.add([5, 5], took_s=1.0, audio_s=0.5)
+    costs.add([8], took_s=2.0, audio_s=2.5)
+    costs.add([9], took_s=4.0, audio_s=2.4)
+    costs.add([0], took_s=9.0, audio_s=0.0)
+    assert costs.by_frames == {8: pytest.approx(1.2), 16: 4.0}
+    assert costs.frame_audio_s == pytest.approx(5.4 / 27)
+
+
+async def test_the_load_contains_the_costs_of_calls(streams: Streams) -> None:
+    assert streams.engine.load().call_costs_s == {}
+    await streams.say(1, 3)
+    await streams.say(1, 5)
+    load = streams.engine.load()
+    assert load.call_costs_s == {4: 0.25, 8: 0.25}
+    assert load.frame_audio_s == pytest.approx(0.1)
 
 
 @given(busy=st.integers(1, 5), ahead_s=st.floats(0, 20), samples=st.integers(1, 30))
 def test_a_stream_that_is_never_urgent_progresses(busy: int, ahead_s: float, samples: int) -> None:
     # Each of the other streams calls again as soon as its call has run, so that a batch is always waiting.
-    queue, clock = CallQueue[AudioStream](), Clock()
-    patient = AudioStream(SPEAKING.signature)
-    patient.dry_s = clock.now_s + ahead_s
+    queue, now_s = CallQueue[AudioStream](), 100.0
+    patient = AudioStream()
+    patient.dry_s = now_s + ahead_s
     queue.add(patient, dry_s=patient.dry_s, shape="other")
     for _ in range(busy):
-        queue.add(AudioStream(SPEAKING.signature))
+        queue.add(AudioStream())
     for _ in range(10_000):
         for stream in queue.pop_batch(1):
             if stream is patient:
                 return
-            stream.add([Packet({"audio": np.zeros(samples, np.float32)})], now_s=clock.now_s)
+            stream.add(samples / 10, now_s=now_s)
             queue.add(stream, dry_s=stream.dry_s)
     pytest.fail("the stream with the most audio ahead has never run")
 
