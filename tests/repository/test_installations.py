@@ -55,6 +55,14 @@ def speech_stage(packages: Path) -> StageConfig:
     return stage_config("function", function="hibari.vocoder")
 
 
+def code2wav_stage(packages: Path) -> StageConfig:
+    pytest.importorskip("transformers")
+    from tests.models.tiny_code2wav import make_reference, write_checkpoint
+
+    folder = write_checkpoint(packages.parent / "model", make_reference())
+    return stage_config("function", function="qwen3_omni.code2wav", model=str(folder))
+
+
 def diffusion_stage(packages: Path) -> StageConfig:
     pytest.importorskip("diffusers")
     from tests.diffusion.stages import diffusion_config
@@ -78,6 +86,7 @@ def vllm_stage(packages: Path) -> StageConfig:
         pytest.param(["stage"], fake_stage, id="fake"),
         pytest.param(["stage"], function_stage, id="function"),
         pytest.param(["speech"], speech_stage, id="speech"),
+        pytest.param(["torch"], code2wav_stage, id="code2wav"),
         pytest.param(["diffusion"], diffusion_stage, id="diffusion"),
         pytest.param(["vllm-cpu"], vllm_stage, id="vllm"),
     ],

@@ -15,6 +15,9 @@ DESCRIPTOR = TransformDescriptor({"hidden_states": _ROWS}, {"inputs_embeds": _RO
 
 
 class Renamed:
+    def __init__(self, model):
+        pass
+
     def push(self, packet):
         return [Packet({"inputs_embeds": packet.tensors["hidden_states"]}, packet.metadata)]
 
@@ -33,7 +36,7 @@ DESCRIPTOR = TransformDescriptor(_TEXT, _TEXT, "added_doubled:Doubled")
 
 
 class Doubled:
-    def __init__(self):
+    def __init__(self, model):
         self._last = b""
 
     def push(self, packet):

@@ -2,10 +2,11 @@
 
 A descriptor states the input and output tensors, so that a pipeline can be checked without loading a model. Importing a
 descriptor imports no heavy libraries. Only the descriptor's factory imports these libraries. Packages register
-descriptors as entry points in the groups `stagemesh.engines`, `stagemesh.functions` and `stagemesh.transforms`.
+descriptors as entry points in the groups `stagemesh.engines`, `stagemesh.functions`, `stagemesh.transforms` and
+`stagemesh.codec_models`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -101,13 +102,30 @@ class TransformDescriptor:
     """A description of a transform that an edge applies to its tensors.
 
     `takes` contains the types of the input tensors, and `gives` the types of the output tensors, by tensor name.
-    `factory` is the "module:callable" that returns the transform. The callable has no arguments and is called once for
-    each flow.
+    `factory` is the "module:callable" that returns the transform. The callable is called once for each flow. Its
+    argument is the path of the model of the stage that applies the transform, or None if this stage has no model.
     """
 
     takes: Mapping[str, TensorSpec]
     gives: Mapping[str, TensorSpec]
     factory: str
+
+
+@dataclass(frozen=True)
+class CodecModelDescriptor:
+    """A description of a codec language model, which the vllm engine runs for the stage option `codec`.
+
+    A codec language model samples frames of the codes of an audio codec. `accepts` contains the types of its input
+    rows, or nothing if it speaks the client's prompt. `factory` is the "module:callable" that returns the model's
+    `CodecModel`; its argument is the path of the model's folder. `architecture` is the name of the model's class for
+    vLLM, and `model_class` the "module:class".
+    """
+
+    accepts: Mapping[str, TensorSpec]
+    options: Mapping[str, OptionSpec]
+    factory: str
+    architecture: str
+    model_class: str
 
 
 @dataclass(frozen=True)
@@ -129,13 +147,14 @@ class EngineDescriptor:
     """Whether a stage may receive tensors from several edges in one request."""
 
 
-_Descriptor = TypeVar("_Descriptor", EngineDescriptor, FunctionDescriptor, TransformDescriptor)
+_Descriptor = TypeVar("_Descriptor", EngineDescriptor, FunctionDescriptor, TransformDescriptor, CodecModelDescriptor)
 
 
 _UNKNOWN_REASONS = {
     "stagemesh.engines": "UNKNOWN_ENGINE",
     "stagemesh.functions": "UNKNOWN_FUNCTION",
     "stagemesh.transforms": "UNKNOWN_TRANSFORM",
+    "stagemesh.codec_models": "UNKNOWN_FUNCTION",
 }
 
 
@@ -147,7 +166,7 @@ def _names(group: str) -> Mapping[str, Any]:
 def _load(group: str, name: str, kind: type[_Descriptor]) -> _Descriptor:
     known = _names(group)
     if name not in known:
-        noun = group.removeprefix("stagemesh.").removesuffix("s")
+        noun = group.removeprefix("stagemesh.").removesuffix("s").replace("_", " ")
         raise NotFoundError(
             f"unknown {noun} {name!r}; known: {', '.join(sorted(known)) or 'none'}",
             reason=_UNKNOWN_REASONS[group],
@@ -179,6 +198,19 @@ def load_transform_descriptor(name: str) -> TransformDescriptor:
     Raises NotFoundError if there is no such transform. The message lists all transform names.
     """
     return _load("stagemesh.transforms", name, TransformDescriptor)
+
+
+def load_codec_model_descriptor(name: str) -> CodecModelDescriptor:
+    """Returns the descriptor of the codec language model `name`.
+
+    Raises NotFoundError if there is no such model. The message lists the names of all codec language models.
+    """
+    return _load("stagemesh.codec_models", name, CodecModelDescriptor)
+
+
+def codec_model_descriptors() -> Sequence[CodecModelDescriptor]:
+    """Returns the descriptors of all codec language models."""
+    return [load_codec_model_descriptor(name) for name in _names("stagemesh.codec_models")]
 
 
 def import_factory(path: str) -> Callable[..., Any]:

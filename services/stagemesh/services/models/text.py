@@ -3,6 +3,7 @@
 import codecs
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -24,7 +25,7 @@ class Sentences:
     into packets.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: Path | None = None) -> None:  # noqa: ARG002  # the rules are the same for all models
         from hibari import Hibari
 
         self._split_sentences = Hibari.split_sentences

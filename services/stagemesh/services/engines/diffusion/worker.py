@@ -13,13 +13,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from stagemesh.common.descriptors import import_factory
 from stagemesh.common.errors import NotReadyError, StagemeshError
-from stagemesh.common.settings import library_variable
 from stagemesh.common.tensors import Array
 from stagemesh.services.engines.abilities import CacheStatistics
 from stagemesh.services.engines.diffusion import CONDITIONING, LATENTS
 from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
 from stagemesh.services.engines.diffusion.caches.step_caches import enable_caches
-from stagemesh.services.engines.diffusion.device import choose_device, freeze_loaded_objects, release_unused_memory
+from stagemesh.services.engines.diffusion.device import freeze_loaded_objects, release_unused_memory
 from stagemesh.services.engines.diffusion.model.facts import ModelFacts, image_tokens, model_facts
 from stagemesh.services.engines.diffusion.model.lora_adapters import ModelAdapters
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
@@ -27,6 +26,7 @@ from stagemesh.services.engines.diffusion.model_errors import to_stagemesh_error
 from stagemesh.services.engines.diffusion.options import DiffusionOptions, LoadOptions
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 from stagemesh.services.engines.diffusion.transfer.request_transfer import RequestTransfer
+from stagemesh.services.engines.torch_device import choose_device, limit_threads
 
 if TYPE_CHECKING:
     from stagemesh.services.engines.diffusion.parallel.rank_group import RankGroup
@@ -169,10 +169,8 @@ class DiffusionWorker:
 
     def __init__(self, folder: Path, options: DiffusionOptions, *, rank_group: "RankGroup | None" = None) -> None:
         self._folder, self._options, self._rank_group = folder, options, rank_group
-        self._device = rank_group.device if rank_group is not None else choose_device(options)
-        if not library_variable("OMP_NUM_THREADS"):
-            # Stages share a machine. With more threads in each stage, they would compete for the cores.
-            torch.set_num_threads(1)
+        self._device = rank_group.device if rank_group is not None else choose_device(options.device)
+        limit_threads()
         self._runner: DiffusionRunner | None = None
         self._sleeping_runner: DiffusionRunner | None = None
         """The runner whose weights are in host memory while the engine is asleep. None if the engine is awake or has

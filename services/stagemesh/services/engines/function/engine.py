@@ -55,8 +55,8 @@ class FunctionEngine:
 
     Calls are passed to the function in arrival order, unless the function emits audio. Then calls of requests that have
     emitted no audio run first, in arrival order, and next the calls of the requests whose listeners first run out of
-    audio. A batch then consists of calls whose inputs have the same shapes, because others share no forward pass. No
-    call waits for a batch to fill.
+    audio. A batch then consists of calls whose inputs have the same shapes, either of requests with audio or of others,
+    because other calls share no forward pass. No call waits for a batch to fill.
 
     A request has at most one waiting call, because the engine awaits each call of a request before it makes the next
     one. The option `max_batch` is not passed to the function.
@@ -167,7 +167,7 @@ class FunctionEngine:
         if self._serving is None or self._serving.done():
             raise self._closed_error()
         waiting = _Waiting(call, asyncio.get_running_loop().create_future())
-        shape = _shape_of(call.packet) if self._audio.exists else None
+        shape = (stream.has_begun, _shape_of(call.packet)) if self._audio.exists else None
         self._waiting.add(waiting, shape=shape, dry_s=stream.dry_s)
         self._arrived.fire()
         made = await waiting.done

@@ -45,6 +45,11 @@ class AudioStream:
         self.dry_s = -inf
         """The time at which the stream runs dry, in seconds. Minus infinity if it has emitted no audio."""
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the request has emitted audio."""
+        return self.dry_s > -inf
+
     def add(self, audio_s: float, *, now_s: float) -> None:
         """Adds `audio_s` seconds of audio, emitted at the time `now_s`."""
         if audio_s:

@@ -6,18 +6,21 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue
 
-from stagemesh.common.descriptors import Emitted, EngineDescriptor, Signature
+from stagemesh.common.descriptors import Emitted, EngineDescriptor, Signature, load_codec_model_descriptor
 from stagemesh.common.tensors import TensorSpec
-from stagemesh.services.engines.vllm.options import INPUTS_EMBEDS, own_options
+from stagemesh.services.engines.vllm.options import CODES, INPUTS_EMBEDS, PROMPT_IDS, STATES, CodecOptions, own_options
 
 _SAMPLED = {
     "text": Emitted(TensorSpec("uint8", ("bytes",)), kind="text"),
     "token_ids": Emitted(TensorSpec("int32", ("tokens",)), kind="tokens"),
+    PROMPT_IDS: Emitted(TensorSpec("int32", ("tokens",))),
 }
 
 
 def _signature(_function: str | None, options: Mapping[str, JsonValue]) -> Signature:
     own = own_options(options)
+    if own.codec is not None:
+        return _codec_signature(own.codec)
     accepts, emits = dict[str, TensorSpec](), dict(_SAMPLED)
     if own.embeddings is not None:
         accepts[INPUTS_EMBEDS] = TensorSpec(own.embeddings.dtype, ("tokens", "hidden"))
@@ -25,6 +28,16 @@ def _signature(_function: str | None, options: Mapping[str, JsonValue]) -> Signa
         rows = Emitted(TensorSpec(own.hidden_states.dtype, ("tokens", "hidden")))
         emits |= dict.fromkeys(own.hidden_states.tensors, rows)
     return Signature(accepts, emits, sampling=True, adapters=bool(options.get("enable_lora")), media=not accepts)
+
+
+def _codec_signature(codec: CodecOptions) -> Signature:
+    """Returns the signature of a stage that runs a codec language model. It emits the codes of audio frames."""
+    descriptor = load_codec_model_descriptor(codec.model)
+    accepts = dict(descriptor.accepts)
+    if accepts:
+        accepts[STATES] = TensorSpec(codec.dtype, ("tokens", "hidden"))
+    emits = {CODES: Emitted(TensorSpec("int32", ("frames", "groups")))}
+    return Signature(accepts, emits, descriptor.options, sampling=True, optional=frozenset({STATES}) & accepts.keys())
 
 
 DESCRIPTOR = EngineDescriptor(

@@ -42,6 +42,7 @@ from stagemesh.services.engines.base import (
 )
 from stagemesh.services.engines.vllm.control import lora_request
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestPrompt
+from stagemesh.services.engines.vllm.options import PROMPT_IDS
 
 DEFAULT_MAX_TOKENS = 256
 TEXT = "text"
@@ -330,6 +331,18 @@ def emission_of(output: CompletionOutput, request: EngineRequest) -> Emission | 
         return Emission(Packet(tensors), text_logprobs=text_logprobs)
     tensors[TOKEN_IDS] = np.array(tokens, np.int32)
     return Emission(Packet(tensors), logprobs, text_logprobs)
+
+
+def emission_of_prompt(request: EngineRequest) -> Emission | None:
+    """Returns an emission with the tokens of a request's prompt.
+
+    Returns None if they are not requested or already emitted.
+    """
+    task = request.task
+    emitted = task.resume_from is not None and task.resume_from.rows.get(PROMPT_IDS)
+    if task.wanted is None or PROMPT_IDS not in task.wanted or emitted:
+        return None
+    return Emission(Packet({PROMPT_IDS: np.array(request.prompt.token_ids, np.int32)}))
 
 
 def _check_end(output: CompletionOutput, task: Task, *, stage: str) -> None:

@@ -5,7 +5,7 @@ engine starts.
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -147,26 +147,19 @@ class VllmEngine:
             await feature.start(llm)
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
-        from stagemesh.services.engines.vllm.conversion import finish_of, media_tokens
+        from stagemesh.services.engines.vllm.conversion import emission_of_prompt, media_tokens
 
         if task.max_steps is not None:
             raise UnsupportedError(f"stage {self._config.stage}: the vllm engine cannot pause")
         self.control.check_awake()
         async with AsyncExitStack() as held:
             request, hooks, outputs = await self._begin(task, held)
+            if (emission := emission_of_prompt(request)) is not None:
+                yield emission
             usage = Usage(prompt_tokens=len(request.prompt.token_ids), media_tokens=media_tokens(request.prompt))
             async for output in outputs:
-                if not usage.steps:
-                    yield usage
-                for event in self._count_output(request, output):
+                for event in self._events_of(output, request, hooks, usage):
                     yield event
-                usage.output_tokens = usage.steps = len(request.sampled)
-                if output.finished:
-                    usage.cached_tokens = output.num_cached_tokens or 0
-                    usage.finish = finish_of(output.outputs[0], request)
-                for hook in hooks:
-                    for event in hook.observe(finished=output.finished):
-                        yield event
             for hook in hooks:
                 async with aclosing(hook.finish()) as events:
                     async for event in events:
@@ -248,6 +241,7 @@ class VllmEngine:
 
     def _make_features(self) -> list[RequestFeature]:
         """Returns the features that the stage's options enable, in the order in which the engine calls them."""
+        from stagemesh.services.engines.vllm.codec.feature import CodecFrames, CodecRows
         from stagemesh.services.engines.vllm.embeddings.feature import Embeddings
         from stagemesh.services.engines.vllm.hidden_states.feature import HiddenStates
         from stagemesh.services.engines.vllm.media.feature import Media
@@ -259,12 +253,18 @@ class VllmEngine:
             Resume(checkpoint_tokens=options.checkpoint_tokens),
             Media(stage=stage, media_bytes=options.media_bytes, tokenizer_thread=self._thread),
         ]
+        arena_share_bytes = self._config.data_plane.arena_bytes // _ARENA_DIVISOR
         if (states := options.hidden_states) is not None:
-            share_bytes = states.share_bytes or self._config.data_plane.arena_bytes // _ARENA_DIVISOR
+            share_bytes = states.share_bytes or arena_share_bytes
             features.append(HiddenStates(states, self._arena, share_bytes=share_bytes, stage=stage))
         if options.embeddings is not None:
             features.append(Embeddings(dtype=options.embeddings.dtype, stage=stage))
-        if options.hidden_states is not None or options.embeddings is not None:
+        if options.codec is not None:
+            features += [
+                CodecRows(options.codec, model=self._model, stage=stage),
+                CodecFrames(self._arena, share_bytes=arena_share_bytes),
+            ]
+        if options.hidden_states is not None or options.embeddings is not None or options.codec is not None:
             features.append(RunAhead())
         return features
 
@@ -286,6 +286,22 @@ class VllmEngine:
         outputs = generate(self.control.llm, request, adapter, stage=self._config.stage)
         held.push_async_callback(outputs.aclose)
         return request, hooks, outputs
+
+    def _events_of(
+        self, output: "RequestOutput", request: EngineRequest, hooks: Sequence[RequestHook], usage: Usage
+    ) -> Iterator[EngineEvent]:
+        """Yields the events of one output of vLLM, and updates `usage`."""
+        from stagemesh.services.engines.vllm.conversion import finish_of
+
+        if not usage.steps:
+            yield usage
+        yield from self._count_output(request, output)
+        usage.output_tokens = usage.steps = len(request.sampled)
+        if output.finished:
+            usage.cached_tokens = output.num_cached_tokens or 0
+            usage.finish = finish_of(output.outputs[0], request)
+        for hook in hooks:
+            yield from hook.observe(finished=output.finished)
 
     def _count_output(self, request: EngineRequest, output: "RequestOutput") -> Iterator[EngineEvent]:
         """Counts the tokens of one output of vLLM, and yields the output's emission and the request's progress."""

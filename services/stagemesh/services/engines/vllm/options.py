@@ -59,6 +59,14 @@ class HiddenStatesOptions:
 
 INPUTS_EMBEDS = "inputs_embeds"
 """The name of the tensor that contains the embeddings a stage receives."""
+PROMPT_IDS = "prompt_ids"
+"""The name of the tensor that contains the tokens of the prompt, with placeholders for media. Emitted once, before
+all other tensors, if an edge or the caller requests it.
+"""
+CODES = "codes"
+"""The name of the tensor that contains the audio frames of a codec language model."""
+STATES = "states"
+"""The name of the optional tensor that contains upstream states among the input rows of a codec language model."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +79,23 @@ class EmbeddingsOptions:
 
 
 @dataclass(frozen=True)
+class CodecOptions:
+    """The stage option `codec`, with which a stage runs a codec language model."""
+
+    __pydantic_config__: ClassVar = _NO_OTHERS
+    model: str
+    """The name of the codec language model, for example `qwen3_omni.talker`."""
+    dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
+    """The dtype of the accepted states, independent of the model's dtype."""
+
+
+@dataclass(frozen=True)
 class StageOptions:
     """The options of a vllm stage that Stagemesh itself defines. All other options are engine arguments of vLLM."""
 
     hidden_states: HiddenStatesOptions | None = None
     embeddings: EmbeddingsOptions | None = None
+    codec: CodecOptions | None = None
     checkpoint_tokens: Annotated[int, Field(ge=0)] = 64
     """The number of tokens between two checkpoints of a request. 0 disables checkpoints."""
     profile_dir: str | None = None

@@ -5,17 +5,21 @@
 import multiprocessing
 from typing import Any
 
+from vllm import ModelRegistry
 from vllm.platforms import current_platform
 
+from stagemesh.common.descriptors import codec_model_descriptors
 from stagemesh.common.process_lifecycle import die_with_parent
 
 _PUNICA = "stagemesh.services.engines.vllm.cpu_lora.SelectiveLoraKernels"
 
 
 def register() -> None:
-    """Makes the current vLLM process (engine core or worker) terminate when its parent process terminates.
+    """Prepares the current vLLM process (engine core or worker).
 
-    On a CPU, also disables compilation of the sampler and replaces vLLM's LoRA kernels (`cpu_lora`).
+    - Registers the codec language models.
+    - On a CPU, disables compilation of the sampler and replaces vLLM's LoRA kernels (`cpu_lora`).
+    - Makes the process terminate when its parent process terminates.
     """
     if current_platform.is_cpu():
         # vLLM compiles small functions of its sampler even with `enforce_eager`. On a CPU the first request for
@@ -24,6 +28,8 @@ def register() -> None:
         platform.simple_compile_backend = "eager"
         # Passed by name, so that stages without adapters do not import the class.
         platform.get_punica_wrapper = classmethod(lambda _: _PUNICA)
+    for descriptor in codec_model_descriptors():
+        ModelRegistry.register_model(descriptor.architecture, descriptor.model_class)
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         die_with_parent(parent.pid)

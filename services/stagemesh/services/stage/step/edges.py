@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from stagemesh.common.connector_descriptors import number_of
@@ -36,7 +37,8 @@ class StepEdges:
     can be replaced.
     """
 
-    def __init__(self, spec: StepSpec, data_plane: DataPlane) -> None:
+    def __init__(self, spec: StepSpec, data_plane: DataPlane, *, model: Path | None) -> None:
+        """`model` is the path of the stage's model, which transforms receive, or None if the stage has no model."""
         self.request_id, self.step_id, self.attempt = spec.request_id, spec.step_id, spec.attempt
         self.outlets: FanOut | None = None
         """The outlets of the pipeline's edges, without `state_outlet`. None if the step has no such outlet."""
@@ -44,7 +46,7 @@ class StepEdges:
         """The inlet that receives the state from which the step resumes. None if no edge delivers the state."""
         self.state_outlet: Outlet | None = None
         """The outlet that sends the state at which the step pauses. None if no edge transfers the state."""
-        self._plane = data_plane
+        self._plane, self._model = data_plane, model
         self._inputs = {binding.edge: binding for binding in spec.inputs}
         self._outputs = {binding.edge: binding for binding in spec.outputs}
         self._inlets: dict[str, Inlet] = {}
@@ -85,9 +87,9 @@ class StepEdges:
         # All flows are open before an unknown transform raises an error, so that every peer receives the error.
         for edge, outlet in self._by_edge.items():
             if name := self._outputs[edge].transform:
-                outlet.transform = _OutputTransform(name, edge=edge)
+                outlet.transform = _OutputTransform(name, edge=edge, model=self._model)
         return {
-            edge: EdgeInput(inlet, self._inputs[edge], accepts=accepts, on_packet=on_packet)
+            edge: EdgeInput(inlet, self._inputs[edge], accepts=accepts, on_packet=on_packet, model=self._model)
             for edge, inlet in self._inlets.items()
         }
 
@@ -205,11 +207,19 @@ class EdgeInput:
     """The engine's input from one incoming edge. Iterates over the inlet's packets, transformed and validated."""
 
     def __init__(
-        self, inlet: Inlet, binding: InputBinding, *, accepts: Mapping[str, TensorSpec], on_packet: Callable[[], None]
+        self,
+        inlet: Inlet,
+        binding: InputBinding,
+        *,
+        accepts: Mapping[str, TensorSpec],
+        on_packet: Callable[[], None],
+        model: Path | None,
     ) -> None:
         self._packets = aiter(inlet)
         self._edge, self._accepts, self._on_packet = binding.edge, accepts, on_packet
-        self._transform = _EdgeTransform(binding.transform, edge=binding.edge) if binding.transform else None
+        self._transform: _EdgeTransform | None = None
+        if binding.transform:
+            self._transform = _EdgeTransform(binding.transform, edge=binding.edge, model=model)
         self._pending: deque[Packet] = deque()
         self.waits = False
         """Whether the engine is waiting for a packet that has not arrived."""
@@ -282,10 +292,11 @@ class _EdgeTransform:
     The constructor raises NotFoundError if the name is unknown.
     """
 
-    def __init__(self, name: str, *, edge: str) -> None:
+    def __init__(self, name: str, *, edge: str, model: Path | None) -> None:
         self.descriptor = load_transform_descriptor(name)
         self.edge, self._name = edge, name
-        self._transform: Transform = import_factory(self.descriptor.factory)()
+        with self._named_errors():
+            self._transform: Transform = import_factory(self.descriptor.factory)(model)
 
     def push(self, packet: Packet) -> Sequence[Packet]:
         with self._named_errors():

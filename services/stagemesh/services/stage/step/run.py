@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
+from pathlib import Path
 
 from stagemesh.common.connector_descriptors import number_of
 from stagemesh.common.descriptors import Signature
@@ -102,12 +103,14 @@ class StepRun:
         signature: Signature,
         states: PausedStates,
         store: MediaStore | None,
+        model: Path | None,
         where: Mapping[str, str],
         frame_intervals: FrameIntervals,
     ) -> None:
         """`signature` describes the stage's inputs and outputs. `states` retains the states from which requests can
-        resume. `store` is the pipeline's store for media, or None if it has none. `where` contains the names of the
-        stage and of the replica, for log records and errors. The run adds its measurements to `frame_intervals`.
+        resume. `store` is the pipeline's store for media, or None if it has none. `model` is the path of the stage's
+        model, or None if it has none. `where` contains the names of the stage and of the replica, for log records and
+        errors. The run adds its measurements to `frame_intervals`.
         """
         if spec.task.resume_from is not None:
             spec = states.with_state(spec)
@@ -130,7 +133,7 @@ class StepRun:
         self._journaled: tuple[int, Checkpoint] | None = None
         """The index of the newest checkpoint in the journal, and a copy of this checkpoint without its state. The copy
         later replaces the checkpoint. None if the journal contains no checkpoint with a state."""
-        self.edges = StepEdges(spec, data_plane)
+        self.edges = StepEdges(spec, data_plane, model=model)
         self._stopwatch, self._progress = Stopwatch(), ProgressThrottle()
         self._usage = Usage()
         self._audio_s = 0.0
@@ -479,7 +482,7 @@ class StepRun:
             self._states.forget(self.request_id)
         # The run is stored for callers that attach again. They need only the journal.
         self._spec = StepSpec(self.step_id, self.attempt, Task(self.request_id, self._spec.task.seed))
-        self.edges = StepEdges(self._spec, self._data_plane)
+        self.edges = StepEdges(self._spec, self._data_plane, model=None)
         self._inputs, self._paused = [], None
         self.journal.close(error)
         return None if edges_error is not None or edges.is_over else edges

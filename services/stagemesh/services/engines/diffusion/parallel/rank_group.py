@@ -20,9 +20,9 @@ from stagemesh.services.engines.diffusion.batching.shared_forwards import (
     SharedForwards,
     zero_prediction,
 )
-from stagemesh.services.engines.diffusion.device import choose_device
 from stagemesh.services.engines.diffusion.model_errors import to_stagemesh_error
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
+from stagemesh.services.engines.torch_device import choose_device
 
 diffusers: Any = _diffusers
 
@@ -43,7 +43,7 @@ class RankGroup:
         """
         self._parallel = parallel = options.parallel
         self.rank = rank
-        self.device = choose_device(options, rank=rank)
+        self.device = choose_device(options.device, ranks=parallel.ranks, rank=rank)
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             torch.cuda.set_device(self.device)

@@ -16,14 +16,9 @@ from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.outputs import ModelRunnerOutput
 
 from stagemesh.services.engines.vllm.features import track_arguments
-from stagemesh.services.engines.vllm.hidden_states.row_writer import (
-    CONFIG_KEY,
-    Attachment,
-    RequestedRows,
-    RowWriter,
-    Slice,
-)
+from stagemesh.services.engines.vllm.hidden_states.feature import CONFIG_KEY
 from stagemesh.services.engines.vllm.options import LAST, tensor_name
+from stagemesh.services.engines.vllm.rows.row_writer import Attachment, RequestedRows, RowWriter, Slice
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -9,17 +9,17 @@ from stagemesh.common.errors import UnavailableError
 from stagemesh.services.engines.base import Emission, Task
 from stagemesh.services.engines.vllm.conversion import CheckedParams
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestPrompt
-from stagemesh.services.engines.vllm.hidden_states.feature import RequestStates
+from stagemesh.services.engines.vllm.rows.row_receiver import EmittedRows
 
 
-def states_of(*, prompt_tokens: int, computed: int) -> RequestStates:
+def states_of(*, prompt_tokens: int, computed: int) -> EmittedRows:
     """Returns the states of a request whose first `computed` tokens the model has computed."""
     request = EngineRequest(Task("r", 0), "r/0", RequestPrompt([0] * prompt_tokens), CheckedParams())
     request.sampled += [0] * (computed + 1 - prompt_tokens)
-    return RequestStates(request, first_position=0)
+    return EmittedRows(request, first_position=0)
 
 
-def push(states: RequestStates, position: int, count: int) -> None:
+def push(states: EmittedRows, position: int, count: int) -> None:
     rows = np.arange(position, position + count, dtype=np.float32)[:, np.newaxis]
     states.push(position, {"hidden_states": rows})
 

@@ -1,4 +1,4 @@
-"""Writes hidden states from a worker process into the replica's arena, and reports the written rows to the replica.
+"""Writes rows of tensors from a worker process into the replica's arena, and reports the written rows to the replica.
 
 Also defines the messages that the worker and the replica exchange.
 """
@@ -18,8 +18,6 @@ import torch
 from stagemesh.connectors.arena.memory_file import ALIGNMENT_BYTES
 from stagemesh.connectors.arena.worker_writer import ArenaWriter, Handle, PartitionTicket, Reserved, without_content
 
-CONFIG_KEY = "stagemesh_layers"
-"""The key in vLLM's `additional_config` of the list of the emitted inner layers' numbers."""
 OVERFLOW_DIVISOR = 4
 """The worker's total memory in the arena divided by this number is the size of the overflow memory.
 
@@ -82,7 +80,7 @@ class Attachment:
 
 
 class RequestedRows(msgspec.Struct, frozen=True):
-    """Specifies which rows of its hidden states a request emits.
+    """Specifies which rows a request emits.
 
     The replica sends this object to vLLM's workers with the request (`features.set_argument`).
     """
@@ -106,7 +104,7 @@ class RequestRows(msgspec.Struct, frozen=True, array_like=True):
 class StepRows(msgspec.Struct, frozen=True, array_like=True):
     """A message that reports rows that the worker has written in one engine step.
 
-    Each tensor has the shape [rows, hidden]. There is one tensor for each emitted layer. A step with many rows is
+    Each tensor has the shape [rows, width]. A step with many rows is
     reported in several messages.
     """
 
@@ -145,7 +143,7 @@ class Written(NamedTuple):
 
 
 class RowWriter:
-    """Writes rows of hidden states into the arena and reports them to the replica in order.
+    """Writes rows into the arena and reports them to the replica in order.
 
     Must be called on the worker's main thread. The methods do not wait for the GPU. They wait for space in the arena
     only if more than `_MAX_STAGED_BYTES` bytes are staged.

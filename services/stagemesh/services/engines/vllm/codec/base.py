@@ -1,0 +1,77 @@
+"""The interfaces of a codec language model: its description, and its model class for vLLM."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from stagemesh.common.typed_values import Value
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CodecModel(Protocol):
+    """The description of a codec language model, created from the model's folder."""
+
+    groups: int
+    """The number of codes of a frame."""
+    end_code: int
+    """The first code that ends the audio. The frame of this code is not audio."""
+    state_width: int
+    """The width of the upstream states that the model accepts."""
+    text_vocabulary: int
+    """The number of text tokens."""
+    hf_overrides: Callable[[Any], Any]
+    """A module-level function that returns the language model's configuration from the whole model's."""
+    sampling: Mapping[str, Any]
+    """The default sampling parameters, by the names of `generation_config.json`."""
+
+    def codec_prefix(self, options: Mapping[str, Value]) -> Sequence[int]:
+        """Returns the codes that precede the first frame. Input rows refer to them by their index.
+
+        `options` contains the request's options for the stage. Raises InvalidRequestError if an option is invalid.
+        """
+        ...
+
+
+class CodecModule(Protocol):
+    """The methods that the model class of a codec language model has in addition to vLLM's."""
+
+    code_groups: int
+    """The number of codes of a frame."""
+    pad_text_id: int
+    """The text token of a row whose text has ended."""
+
+    def embed_rows(
+        self,
+        text_ids: "torch.Tensor",
+        states: "torch.Tensor | None",
+        codes: "torch.Tensor",
+        residuals: "torch.Tensor",
+    ) -> "torch.Tensor":
+        """Returns the input embeddings of rows, [rows, width].
+
+        - `text_ids` int64[rows]: the text token of each row, or -1 for a row with an upstream state
+        - `states` [rows, state width]: the states of such rows, or None if there are none
+        - `codes` int64[rows]: the first code of each row's frame or a special code, or -1 if the row has none
+        - `residuals` int64[rows, groups - 1]: the other codes of each row's frame, or -1
+        """
+        ...
+
+    def predict_residuals(
+        self,
+        states: "torch.Tensor",
+        codes: "torch.Tensor",
+        *,
+        seeds: "torch.Tensor",
+        positions: "torch.Tensor",
+        greedy: "torch.Tensor",
+    ) -> "torch.Tensor":
+        """Returns the other codes of frames, int64[frames, groups - 1].
+
+        - `states` [frames, width]: the hidden states that produced the first codes
+        - `codes` int64[frames]: the first codes
+        - `seeds` and `positions` int64[frames]: the requests' seeds and the frames' token positions. Random numbers
+          depend only on them.
+        - `greedy` bool[frames]: whether to choose the most probable codes
+        """
+        ...

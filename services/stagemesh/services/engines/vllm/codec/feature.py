@@ -1,0 +1,162 @@
+"""The codec feature: a stage runs a codec language model, which emits the codes of audio frames.
+
+vLLM samples the first code of each frame like a token. A mixin for the model runner then predicts the frame's other
+codes (`runner`). The input row of a frame is the sum of the embeddings of all codes of the frame before and of a text
+token, which arrives over the edge.
+"""
+
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from stagemesh.common.descriptors import import_factory, load_codec_model_descriptor
+from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
+from stagemesh.common.tensors import Array, TensorSpec
+from stagemesh.common.typed_values import Value
+from stagemesh.connectors.edge import Packet
+from stagemesh.services.engines.abilities import PartitionsArena
+from stagemesh.services.engines.base import Task
+from stagemesh.services.engines.options import request_options
+from stagemesh.services.engines.vllm.codec.base import CodecModel
+from stagemesh.services.engines.vllm.features import (
+    EngineRequest,
+    RequestFeature,
+    RequestHook,
+    set_argument,
+)
+from stagemesh.services.engines.vllm.options import CODES, STATES, CodecOptions
+from stagemesh.services.engines.vllm.rows.input_memory import Column
+from stagemesh.services.engines.vllm.rows.input_rows import InputRows
+from stagemesh.services.engines.vllm.rows.row_receiver import RowReceiver
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+CODES_DTYPE = "int32"
+TEXT_OFFSET = 2
+"""The number that is added to text ids in the shared memory.
+
+An absent row, which contains 0, means the model's padding, and 1 means a row with a state.
+"""
+CODE_OFFSET = 1
+"""The number that is added to codes in the shared memory. 0 means no code."""
+
+
+class Drawing(msgspec.Struct, frozen=True):
+    """How a request's residual codes are drawn.
+
+    The replica sends this object to vLLM's workers with the request (`features.set_argument`).
+    """
+
+    seed: int
+    greedy: bool
+
+
+class CodecRows(InputRows):
+    """The request feature for the input rows of a codec language model."""
+
+    runner_module = "stagemesh.services.engines.vllm.codec.runner"
+
+    def __init__(self, options: CodecOptions, *, model: str, stage: str) -> None:
+        """Raises NotReadyError (LOAD_FAILED) if the folder `model` does not contain a model of this kind."""
+        super().__init__(stage=stage)
+        self._descriptor = load_codec_model_descriptor(options.model)
+        self._description: CodecModel = import_factory(self._descriptor.factory)(Path(model))
+        self._specs = dict(self._descriptor.accepts)
+        self._specs[STATES] = TensorSpec(options.dtype, ("tokens", self._description.state_width))
+        self._dtype = options.dtype
+
+    def set_arguments(self, arguments: "AsyncEngineArgs") -> None:
+        super().set_arguments(arguments)
+        if arguments.hf_overrides:
+            raise InvalidRequestError(
+                f"stage {self._stage}: hf_overrides selects the codec language model's part of the checkpoint; omit it",
+                reason="INVALID_OPTION",
+            )
+        if arguments.pipeline_parallel_size > 1:
+            raise InvalidRequestError(
+                f"stage {self._stage}: the first pipeline rank needs the codes that the last one predicts; set "
+                "pipeline_parallel_size to 1",
+                reason="INVALID_OPTION",
+            )
+        arguments.hf_overrides = self._description.hf_overrides
+        arguments.generation_config = "vllm"
+        arguments.override_generation_config = {
+            **self._description.sampling,
+            **arguments.override_generation_config,
+        }
+
+    def columns(self, model: "ModelConfig") -> list[Column]:  # noqa: ARG002  # the widths are in the description
+        return [
+            Column("text_ids", "int32", 1),
+            Column("codes", CODES_DTYPE, 1),
+            Column("positions", "int32", 3),
+            Column(STATES, self._dtype, self._description.state_width),
+        ]
+
+    async def start(self, llm: "AsyncLLM") -> None:
+        await super().start(llm)
+        # The codes are another vocabulary than the tokenizer's.
+        setattr(llm.renderer, "get_eos_token_id", lambda: self._description.end_code)  # noqa: B010  # vLLM's own method
+        llm.input_processor.generation_config_fields = {}
+
+    def read_rows(self, task: Task, packet: Packet) -> Mapping[str, Array]:
+        tensors = packet.tensors
+        missing = self._descriptor.accepts.keys() - tensors.keys()
+        if missing:
+            raise InvalidChunkError(f"a chunk of input rows has no {', '.join(sorted(missing))}")
+        for name, spec in self._specs.items():
+            if name in tensors:
+                spec.check(name, tensors[name])
+        text_ids, slots = tensors["text_ids"], tensors["codec_slots"]
+        _check_range("text_ids", text_ids, self._description.text_vocabulary)
+        prefix = np.array([-1, *self._description.codec_prefix(self._options(task))], np.int32) + CODE_OFFSET
+        _check_range("codec_slots", slots, len(prefix) - 1)
+        rows: dict[str, Array] = {
+            "text_ids": text_ids + TEXT_OFFSET,
+            "codes": prefix[slots.astype(np.int64) + 1],
+            "positions": tensors["positions"],
+        }
+        return rows | {name: tensors[name] for name in (STATES,) if name in tensors}
+
+    def open(self, request: EngineRequest, held: AsyncExitStack) -> RequestHook | None:
+        request.params.detokenize = False
+        set_argument(request.params, Drawing(request.task.seed, greedy=request.params.temperature == 0))
+        return super().open(request, held)
+
+    # -- internals
+
+    def _options(self, task: Task) -> Mapping[str, Value]:
+        return request_options(task.options, self._descriptor.options, stage=self._stage)
+
+
+class CodecFrames(RequestFeature):
+    """The request feature that emits the codes of each frame. The runner mixin of `CodecRows` writes them."""
+
+    def __init__(self, arena: PartitionsArena | None, *, share_bytes: int) -> None:
+        """`share_bytes` is the total size of the worker's partitions of the arena, in bytes."""
+        self._rows = RowReceiver(arena, share_bytes=share_bytes)
+
+    async def start(self, llm: "AsyncLLM") -> None:
+        await super().start(llm)
+        await self._rows.connect(llm, [CODES], dtype=CODES_DTYPE)
+
+    def open(self, request: EngineRequest, held: AsyncExitStack) -> RequestHook | None:
+        first_position = len(request.prompt.token_ids) - 1
+        if request.task.resume_from is not None:
+            first_position += request.task.resume_from.rows.get(CODES, 0)
+        return self._rows.open(request, held, first_position=first_position)
+
+    def close(self) -> None:
+        self._rows.close()
+
+
+def _check_range(name: str, values: Array, count: int) -> None:
+    if len(values) and (int(values.min()) < -1 or int(values.max()) >= count):
+        raise InvalidChunkError(f"{name} contains values outside -1 to {count - 1}")

@@ -1,0 +1,119 @@
+"""Reads the config and the weights of one stage from an ordinary checkpoint folder."""
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from stagemesh.common.errors import NotReadyError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+INDEX = WEIGHTS + ".index.json"
+_MAX_LISTED_NAMES = 10
+_OBJECT, _FILES = TypeAdapter(dict[str, Any]), TypeAdapter(dict[str, str])
+
+Section = TypeVar("Section")
+
+
+def read_config(folder: Path, *, model_type: str | None = None) -> dict[str, Any]:
+    """Returns the content of the checkpoint's config.json.
+
+    Raises NotReadyError (LOAD_FAILED) if the file is missing or is not a JSON object, or if its `model_type` differs
+    from the parameter of this name.
+    """
+    config = _read_json(folder / CONFIG)
+    if model_type is not None and config.get("model_type") != model_type:
+        raise load_error(
+            folder,
+            f"its {CONFIG} has the model_type {config.get('model_type')!r}, but the stage needs {model_type!r}; "
+            "choose another model, or another function",
+        )
+    return config
+
+
+def read_section(folder: Path, config: Mapping[str, Any], *, name: str, kind: type[Section]) -> Section:
+    """Parses the part `name` of a checkpoint's config into the dataclass `kind`, which may omit fields.
+
+    `folder` is named in the error message. Raises NotReadyError (LOAD_FAILED), which names the invalid field.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(config.get(name))
+    except ValidationError as exc:
+        first = exc.errors()[0]
+        field = ".".join(map(str, (name, *first["loc"])))
+        raise load_error(folder, f"in its {CONFIG}, {field} is {first['input']!r}: {first['msg']}") from exc
+
+
+def load_weights(folder: Path, prefix: str) -> dict[str, "Tensor"]:
+    """Returns the weights whose names start with `prefix`, by name, on the CPU.
+
+    Opens only the files that contain such weights. Raises NotReadyError (LOAD_FAILED) if the checkpoint has no weights
+    or an invalid file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    weights: dict[str, Tensor] = {}
+    for path in _files_of(folder, prefix):
+        try:
+            opened: Any = safe_open(path, framework="pt")
+            with opened as file:
+                names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118  # not a mapping
+                weights |= {name: file.get_tensor(name) for name in names}
+        except (OSError, SafetensorError) as exc:
+            raise load_error(folder, f"its {path.name} cannot be read: {exc}; copy it again") from exc
+    return weights
+
+
+def check_names(expected: Collection[str], found: Collection[str], what: str) -> None:
+    """Raises NotReadyError (LOAD_FAILED) if weights are missing or superfluous. The message lists their names.
+
+    `what` names the model and its checkpoint in the message.
+    """
+    kinds = {"missing": set(expected) - set(found), "unknown": set(found) - set(expected)}
+    problems = [f"{kind}: {list_names(names)}" for kind, names in kinds.items() if names]
+    if problems:
+        raise NotReadyError(
+            f"the weights of {what} do not fit its config; {'; '.join(problems)}; check that the checkpoint is "
+            "complete and belongs to this model",
+            reason="LOAD_FAILED",
+        )
+
+
+def list_names(names: Iterable[str]) -> str:
+    """Returns the names in order, separated by commas. Replaces all names after the tenth with their number."""
+    ordered = sorted(names)
+    listed = ", ".join(ordered[:_MAX_LISTED_NAMES])
+    further = len(ordered) - _MAX_LISTED_NAMES
+    return f"{listed} and {further} more" if further > 0 else listed
+
+
+def load_error(folder: Path, problem: str) -> NotReadyError:
+    """Returns the error for a checkpoint that cannot be loaded. `problem` states the reason."""
+    return NotReadyError(f"the model {folder} cannot be loaded: {problem}", reason="LOAD_FAILED")
+
+
+def _files_of(folder: Path, prefix: str) -> list[Path]:
+    """Returns the files that contain weights whose names start with `prefix`."""
+    if not (folder / INDEX).exists():
+        if not (folder / WEIGHTS).exists():
+            raise load_error(folder, f"it has neither {WEIGHTS} nor {INDEX}")
+        return [folder / WEIGHTS]
+    try:
+        files = _FILES.validate_python(_read_json(folder / INDEX).get("weight_map"))
+    except ValidationError as exc:
+        raise load_error(folder, f"its {INDEX} has no weight_map that names the file of each weight") from exc
+    return [folder / file for file in sorted({file for name, file in files.items() if name.startswith(prefix)})]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return _OBJECT.validate_json(path.read_bytes())
+    except OSError as exc:
+        raise load_error(path.parent, f"its {path.name} cannot be read: {exc.strerror}") from exc
+    except ValidationError as exc:
+        problem = exc.errors()[0]["msg"]
+        raise load_error(path.parent, f"its {path.name} is not a JSON object: {problem}") from exc

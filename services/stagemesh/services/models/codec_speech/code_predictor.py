@@ -1,0 +1,178 @@
+"""The code predictor of a codec language model, which predicts the residual codes of an audio frame.
+
+A codec language model samples the first code of each frame. The code predictor, a small decoder, predicts the others
+one after another, from the hidden state that produced the first code and from the codes before.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812  # torch's own abbreviation
+
+from stagemesh.services.models.codec_speech.draws import Draws
+
+
+class PredictorConfig(Protocol):
+    """The fields of the configuration that the code predictor reads. Named as in the checkpoint's config."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    num_code_groups: int
+    rms_norm_eps: float
+    rope_parameters: dict[str, float]
+
+
+class CodePredictor(nn.Module):
+    """Predicts the residual codes of the frames of a batch. All parameters are loaded by their names in checkpoints."""
+
+    def __init__(self, config: PredictorConfig) -> None:
+        super().__init__()
+        self.groups = config.num_code_groups
+        residuals, width = self.groups - 1, config.hidden_size
+        self.heads, self.key_heads, self.head_width = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.embeddings = nn.Parameter(torch.empty(residuals, config.vocab_size, width), requires_grad=False)
+        self.outputs = nn.Parameter(torch.empty(residuals, config.vocab_size, width), requires_grad=False)
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(width, config.rms_norm_eps)
+        frequencies = config.rope_parameters["rope_theta"] ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
+        angles = torch.arange(self.groups + 1)[:, None] * torch.cat([frequencies, frequencies])
+        self.cos: torch.Tensor
+        self.sin: torch.Tensor
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def embed(self, residual_codes: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of the embeddings of residual codes, [frames, width].
+
+        `residual_codes` is int64[frames, groups - 1].
+        """
+        group = torch.arange(self.groups - 1, device=residual_codes.device)
+        return self.embeddings[group, residual_codes].sum(1)
+
+    def forward(self, states: torch.Tensor, first: torch.Tensor, draws: Draws) -> torch.Tensor:
+        """Returns the residual codes of the frames, int64[frames, groups - 1].
+
+        `states` contains the talker's hidden states, and `first` the embeddings of the first codes, both
+        [frames, width].
+        """
+        cache = [_Cache(len(states), self, states.dtype, states.device) for _ in self.layers]
+        rows, codes, start = torch.stack([states, first], 1), list[torch.Tensor](), 0
+        for group in range(self.groups - 1):
+            hidden = self._run(rows, cache, start)
+            logits = hidden[:, -1] @ self.outputs[group].T
+            codes.append(draws.choose(logits.float(), group))
+            start += rows.shape[1]
+            rows = self.embeddings[group, codes[-1]][:, None]
+        return torch.stack(codes, 1)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Loads the weights, whose names are those of a checkpoint. Returns the names of the loaded parameters."""
+        loaded: set[str] = set()
+        for name, weight in weights:
+            parameter, target = self._target(name)
+            target.copy_(weight)
+            loaded.add(parameter)
+        return loaded
+
+    # -- internals
+
+    def _run(self, rows: torch.Tensor, cache: list["_Cache"], start: int) -> torch.Tensor:
+        count = rows.shape[1]
+        cos, sin = self.cos[start : start + count].to(rows.dtype), self.sin[start : start + count].to(rows.dtype)
+        for layer, past in zip(self.layers, cache, strict=True):
+            rows = layer(rows, past, cos, sin, start)
+        return self.norm(rows)  # type: ignore[no-any-return]
+
+    def _target(self, name: str) -> tuple[str, torch.Tensor]:
+        """Returns the name of a parameter, and the part of it that the checkpoint's weight `name` fills."""
+        path = name.removeprefix("model.").removesuffix(".weight").split(".")
+        match path:
+            case ["codec_embedding", number]:
+                return "embeddings", self.embeddings[int(number)]
+            case ["lm_head", number]:
+                return "outputs", self.outputs[int(number)]
+            case ["norm"]:
+                return "norm.weight", self.norm.weight.data
+            case ["layers", number, *rest]:
+                layer = self.layers[int(number)]
+                assert isinstance(layer, _Layer), "the list contains layers only"
+                parameter, target = layer.target(".".join(rest))
+                return f"layers.{number}.{parameter}", target
+        raise KeyError(f"the code predictor has no weight {name}")
+
+
+class _Layer(nn.Module):
+    """A decoder layer with normalized queries and keys."""
+
+    def __init__(self, config: PredictorConfig) -> None:
+        super().__init__()
+        width, self._sizes = config.hidden_size, (config.num_attention_heads, config.num_key_value_heads)
+        heads, key_heads = self._sizes
+        self._head_width, self._inner = config.head_dim, config.intermediate_size
+        self.qkv = nn.Linear(width, (heads + 2 * key_heads) * config.head_dim, bias=False)
+        self.output = nn.Linear(heads * config.head_dim, width, bias=False)
+        self.gate_up = nn.Linear(width, 2 * config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, width, bias=False)
+        self.query_norm, self.key_norm = (nn.RMSNorm(config.head_dim, config.rms_norm_eps) for _ in range(2))
+        self.input_norm, self.inner_norm = (nn.RMSNorm(width, config.rms_norm_eps) for _ in range(2))
+
+    def forward(
+        self, rows: torch.Tensor, past: "_Cache", cos: torch.Tensor, sin: torch.Tensor, start: int
+    ) -> torch.Tensor:
+        (heads, key_heads), (batch, count, _) = self._sizes, rows.shape
+        joint = self.qkv(self.input_norm(rows)).view(batch, count, heads + 2 * key_heads, self._head_width)
+        query, key, value = joint.transpose(1, 2).split([heads, key_heads, key_heads], 1)
+        query, key = _rotate(self.query_norm(query), cos, sin), _rotate(self.key_norm(key), cos, sin)
+        keys, values = past.extend(key, value, start)
+        mixed = F.scaled_dot_product_attention(query, keys, values, is_causal=not start, enable_gqa=True)
+        rows = rows + self.output(mixed.transpose(1, 2).reshape(batch, count, -1))
+        gate, up = self.gate_up(self.inner_norm(rows)).split(self._inner, -1)
+        return rows + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+    def target(self, name: str) -> tuple[str, torch.Tensor]:
+        """Returns the name of a parameter, and the part of it that the checkpoint's weight `name` fills."""
+        heads, key_heads = (count * self._head_width for count in self._sizes)
+        inner, qkv, gate_up = self._inner, self.qkv.weight.data, self.gate_up.weight.data
+        return {
+            "self_attn.q_proj": ("qkv.weight", qkv[:heads]),
+            "self_attn.k_proj": ("qkv.weight", qkv[heads : heads + key_heads]),
+            "self_attn.v_proj": ("qkv.weight", qkv[heads + key_heads :]),
+            "self_attn.o_proj": ("output.weight", self.output.weight.data),
+            "self_attn.q_norm": ("query_norm.weight", self.query_norm.weight.data),
+            "self_attn.k_norm": ("key_norm.weight", self.key_norm.weight.data),
+            "mlp.gate_proj": ("gate_up.weight", gate_up[:inner]),
+            "mlp.up_proj": ("gate_up.weight", gate_up[inner:]),
+            "mlp.down_proj": ("down.weight", self.down.weight.data),
+            "input_layernorm": ("input_norm.weight", self.input_norm.weight.data),
+            "post_attention_layernorm": ("inner_norm.weight", self.inner_norm.weight.data),
+        }[name]
+
+
+class _Cache:
+    """The keys and values of one layer, [batch, heads, positions, head width]."""
+
+    def __init__(self, batch: int, owner: CodePredictor, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (batch, owner.key_heads, owner.groups + 1, owner.head_width)
+        self._keys, self._values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+
+    def extend(self, key: torch.Tensor, value: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds keys and values at position `start`. Returns those of all positions so far."""
+        end = start + key.shape[2]
+        self._keys[:, :, start:end], self._values[:, :, start:end] = key, value
+        return self._keys[:, :, :end], self._values[:, :, :end]
+
+
+def _rotate(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = rows.chunk(2, -1)
+    return rows * cos + torch.cat([-second, first], -1) * sin

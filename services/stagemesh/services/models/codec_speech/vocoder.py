@@ -1,0 +1,135 @@
+"""The vocoder stage of a codec speech model: a function that converts codec frames of many streams to audio."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import JsonValue
+from torch import Tensor
+
+from stagemesh.common.errors import InvalidChunkError
+from stagemesh.common.typed_values import Value
+from stagemesh.connectors.edge import Packet
+from stagemesh.services.engines.function.base import Call
+from stagemesh.services.engines.options import parse_options
+from stagemesh.services.engines.torch_device import choose_device, limit_threads
+from stagemesh.services.models.codec_speech.streaming import BatchState, StreamState
+
+_MAX_BATCH_FRAMES = 256
+"""The maximum number of frames that are decoded together, summed over the streams of a batch. Bounds the memory."""
+
+
+class CodecDecoder(Protocol):
+    """A streaming decoder of codec frames."""
+
+    groups: int
+    """The number of codes of a frame."""
+    codebook_size: int
+    device: torch.device
+
+    def __call__(self, codes: Tensor, batch: BatchState) -> Tensor:
+        """Converts int32[rows, frames, groups] to float32[rows, samples], and calls `batch.advance`."""
+        ...
+
+
+@dataclass(frozen=True)
+class _VocoderOptions:
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+
+class Placement(NamedTuple):
+    """The device of a model, and the data type in which the model computes."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def choose_placement(options: Mapping[str, JsonValue]) -> Placement:
+    """Returns the placement that a vocoder stage's options select. Limits the threads of torch.
+
+    `device: auto` selects a GPU if the machine has one. `dtype: auto` selects float32 on a CPU and bfloat16 on a GPU.
+    Raises InvalidRequestError if an option is invalid, and NotReadyError if there is no GPU for `device: cuda`.
+    """
+    parsed = parse_options(_VocoderOptions, options, stage="")
+    limit_threads()
+    device = choose_device(parsed.device)
+    if parsed.dtype == "bfloat16" or (parsed.dtype == "auto" and device.type == "cuda"):
+        return Placement(device, torch.bfloat16)
+    # By default, a GPU rounds the inputs of float32 convolutions to 10 bits.
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+    return Placement(device, torch.float32)
+
+
+class CodecVocoder:
+    """A `Function` that converts codec frames to audio. Its samples do not depend on the packet boundaries.
+
+    Streams with equally many new frames are decoded in one batch. Streams at their first frames have separate batches.
+    A long packet is decoded in pieces, and each piece is an output packet.
+    """
+
+    def __init__(self, decoder: CodecDecoder) -> None:
+        self._decoder = decoder
+        # The first call on a device is slow, because libraries load their kernels.
+        for _ in self._decode(np.zeros((1, 1, decoder.groups), np.int32), BatchState([StreamState()])):
+            pass
+
+    def open(self, *, seed: int, options: Mapping[str, Value]) -> StreamState:  # noqa: ARG002
+        return StreamState()
+
+    @torch.inference_mode()
+    def __call__(self, batch: Sequence[Call[StreamState]]) -> Sequence[Sequence[Packet]]:
+        outputs: list[list[Packet]] = [[] for _ in batch]
+        decoded: list[BatchState] = []
+        for numbers in self._groups(batch):
+            rows = BatchState([batch[number].state for number in numbers])
+            codes = np.stack([_codes(batch[number]) for number in numbers])
+            for audio in self._decode(codes, rows):
+                for number, samples in zip(numbers, audio, strict=True):
+                    outputs[number].append(Packet({"audio": samples}))
+            decoded.append(rows)
+        for rows in decoded:
+            rows.commit()
+        return outputs
+
+    def _groups(self, batch: Sequence[Call[StreamState]]) -> Iterator[Sequence[int]]:
+        """Yields the numbers of the calls that are decoded together. Raises InvalidChunkError if codes are invalid."""
+        groups: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
+        for number, call in enumerate(batch):
+            if call.packet is not None and len(_codes(call)):
+                self._check(call)
+                groups[len(_codes(call)), call.state.memory is None].append(number)
+        for (frames, _), numbers in groups.items():
+            rows = max(1, _MAX_BATCH_FRAMES // frames)
+            yield from (numbers[start : start + rows] for start in range(0, len(numbers), rows))
+
+    def _check(self, call: Call[StreamState]) -> None:
+        codes, groups, size = _codes(call), self._decoder.groups, self._decoder.codebook_size
+        if codes.shape[1] != groups:
+            raise InvalidChunkError(
+                f"the codec frames have {codes.shape[1]} codes each, but the vocoder's model has {groups} groups; use "
+                "one model for talker and vocoder"
+            )
+        wrong = (codes < 0) | (codes >= size)
+        if wrong.any():
+            frame, group = np.argwhere(wrong)[0]
+            raise InvalidChunkError(
+                f"codec frame {call.state.frames + frame} has the code {codes[frame, group]} in group {group}, but "
+                f"codes are 0 to {size - 1}; remove frames with special codes by the edge's transform"
+            )
+
+    def _decode(self, codes: npt.NDArray[np.int32], rows: BatchState) -> Iterator[npt.NDArray[np.float32]]:
+        """Decodes int32[rows, frames, groups] in pieces. Yields float32[rows, samples] of each piece."""
+        frames = max(1, _MAX_BATCH_FRAMES // len(codes))
+        for start in range(0, codes.shape[1], frames):
+            piece = torch.from_numpy(codes[:, start : start + frames]).to(self._decoder.device)
+            yield self._decoder(piece, rows).cpu().numpy()
+
+
+def _codes(call: Call[StreamState]) -> npt.NDArray[np.int32]:
+    assert call.packet is not None, "the last call of a request has no codes"
+    return call.packet.tensors["codes"].astype(np.int32, copy=False)

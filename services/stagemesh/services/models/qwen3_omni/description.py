@@ -1,0 +1,115 @@
+"""The facts about a Qwen3-Omni checkpoint that the talker's stage and the transforms need. Does not import torch."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.typed_values import Value
+from stagemesh.services.models import checkpoint
+from stagemesh.services.models.qwen3_omni import MODEL_TYPE
+
+_SAMPLING = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.05, "max_new_tokens": 4096}
+
+
+@lru_cache(maxsize=8)
+def read_config(model: Path) -> Mapping[str, Any]:
+    """Returns the config of a Qwen3-Omni checkpoint.
+
+    Raises NotReadyError (LOAD_FAILED) if the folder has no readable config of a Qwen3-Omni model.
+    """
+    return checkpoint.read_config(model, model_type=MODEL_TYPE)
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """The ids of special tokens in the thinker's vocabulary."""
+
+    message_start: int
+    user: int
+    assistant: int
+    pad: int
+    bos: int
+    eos: int
+    media: frozenset[int]
+    """The placeholders of audio, images and video."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "TextTokens":
+        """Returns the ids in a checkpoint's config."""
+        thinker = config["thinker_config"]
+        return cls(
+            config["im_start_token_id"],
+            config["user_token_id"],
+            config["assistant_token_id"],
+            config["tts_pad_token_id"],
+            config["tts_bos_token_id"],
+            config["tts_eos_token_id"],
+            frozenset(thinker[f"{kind}_token_id"] for kind in ("audio", "image", "video")),
+        )
+
+
+class Talker:
+    """The description of the talker: a `CodecModel` of the vllm engine."""
+
+    def __init__(self, model: Path) -> None:
+        config = read_config(model)
+        talker: Mapping[str, Any] = config["talker_config"]
+        self._config = talker
+        self.groups: int = talker["num_code_groups"]
+        self.end_code: int = talker["codec_eos_token_id"]
+        self.state_width: int = talker["thinker_hidden_size"]
+        self.text_vocabulary: int = config["thinker_config"]["text_config"]["vocab_size"]
+        self.hf_overrides = talker_config
+        self.sampling = {**_SAMPLING, **_talker_sampling(model)}
+
+    def codec_prefix(self, options: Mapping[str, Value]) -> Sequence[int]:
+        """Returns the codes that precede the first audio frame.
+
+        Raises InvalidRequestError (INVALID_OPTION) if the model does not have the speaker in `options`.
+        """
+        speakers: Mapping[str, int] = {name.lower(): code for name, code in self._config["speaker_id"].items()}
+        name = str(options.get("speaker") or next(iter(speakers)))
+        if name.lower() not in speakers:
+            raise InvalidRequestError(
+                f"the model has no speaker {name!r}; choose one of: {', '.join(sorted(speakers))}",
+                reason="INVALID_OPTION",
+                metadata={"option": "speaker"},
+            )
+        talker = self._config
+        return [
+            talker["codec_nothink_id"],
+            talker["codec_think_bos_id"],
+            talker["codec_think_eos_id"],
+            speakers[name.lower()],
+            talker["codec_pad_id"],
+            talker["codec_bos_id"],
+        ]
+
+
+def talker_config(config: Any) -> Any:
+    """Returns the configuration of the talker from the configuration of the whole model.
+
+    vLLM calls the function as `hf_overrides`, first with a plain configuration of which it needs only the model type.
+    """
+    talker = getattr(config, "talker_config", None)
+    if talker is None or isinstance(talker, dict):
+        return config
+    talker.architectures = ["Qwen3OmniTalker"]
+    talker.dtype = config.dtype
+    talker.text_vocab_size = config.thinker_config.text_config.vocab_size
+    talker.tts_pad_token_id = config.tts_pad_token_id
+    return talker
+
+
+def _talker_sampling(model: Path) -> dict[str, Any]:
+    """Returns the talker's sampling parameters in the checkpoint's generation_config.json, if it has this file."""
+    try:
+        values: dict[str, Any] = json.loads((model / "generation_config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    given = {name.removeprefix("talker_"): value for name, value in values.items() if name.startswith("talker_")}
+    return {name: value for name, value in given.items() if name in _SAMPLING}
