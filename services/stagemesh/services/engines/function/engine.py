@@ -54,9 +54,10 @@ class FunctionEngine:
     """Runs one function on batches of at most `max_batch` calls.
 
     Calls are passed to the function in arrival order, unless the function emits audio. Then calls of requests that have
-    emitted no audio run first, in arrival order, and next the calls of the requests whose listeners first run out of
-    audio. A batch then consists of calls whose inputs have the same shapes, either of requests with audio or of others,
-    because other calls share no forward pass. No call waits for a batch to fill.
+    emitted no audio run first, except that listeners who run out of audio soon come before them. Next are the calls of
+    the requests whose listeners first run out of audio. A batch then consists of calls whose inputs have the same
+    shapes, either of requests with audio or of others, because other calls share no forward pass. No call waits for a
+    batch to fill.
 
     A request has at most one waiting call, because the engine awaits each call of a request before it makes the next
     one. The option `max_batch` is not passed to the function.
@@ -168,7 +169,7 @@ class FunctionEngine:
             raise self._closed_error()
         waiting = _Waiting(call, asyncio.get_running_loop().create_future())
         shape = (stream.has_begun, _shape_of(call.packet)) if self._audio.exists else None
-        self._waiting.add(waiting, shape=shape, dry_s=stream.dry_s)
+        self._waiting.add(waiting, shape=shape, due_s=self._costs.due_s(stream, now_s=self._clock()))
         self._arrived.fire()
         made = await waiting.done
         stream.add(self._audio.seconds(made), now_s=self._clock())

@@ -13,6 +13,8 @@ T = TypeVar("T")
 
 EWMA_WEIGHT = 0.2
 """The weight of the newest measurement in a moving average."""
+_FIRST_CALLS = 6
+"""The number of calls for which the first audio of a request may wait for streams that would run dry meanwhile."""
 
 
 class AudioTensor:
@@ -62,6 +64,7 @@ class CallCosts:
     def __init__(self) -> None:
         self.by_frames: dict[int, float] = {}
         """The moving average of the duration of calls, by their number of frames rounded up to a power of 2."""
+        self._mean_s = 0.0
         self._frames, self._audio_s = 0, 0.0
 
     @property
@@ -77,10 +80,19 @@ class CallCosts:
             size = 1 << (most - 1).bit_length()
             former_s = self.by_frames.get(size, took_s)
             self.by_frames[size] = former_s + EWMA_WEIGHT * (took_s - former_s)
+            self._mean_s += (took_s - self._mean_s) * (EWMA_WEIGHT if self._mean_s else 1.0)
+
+    def due_s(self, stream: AudioStream, *, now_s: float) -> float:
+        """Returns the time at which a call for a stream is due: when the stream runs dry, or soon if it has not begun.
+
+        First audio is preceded only by streams that would otherwise run dry. If it preceded those, too, then a few
+        requests more in a second would interrupt most of the streams.
+        """
+        return stream.dry_s if stream.has_begun else now_s + _FIRST_CALLS * self._mean_s
 
 
 class CallQueue(Generic[T]):
-    """A queue of calls. The most urgent call leaves first, in one batch with the next urgent ones of its shape."""
+    """A queue of calls. The call that is due first leaves first, in one batch with the next ones of its shape."""
 
     def __init__(self) -> None:
         self._heaps: dict[Hashable, list[tuple[float, int, T]]] = {}
@@ -90,16 +102,16 @@ class CallQueue(Generic[T]):
     def __len__(self) -> int:
         return self._length
 
-    def add(self, call: T, *, shape: Hashable = None, dry_s: float = -inf) -> None:
-        """Adds a call, which may share a batch with other calls of an equal `shape`.
+    def add(self, call: T, *, shape: Hashable, due_s: float) -> None:
+        """Adds a call that is due at the time `due_s`. It may share a batch with other calls of an equal `shape`.
 
-        The earlier `dry_s`, the more urgent is the call. Equally urgent calls leave in the order of their arrival.
+        Calls that are due at the same time leave in the order of their arrival.
         """
-        heappush(self._heaps.setdefault(shape, []), (dry_s, next(self._arrivals), call))
+        heappush(self._heaps.setdefault(shape, []), (due_s, next(self._arrivals), call))
         self._length += 1
 
     def pop_batch(self, max_calls: int) -> list[T]:
-        """Removes the most urgent call and the next ones of its shape, at most `max_calls`, the most urgent first.
+        """Removes the call that is due first and the next ones of its shape, at most `max_calls`, in this order.
 
         Raises ValueError if the queue is empty.
         """
