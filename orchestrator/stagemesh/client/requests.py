@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 from uuid import uuid4
 
 import numpy as np
@@ -162,6 +162,11 @@ class StageArguments(SamplingArguments, total=False):
     """The values of options that the stage declares, by option name."""
     adapter: str | None
     """The name of the stage's LoRA adapter. An empty name selects no adapter."""
+    chunk: int | Literal["whole"]
+    """The number of frames in the first chunk that the stage receives, or "whole" for a single chunk at the end.
+
+    Only for stages that receive chunks of frames. If it is omitted, the pipeline file determines the chunks.
+    """
 
 
 class GenerateArguments(SamplingArguments, total=False):
@@ -371,8 +376,19 @@ def _check_names(given: Mapping[str, object], kind: type[SamplingArguments], *, 
 def _stage(name: str, given: StageArguments) -> request_pb2.StageParameters:
     _check_names(given, StageArguments, of=f" of stage {name}")
     return request_pb2.StageParameters(
-        sampling=_sampling(given), options=to_messages(given.get("options", {})), adapter=given.get("adapter")
+        sampling=_sampling(given),
+        options=to_messages(given.get("options", {})),
+        adapter=given.get("adapter"),
+        chunk=_chunk(given["chunk"]) if "chunk" in given else None,
     )
+
+
+def _chunk(given: int | str) -> request_pb2.ChunkParameters:
+    if isinstance(given, int):
+        return request_pb2.ChunkParameters(initial_frames=given)
+    if given != "whole":
+        raise InvalidRequestError(f'chunk is {given!r}; give the number of frames of the first chunk, or "whole"')
+    return request_pb2.ChunkParameters(whole=True)
 
 
 def _message(message: Message) -> request_pb2.Message:
