@@ -45,7 +45,7 @@ def test_a_killed_stage_costs_a_pause_but_no_sample(tiny_qwen3_omni: Path, tmp_p
 def speak(
     omni: Deployment, client: Client, *, victim: str | None = None, after: float = 0.0
 ) -> tuple[npt.NDArray[np.float32], float, bool]:
-    """Returns the audio of one request, the longest pause between two chunks of it in seconds, and whether it was killed.
+    """Returns the audio of one request, the longest pause between two chunks in seconds, and whether it was killed.
 
     `victim` is the stage of which the replica that runs the request is killed. `after` is the moment, as a share of the
     request's text for the thinker, and of its audio for the other stages.
