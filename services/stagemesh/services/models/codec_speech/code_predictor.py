@@ -109,7 +109,8 @@ class CodePredictor(nn.Module):
                 assert isinstance(layer, _Layer), "the list contains layers only"
                 parameter, target = layer.target(".".join(rest))
                 return f"layers.{number}.{parameter}", target
-        raise KeyError(f"the code predictor has no weight {name}")
+            case _:
+                raise KeyError(f"the code predictor has no weight {name}")
 
 
 class _Layer(nn.Module):

@@ -60,9 +60,9 @@ class Thinker2Talker:
         if STATES in tensors and self._user_left:
             start = packet.metadata["token_start"]
             assert isinstance(start, int), "the thinker's engine writes the field"
-            rows += self._continue_prompt(start, tensors[STATES], tensors["positions"])
+            rows += self._continue_prompt(start, tensors[STATES], tensors["positions"].astype(np.int32))
         if "token_ids" in tensors:
-            known = np.concatenate([self._unspoken, tensors["token_ids"]])
+            known = np.concatenate([self._unspoken, tensors["token_ids"].astype(np.int32)])
             self._unspoken = known[-1:]
             rows += self._text_rows(known[:-1])
         return rows
@@ -93,7 +93,7 @@ class Thinker2Talker:
         if not self._user_left:
             yield from self._begin_answer()
 
-    def _continue_prompt(self, start: int, states: Array, positions: Array) -> Iterator[Packet]:
+    def _continue_prompt(self, start: int, states: Array, positions: Tokens) -> Iterator[Packet]:
         """Yields the rows of the user's messages among the thinker's rows, which begin at position `start`."""
         taken = np.flatnonzero(self._user[start : start + len(states)])
         # The rows of other messages are left out, and the positions of the rows after them move up.
@@ -104,9 +104,7 @@ class Thinker2Talker:
             ids, moved = self._prompt[first:end], positions[part] - self._thinker_position - 1 + self._next_position
             self._thinker_position = max(self._thinker_position, int(positions[part].max()))
             is_medium = np.isin(ids, list(self._tokens.media))
-            yield self._rows(
-                np.where(is_medium, -1, ids), moved.astype(np.int32), states[part] if is_medium.any() else None
-            )
+            yield self._rows(np.where(is_medium, np.int32(-1), ids), moved, states[part] if is_medium.any() else None)
             self._user_left -= len(ids)
         if not self._user_left:
             yield from self._begin_answer()

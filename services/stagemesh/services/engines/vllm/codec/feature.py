@@ -122,7 +122,7 @@ class CodecRows(InputRows):
         prefix = np.array([-1, *self._description.codec_prefix(self._options(task))], np.int32) + CODE_OFFSET
         _check_range("codec_slots", slots, len(prefix) - 1)
         rows: dict[str, Array] = {
-            "text_ids": text_ids + TEXT_OFFSET,
+            "text_ids": text_ids.astype(np.int32) + TEXT_OFFSET,
             "codes": prefix[slots.astype(np.int64) + 1],
             "positions": tensors["positions"],
         }

@@ -108,7 +108,7 @@ class _PredictsCodes(TakesRows):
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Samples the first codes, predicts the other codes, and reports the frames to the replica."""
         self._frames = None
-        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        output = cast("Any", super()).sample_tokens(*args, **kwargs)
         if self._frames is not None and self._rows is not None and self._frames.slices:
             with torch.inference_mode():
                 self._rows.send(self._rows.copy({CODES: self._frames.codes}, self._frames.slices), {})
