@@ -1,7 +1,8 @@
 """Types of `stagemesh verify`: reference implementations of stages, and the results of a comparison with them.
 
 The command line runs the pipeline. A process of its own (`python -m stagemesh.services.models.verification`) runs the
-reference implementation, because that imports torch. A job describes the work of this process, and a report its results.
+reference implementation, because that imports torch. A job describes the work of this process, and a report contains
+its results.
 Packages register reference implementations as entry points in the group `stagemesh.references`.
 """
 
@@ -9,9 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pydantic import JsonValue
+
+from stagemesh.common.typed_values import Value
 
 PROMPTS = ("Describe the sea in one sentence.", "What is 12 times 17?", "Wie heißt die Hauptstadt von Frankreich?")
 """The prompts that are verified by default."""
@@ -26,6 +29,9 @@ class DeployedStage:
     function: str
     model: Path
     options: Mapping[str, JsonValue]
+    """The options of the stage in the pipeline file."""
+    request_options: Mapping[str, Value]
+    """The values of the options that a request may set and that the requests omit."""
     accepts: frozenset[str]
     """The names of the tensors that the stage accepts. Empty if it receives the prompt."""
     emits: frozenset[str]
@@ -94,6 +100,9 @@ class VerificationJob:
     report: Path
 
 
+Verdict: TypeAlias = Literal["equal", "ties", "differs", "skipped"]
+
+
 @dataclass(frozen=True)
 class Comparison:
     """The result of the comparison of one output of a stage for one request.
@@ -106,7 +115,7 @@ class Comparison:
     request: int
     stage: str
     output: str
-    verdict: Literal["equal", "ties", "differs", "skipped"]
+    verdict: Verdict
     compared: int = 0
     differing: int = 0
     difference: float = 0.0

@@ -14,6 +14,8 @@ from pathlib import Path
 from stagemesh.services.models.qwen3_omni.reference import Conversation, Reference, Result
 from tests.repository.commands import ROOT
 
+__all__ = ["SOUND_HZ", "TORCHVISION", "Conversation", "Reference", "Result", "run"]
+
 TORCHVISION = Path(sys.prefix) / "torchvision"
 """The folder into which `make venv` installs torchvision, apart from the other packages."""
 SOUND_HZ = 16000

@@ -51,6 +51,7 @@ def find_groups(pipeline: "Pipeline", *, media: Sequence[str]) -> list[Reference
             stage.function or "",
             stage.model_path,
             stage.options,
+            {name: spec.default for name, spec in stage.signature.options.items()},
             frozenset(stage.signature.accepts),
             frozenset(stage.signature.emits),
         )
@@ -78,7 +79,9 @@ class ComparedOutputs:
 
     def __init__(self, pipeline: "Pipeline", groups: Sequence[ReferenceGroup]) -> None:
         self._pipeline = pipeline
-        sources = [f"{each.stage.name}.{output}" for group in groups for each in group.stages for output in each.outputs]
+        sources = [
+            f"{each.stage.name}.{output}" for group in groups for each in group.stages for output in each.outputs
+        ]
         found = {
             output.source: name
             for name, output in pipeline.outputs.items()
@@ -140,4 +143,3 @@ def compare(
     if report.code:
         raise error_class(report.code, report.reason)(report.message, reason=report.reason)
     return report.comparisons
-

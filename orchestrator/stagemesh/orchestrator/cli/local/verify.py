@@ -10,7 +10,6 @@ import typer
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.exit_codes import ExitCode
-from stagemesh.common.verification import PROMPTS, Comparison, VerificationRequest
 from stagemesh.orchestrator.cli.contexts.addresses import split_addresses
 from stagemesh.orchestrator.cli.error_output import AsJson
 from stagemesh.orchestrator.cli.local.up import run_until_signal
@@ -19,8 +18,9 @@ from stagemesh.orchestrator.cli.output import Cell, Column, fields, make_table, 
 
 if TYPE_CHECKING:
     from stagemesh.client import GenerateArguments
-    from stagemesh.client.requests import Medium, SamplingArguments
+    from stagemesh.client.requests import Medium, StageArguments
     from stagemesh.common.tensors import Array
+    from stagemesh.common.verification import Comparison, VerificationRequest
     from stagemesh.orchestrator.cli.local.verification import ComparedOutputs, ReferenceGroup
     from stagemesh.orchestrator.spec import Pipeline
 
@@ -62,15 +62,6 @@ PARAMETERS: Mapping[str, Parameter] = {
     ),
     "as_json": Parameter(AsJson, False),
 }
-_GREEDY: "SamplingArguments" = {
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
 _STYLES = {"equal": "green", "ties": "yellow", "differs": "red", "skipped": "dim"}
 
 
@@ -80,6 +71,7 @@ def verify(**values: Any) -> None:
     Exit with status 1 if an output differs by more than the tolerance, or if no output could be compared.
     """
     from stagemesh.client import ImageFile
+    from stagemesh.common.verification import PROMPTS, VerificationRequest
     from stagemesh.orchestrator.cli.local.verification import ComparedOutputs, compare, find_groups
     from stagemesh.orchestrator.spec import load_pipeline
 
@@ -100,9 +92,7 @@ def verify(**values: Any) -> None:
     ]
     run = partial(_Requests(requests, groups, outputs, media, timeout_s=values["timeout"]).run)
     tensors = _run(loaded, run, overrides=overrides, values=values)
-    comparisons = [
-        each for group in groups for each in compare(group, requests, tensors, device=values["device"])
-    ]
+    comparisons = [each for group in groups for each in compare(group, requests, tensors, device=values["device"])]
     _show(comparisons, requests, as_json=values["as_json"])
     verdicts = {each.verdict for each in comparisons}
     if "differs" in verdicts or not verdicts - {"skipped"}:
@@ -127,7 +117,7 @@ class _Requests:
 
     def __init__(
         self,
-        requests: Sequence[VerificationRequest],
+        requests: "Sequence[VerificationRequest]",
         groups: "Sequence[ReferenceGroup]",
         outputs: "ComparedOutputs",
         media: "Sequence[Medium]",
@@ -150,16 +140,31 @@ class _Requests:
                 tensors |= {f"{at}/{source}": tensor for source, tensor in self._outputs.tensors(result)}
         return tensors
 
-    def _arguments(self, request: VerificationRequest) -> "GenerateArguments":
+    def _arguments(self, request: "VerificationRequest") -> "GenerateArguments":
         limits = {"tokens": request.max_tokens, "frames": request.max_frames}
         return {
             "seed": request.seed,
             "outputs": list(self._outputs.names.values()),
-            "stages": {name: {**_GREEDY, "max_tokens": limits[unit]} for name, unit in self._sampling.items()},
+            "stages": {name: _greedy(limits[unit]) for name, unit in self._sampling.items()},
         }
 
 
-def _run(loaded: "Pipeline", run: Any, *, overrides: Mapping[str, str], values: Mapping[str, Any]) -> "dict[str, Array]":
+def _greedy(max_tokens: int) -> "StageArguments":
+    return {
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "max_tokens": max_tokens,
+    }
+
+
+def _run(
+    loaded: "Pipeline", run: Any, *, overrides: Mapping[str, str], values: Mapping[str, Any]
+) -> "dict[str, Array]":
     """Runs the requests on the running pipeline at --server, or else on one that is started and stopped."""
     if values["server"]:
         try:
@@ -190,7 +195,7 @@ def _run_pipeline(
         display.close()
 
 
-def _show(comparisons: Sequence[Comparison], requests: Sequence[VerificationRequest], *, as_json: bool) -> None:
+def _show(comparisons: "Sequence[Comparison]", requests: "Sequence[VerificationRequest]", *, as_json: bool) -> None:
     from dataclasses import asdict
 
     if as_json:
@@ -211,5 +216,5 @@ def _show(comparisons: Sequence[Comparison], requests: Sequence[VerificationRequ
     typer.echo(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
 
 
-def _difference(comparison: Comparison) -> Cell:
+def _difference(comparison: "Comparison") -> Cell:
     return f"{comparison.difference:.1e}" if comparison.limit else ""

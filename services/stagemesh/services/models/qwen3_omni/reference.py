@@ -56,7 +56,7 @@ class Forced:
     text: ForcedTokens
     first_codes: ForcedTokens
     residual_codes: ForcedTokens
-    """Those of all frames, one frame after another."""
+    """Contains the codes of all frames, one frame after another."""
 
 
 class Reference:

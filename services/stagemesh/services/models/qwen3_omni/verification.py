@@ -4,8 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-import numpy as np
-
 from stagemesh.common.tensors import Array
 from stagemesh.common.verification import Comparison, VerificationRequest, VerifiedStage
 from stagemesh.services.models.qwen3_omni.reference import Conversation, Forced, Reference, Result
@@ -34,7 +32,7 @@ _GREEDY = {"thinker_repetition_penalty": 1.0, "talker_repetition_penalty": 1.0}
 
 
 class Qwen3OmniReference:
-    """A `Reference` that repeats the choices of the thinker and of the talker. The talker and code2wav may be absent."""
+    """A `Reference` that repeats the choices of the thinker and the talker. Talker and code2wav may be absent."""
 
     def __init__(self, stages: Mapping[str, VerifiedStage], device: str) -> None:
         self._stages = stages
@@ -124,7 +122,9 @@ class _Choices:
         if len(self.text) < _LEAST_TOKENS:
             return "the answer is empty; use another prompt"
         groups, size = config.talker_config.num_code_groups, config.code2wav_config.codebook_size
-        if codes is not None and (codes.shape[1:] != (groups,) or (len(codes) and not 0 <= codes.min() <= codes.max() < size)):
+        if codes is not None and (
+            codes.shape[1:] != (groups,) or (len(codes) and not 0 <= codes.min() <= codes.max() < size)
+        ):
             return f"the codes are not frames of {groups} codes below {size} each"
         return ""
 

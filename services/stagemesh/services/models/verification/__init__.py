@@ -3,7 +3,9 @@
 This module contains the descriptors of the references that fit many models. It does not import torch.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 
 from stagemesh.common.verification import DeployedStage, ReferenceDescriptor, VerifiedStage
 from stagemesh.services.models.checkpoint import CONFIG, read_config
@@ -11,6 +13,7 @@ from stagemesh.services.models.checkpoint import CONFIG, read_config
 PROMPT_IDS, TOKEN_IDS = "prompt_ids", "token_ids"
 HIDDEN_STATES = "hidden_states"
 CODES, AUDIO, IMAGE = "codes", "audio", "image"
+_ALL = "all"
 
 
 def samples_text(stage: DeployedStage) -> bool:
@@ -42,16 +45,21 @@ def _find_language_models(stages: Sequence[DeployedStage]) -> Sequence[Sequence[
 
 
 def _find_diffusion(stages: Sequence[DeployedStage]) -> Sequence[Sequence[VerifiedStage]]:
-    parts = [stage for stage in stages if stage.engine == "diffusion"]
+    """Returns the group of each stage that runs a whole pipeline, or of the stages that run its parts."""
+    groups: defaultdict[tuple[Path, str], list[DeployedStage]] = defaultdict(list)
+    for stage in stages:
+        if stage.engine == "diffusion":
+            # The parts of one model form a group.
+            groups[stage.model, "" if _part(stage) != _ALL else stage.name].append(stage)
     return [
-        [
-            VerifiedStage(str(part.options.get("part", "all")), part, (IMAGE,) if part is last else ())
-            for part in parts
-            if part.model == last.model
-        ]
-        for last in parts
-        if IMAGE in last.emits
+        [VerifiedStage(_part(stage), stage, (IMAGE,) if IMAGE in stage.emits else ()) for stage in group]
+        for group in groups.values()
+        if any(IMAGE in stage.emits for stage in group)
     ]
+
+
+def _part(stage: DeployedStage) -> str:
+    return str(stage.options.get("part", _ALL))
 
 
 LANGUAGE_MODEL = ReferenceDescriptor(
@@ -63,4 +71,5 @@ DIFFUSION = ReferenceDescriptor(
     description="the diffusion stages of a pipeline (DiffusionPipeline of diffusers)",
     find=_find_diffusion,
     factory="stagemesh.services.models.verification.diffusion:DiffusionReference",
+    media=frozenset({"image"}),
 )

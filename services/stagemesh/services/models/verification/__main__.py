@@ -27,7 +27,7 @@ from stagemesh.common.verification import (
 def main(arguments: Sequence[str]) -> None:
     """Runs the job in the file that the only argument names."""
     job = TypeAdapter(VerificationJob).validate_json(Path(arguments[0]).read_bytes())
-    set_library_variables({"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"})
+    set_library_variables({"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"})
     logging.disable(logging.WARNING)
     try:
         report = VerificationReport(_run(job))

@@ -24,8 +24,8 @@ class Reference(Protocol):
     def compare(self, number: int, request: VerificationRequest, outputs: "Outputs") -> Iterable[Comparison]:
         """Yields the comparison of each output of the verified stages for one request.
 
-        `number` is the number of the request. A stage is compared given the pipeline's own outputs of the stages before,
-        so that an error of one stage does not appear in the stages after it.
+        `number` is the number of the request. The reference of a stage receives the pipeline's own outputs of the
+        stages before, so that an error of one stage does not appear in the stages after it.
         """
         ...
 

@@ -18,7 +18,7 @@ class ForcedTokens:
         self._tokens = iter(tokens)
         self.choices: list[ForcedChoice] = []
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:  # noqa: ARG002
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         """Returns scores that allow only the next token. `scores` is [1, vocabulary]."""
         chosen = next(self._tokens, None)
         if chosen is None:
@@ -29,7 +29,7 @@ class ForcedTokens:
         self.choices.append(ForcedChoice(chosen, int(logits.argmax()), float((best - logits[chosen]) / scale)))
         forced = torch.full_like(scores, -torch.inf)
         forced[0, chosen] = 0
-        return forced  # type: ignore[return-value]
+        return forced
 
 
 def forced_tokens(tokens: Array, ends: int | list[int] | None, max_tokens: int) -> list[int]:

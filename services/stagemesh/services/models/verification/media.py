@@ -38,7 +38,7 @@ def _read_image(path: Path) -> npt.NDArray[np.uint8]:
     from PIL import Image
 
     with Image.open(path) as image:
-        return np.asarray(image.convert("RGB"))
+        return np.array(image.convert("RGB"))
 
 
 def _read_audio(path: Path) -> npt.NDArray[np.float32]:
