@@ -14,7 +14,7 @@ from stagemesh.services.models.verification.comparison import (
     compare_numbers,
     compare_pixels,
 )
-from stagemesh.services.models.verification.forcing import ForcedTokens, forced_tokens
+from stagemesh.services.models.verification.forcing import ForcedTokens
 
 WHAT = Compared(0, "thinker", "token_ids", "float32")
 HALF = WHAT._replace(precision="bfloat16")
@@ -103,10 +103,3 @@ def test_forced_tokens_are_rated_by_the_logits() -> None:
     assert forced(logits, logits).argmax() == 0
     assert torch.equal(forced(logits, logits), logits)
     assert forced.choices == [ForcedChoice(2, 2, 0.0), ForcedChoice(0, 2, 0.75)]
-
-
-def test_a_text_that_ended_early_also_chose_its_end() -> None:
-    tokens = np.array([5, 6], np.int32)
-    assert forced_tokens(tokens, 9, 2) == [5, 6]
-    assert forced_tokens(tokens, [9, 8], 3) == [5, 6, 9]
-    assert forced_tokens(tokens, 6, 3) == [5, 6]

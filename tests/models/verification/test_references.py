@@ -94,7 +94,7 @@ def answer(model: Path) -> dict[str, Array]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     prompt = tokenize(AutoTokenizer.from_pretrained(model), REQUEST.prompt)
-    known = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    known: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ids = torch.from_numpy(prompt[None]).long()
     made = known.generate(ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
     return {"0/text.prompt_ids": prompt, "0/text.token_ids": made[0, len(prompt) :].numpy().astype(np.int32)}

@@ -23,7 +23,7 @@ from stagemesh.services.models.verification.comparison import (
     compare_exactly,
     compare_numbers,
 )
-from stagemesh.services.models.verification.forcing import ForcedTokens, forced_tokens
+from stagemesh.services.models.verification.forcing import ForcedTokens
 from stagemesh.services.models.verification.media import read_media
 
 _LEAST_TOKENS = 2
@@ -98,7 +98,7 @@ class _Choices:
 
     def __init__(self, request: VerificationRequest, tokens: Array | None, codes: Array | None, config: Any) -> None:
         end: int = config.talker_config.codec_eos_token_id
-        self.text = [] if tokens is None else forced_tokens(tokens, config.im_end_token_id, request.max_tokens)
+        self.text: list[int] = [] if tokens is None else tokens.tolist()
         # Without the talker, one frame is computed, because the reference always speaks.
         self._frames: Sequence[Sequence[int]] = [] if codes is None else codes.tolist()
         self.first_codes = [frame[0] for frame in self._frames] or [0]

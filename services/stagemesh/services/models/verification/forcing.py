@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 import torch
 
-from stagemesh.common.tensors import Array
 from stagemesh.services.models.verification.comparison import ForcedChoice
 
 
@@ -30,11 +29,3 @@ class ForcedTokens:
         forced = torch.full_like(scores, -torch.inf)
         forced[0, chosen] = 0
         return forced
-
-
-def forced_tokens(tokens: Array, ends: int | list[int] | None, max_tokens: int) -> list[int]:
-    """Returns the tokens of a stage, with the token that ended the text if the stage does not output it."""
-    chosen = [int(token) for token in tokens]
-    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    has_ended = len(chosen) < max_tokens and not (chosen and chosen[-1] in known)
-    return [*chosen, *known[:1]] if has_ended else chosen

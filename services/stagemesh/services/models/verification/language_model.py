@@ -24,7 +24,7 @@ from stagemesh.services.models.verification.comparison import (
     compare_exactly,
     compare_numbers,
 )
-from stagemesh.services.models.verification.forcing import ForcedTokens, forced_tokens
+from stagemesh.services.models.verification.forcing import ForcedTokens
 
 
 class LanguageModel:
@@ -46,7 +46,7 @@ class LanguageModel:
         if tokens is None:
             yield missing(what)
             return
-        forced = ForcedTokens(forced_tokens(tokens, self._model.generation_config.eos_token_id, request.max_tokens))
+        forced = ForcedTokens(tokens.tolist())
         states = self._run(prompt, tokens, forced)
         yield compare_choices(what, forced.choices)
         for name in self._stage.outputs:
