@@ -66,7 +66,7 @@ class Reference:
         from transformers import AutoTokenizer, Qwen3OmniMoeForConditionalGeneration
 
         self._folder = folder
-        self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         dtype = getattr(torch, precision)
         self.model: Any = load_model(Qwen3OmniMoeForConditionalGeneration, folder, dtype=dtype, device=device)
         # Checkpoints lack it, but transformers 5.19 reads it for prompts with audio and vision.
@@ -156,7 +156,7 @@ class Reference:
         return result
 
     def _prepare(self, conversation: Conversation) -> dict[str, Any]:
-        text = self._tokenizer.apply_chat_template(
+        text = self.tokenizer.apply_chat_template(
             list(conversation.messages), add_generation_prompt=True, tokenize=False
         )
         media: dict[str, Any] = {
@@ -166,7 +166,7 @@ class Reference:
         }
         media = {kind: items for kind, items in media.items() if items}
         if not media:
-            return dict(self._tokenizer(text, return_tensors="pt").to(self.model.device))
+            return dict(self.tokenizer(text, return_tensors="pt").to(self.model.device))
         from transformers import Qwen3OmniMoeProcessor
 
         if conversation.videos:

@@ -16,6 +16,8 @@ CODEBOOK = 64
 CODE_GROUPS = 4
 LOUDNESS = 0.02
 """Scale of the last convolution, so that the waveform is not clipped at -1 and 1."""
+CONFIDENCE = 4.0
+"""Scale of the logits of allowed tokens. Others have the logit 0, so that sampling chooses them rarely."""
 ENDING = 0.85
 """Scale of the logit of the last token of a turn, so that few texts end at once."""
 
@@ -71,13 +73,13 @@ def write(folder: Path, *, seed: int = 0) -> None:
 
 
 def _shape_outputs(model: Qwen3OmniMoeForConditionalGeneration, tokenizer: Qwen2Tokenizer) -> None:
-    """Makes text readable (a greedy token is printable, or ends the turn) and audio as loud as speech."""
+    """Makes text readable (nearly all tokens are printable, or end the turn) and audio as loud as speech."""
     vocabulary = tokenizer.get_vocab()
     end = vocabulary[_NAMED_TOKENS["eos_token"]]
     allowed = [*(vocabulary[token] for token in PRINTABLE), end]
     with torch.no_grad():
         head = model.get_parameter("thinker.lm_head.weight")
-        rows = head[allowed].clone()
+        rows = CONFIDENCE * head[allowed]
         head.zero_()
         head[allowed] = rows
         head[end] *= ENDING
