@@ -55,8 +55,8 @@ def language_model_precision(stage: VerifiedStage) -> str:
     chosen = str(stage.stage.options.get("dtype", _AUTO))
     if chosen == _AUTO:
         config = read_config(stage.stage.model)
-        sections = [config, *(part for part in config.values() if isinstance(part, dict))]
-        named = [section.get("dtype") or section.get("torch_dtype") for section in sections]
+        sections: list[Mapping[str, Any]] = [config, *(part for part in config.values() if isinstance(part, dict))]
+        named = [str(section.get("dtype") or section.get("torch_dtype")) for section in sections]
         chosen = next((name for name in named if name in _PRECISIONS), "bfloat16")
         return "bfloat16" if chosen == "float32" else chosen
     return chosen if chosen in _PRECISIONS else "bfloat16"

@@ -107,7 +107,7 @@ def compare_numbers(what: Compared, ours: Array, theirs: npt.NDArray[np.float32]
     verdict: Verdict = "equal" if difference <= limit else "differs"
     detail = "" if verdict == "equal" else _describe_largest(errors)
     differing = int((errors > limit).sum())
-    return Comparison(*what[:3], verdict, ours.size, differing, _finite(difference), limit, detail)
+    return Comparison(*what[:3], verdict, ours.size, differing, _finite(float(difference)), limit, detail)
 
 
 def compare_pixels(what: Compared, ours: npt.NDArray[np.uint8], theirs: npt.NDArray[np.float32]) -> Comparison:
