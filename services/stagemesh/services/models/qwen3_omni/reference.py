@@ -171,5 +171,5 @@ class Reference:
 
         if conversation.videos:
             media |= {"fps": conversation.frame_rate, "use_audio_in_video": conversation.use_audio_in_video}
-        processor = Qwen3OmniMoeProcessor.from_pretrained(self._folder)
+        processor: Any = Qwen3OmniMoeProcessor.from_pretrained(self._folder)
         return dict(processor(text=text, return_tensors="pt", **media).to(self.model.device))
