@@ -90,7 +90,7 @@ def verify(**values: Any) -> None:
         )
         for prompt in values["prompt"] or PROMPTS
     ]
-    run = partial(_Requests(requests, groups, outputs, media, timeout_s=values["timeout"]).run)
+    run = _Requests(requests, groups, outputs, media, timeout_s=values["timeout"]).run
     tensors = _run(loaded, run, overrides=overrides, values=values)
     comparisons = [each for group in groups for each in compare(group, requests, tensors, device=values["device"])]
     _show(comparisons, requests, as_json=values["as_json"])

@@ -55,7 +55,7 @@ class Qwen3OmniReference:
             )
         for role, stage in self._stages.items():
             for output in stage.outputs:
-                what, ours = Compared(number, stage.stage.name, output, _precision(stage, output)), None
+                what = Compared(number, stage.stage.name, output, _precision(stage, output))
                 ours = outputs.get(stage, output)
                 if ours is None:
                     yield missing(what)
