@@ -38,6 +38,7 @@ def test_help_lists_the_commands() -> None:
         for name in (
             "up",
             "serve",
+            "verify",
             "generate",
             "cancel",
             "context",

@@ -450,6 +450,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_UNKNOWN_TINY_MODEL: _ErrorReason.ValueType  # 191
     """No tiny model has this name. The message lists the names."""
+    ERROR_REASON_NO_REFERENCE: _ErrorReason.ValueType  # 192
+    """No stage of the pipeline has a reference implementation that accepts these requests. The message lists the stages
+    that `stagemesh verify` can compare.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is the catalogue of all errors. An RPC that fails ends with a gRPC status that contains one
@@ -886,6 +890,10 @@ name.
 """
 ERROR_REASON_UNKNOWN_TINY_MODEL: ErrorReason.ValueType  # 191
 """No tiny model has this name. The message lists the names."""
+ERROR_REASON_NO_REFERENCE: ErrorReason.ValueType  # 192
+"""No stage of the pipeline has a reference implementation that accepts these requests. The message lists the stages
+that `stagemesh verify` can compare.
+"""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 class _ErrorMetadataKey:

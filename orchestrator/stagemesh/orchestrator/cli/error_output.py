@@ -42,6 +42,7 @@ _EXTRAS = {
     "pipeline": "orchestrator",
     "probe-transport": "stage",
     "up": "orchestrator",
+    "verify": "orchestrator",
 }
 
 

@@ -6,7 +6,7 @@ from stagemesh.orchestrator.cli import admin, cancel, generate, models, pipeline
 from stagemesh.orchestrator.cli.contexts import commands as contexts
 from stagemesh.orchestrator.cli.error_output import ErrorGroup
 from stagemesh.orchestrator.cli.k8s import commands as k8s
-from stagemesh.orchestrator.cli.local import demo, serve, up
+from stagemesh.orchestrator.cli.local import demo, serve, up, verify
 from stagemesh.orchestrator.cli.options import with_parameters
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app.add_typer(admin.app, name="admin")
 app.command("top")(with_parameters(top.top, top.PARAMETERS))
 app.add_typer(contexts.app, name="context")
 app.add_typer(models.app, name="models")
+app.command("verify")(with_parameters(verify.verify, verify.PARAMETERS))
 app.command("demo")(with_parameters(demo.demo, demo.PARAMETERS))
 app.add_typer(serve.app, name="serve")
 app.command("probe-transport")(probe_transport.probe_transport)

@@ -1,5 +1,7 @@
 """Qwen3-Omni in three stages: thinker, talker and code2wav. This module contains the descriptors."""
 
+from collections.abc import Sequence
+
 from stagemesh.common.descriptors import (
     CodecModelDescriptor,
     Emitted,
@@ -9,6 +11,8 @@ from stagemesh.common.descriptors import (
     TransformDescriptor,
 )
 from stagemesh.common.tensors import FLOAT, TensorSpec
+from stagemesh.common.verification import DeployedStage, ReferenceDescriptor, VerifiedStage
+from stagemesh.services.models.verification import AUDIO, CODES, has_architecture, samples_text, text_outputs
 
 MODEL_TYPE = "qwen3_omni_moe"
 SAMPLE_RATE_HZ = 24_000
@@ -49,4 +53,34 @@ CODE2WAV = FunctionDescriptor(
         emits={"audio": Emitted(TensorSpec("float32", ("samples",)), kind="audio", sample_rate_hz=SAMPLE_RATE_HZ)},
     ),
     factory="stagemesh.services.models.qwen3_omni.code2wav:make_code2wav",
+)
+
+
+def _find_stages(stages: Sequence[DeployedStage]) -> Sequence[Sequence[VerifiedStage]]:
+    """Returns the group of each thinker: the thinker, and talker and code2wav of the same checkpoint."""
+    thinkers = [stage for stage in stages if samples_text(stage) and has_architecture(stage, _ARCHITECTURE)]
+    return [
+        [
+            VerifiedStage("thinker", thinker, text_outputs(thinker), "tokens"),
+            *(
+                VerifiedStage("talker", stage, (CODES,), "frames")
+                for stage in stages
+                if stage.engine == "vllm" and stage.emits >= {CODES} and stage.model == thinker.model
+            ),
+            *(
+                VerifiedStage("code2wav", stage, (AUDIO,))
+                for stage in stages
+                if stage.function == "qwen3_omni.code2wav" and stage.model == thinker.model
+            ),
+        ]
+        for thinker in thinkers
+    ]
+
+
+_ARCHITECTURE = "Qwen3OmniMoeForConditionalGeneration"
+REFERENCE = ReferenceDescriptor(
+    description="thinker, talker and code2wav of Qwen3-Omni (transformers)",
+    find=_find_stages,
+    factory="stagemesh.services.models.qwen3_omni.verification:Qwen3OmniReference",
+    media=frozenset({"image", "audio"}),
 )
