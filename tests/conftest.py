@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,16 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell makes its background jobs ignore Ctrl-C. The commands under test would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Qwen3-Omni, which all tests of a process share. They must not write to it."""
+    from stagemesh.services.models.qwen3_omni import tiny
+
+    folder = tmp_path_factory.mktemp("tiny-qwen3-omni")
+    tiny.write(folder)
+    return folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

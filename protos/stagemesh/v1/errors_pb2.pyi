@@ -440,6 +440,12 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The caller's credentials are missing, invalid or expired. Present valid credentials. If the metadata names a replica,
     the replica rejected the orchestrator's credentials, which the operator must correct.
     """
+    ERROR_REASON_FOLDER_NOT_EMPTY: _ErrorReason.ValueType  # 190
+    """The folder to write a model to contains files. Choose another folder, or add --force to replace files of the same
+    name.
+    """
+    ERROR_REASON_UNKNOWN_TINY_MODEL: _ErrorReason.ValueType  # 191
+    """No tiny model has this name. The message lists the names."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is the catalogue of all errors. An RPC that fails ends with a gRPC status that contains one
@@ -866,6 +872,12 @@ ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 151
 """The caller's credentials are missing, invalid or expired. Present valid credentials. If the metadata names a replica,
 the replica rejected the orchestrator's credentials, which the operator must correct.
 """
+ERROR_REASON_FOLDER_NOT_EMPTY: ErrorReason.ValueType  # 190
+"""The folder to write a model to contains files. Choose another folder, or add --force to replace files of the same
+name.
+"""
+ERROR_REASON_UNKNOWN_TINY_MODEL: ErrorReason.ValueType  # 191
+"""No tiny model has this name. The message lists the names."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 class _ErrorMetadataKey:

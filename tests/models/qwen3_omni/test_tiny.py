@@ -1,0 +1,78 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from stagemesh.services.models.qwen3_omni import tiny
+from tests.models.qwen3_omni.reference import Conversation, Reference, Result
+
+CODEC_TOKENS = 24
+
+
+def say(text: str, *, speaker: str = "Ethan") -> Conversation:
+    return Conversation([{"role": "user", "content": text}], speaker=speaker)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_qwen3_omni: Path) -> Reference:
+    return Reference(tiny_qwen3_omni)
+
+
+@pytest.fixture(scope="module")
+def answer(reference: Reference) -> Result:
+    return reference.generate(say("Hello"), text_tokens=24, codec_tokens=CODEC_TOKENS)
+
+
+def test_greedy_text_varies(answer: Result) -> None:
+    assert len(set(answer.text_ids.tolist())) >= 12
+
+
+def test_codes_vary_in_each_group(answer: Result) -> None:
+    assert answer.codes.shape == (CODEC_TOKENS - 1, tiny.CODE_GROUPS)
+    assert all(len(set(group)) >= 8 for group in answer.codes.T.tolist())
+    assert answer.codes.max() < tiny.CODEBOOK
+
+
+def test_the_waveform_is_as_loud_as_speech(answer: Result) -> None:
+    assert 0.05 < answer.waveform.std() < 0.5
+    assert np.abs(answer.waveform).max() < 1
+
+
+def test_text_and_speech_depend_on_the_prompt(reference: Reference, answer: Result) -> None:
+    other = reference.generate(say("What is this?"), text_tokens=24, codec_tokens=CODEC_TOKENS)
+    assert other.text_ids.tolist() != answer.text_ids.tolist()
+    assert other.codes.tolist() != answer.codes.tolist()
+
+
+def test_speech_depends_on_the_speaker(reference: Reference, answer: Result) -> None:
+    other = reference.generate(say("Hello", speaker="Chelsie"), text_tokens=24, codec_tokens=CODEC_TOKENS)
+    assert other.text_ids.tolist() == answer.text_ids.tolist()
+    assert other.codes.tolist() != answer.codes.tolist()
+
+
+def test_each_module_of_the_vocoder_changes_the_waveform(reference: Reference, answer: Result) -> None:
+    import torch
+
+    code2wav = reference.model.code2wav
+    codes = torch.from_numpy(answer.codes.T[None])
+    for name, weight in code2wav.named_parameters():
+        before = weight.detach().clone()
+        with torch.no_grad():
+            weight.mul_(0.5).add_(0.1)
+            changed = code2wav(codes).flatten().numpy()
+            weight.copy_(before)
+        assert np.abs(changed - answer.waveform).max() > 1e-3, name
+
+
+def test_a_seed_determines_the_weights(tiny_qwen3_omni: Path, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        tiny.write(tmp_path / str(seed), seed=seed)
+    first, second = (load_file(tmp_path / seed / "model.safetensors") for seed in ("0", "1"))
+    kept = load_file(tiny_qwen3_omni / "model.safetensors")
+    assert all(np.array_equal(first[name], kept[name]) for name in kept)
+    assert not any(np.array_equal(first[name], second[name]) for name in kept)
+
+
+def test_the_checkpoint_is_small(tiny_qwen3_omni: Path) -> None:
+    assert sum(path.stat().st_size for path in tiny_qwen3_omni.iterdir()) < 10 << 20
