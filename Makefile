@@ -30,9 +30,10 @@ help: ## List the commands
 
 venv: .venv/.stamp ## Install everything, locked, into .venv
 
-.venv/.stamp: pyproject.toml requirements/cpu.txt requirements/dev.txt
+.venv/.stamp: pyproject.toml requirements/cpu.txt requirements/dev.txt requirements/torchvision.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) -r requirements/cpu.txt -r requirements/dev.txt
+	$(PIP) --upgrade --target .venv/torchvision -r requirements/torchvision.txt
 	$(PIP) --no-build-isolation --editable .
 	@touch $@
 

@@ -4,6 +4,7 @@
 - cpu.txt: all parts, without a GPU. `make venv` and the image `stage-cpu` install it.
 - cuda.txt: all parts, with CUDA. The image `stage-cuda` installs it.
 - dev.txt: what tests and checks the project, in addition to cpu.txt.
+- torchvision.txt: torchvision, in a folder of its own.
 - checkov.txt: Checkov, in an environment of its own.
 
 Each is installed with `pip install --no-deps`, so that pip installs nothing else. Run by `make lock`.
@@ -41,6 +42,9 @@ All parts of Stagemesh, without a GPU. torch must be the CPU build: if the packa
 CHECKOV_WHAT = """\
 Checkov, which checks the rendered chart. It has an environment of its own, because its requirements contradict
 # those of the project."""
+TORCHVISION_WHAT = """\
+torchvision, for tests of models that process images and video. `make venv` installs it into .venv/torchvision, apart
+# from cpu.txt: transformers imports it wherever it is installed, and it is a CUDA build."""
 PROJECT = f"{HERE.parent}[{{}}]"
 FAILED = """\
 pip found no versions. If it names a constraint, that is a line of requirements/*.txt: delete the line of this package
@@ -85,7 +89,9 @@ def write(name: str, *, what: str, pins: Mapping[str, str], excluded: frozenset[
 
 def main() -> None:
     """Resolves everything for a CPU together, then the parts of it. Resolves CUDA apart, because torch differs."""
-    everything = resolve(PROJECT.format(ALL_EXTRAS), constraints=read("orchestrator.txt", "cpu.txt", "dev.txt"))
+    everything = resolve(
+        PROJECT.format(ALL_EXTRAS), constraints=read("orchestrator.txt", "cpu.txt", "dev.txt", "torchvision.txt")
+    )
     cpu = resolve(PROJECT.format(CPU_EXTRAS), constraints=everything)
     orchestrator = resolve(PROJECT.format(ORCHESTRATOR_EXTRAS), constraints=everything)
     # Without pip's configuration, which may offer CPU builds of torch.
@@ -99,6 +105,7 @@ def main() -> None:
     write("cpu.txt", what=CPU_WHAT, pins=cpu, excluded=EXCLUDED)
     write("cuda.txt", what="All parts of Stagemesh, with CUDA.", pins=cuda)
     write("dev.txt", what="What tests and checks it, in addition to cpu.txt.", pins=tools, excluded=EXCLUDED)
+    write("torchvision.txt", what=TORCHVISION_WHAT, pins={"torchvision": cpu["torchvision"]})
     checkov = resolve("checkov", constraints=read("checkov.txt"))
     write("checkov.txt", what=CHECKOV_WHAT, pins=checkov)
 

@@ -22,7 +22,6 @@ from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import Task, Usage
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.engines.function.engine import FunctionEngine
-from stagemesh.services.models.codec_speech import vocoder as vocoder_module
 from stagemesh.services.models.codec_speech.streaming import BatchState, StreamState
 from stagemesh.services.models.codec_speech.vocoder import CodecVocoder
 from stagemesh.services.models.qwen3_omni.code2wav import make_code2wav
@@ -196,7 +195,7 @@ def test_long_packets_are_decoded_in_pieces(vocoder: CodecVocoder, monkeypatch: 
     codes, most = random_codes(2000), _MostFrames(vocoder, monkeypatch)
     first, second = (vocoder.open(seed=0, options={}) for _ in range(2))
     long = [joined(made) for made in vocoder([Call(state, Packet({"codes": codes})) for state in (first, second)])]
-    assert most.frames <= vocoder_module._MAX_BATCH_FRAMES
+    assert most.frames <= vocoder._max_frames
     short = decode(vocoder, codes, range(25, 2000, 25))
     for samples in long:
         assert_equal(samples, short)

@@ -26,7 +26,10 @@ _SOURCES = {
     "orchestrator.spec": "command",
     "services": "stage",
     "services.models": "command",
+    "services.models.checkpoint": "stage",
+    "services.models.codec_speech": "stage",
     "services.models.hibari": "stage",
+    "services.models.qwen3_omni": "stage",
 }
 
 

@@ -30,6 +30,9 @@ DTYPES: Mapping[str, np.dtype[np.generic]] = {
     "float32": np.dtype("<f4"),
     "float64": np.dtype("<f8"),
 }
+FLOAT = "float"
+"""Any floating-point dtype, in a `TensorSpec`."""
+_FLOATS = frozenset({FLOAT, "float16", "bfloat16", "float32", "float64"})
 MAX_DIMENSIONS = 16
 
 _WIRE_NAMES: Mapping[int, str] = {
@@ -49,6 +52,7 @@ class TensorSpec:
     """
 
     dtype: str
+    """A key of `DTYPES`, or `FLOAT` in the descriptor of a transform that works with any floating-point dtype."""
     shape: tuple[int | str, ...]
 
     @classmethod
@@ -71,7 +75,7 @@ class TensorSpec:
     def accepts(self, other: "TensorSpec") -> bool:
         """Returns whether each tensor of the type `other` also has this type."""
         return (
-            self.dtype == other.dtype
+            _dtypes_fit(self.dtype, other.dtype)
             and len(self.shape) == len(other.shape)
             and all(
                 isinstance(mine, str) or mine == theirs for mine, theirs in zip(self.shape, other.shape, strict=True)
@@ -83,11 +87,15 @@ class TensorSpec:
 
         The error message names the tensor as `name`.
         """
-        fits = tensor.dtype == DTYPES[self.dtype] and tensor.ndim == len(self.shape)
+        fits = _dtypes_fit(self.dtype, dtype_name(tensor)) and tensor.ndim == len(self.shape)
         if not fits or any(
             isinstance(want, int) and want != have for want, have in zip(self.shape, tensor.shape, strict=True)
         ):
             raise InvalidChunkError(f"tensor {name!r} is {tensor.dtype}{list(tensor.shape)}; expected {self}")
+
+
+def _dtypes_fit(first: str, second: str) -> bool:
+    return first == second or (FLOAT in (first, second) and {first, second} <= _FLOATS)
 
 
 def dtype_name(tensor: Array) -> str:

@@ -64,17 +64,16 @@ class Reference:
 
         self._folder = folder
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model: Any = Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model: Any = Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
         # Checkpoints lack it, but transformers 5.19 reads it for prompts with audio and vision.
         self.model.talker.config.audio_config = self.model.thinker.config.audio_config
+        self._chunked_decode = self.model.code2wav.chunked_decode
+        self.model.code2wav.chunked_decode = self._record_codes
+        self._codes: Any = None
 
     def generate(self, conversation: Conversation, *, text_tokens: int, codec_tokens: int) -> Result:
         """Computes at most `text_tokens` tokens of text and `codec_tokens` codec tokens."""
         inputs = self._prepare(conversation)
-        code2wav, decoded = self.model.code2wav, []
-        code2wav.chunked_decode = lambda codes, **sizes: (
-            decoded.append(codes) or type(code2wav).chunked_decode(code2wav, codes, **sizes)
-        )
         with warnings.catch_warnings():
             # The talker's prompt consists of states, so its repetition penalty applies only to generated codes.
             warnings.filterwarnings("ignore", "Passing `repetition_penalty` with `inputs_embeds`")
@@ -96,9 +95,13 @@ class Reference:
         return Result(
             prompt_ids=sequences[0, :prompt].numpy(),
             text_ids=sequences[0, prompt:].numpy(),
-            codes=decoded[0][0].T.numpy(),
+            codes=self._codes[0].T.numpy(),
             waveform=waveform.flatten().numpy(),
         )
+
+    def _record_codes(self, codes: Any, **sizes: int) -> Any:
+        self._codes = codes
+        return self._chunked_decode(codes, **sizes)
 
     def _prepare(self, conversation: Conversation) -> dict[str, Any]:
         text = self._tokenizer.apply_chat_template(

@@ -1,17 +1,23 @@
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from stagemesh.services.models.qwen3_omni import tiny
-from tests.models.qwen3_omni.reference import Conversation, Reference, Result
+from tests.models.qwen3_omni.reference import SOUND_HZ, Conversation, Reference, Result, run
 
 CODEC_TOKENS = 24
 
 
 def say(text: str, *, speaker: str = "Ethan") -> Conversation:
     return Conversation([{"role": "user", "content": text}], speaker=speaker)
+
+
+def ask(*kinds: str, **media: Any) -> Conversation:
+    parts = [{"type": "text", "text": "What is it?"}, *({"type": kind} for kind in kinds)]
+    return Conversation([{"role": "user", "content": parts}], **media)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +69,37 @@ def test_each_module_of_the_vocoder_changes_the_waveform(reference: Reference, a
             changed = code2wav(codes).flatten().numpy()
             weight.copy_(before)
         assert np.abs(changed - answer.waveform).max() > 1e-3, name
+
+
+@pytest.fixture(scope="module")
+def media_answers(tiny_qwen3_omni: Path) -> list[Result]:
+    """The answers to the same text with no media, an image, audio, a video, all of them, and a video with sound."""
+    noise = np.random.default_rng(0)
+    image = noise.integers(0, 256, (64, 96, 3), dtype=np.uint8)
+    sound = noise.normal(0, 0.1, 2 * SOUND_HZ).astype(np.float32)
+    video = noise.integers(0, 256, (4, 64, 64, 3), dtype=np.uint8)
+    conversations = [
+        ask(),
+        ask("image", images=[image]),
+        ask("audio", audio=[sound]),
+        ask("video", videos=[video]),
+        ask("image", "audio", "video", images=[image], audio=[sound], videos=[video]),
+        ask("video", audio=[sound], videos=[video], use_audio_in_video=True),
+    ]
+    return run(tiny_qwen3_omni, conversations, text_tokens=8, codec_tokens=8)
+
+
+def test_each_kind_of_media_has_its_tokens(media_answers: list[Result]) -> None:
+    # The smallest video has 2 x 12 x 12 tokens; each kind has a token at its begin and its end.
+    text = len(media_answers[0].prompt_ids)
+    image, sound, video = 2 * 3 + 2, 26 + 2, 2 * 12 * 12 + 2
+    sizes = [len(answer.prompt_ids) - text for answer in media_answers]
+    assert sizes == [0, image, sound, video, image + sound + video, sound + video]
+
+
+def test_text_and_speech_depend_on_each_kind_of_media(media_answers: list[Result]) -> None:
+    assert len({tuple(answer.text_ids) for answer in media_answers}) == len(media_answers)
+    assert len({answer.codes.tobytes() for answer in media_answers}) == len(media_answers)
 
 
 def test_a_seed_determines_the_weights(tiny_qwen3_omni: Path, tmp_path: Path) -> None:

@@ -200,12 +200,14 @@ def read_handle(handle: Handle, memory: memoryview, *, slab_offset: int, slab_by
     return {tensor.name: _view(tensor, handle, memory) for tensor in handle.tensors}
 
 
-def without_content(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, Array]:
-    """Returns a placeholder tensor of zeros for each name and shape in `shapes`. `dtype` is a key of `DTYPES`.
+def without_content(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> dict[str, Array]:
+    """Returns a placeholder tensor of zeros for each name and shape in `shapes`.
+
+    `dtypes` contains the key in `DTYPES` of each tensor's dtype, by tensor name.
 
     The tensors use almost no memory, because all elements of a tensor share the memory of one element.
     """
-    return {name: np.broadcast_to(np.zeros((), DTYPES[dtype]), shape) for name, shape in shapes.items()}
+    return {name: np.broadcast_to(np.zeros((), DTYPES[dtypes[name]]), shape) for name, shape in shapes.items()}
 
 
 def _view(tensor: PlacedTensor, handle: Handle, memory: memoryview) -> Array:

@@ -8,7 +8,16 @@ from pydantic import JsonValue
 
 from stagemesh.common.descriptors import Emitted, EngineDescriptor, Signature, load_codec_model_descriptor
 from stagemesh.common.tensors import TensorSpec
-from stagemesh.services.engines.vllm.options import CODES, INPUTS_EMBEDS, PROMPT_IDS, STATES, CodecOptions, own_options
+from stagemesh.services.engines.vllm.options import (
+    AXES,
+    CODES,
+    INPUTS_EMBEDS,
+    POSITIONS,
+    PROMPT_IDS,
+    STATES,
+    CodecOptions,
+    own_options,
+)
 
 _SAMPLED = {
     "text": Emitted(TensorSpec("uint8", ("bytes",)), kind="text"),
@@ -25,8 +34,9 @@ def _signature(_function: str | None, options: Mapping[str, JsonValue]) -> Signa
     if own.embeddings is not None:
         accepts[INPUTS_EMBEDS] = TensorSpec(own.embeddings.dtype, ("tokens", "hidden"))
     if own.hidden_states is not None:
-        rows = Emitted(TensorSpec(own.hidden_states.dtype, ("tokens", "hidden")))
-        emits |= dict.fromkeys(own.hidden_states.tensors, rows)
+        widths = {POSITIONS: AXES}
+        for name, dtype in own.hidden_states.tensors.items():
+            emits[name] = Emitted(TensorSpec(dtype, ("tokens", widths.get(name, "hidden"))))
     return Signature(accepts, emits, sampling=True, adapters=bool(options.get("enable_lora")), media=not accepts)
 
 

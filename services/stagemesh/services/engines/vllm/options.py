@@ -4,6 +4,7 @@ import vLLM.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
@@ -11,8 +12,13 @@ from pydantic import ConfigDict, Field, JsonValue
 
 from stagemesh.services.engines.options import parse_options
 
-Layer: TypeAlias = int | Literal["last"]
+Layer: TypeAlias = int | Literal["last", "accept"]
 LAST: Literal["last"] = "last"
+ACCEPT: Literal["accept"] = "accept"
+POSITIONS = "positions"
+"""The name of the tensor that contains the positions of tokens for M-RoPE."""
+AXES = 3
+"""The number of axes of a position: time, height and width."""
 _NO_OTHERS = ConfigDict(extra="forbid")
 
 
@@ -33,10 +39,12 @@ class HiddenStatesOptions:
     """The layers whose hidden states are emitted.
 
     A number N selects the input of decoder layer N. Number 0 therefore selects the embeddings. `last` selects the state
-    after the final norm.
+    after the final norm. `accept` selects the layer that the talker of the same checkpoint accepts.
     """
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
     """The dtype of the emitted tensors, independent of the model's dtype."""
+    positions: bool = False
+    """Whether the stage also emits the positions of the tokens for M-RoPE, as the tensor `positions`."""
     share_bytes: int = 0
     """The size of the worker's part of the arena for hidden states, in bytes. 0 means a quarter of the arena."""
 
@@ -46,15 +54,20 @@ class HiddenStatesOptions:
         if any(isinstance(layer, int) and layer < 0 for layer in self.layers):
             raise ValueError(f"layers is {list(self.layers)}; layers count from 0, and `last` is the last layer")
 
-    @property
-    def inner_layers(self) -> list[int]:
-        """The numbers in `layers`, sorted. Does not include `last`."""
-        return sorted(layer for layer in self.layers if isinstance(layer, int))
+    def inner_layers(self, *, accept: int | None) -> dict[str, int]:
+        """Returns the numbers of the emitted layers except `last`, by tensor name and in order.
+
+        `accept` is the number of the layer `accept`. If it is None, the layer is omitted.
+        """
+        numbers = {tensor_name(layer): accept if layer == ACCEPT else layer for layer in self.layers}
+        inner = {name: number for name, number in numbers.items() if isinstance(number, int)}
+        return dict(sorted(inner.items(), key=itemgetter(1)))
 
     @property
-    def tensors(self) -> list[str]:
-        """The names of the tensors that the stage emits, one for each layer."""
-        return [tensor_name(layer) for layer in self.layers]
+    def tensors(self) -> dict[str, str]:
+        """The dtypes of the tensors that the stage emits, by tensor name."""
+        states = {tensor_name(layer): self.dtype for layer in self.layers}
+        return states | ({POSITIONS: "int32"} if self.positions else {})
 
 
 INPUTS_EMBEDS = "inputs_embeds"

@@ -96,9 +96,12 @@ class _Checkpoints(RequestHook):
         before, count = self._seen_tokens, len(self._request.sampled)
         self._seen_tokens = count
         if self._interval and before // self._interval != count // self._interval and not finished:
-            logprobs = self._request.logprobs
+            logprobs, saved_state = self._request.logprobs, self._request.saved_state
             tensors = {_PROMPT: _digest(self._request.prompt), **(logprobs.state() if logprobs is not None else {})}
-            yield Checkpoint(count, tuple(self._request.sampled), tensors)
+            if saved_state is not None:
+                count, state = saved_state()
+                tensors |= state
+            yield Checkpoint(count, tuple(self._request.sampled[:count]), tensors)
 
 
 def remaining_params(params: Params, *, resumed: int) -> Params:

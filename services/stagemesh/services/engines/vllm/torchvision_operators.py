@@ -19,17 +19,17 @@ _libraries: list[torch.library.Library] = []
 def declare_operators() -> None:
     """Declares the operators if torch has no CUDA and torchvision's own library cannot be loaded.
 
-    PyPI's wheels of torchvision are built for CUDA. On a CPU, `import torchvision` fails, because it refers to operators
-    that its library would define. Processors of images and video do not call them. Call this before anything imports
-    torchvision.
+    PyPI's wheels of torchvision are built for CUDA. On a CPU, `import torchvision` fails, because it refers to
+    operators that its library would define. Processors of images and video do not call them. Call this before
+    anything imports torchvision. vLLM does so in each of its processes (entry point `vllm.platform_plugins`).
     """
     torchvision = find_spec("torchvision")
     if _libraries or torch.version.cuda is not None or torchvision is None or torchvision.origin is None:
         return
     try:
-        torch.ops.load_library(str(Path(torchvision.origin).with_name("_C.so")))
+        torch.ops.load_library(str(Path(torchvision.origin).with_name("_C.so")))  # type: ignore[no-untyped-call]
     except OSError:
-        library = torch.library.Library("torchvision", "DEF")
+        library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
         for operator in _OPERATORS:
-            library.define(operator)
+            library.define(operator)  # type: ignore[no-untyped-call]
         _libraries.append(library)

@@ -19,8 +19,11 @@ from stagemesh.services.engines.options import parse_options
 from stagemesh.services.engines.torch_device import choose_device, limit_threads
 from stagemesh.services.models.codec_speech.streaming import BatchState, StreamState
 
-_MAX_BATCH_FRAMES = 256
-"""The maximum number of frames that are decoded together, summed over the streams of a batch. Bounds the memory."""
+_MAX_BATCH_FRAMES = {"cpu": 256, "cuda": 1024}
+"""The maximum number of frames that are decoded together, summed over the streams of a batch, by the type of device.
+
+Bounds the memory. With Qwen3-Omni's weights, 256 frames need 1.3 GB in float32.
+"""
 
 
 class CodecDecoder(Protocol):
@@ -74,6 +77,7 @@ class CodecVocoder:
 
     def __init__(self, decoder: CodecDecoder) -> None:
         self._decoder = decoder
+        self._max_frames = _MAX_BATCH_FRAMES[decoder.device.type]
         # The first call on a device is slow, because libraries load their kernels.
         for _ in self._decode(np.zeros((1, 1, decoder.groups), np.int32), BatchState([StreamState()])):
             pass
@@ -106,12 +110,12 @@ class CodecVocoder:
                 )
                 groups[len(_codes(call)), call.state.memory is None].append(number)
         for (frames, _), numbers in groups.items():
-            rows = max(1, _MAX_BATCH_FRAMES // frames)
+            rows = max(1, self._max_frames // frames)
             yield from (numbers[start : start + rows] for start in range(0, len(numbers), rows))
 
     def _decode(self, codes: npt.NDArray[np.int32], rows: BatchState) -> Iterator[npt.NDArray[np.float32]]:
         """Decodes int32[rows, frames, groups] in pieces. Yields float32[rows, samples] of each piece."""
-        frames = max(1, _MAX_BATCH_FRAMES // len(codes))
+        frames = max(1, self._max_frames // len(codes))
         for start in range(0, codes.shape[1], frames):
             piece = torch.from_numpy(codes[:, start : start + frames]).to(self._decoder.device)
             yield self._decoder(piece, rows).cpu().numpy()

@@ -8,7 +8,7 @@ from stagemesh.common.descriptors import (
     Signature,
     TransformDescriptor,
 )
-from stagemesh.common.tensors import TensorSpec
+from stagemesh.common.tensors import FLOAT, TensorSpec
 
 MODEL_TYPE = "qwen3_omni_moe"
 SAMPLE_RATE_HZ = 24_000
@@ -29,8 +29,13 @@ TALKER = CodecModelDescriptor(
 )
 
 THINKER2TALKER = TransformDescriptor(
-    takes={"prompt_ids": TensorSpec("int32", ("tokens",)), "token_ids": TensorSpec("int32", ("tokens",))},
-    gives=_ROWS,
+    takes={
+        "prompt_ids": TensorSpec("int32", ("tokens",)),
+        "token_ids": TensorSpec("int32", ("tokens",)),
+        "hidden_states_accept": TensorSpec(FLOAT, ("tokens", "hidden")),
+        "positions": TensorSpec("int32", ("tokens", 3)),
+    },
+    gives={**_ROWS, "states": TensorSpec(FLOAT, ("tokens", "hidden"))},
     factory="stagemesh.services.models.qwen3_omni.thinker2talker:Thinker2Talker",
 )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +26,7 @@ class Talker2Code2Wav:
                 "the transform qwen3_omni.talker2code2wav needs a checkpoint folder; set `model` of the edge's stages",
                 reason="INVALID_CONFIG",
             )
-        config = read_section(model, read_config(model), name="code2wav_config", kind=_CodebookConfig)
-        self._codebook_size = config.codebook_size
+        self._codebook_size = _codebook_size(model)
 
     def push(self, packet: Packet) -> Sequence[Packet]:
         codes = packet.tensors["codes"].astype(np.int32, copy=False)
@@ -42,3 +42,8 @@ class Talker2Code2Wav:
 @dataclass(frozen=True)
 class _CodebookConfig:
     codebook_size: PositiveInt = 2048
+
+
+@lru_cache(maxsize=8)
+def _codebook_size(model: Path) -> int:
+    return read_section(model, read_config(model), name="code2wav_config", kind=_CodebookConfig).codebook_size

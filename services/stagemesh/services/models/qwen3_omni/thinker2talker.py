@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.tensors import Array
@@ -16,6 +18,10 @@ _PADDED = 4
 _CODEC_SLOTS = 6
 """The length of the talker's codec prefix, whose codes are added to the last rows of the prompt."""
 _NO_SLOT = -1
+_AXES = 3
+STATES = "hidden_states_accept"
+Tokens: TypeAlias = npt.NDArray[np.int32]
+_NO_TOKENS: Tokens = np.empty(0, np.int32)
 
 
 class Thinker2Talker:
@@ -23,7 +29,9 @@ class Thinker2Talker:
 
     The talker's prompt consists of the user's messages and of nine rows that begin the answer: the header of the
     message, padding, a begin marker and the first token of the answer. Each later row has the next token of the answer.
-    The last token of the thinker is not spoken, because it ends the answer; an end marker replaces it.
+    The last token of the thinker is not spoken, because it ends the answer; an end marker replaces it. A text row needs
+    only the token. The row of an image, audio or video needs the thinker's state, and the positions of a prompt with
+    media depend on the media, so that these rows wait for the thinker's prefill.
     """
 
     def __init__(self, model: Path | None) -> None:
@@ -33,58 +41,96 @@ class Thinker2Talker:
                 reason="INVALID_CONFIG",
             )
         self._tokens = TextTokens.of(read_config(model))
-        self._next_row = 0
+        self._prompt = _NO_TOKENS
+        self._user: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
+        """Whether the user's messages contain each token of the prompt."""
+        self._user_left = 0
+        self._thinker_position = -1
+        """The thinker's largest position among the rows so far."""
+        self._next_row, self._next_position = 0, 0
         self._prompt_rows = 0
-        self._last_token: int | None = None
-        self._header: list[int] = []
+        self._unspoken = _NO_TOKENS
+        """The last sampled token, which is written when a further token shows that it does not end the answer."""
 
     def push(self, packet: Packet) -> Sequence[Packet]:
+        tensors = packet.tensors
         rows: list[Packet] = []
-        if (prompt := packet.tensors.get("prompt_ids")) is not None:
-            rows += self._begin(prompt)
-        if (sampled := packet.tensors.get("token_ids")) is not None:
-            rows += self._continue(sampled.tolist())
+        if "prompt_ids" in tensors:
+            rows += self._begin(tensors["prompt_ids"].astype(np.int32))
+        if STATES in tensors and self._user_left:
+            start = packet.metadata["token_start"]
+            assert isinstance(start, int), "the thinker's engine writes the field"
+            rows += self._continue_prompt(start, tensors[STATES], tensors["positions"])
+        if "token_ids" in tensors:
+            known = np.concatenate([self._unspoken, tensors["token_ids"]])
+            self._unspoken = known[-1:]
+            rows += self._text_rows(known[:-1])
         return rows
 
     def finish(self) -> Sequence[Packet]:
-        if not self._prompt_rows:
-            return []
-        return [self._rows([self._tokens.eos])]
+        return list(self._text_rows(np.array([self._tokens.eos], np.int32))) if self._prompt_rows else []
 
     # -- internals
 
-    def _begin(self, prompt: Array) -> Iterator[Packet]:
+    def _begin(self, prompt: Tokens) -> Iterator[Packet]:
+        """Yields the rows of a prompt without media. With media, only determines which rows the prompt has."""
         tokens = self._tokens
-        starts = np.flatnonzero(prompt == tokens.message_start)
-        roles = {int(start): int(prompt[start + 1]) for start in starts if start + 1 < len(prompt)}
-        answers = [start for start, role in roles.items() if role == tokens.assistant]
-        if not answers:
+        starts = np.flatnonzero(prompt[:-1] == tokens.message_start)
+        roles = prompt[starts + 1]
+        if not (roles == tokens.assistant).any():
             raise InvalidRequestError(
                 "the prompt begins no answer of the assistant, which the talker needs; send a conversation, or apply "
                 "the model's chat template",
                 reason="INVALID_PROMPT",
             )
-        ends = [*starts[1:].tolist(), len(prompt)]
-        parts = zip(starts.tolist(), ends, strict=True)
-        ids = [int(token) for start, end in parts if roles.get(start) == tokens.user for token in prompt[start:end]]
-        header = prompt[answers[-1] : answers[-1] + _HEADER].tolist()
-        self._prompt_rows = len(ids) + _HEADER + _CODEC_SLOTS
-        yield self._rows([*ids, *header, *[tokens.pad] * _PADDED, tokens.bos])
+        lengths = np.diff(np.append(starts, len(prompt)))
+        self._user = np.repeat(np.append(False, roles == tokens.user), np.append(starts[0], lengths))
+        self._prompt, self._user_left = prompt, int(self._user.sum())
+        self._prompt_rows = self._user_left + _HEADER + _CODEC_SLOTS
+        if not np.isin(prompt[self._user], list(tokens.media)).any():
+            yield from self._text_rows(prompt[self._user])
+            self._user_left = 0
+        if not self._user_left:
+            yield from self._begin_answer()
 
-    def _continue(self, sampled: list[int]) -> Iterator[Packet]:
-        known = ([] if self._last_token is None else [self._last_token]) + sampled
-        self._last_token = known[-1]
-        if len(known) > 1:
-            yield self._rows(known[:-1])
+    def _continue_prompt(self, start: int, states: Array, positions: Array) -> Iterator[Packet]:
+        """Yields the rows of the user's messages among the thinker's rows, which begin at position `start`."""
+        taken = np.flatnonzero(self._user[start : start + len(states)])
+        # The rows of other messages are left out, and the positions of the rows after them move up.
+        for part in np.split(taken, np.flatnonzero(np.diff(taken) > 1) + 1) if len(taken) else ():
+            first, end = start + int(part[0]), start + int(part[-1]) + 1
+            if first == 0 or not self._user[first - 1]:
+                self._thinker_position = int(positions[part[0]].max()) - 1
+            ids, moved = self._prompt[first:end], positions[part] - self._thinker_position - 1 + self._next_position
+            self._thinker_position = max(self._thinker_position, int(positions[part].max()))
+            is_medium = np.isin(ids, list(self._tokens.media))
+            yield self._rows(
+                np.where(is_medium, -1, ids), moved.astype(np.int32), states[part] if is_medium.any() else None
+            )
+            self._user_left -= len(ids)
+        if not self._user_left:
+            yield from self._begin_answer()
 
-    def _rows(self, text_ids: list[int]) -> Packet:
+    def _begin_answer(self) -> Iterator[Packet]:
+        tokens, prompt = self._tokens, self._prompt
+        answer = np.flatnonzero((prompt[:-1] == tokens.message_start) & (prompt[1:] == tokens.assistant))[-1]
+        markers = [*[tokens.pad] * _PADDED, tokens.bos]
+        return self._text_rows(np.concatenate([prompt[answer : answer + _HEADER], np.array(markers, np.int32)]))
+
+    def _text_rows(self, text_ids: Tokens) -> Iterator[Packet]:
+        if len(text_ids):
+            positions = self._next_position + np.arange(len(text_ids), dtype=np.int32)
+            yield self._rows(text_ids, np.repeat(positions[:, None], _AXES, 1))
+
+    def _rows(self, text_ids: Tokens, positions: Tokens, states: Array | None = None) -> Packet:
         start, end = self._next_row, self._next_row + len(text_ids)
-        self._next_row = end
-        positions = np.arange(start, end, dtype=np.int32)
-        slots = positions - (self._prompt_rows - _CODEC_SLOTS)
+        self._next_row, self._next_position = end, max(self._next_position, int(positions.max()) + 1)
+        slots = np.arange(start, end) - (self._prompt_rows - _CODEC_SLOTS)
         tensors: dict[str, Array] = {
-            "text_ids": np.array(text_ids, np.int32),
+            "text_ids": text_ids.astype(np.int32),
             "codec_slots": np.where((slots >= 0) & (slots < _CODEC_SLOTS), slots, _NO_SLOT).astype(np.int8),
-            "positions": np.repeat(positions[:, None], 3, 1),
+            "positions": positions,
         }
+        if states is not None:
+            tensors["states"] = states
         return Packet(tensors, {"token_start": start, "prompt_tokens": self._prompt_rows})

@@ -15,11 +15,11 @@ import numpy as np
 
 from stagemesh.common.descriptors import import_factory, load_codec_model_descriptor
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
-from stagemesh.common.tensors import Array, TensorSpec
+from stagemesh.common.tensors import Array, Tensors, TensorSpec
 from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.abilities import PartitionsArena
-from stagemesh.services.engines.base import Task
+from stagemesh.services.engines.base import Checkpoint, Task
 from stagemesh.services.engines.options import request_options
 from stagemesh.services.engines.vllm.codec.base import CodecModel
 from stagemesh.services.engines.vllm.features import (
@@ -30,8 +30,8 @@ from stagemesh.services.engines.vllm.features import (
 )
 from stagemesh.services.engines.vllm.options import CODES, STATES, CodecOptions
 from stagemesh.services.engines.vllm.rows.input_memory import Column
-from stagemesh.services.engines.vllm.rows.input_rows import InputRows
-from stagemesh.services.engines.vllm.rows.row_receiver import RowReceiver
+from stagemesh.services.engines.vllm.rows.input_rows import InputRows, RowsPrompt
+from stagemesh.services.engines.vllm.rows.row_receiver import EmittedRows, RowReceiver
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 CODES_DTYPE = "int32"
+RESIDUALS = "residuals"
+"""The name of the column, and of the tensor in checkpoints, that contains all codes of frames except the first ones."""
 TEXT_OFFSET = 2
 """The number that is added to text ids in the shared memory.
 
@@ -96,6 +98,7 @@ class CodecRows(InputRows):
         return [
             Column("text_ids", "int32", 1),
             Column("codes", CODES_DTYPE, 1),
+            Column(RESIDUALS, CODES_DTYPE, self._description.groups - 1),
             Column("positions", "int32", 3),
             Column(STATES, self._dtype, self._description.state_width),
         ]
@@ -127,13 +130,64 @@ class CodecRows(InputRows):
 
     def open(self, request: EngineRequest, held: AsyncExitStack) -> RequestHook | None:
         request.params.detokenize = False
+        if request.task.resume_from is not None and isinstance(request.prompt, RowsPrompt):
+            self._restore(request.prompt, request.task.resume_from)
         set_argument(request.params, Drawing(request.task.seed, greedy=request.params.temperature == 0))
         return super().open(request, held)
 
     # -- internals
 
+    def _restore(self, prompt: RowsPrompt, checkpoint: Checkpoint) -> None:
+        """Writes the residual codes of a checkpoint into the request's rows.
+
+        The first codes are at the end of the prompt that vLLM receives.
+        """
+        residuals = checkpoint.tensors.get(RESIDUALS)
+        shape = (len(checkpoint.token_ids), self._description.groups - 1)
+        if residuals is None or residuals.shape != shape or residuals.dtype != np.int16:
+            raise InvalidRequestError(
+                f"the checkpoint does not have the residual codes of its {shape[0]} frames; send a checkpoint of this "
+                "stage",
+                reason="INVALID_CHECKPOINT",
+            )
+        first = len(prompt.token_ids)
+        prompt.flow.write(RESIDUALS, first, residuals.astype(np.int32) + CODE_OFFSET)
+
     def _options(self, task: Task) -> Mapping[str, Value]:
         return request_options(task.options, self._descriptor.options, stage=self._stage)
+
+
+class EmittedFrames(EmittedRows):
+    """Buffers and emits the frames of one request, and retains their codes for checkpoints."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        resumed = request.task.resume_from
+        # The row of the prompt's last token produces the first frame.
+        self._first = len(request.prompt.token_ids) - 1
+        emitted = resumed.rows.get(CODES, 0) if resumed is not None else 0
+        super().__init__(request, first_position=self._first + emitted)
+        self._residuals: list[Array] = []
+        if resumed is not None:
+            self._restore(resumed)
+
+    def push(self, position: int, tensors: Tensors) -> None:
+        before = self.next_position
+        super().push(position, tensors)
+        if self.next_position > before:
+            self._residuals.append(tensors[CODES][before - position :, 1:].astype(np.int16))
+
+    def state(self) -> tuple[int, Tensors]:
+        """Returns the number of frames so far, and the tensors that a checkpoint needs to restore them."""
+        residuals = np.concatenate(self._residuals) if self._residuals else np.empty((0, 0), np.int16)
+        return len(residuals), {RESIDUALS: residuals}
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        """Adds the frames of a checkpoint. Those that were not emitted before the checkpoint are emitted now."""
+        tokens, residuals = np.array(checkpoint.token_ids, np.int32), checkpoint.tensors[RESIDUALS]
+        codes = np.concatenate([tokens[:, None], residuals], 1, dtype=np.int32)
+        emitted = self.next_position - self._first
+        self._residuals.append(residuals[:emitted])
+        self.push(self._first, {CODES: codes})
 
 
 class CodecFrames(RequestFeature):
@@ -145,13 +199,13 @@ class CodecFrames(RequestFeature):
 
     async def start(self, llm: "AsyncLLM") -> None:
         await super().start(llm)
-        await self._rows.connect(llm, [CODES], dtype=CODES_DTYPE)
+        await self._rows.connect(llm, {CODES: CODES_DTYPE})
 
     def open(self, request: EngineRequest, held: AsyncExitStack) -> RequestHook | None:
-        first_position = len(request.prompt.token_ids) - 1
-        if request.task.resume_from is not None:
-            first_position += request.task.resume_from.rows.get(CODES, 0)
-        return self._rows.open(request, held, first_position=first_position)
+        frames = EmittedFrames(request)
+        request.saved_state = frames.state
+        self._rows.open(frames, held)
+        return frames
 
     def close(self) -> None:
         self._rows.close()

@@ -15,7 +15,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from stagemesh.services.engines.vllm.codec.base import CodecModule
-from stagemesh.services.engines.vllm.codec.feature import CODE_OFFSET, TEXT_OFFSET, Drawing
+from stagemesh.services.engines.vllm.codec.feature import CODE_OFFSET, RESIDUALS, TEXT_OFFSET, Drawing
 from stagemesh.services.engines.vllm.features import track_arguments
 from stagemesh.services.engines.vllm.options import CODES, STATES
 from stagemesh.services.engines.vllm.rows.input_runner import TakesRows, TakesRowsV1, as_tensor
@@ -93,11 +93,16 @@ class _PredictsCodes(TakesRows):
         text = torch.from_numpy(np.where(text_ids == -TEXT_OFFSET, model.pad_text_id, text_ids)).to(device)
         sampled = runner.input_ids.gpu[:total].long()
         residuals = self._residuals[torch.from_numpy(slots).to(device), torch.from_numpy(at).to(device)]
+        residuals = residuals.masked_fill(in_prompt[:, None], -1)
+        given = memory.columns[RESIDUALS][slots, at].astype(np.int64)
+        if given.any():
+            written = torch.from_numpy(given).to(device)
+            residuals = torch.where(written > 0, written - CODE_OFFSET, residuals)
         inputs_embeds[:total] = model.embed_rows(
             text,
             states,
             torch.where(in_prompt, torch.from_numpy(codes).to(device), sampled),
-            residuals.masked_fill(in_prompt[:, None], -1),
+            residuals,
         )
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,14 +1,14 @@
 """The hidden-states feature: a stage emits the hidden states of each request's tokens."""
 
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.tensors import DTYPES
 from stagemesh.services.engines.abilities import PartitionsArena
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook
-from stagemesh.services.engines.vllm.options import HiddenStatesOptions
-from stagemesh.services.engines.vllm.rows.row_receiver import RowReceiver, min_share_bytes
+from stagemesh.services.engines.vllm.options import ACCEPT, HiddenStatesOptions
+from stagemesh.services.engines.vllm.rows.row_receiver import EmittedRows, RowReceiver, min_share_bytes
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 CONFIG_KEY = "stagemesh_layers"
-"""The key in vLLM's `additional_config` of the list of the emitted inner layers' numbers."""
+"""The key in vLLM's `additional_config` of the emitted inner layers: their numbers by tensor name, in order."""
 
 
 class HiddenStates(RequestFeature):
@@ -40,7 +40,6 @@ class HiddenStates(RequestFeature):
                 "hidden_states come from the last pipeline rank, which is on another node than the replica; set "
                 "pipeline_parallel_size to 1, or run the stage on one node"
             )
-        arguments.additional_config = {**arguments.additional_config, CONFIG_KEY: self._options.inner_layers}
         if arguments.speculative_config is not None:
             # The rows of rejected drafts are known only after the step's tokens are sampled.
             arguments.async_scheduling = False
@@ -51,11 +50,15 @@ class HiddenStates(RequestFeature):
         Also raises InvalidRequestError if the worker's partitions of the arena are too small for one row.
         """
         model, options = config.model_config, self._options
-        problem = _layer_problem(
-            model, options.inner_layers, pipeline_ranks=config.parallel_config.pipeline_parallel_size
-        )
+        layers = options.inner_layers(accept=self._accepted_layer(model))
+        pipeline_ranks = config.parallel_config.pipeline_parallel_size
+        problem = _layer_problem(model, list(layers.values()), pipeline_ranks=pipeline_ranks)
+        if options.positions and not model.uses_mrope:
+            problem = "the model does not use M-RoPE; omit positions"
         if problem:
             raise self._invalid(f"hidden_states: {problem}")
+        additional = cast("dict[str, object]", config.additional_config)
+        additional[CONFIG_KEY] = layers
         tensors, width = len(options.tensors), model.get_hidden_size()
         row_bytes = tensors * width * DTYPES[options.dtype].itemsize
         min_bytes = min_share_bytes(row_bytes=row_bytes, tensors=tensors)
@@ -70,8 +73,7 @@ class HiddenStates(RequestFeature):
 
         Also raises InvalidRequestError if the model's class does not provide the states of inner layers.
         """
-        for model in await self._rows.connect(llm, self._options.tensors, dtype=self._options.dtype):
-            self._check_layers(model)
+        await self._rows.connect(llm, self._options.tensors, check=self._check_layers)
 
     def open(self, request: EngineRequest, held: AsyncExitStack) -> RequestHook | None:
         task = request.task
@@ -85,12 +87,23 @@ class HiddenStates(RequestFeature):
         if first_position < request.computed_tokens:
             # vLLM does not compute positions that it finds in the prefix cache, except the last position.
             request.params.skip_reading_prefix_cache = True
-        return self._rows.open(request, held, first_position=first_position)
+        rows = EmittedRows(request, first_position=first_position)
+        self._rows.open(rows, held)
+        return rows
 
     def close(self) -> None:
         self._rows.close()
 
     # -- internals
+
+    def _accepted_layer(self, model: "ModelConfig") -> int | None:
+        """Returns the number of the layer that the checkpoint's talker accepts, or None if no option requests it."""
+        if ACCEPT not in self._options.layers:
+            return None
+        layer = getattr(getattr(model.hf_config, "talker_config", None), "accept_hidden_layer", None)
+        if not isinstance(layer, int):
+            raise self._invalid("hidden_states: the checkpoint has no talker that accepts a layer; name a layer number")
+        return layer
 
     def _invalid(self, problem: str) -> InvalidRequestError:
         return InvalidRequestError(f"stage {self._stage}: {problem}", reason="INVALID_OPTION")

@@ -17,7 +17,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from stagemesh.services.engines.vllm.features import track_arguments
 from stagemesh.services.engines.vllm.hidden_states.feature import CONFIG_KEY
-from stagemesh.services.engines.vllm.options import LAST, tensor_name
+from stagemesh.services.engines.vllm.options import LAST, POSITIONS, tensor_name
 from stagemesh.services.engines.vllm.rows.row_writer import Attachment, RequestedRows, RowWriter, Slice
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class _EmitsHiddenStates:
             if not supports_eagle3(cast("object", model)):
                 self._model_without_layers = type(model).__name__
                 return
-            model.set_aux_hidden_state_layers(tuple(self._inner_layers))
+            model.set_aux_hidden_state_layers(tuple(self._inner_layers.values()))
             self.use_aux_hidden_state_outputs = True
 
     def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
@@ -90,9 +90,12 @@ class _EmitsHiddenStates:
         return output
 
     @property
-    def _inner_layers(self) -> Sequence[int]:
-        """The numbers of the emitted inner layers, sorted. Does not include the state after the final norm."""
-        layers: Sequence[int] = cast("Any", self).vllm_config.additional_config.get(CONFIG_KEY, ())
+    def _inner_layers(self) -> Mapping[str, int]:
+        """The numbers of the emitted inner layers, by tensor name and in order.
+
+        Does not include the state after the final norm.
+        """
+        layers: Mapping[str, int] = cast("Any", self).vllm_config.additional_config.get(CONFIG_KEY, {})
         return layers
 
     def _batch(self) -> Batch | None:
@@ -107,6 +110,10 @@ class _EmitsHiddenStates:
 
         `state` is the model runner's state between `execute_model` and `sample_tokens`.
         """
+        raise NotImplementedError
+
+    def _positions(self, count: int) -> torch.Tensor:
+        """Returns the positions of the step's first `count` rows for M-RoPE, [axes, rows]."""
         raise NotImplementedError
 
     def _slices(self, batch: Batch) -> list[Slice]:
@@ -124,7 +131,9 @@ class _EmitsHiddenStates:
     def _states(self, batch: Batch) -> dict[str, torch.Tensor]:
         assert self._rows is not None, "only a writer copies rows"
         states = {tensor_name(LAST): batch.hidden}
-        states |= {tensor_name(layer): rows for layer, rows in zip(self._inner_layers, batch.aux, strict=True)}
+        states |= dict(zip(self._inner_layers, batch.aux, strict=True))
+        if POSITIONS in self._rows.tensors:
+            states[POSITIONS] = self._positions(len(batch.hidden)).T
         return {name: states[name] for name in self._rows.tensors}
 
     def _valid_counts(self, batch: Batch, output: Any) -> dict[str, int]:
@@ -153,6 +162,9 @@ class RunnerV1(_EmitsHiddenStates):
         runner = cast("Any", self)
         return runner.input_batch.req_ids, runner.query_start_loc.np, runner.input_batch.num_computed_tokens_cpu
 
+    def _positions(self, count: int) -> torch.Tensor:
+        return cast("torch.Tensor", cast("Any", self).mrope_positions.gpu[:, :count])
+
 
 class RunnerV2(_EmitsHiddenStates):
     """A mixin that emits hidden states from the model runner in `vllm.v1.worker.gpu.model_runner`."""
@@ -160,3 +172,6 @@ class RunnerV2(_EmitsHiddenStates):
     def _requests(self, state: Any) -> tuple[Sequence[str], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         batch = state.input_batch
         return batch.req_ids, batch.query_start_loc_np, batch.num_computed_tokens_np
+
+    def _positions(self, count: int) -> torch.Tensor:
+        return cast("torch.Tensor", cast("Any", self).model_state.rope_state.get_positions(count))

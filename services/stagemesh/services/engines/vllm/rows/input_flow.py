@@ -52,6 +52,11 @@ class InputFlow(RequestHook):
         self._check_complete()
         return self._prompt_tokens
 
+    def write(self, column: str, position: int, values: Array) -> None:
+        """Writes values of one column, [rows, width], from token position `position` onwards."""
+        target = self._memory.columns[column][self.slot, position : position + len(values)]
+        target[...] = values[: len(target)]
+
     def start(self, limit: RequestLimit, abort: Callable[[], Awaitable[None]]) -> None:
         """Starts a task that reads the remaining packets and increases `limit` as rows arrive.
 

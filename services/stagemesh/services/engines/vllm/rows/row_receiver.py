@@ -9,7 +9,7 @@ import logging
 import secrets
 import socket
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,7 @@ class EmittedRows(RequestHook):
     def __init__(self, request: EngineRequest, *, first_position: int) -> None:
         self.next_position = first_position
         """The token position of the next row to arrive. All requested rows before this position have arrived."""
-        self._request = request
+        self.request = request
         self._ready: deque[tuple[int, Tensors]] = deque()
         self._error: StagemeshError | None = None
         self._changed = Notifier()
@@ -85,9 +85,9 @@ class EmittedRows(RequestHook):
         self._changed.fire()
 
     def observe(self, *, finished: bool) -> Iterator[Emission]:  # noqa: ARG002  # `finish` emits the rest
-        yield from self.take(before=self._request.computed_tokens)
+        yield from self.take(before=self.request.computed_tokens)
         # Reached after the consumer has received the rows, so that a slow consumer delays only its own request.
-        self._request.limit.set_taken(self._request.known_tokens)
+        self.request.limit.set_taken(self.request.known_tokens)
 
     def take(self, *, before: int) -> list[Emission]:
         """Removes the buffered rows of the token positions below `before`, and returns them as emissions.
@@ -103,7 +103,7 @@ class EmittedRows(RequestHook):
             if position + _count(tensors) > before:
                 self._ready.appendleft((before, {name: tensor[count:] for name, tensor in tensors.items()}))
             rows = {name: tensor[:count] for name, tensor in tensors.items()}
-            metadata = {"token_start": position, "prompt_tokens": len(self._request.prompt.token_ids)}
+            metadata = {"token_start": position, "prompt_tokens": len(self.request.prompt.token_ids)}
             taken.append(Emission(Packet(rows, metadata)))
         return taken
 
@@ -113,7 +113,7 @@ class EmittedRows(RequestHook):
         Raises UnavailableError if no row arrives for `_LATE_S` seconds. If `fail` has recorded an error, raises this
         error.
         """
-        position = self._request.computed_tokens
+        position = self.request.computed_tokens
         while True:
             if emissions := self.take(before=position):
                 for emission in emissions:
@@ -145,11 +145,13 @@ class RowReceiver:
         self._requests: dict[str, EmittedRows] = {}
         self._connection: socket.socket | None = None
 
-    async def connect(self, llm: "AsyncLLM", tensors: Sequence[str], *, dtype: str) -> list[Any]:
+    async def connect(
+        self, llm: "AsyncLLM", tensors: Mapping[str, str], *, check: Callable[[Any], None] = lambda _: None
+    ) -> None:
         """Reserves the worker's partitions of the arena, and waits until the worker that writes rows has connected.
 
-        `tensors` contains the names of the emitted tensors, which all have the dtype `dtype`. Returns the results of
-        the model runners' method `attach_replica`.
+        `tensors` contains the dtypes of the emitted tensors, by tensor name. `check` is called with each result of the
+        model runners' method `attach_replica`, and raises an error if the worker will not connect.
 
         Raises NotReadyError if the arena has too little space, UnavailableError if no worker connects, and
         CoreRefusalError if a worker cannot open the arena.
@@ -160,13 +162,14 @@ class RowReceiver:
             self._tickets.append(self._arena.open_partition(size_bytes))
         rows, overflow = self._tickets
         address, token = f"stagemesh-rows-{secrets.token_hex(16)}", secrets.token_bytes(16)
-        attachment = Attachment(address, token, rows, overflow, dtype, list(tensors))
+        attachment = Attachment(address, token, rows, overflow, dict(tensors))
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as listener:
             listener.bind("\0" + address)
             listener.listen(4)
             try:
                 async with asyncio.timeout(_CONNECT_S):
-                    results = await runner_call(llm, "attach_replica", msgspec.msgpack.encode(attachment))
+                    for result in await runner_call(llm, "attach_replica", msgspec.msgpack.encode(attachment)):
+                        check(result)
                     self._connection = await _accept(listener, token)
             except TimeoutError:
                 raise UnavailableError(
@@ -174,16 +177,14 @@ class RowReceiver:
                     reason="HIDDEN_STATES_LOST",
                 ) from None
         asyncio.get_running_loop().add_reader(self._connection, self._read_messages, self._arena)
-        return results
 
-    def open(self, request: EngineRequest, held: AsyncExitStack, *, first_position: int) -> EmittedRows:
-        """Returns the hook that emits a request's rows from token position `first_position` onwards."""
-        set_argument(request.params, RequestedRows(request.name, first_position))
-        rows = EmittedRows(request, first_position=first_position)
+    def open(self, rows: EmittedRows, held: AsyncExitStack) -> None:
+        """Starts to receive the rows of a request, from the next position of `rows` onwards."""
+        request = rows.request
+        set_argument(request.params, RequestedRows(request.name, rows.next_position))
         self._requests[request.name] = rows
         held.callback(self._requests.pop, request.name)
         request.limit.set_taken(request.known_tokens)
-        return rows
 
     def close(self) -> None:
         """Closes the connection and frees the partitions of the arena. May be called more than once."""

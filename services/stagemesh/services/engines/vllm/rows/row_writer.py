@@ -73,10 +73,8 @@ class Attachment:
 
     The replica copies rows out of this partition immediately.
     """
-    dtype: str
-    """The name of the dtype of the emitted tensors. The name is the same in the API and in torch."""
-    tensors: list[str]
-    """The names of the emitted tensors."""
+    tensors: dict[str, str]
+    """The dtypes of the emitted tensors, by tensor name. The name of a dtype is the same in the API and in torch."""
 
 
 class RequestedRows(msgspec.Struct, frozen=True):
@@ -157,8 +155,7 @@ class RowWriter:
         self.tensors = attachment.tensors
         self._writer, self._overflow = ArenaWriter(attachment.rows), ArenaWriter(attachment.overflow)
         self._overflow_bytes = attachment.overflow.size_bytes
-        self._dtype_name = attachment.dtype
-        self._dtype: torch.dtype = getattr(torch, attachment.dtype)
+        self._dtypes: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype in self.tensors.items()}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_SEND_TIMEOUT_S)
         self._socket.connect("\0" + attachment.address)
@@ -179,7 +176,7 @@ class RowWriter:
         compute stream may overwrite `states` after this call.
         """
         self._check()
-        row_bytes = sum(rows.shape[1] * self._dtype.itemsize for rows in states.values())
+        row_bytes = sum(rows.shape[1] * self._dtypes[name].itemsize for name, rows in states.items())
         limit = max_rows(self._overflow_bytes, row_bytes=row_bytes, tensors=len(states))
         return [self._copy(states, part) for part in _split(slices, limit)]
 
@@ -209,7 +206,7 @@ class RowWriter:
     def _copy(self, states: Mapping[str, torch.Tensor], slices: Sequence[Slice]) -> Written:
         total = sum(part.rows for part in slices)
         shapes = {name: (total, rows.shape[1]) for name, rows in states.items()}
-        contents = without_content(shapes, self._dtype_name)
+        contents = without_content(shapes, self.tensors)
         reserved = self._writer.try_reserve(contents)
         overflow = reserved is None
         if overflow and not self._staged_bytes:
@@ -227,11 +224,13 @@ class RowWriter:
         return Written(requests, handle, overflow, {} if reserved else targets, copied)
 
     def _targets(self, reserved: Reserved) -> dict[str, torch.Tensor]:
-        return {name: torch.from_numpy(array).view(self._dtype) for name, array in reserved.tensors.items()}
+        return {name: torch.from_numpy(array).view(self._dtypes[name]) for name, array in reserved.tensors.items()}
 
     def _stage(self, shapes: Mapping[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
         pinned = self._stream is not None
-        staged = {name: torch.empty(shape, dtype=self._dtype, pin_memory=pinned) for name, shape in shapes.items()}
+        staged = {
+            name: torch.empty(shape, dtype=self._dtypes[name], pin_memory=pinned) for name, shape in shapes.items()
+        }
         self._count_staged(sum(rows.nbytes for rows in staged.values()))
         return staged
 
@@ -249,7 +248,7 @@ class RowWriter:
         handle = written.handle
         if handle is None:
             shapes = {name: tuple(rows.shape) for name, rows in written.staged.items()}
-            reserved = self._overflow.reserve(without_content(shapes, self._dtype_name))
+            reserved = self._overflow.reserve(without_content(shapes, self.tensors))
             for name, target in self._targets(reserved).items():
                 target.copy_(written.staged[name])
             handle = reserved.handle
