@@ -15,6 +15,7 @@ transformer has twice as many rows: first all rows with their condition, then al
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -59,6 +60,7 @@ class MelDecoder:
     def __init__(self, model: Qwen2_5OmniToken2WavDiTModel, *, steps: int) -> None:
         """`steps` is the number of points in time at which the solution of the equation is computed."""
         config = model.config
+        self._layers = cast("list[DiTDecoderLayer]", list(model.transformer_blocks))
         self._model, self._repeats, self.mel_size = model, config.repeats, config.mel_dim
         self.block, self._heads, self._head_size = config.block_size, config.num_attention_heads, config.head_dim
         self.codes_in_block, self.codebook_size = config.block_size // config.repeats, config.num_embeds + 1
@@ -67,6 +69,10 @@ class MelDecoder:
         self._times = 1 - torch.cos(torch.pi / 2 * torch.linspace(0, 1, steps, device=device))
         positions = torch.arange(-self.block, 2 * self.block, device=device)[None]
         self._rotation = model.rotary_embed(model.proj_out.weight, positions)
+        sizes = [config.mel_dim, config.enc_dim, config.emb_dim, config.enc_emb_dim]
+        parts: tuple[Tensor, ...] = torch.split(model.input_embed.proj.weight, sizes, 1)
+        # The input is a sum of projections: those of the noise, the reference, the codes and the speaker's vector.
+        self._project_value, self._project_reference, self._project_codes, self._project_vector = parts
 
     def embed_voice(self, vector: Tensor, reference: Tensor) -> Tensor:
         """Returns the inputs of a speaker with and without condition, [2, width].
@@ -75,10 +81,8 @@ class MelDecoder:
         """
         references = torch.stack((reference, torch.zeros_like(reference)))
         vectors = torch.stack((vector, torch.zeros_like(vector)))
-        project, sizes = self._project()
-        weights = project.weight.split(sizes, 1)
-        encoded = self._model.input_embed.spk_encoder(references)
-        return F.linear(encoded, weights[1]) + F.linear(vectors, weights[3], project.bias)
+        encoded = F.linear(self._model.input_embed.spk_encoder(references), self._project_reference)
+        return encoded + F.linear(vectors, self._project_vector, self._model.input_embed.proj.bias)
 
     def solve(
         self, noise: Tensor, codes: Tensor, voices: Tensor, past: Tensor | None, *, kept_blocks: int
@@ -104,21 +108,15 @@ class MelDecoder:
             third = self._evaluate(start + step * 2 / 3, value + step * (second - first / 3), constant, memory, masks)
             fourth = self._evaluate(end, value + step * (first - second + third), constant, memory, masks)
             value = value + (first + 3 * (second + third) + fourth) * step / 8
-        retained = torch.stack(memory.retained).unflatten(1, (2, -1)).squeeze(3).permute(2, 0, 1, 3, 4, 5)
+        retained = torch.stack([torch.stack(each[:, 0].chunk(2), 1) for each in memory.retained], 1)
         return value[:, :frames], retained
 
     # -- internals
 
-    def _project(self) -> tuple[torch.nn.Linear, list[int]]:
-        """Returns the input projection, and the sizes of its parts: noise, reference, codes and speaker's vector."""
-        config = self._model.config
-        return self._model.input_embed.proj, [config.mel_dim, config.enc_dim, config.emb_dim, config.enc_emb_dim]
-
     def _embed(self, codes: Tensor, voices: Tensor) -> Tensor:
         """Returns the part of the transformer's input that does not depend on the solution, [2 rows, frames, width]."""
-        project, sizes = self._project()
         embedded = self._model.text_embed.codec_embed(torch.cat((codes, torch.zeros_like(codes))))
-        projected = F.linear(embedded, project.weight.split(sizes, 1)[2])
+        projected = F.linear(embedded, self._project_codes)
         return torch.repeat_interleave(projected, self._repeats, 1) + voices.transpose(0, 1).flatten(0, 1)[:, None]
 
     def _masks(self, frames: int, *, has_past: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,10 +134,9 @@ class MelDecoder:
         self, time: Tensor, value: Tensor, constant: Tensor, past: _Past, masks: tuple[Tensor, Tensor, Tensor]
     ) -> Tensor:
         """Returns the derivative of the solution, [rows, frames, mel size]."""
-        project, sizes = self._project()
-        moved = F.linear(value, project.weight.split(sizes, 1)[0])
+        moved = F.linear(value, self._project_value)
         hidden, embedded = constant + torch.cat((moved, moved)), self._model.time_embed(time[None])
-        for layer in self._model.transformer_blocks:
+        for layer in self._layers:
             hidden = self._run(layer, hidden, embedded, past, masks)
         with_condition, without = self._model.proj_out(self._model.norm_out(hidden, embedded)).chunk(2)
         return with_condition + (with_condition - without) * _GUIDANCE  # type: ignore[no-any-return]
@@ -187,4 +184,4 @@ class MelDecoder:
         """
         cos, sin = (each[:, start * self.block : end * self.block] for each in self._rotation)
         first, others = deinterleave_head_dim(vectors[:, :, :1]), vectors[:, :, 1:]
-        return torch.cat((first * cos + rotate_half(first) * sin, others), 2)
+        return torch.cat((first * cos + rotate_half(first) * sin, others), 2)  # type: ignore[no-untyped-call]

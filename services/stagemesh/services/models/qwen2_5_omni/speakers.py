@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def load_speakers(folder: Path) -> dict[str, Speaker]:
         speakers = {str(name): _read(entry) for name, entry in content.items()}
     except OSError as exc:
         raise load_error(folder, f"its {FILE} cannot be read: {exc.strerror or exc}") from exc
-    except Exception as exc:  # torch.load raises many types for invalid files
+    except (UnpicklingError, RuntimeError, EOFError, AttributeError, LookupError, TypeError, ValueError) as exc:
         raise load_error(folder, f"its {FILE} does not contain speakers ({exc}); copy it again") from exc
     if not speakers:
         raise load_error(folder, f"its {FILE} contains no speakers")

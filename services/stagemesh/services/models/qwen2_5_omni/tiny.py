@@ -35,7 +35,7 @@ _SPEECH_TOKENS = ("<tts_pad>", "<tts_text_bos>", "<tts_text_eod>", "<tts_text_bo
 def write(folder: Path, *, seed: int = 0) -> None:
     """Writes the config, the weights (float32), the speakers, the tokenizer and the processors into `folder`."""
     tokenizer = byte_tokenizer(words=ROLES, special=("<|im_start|>", *_SPEECH_TOKENS), names=_NAMED_TOKENS)
-    model = Qwen2_5OmniForConditionalGeneration(_config(tokenizer))
+    model = Qwen2_5OmniForConditionalGeneration(_config(tokenizer))  # type: ignore[no-untyped-call]
     draw_weights(model, seed=seed)
     _shape_outputs(model, tokenizer)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -59,7 +59,7 @@ def _shape_outputs(model: Qwen2_5OmniForConditionalGeneration, tokenizer: Qwen2T
         head[CODEC_EOS] = end
         for name, weight in model.named_parameters():
             if name.endswith("q_proj.weight"):
-                weight *= SHARPNESS
+                weight.mul_(SHARPNESS)
         model.get_parameter("token2wav.code2wav_bigvgan_model.conv_post.weight").mul_(LOUDNESS)
 
 
@@ -69,8 +69,8 @@ def _speakers(tokenizer: Qwen2Tokenizer, *, seed: int) -> dict[str, dict[str, An
     return {
         name: {
             "bos_token": tokenizer.get_vocab()[token],
-            "cond": torch.randn(1, _DIT["enc_emb_dim"], generator=generator),
-            "ref_mel": torch.randn(1, 30, _DIT["mel_dim"], generator=generator),
+            "cond": torch.randn(1, _VOICE_SIZE, generator=generator),
+            "ref_mel": torch.randn(1, 30, _MEL_SIZE, generator=generator),
         }
         for name, token in zip(SPEAKERS, tokens, strict=True)
     }
@@ -108,12 +108,13 @@ def _config(tokenizer: Qwen2Tokenizer) -> Qwen2_5OmniConfig:
     }
     # The table is larger than the tokenizer, as in the real model.
     thinker = {**media, "user_token_id": token("user"), **_thinker(-(-len(tokenizer) // 64) * 64)}
-    return Qwen2_5OmniConfig(
-        dtype="float32",
-        thinker_config=thinker,
-        talker_config={**media, **speech, **_TALKER},
-        token2wav_config={"dit_config": _DIT, "bigvgan_config": _BIGVGAN},
-    )
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "thinker_config": thinker,
+        "talker_config": {**media, **speech, **_TALKER},
+        "token2wav_config": {"dit_config": _DIT, "bigvgan_config": _BIGVGAN},
+    }
+    return Qwen2_5OmniConfig(**settings)
 
 
 def _thinker(vocabulary: int) -> dict[str, Any]:
@@ -151,6 +152,7 @@ _TALKER = {
     "tts_codec_mask_token_id": CODEC_MASK,
     "spatial_merge_size": 2,
 }
+_VOICE_SIZE, _MEL_SIZE = 24, 16
 _DIT = {
     "hidden_size": 64,
     "num_hidden_layers": 4,
@@ -162,9 +164,9 @@ _DIT = {
     "look_backward_layers": [0, 3],
     "repeats": 2,
     "num_embeds": CODEBOOK + 1,
-    "mel_dim": 16,
+    "mel_dim": _MEL_SIZE,
     "dropout": 0.0,
-    "enc_emb_dim": 24,
+    "enc_emb_dim": _VOICE_SIZE,
     "enc_dim": 16,
     "enc_channels": [32, 32, 32, 64],
     "enc_kernel_sizes": [5, 3, 3, 1],
@@ -174,7 +176,7 @@ _DIT = {
     "enc_se_channels": 16,
 }
 _BIGVGAN = {
-    "mel_dim": 16,
+    "mel_dim": _MEL_SIZE,
     "upsample_initial_channel": 32,
     "upsample_rates": [4, 3],
     "upsample_kernel_sizes": [8, 7],

@@ -30,10 +30,9 @@ from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.engines.options import parse_options
-from stagemesh.services.engines.torch_device import choose_device, limit_threads
 from stagemesh.services.models.checkpoint import check_names, load_error, load_weights, read_config
 from stagemesh.services.models.codec_speech.speakers import choose_speaker
-from stagemesh.services.models.codec_speech.vocoder import check_codes
+from stagemesh.services.models.codec_speech.vocoder import check_codes, choose_placement
 from stagemesh.services.models.qwen2_5_omni import MODEL_TYPE
 from stagemesh.services.models.qwen2_5_omni.mel_decoder import MelDecoder
 from stagemesh.services.models.qwen2_5_omni.speakers import load_speakers
@@ -58,13 +57,13 @@ class Stream:
 
     seed: int
     voice: Tensor
-    """See `MelDecoder.embed_voice`."""
+    """The speaker, as `MelDecoder.embed_voice` returns it."""
     codes: Codes
     """The codes of the blocks that are not final yet."""
     blocks: int = 0
     """The number of final blocks."""
     past: Tensor | None = None
-    """See `MelDecoder.solve`."""
+    """The values that `MelDecoder.solve` retained, or None before the first window."""
     mel: Tensor | None = None
     """The last final frames, which BigVGAN's next samples depend on, [mel size, frames]."""
 
@@ -107,11 +106,7 @@ class Token2Wav:
     def __call__(self, batch: Sequence[Call[Stream]]) -> Sequence[Sequence[Packet]]:
         streams = [self._add(call) for call in batch]
         outputs: list[list[Packet]] = [[] for _ in batch]
-        while windows := {
-            number: window
-            for number in range(len(batch))
-            if (window := self._window(streams[number], is_last=batch[number].packet is None))
-        }:
+        while windows := self._windows(batch, streams):
             for numbers in self._groups(windows):
                 audio = self._decode([windows[number] for number in numbers])
                 for number, samples in zip(numbers, audio, strict=True):
@@ -132,13 +127,18 @@ class Token2Wav:
             stream.codes = np.concatenate((stream.codes, codes[:, 0]))
         return stream
 
-    def _window(self, stream: Stream, *, is_last: bool) -> _Window | None:
-        """Returns the next window of a stream, or None if no further block is final."""
-        codes, in_block = len(stream.codes), self._decoder.codes_in_block
-        if not is_last:
-            codes -= codes % in_block
-        kept = min(codes if is_last else codes - self._ahead, _MAX_BLOCKS * in_block)
-        return _Window(stream, min(codes, kept + self._ahead), kept) if kept > 0 else None
+    def _windows(self, batch: Sequence[Call[Stream]], streams: Sequence[Stream]) -> Mapping[int, _Window]:
+        """Returns the next windows of the streams of a batch, by the number of the stream."""
+        windows: dict[int, _Window] = {}
+        in_block = self._decoder.codes_in_block
+        for number, (call, stream) in enumerate(zip(batch, streams, strict=True)):
+            is_last, codes = call.packet is None, len(stream.codes)
+            if not is_last:
+                codes -= codes % in_block
+            kept = min(codes if is_last else codes - self._ahead, _MAX_BLOCKS * in_block)
+            if kept > 0:
+                windows[number] = _Window(stream, min(codes, kept + self._ahead), kept)
+        return windows
 
     def _groups(self, windows: Mapping[int, _Window]) -> Iterator[Sequence[int]]:
         """Yields the numbers of the windows that are decoded together."""
@@ -166,11 +166,15 @@ class Token2Wav:
         """Returns the spectrograms of windows of `codes` codes, [rows, mel size, frames]."""
         decoder = self._decoder
         frames = codes * decoder.block // decoder.codes_in_block
-        noise = np.stack([self._noise(stream, frames) for stream in streams])
+        spans = [range(stream.blocks, stream.blocks + ceil(frames / decoder.block)) for stream in streams]
+        noise = [
+            draw_noise(stream.seed, blocks, block=decoder.block, size=decoder.mel_size)[:frames]
+            for stream, blocks in zip(streams, spans, strict=True)
+        ]
         numbers = np.stack([stream.codes[:codes] for stream in streams])
         past = [stream.past for stream in streams if stream.past is not None]
         mel, retained = decoder.solve(
-            torch.from_numpy(noise).to(self._device),
+            torch.from_numpy(np.stack(noise)).to(self._device),
             torch.from_numpy(numbers).to(self._device).long(),
             torch.stack([stream.voice for stream in streams]),
             torch.stack(past) if past else None,
@@ -180,14 +184,12 @@ class Token2Wav:
             stream.past = values.clone()
         return mel.transpose(1, 2)
 
-    def _noise(self, stream: Stream, frames: int) -> npt.NDArray[np.float32]:
-        """Returns the noise of a window, float32[frames, mel size]. It depends on the seed and the block alone."""
-        block, size = self._decoder.block, self._decoder.mel_size
-        blocks = [
-            np.random.Generator(np.random.Philox(key=[stream.seed, number])).standard_normal((block, size), np.float32)
-            for number in range(stream.blocks, stream.blocks + ceil(frames / block))
-        ]
-        return np.concatenate(blocks)[:frames]
+
+def draw_noise(seed: int, blocks: range, *, block: int, size: int) -> npt.NDArray[np.float32]:
+    """Returns the noise of blocks of `block` frames, float32[frames, size]. Each block depends only on its number."""
+    keys = [np.array([seed, number], np.uint64) for number in blocks]
+    generators = [np.random.Generator(np.random.Philox(key=key)) for key in keys]
+    return np.concatenate([generator.standard_normal((block, size), np.float32) for generator in generators])
 
 
 def context_frames(vocoder: Qwen2_5OmniToken2WavBigVGANModel) -> int:
@@ -220,12 +222,11 @@ def make_token2wav(model: Path | None, options: Mapping[str, JsonValue]) -> Toke
             reason="INVALID_CONFIG",
         )
     parsed = parse_options(_Options, options, stage="")
-    limit_threads()
-    device = choose_device(parsed.device)
-    return Token2Wav(_load(model).to(device), model, parsed)
+    placement = choose_placement({"device": parsed.device, "dtype": "float32"})
+    return Token2Wav(_load(model, placement.device), model, parsed)
 
 
-def _load(folder: Path) -> Qwen2_5OmniToken2WavModel:
+def _load(folder: Path, device: torch.device) -> Qwen2_5OmniToken2WavModel:
     section = read_config(folder, model_type=MODEL_TYPE).get("token2wav_config")
     try:
         with no_init_weights():
@@ -238,4 +239,6 @@ def _load(folder: Path) -> Qwen2_5OmniToken2WavModel:
         model.load_state_dict(weights, assign=True)
     except RuntimeError as exc:
         raise load_error(folder, f"the weights of token2wav do not fit its config: {exc}") from exc
-    return model.requires_grad_(requires_grad=False).train(mode=False)
+    torch.nn.Module.to(model, device)
+    model.train(mode=False)
+    return model
