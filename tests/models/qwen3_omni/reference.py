@@ -63,7 +63,7 @@ class Reference:
         from transformers import AutoTokenizer, Qwen3OmniMoeForConditionalGeneration
 
         self._folder = folder
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.model: Any = Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
         # Checkpoints lack it, but transformers 5.19 reads it for prompts with audio and vision.
         self.model.talker.config.audio_config = self.model.thinker.config.audio_config
@@ -104,7 +104,7 @@ class Reference:
         return self._chunked_decode(codes, **sizes)
 
     def _prepare(self, conversation: Conversation) -> dict[str, Any]:
-        text = self._tokenizer.apply_chat_template(
+        text = self.tokenizer.apply_chat_template(
             list(conversation.messages), add_generation_prompt=True, tokenize=False
         )
         media: dict[str, Any] = {
@@ -114,7 +114,7 @@ class Reference:
         }
         media = {kind: items for kind, items in media.items() if items}
         if not media:
-            return dict(self._tokenizer(text, return_tensors="pt"))
+            return dict(self.tokenizer(text, return_tensors="pt"))
         from transformers import Qwen3OmniMoeProcessor
 
         if conversation.videos:

@@ -13,6 +13,8 @@ from transformers import Qwen2Tokenizer
 
 PRINTABLE = [chr(byte) if byte > 0x20 else "Ġ" for byte in range(0x20, 0x7F)]
 """The tokens of the ASCII characters that can be printed."""
+CONFIDENCE = 4.0
+"""Scale of the logits of allowed tokens. Others have the logit 0, so that sampling chooses them rarely."""
 ENDING = 0.85
 """Scale of the logit of the last token of a turn, so that few texts end at once."""
 ROLES = ("system", "user", "assistant")
@@ -118,11 +120,11 @@ def byte_tokenizer(*, words: Sequence[str], special: Sequence[str], names: Mappi
 
 
 def limit_text(head: torch.Tensor, tokenizer: Qwen2Tokenizer) -> None:
-    """Changes the weights of a language model's head so that a greedy token is printable, or ends the turn."""
+    """Changes the weights of a language model's head so that nearly all tokens are printable, or end the turn."""
     vocabulary, end = tokenizer.get_vocab(), tokenizer.eos_token_id
     allowed = [*(vocabulary[token] for token in PRINTABLE), end]
     with torch.no_grad():
-        rows = head[allowed].clone()
+        rows = CONFIDENCE * head[allowed]
         head.zero_()
         head[allowed] = rows
         head[end] *= ENDING

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration, Qwen2Tokenizer
 
-from stagemesh.services.models.tiny import PREPROCESSOR, ROLES, byte_tokenizer, draw_weights, limit_text, write_json
+from stagemesh.services.models.tiny import (
+    CONFIDENCE,
+    PREPROCESSOR,
+    ROLES,
+    byte_tokenizer,
+    draw_weights,
+    limit_text,
+    write_json,
+)
 
 CODEBOOK = 64
 CODEC_PAD, CODEC_BOS, CODEC_EOS, CODEC_MASK = (CODEBOOK + offset for offset in (100, 101, 102, 104))
@@ -50,10 +58,10 @@ def write(folder: Path, *, seed: int = 0) -> None:
 
 
 def _shape_outputs(model: Qwen2_5OmniForConditionalGeneration, tokenizer: Qwen2Tokenizer) -> None:
-    """Makes text readable, codes varied, and audio as loud as speech. No special code but the last is probable."""
+    """Makes text readable and audio as loud as speech. Nearly all codes are in the codebook, or end the speech."""
     limit_text(model.get_parameter("thinker.lm_head.weight"), tokenizer)
     with torch.no_grad():
-        head = model.get_parameter("talker.codec_head.weight")
+        head = model.get_parameter("talker.codec_head.weight").mul_(CONFIDENCE)
         end = head[CODEC_EOS].clone()
         head[CODEBOOK:] = 0
         head[CODEC_EOS] = end

@@ -46,7 +46,7 @@ def write(folder: Path, *, seed: int = 0) -> None:
 
 
 def _shape_outputs(model: Qwen3OmniMoeForConditionalGeneration, tokenizer: Qwen2Tokenizer) -> None:
-    """Makes text readable (a greedy token is printable, or ends the turn) and audio as loud as speech."""
+    """Makes text readable (nearly all tokens are printable, or end the turn) and audio as loud as speech."""
     limit_text(model.get_parameter("thinker.lm_head.weight"), tokenizer)
     with torch.no_grad():
         model.get_parameter(f"code2wav.decoder.{len(_UPSAMPLE_RATES) + 2}.conv.weight").mul_(LOUDNESS)

@@ -1,0 +1,180 @@
+"""A codec language model in the vllm engine: the talker of a tiny Qwen3-Omni, compared with transformers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from pydantic import JsonValue
+
+from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
+from stagemesh.common.tensors import Array
+from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.connectors.edge import Packet
+from stagemesh.services.engines.base import Checkpoint, Emission, SamplingOptions, Task, Usage
+from stagemesh.services.engines.vllm.engine import VllmEngine
+from stagemesh.services.models.qwen3_omni import tiny
+from stagemesh.services.models.qwen3_omni.thinker2talker import Thinker2Talker
+from tests.engines.support import stage_config
+from tests.models.qwen3_omni.reference import Conversation, Reference, Result
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+
+TOKENS = 24
+TEXTS = ["Hello there", "What is the sea?", "a", "one two three four five six seven eight nine ten"]
+OPTIONS: Mapping[str, JsonValue] = {
+    "dtype": "float32",
+    "kv_cache_memory_bytes": 1 << 20,
+    "max_model_len": 512,
+    "max_num_batched_tokens": 16,
+    "enable_chunked_prefill": True,
+    "checkpoint_tokens": 8,
+    "codec": {"model": "qwen3_omni.talker", "dtype": "float32"},
+}
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_qwen3_omni: Path) -> Sequence[Result]:
+    reference = Reference(tiny_qwen3_omni)
+    conversations = [Conversation([{"role": "user", "content": text}]) for text in TEXTS]
+    return [reference.generate(each, text_tokens=12, codec_tokens=TOKENS) for each in conversations]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(tiny_qwen3_omni: Path) -> AsyncIterator[VllmEngine]:
+    engine = VllmEngine(stage_config("vllm", model=str(tiny_qwen3_omni), options=OPTIONS))
+    plane = DataPlane(replica="a-0", pipeline="p", generation="1")
+    engine.abilities.use_partitions(plane.arena)
+    await engine.start(lambda _: None)
+    yield engine
+    await engine.close()
+    await plane.close()
+
+
+async def rows_of(model: Path, result: Result, *, cut: int) -> AsyncIterator[Packet]:
+    """Yields the talker's rows for an answer of the thinker that arrives `cut` tokens at a time."""
+    transform = Thinker2Talker(model)
+    arrived = [Packet({"prompt_ids": result.prompt_ids.astype(np.int32)})]
+    text = result.text_ids.astype(np.int32)
+    arrived += [Packet({"token_ids": text[start : start + cut]}) for start in range(0, len(text), cut)]
+    for packet in arrived:
+        for rows in transform.push(packet):
+            yield rows
+    for rows in transform.finish():
+        yield rows
+
+
+def task(
+    model: Path, result: Result, *, cut: int = 1, temperature: float = 0.0, tokens: int = TOKENS, speaker: str = "Ethan"
+) -> Task:
+    sampling = SamplingOptions(max_tokens=tokens, min_tokens=tokens, temperature=temperature)
+    flow = rows_of(model, result, cut=cut)
+    return Task("r", 7, inlets={"e": flow}, sampling=sampling, options={"speaker": speaker})
+
+
+async def codes_of(engine: VllmEngine, work: Task) -> Array:
+    async with aclosing(engine.submit(work)) as events:
+        parts = [event.packet.tensors["codes"] async for event in events if isinstance(event, Emission)]
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("cut", [1, 3, 100])
+async def test_codes_equal_transformers(
+    engine: VllmEngine, tiny_qwen3_omni: Path, expected: Sequence[Result], cut: int
+) -> None:
+    for result in expected:
+        codes = await codes_of(engine, task(tiny_qwen3_omni, result, cut=cut))
+        # transformers computes no residual codes for the last token at the limit.
+        assert codes[: TOKENS - 1].tolist() == result.codes.tolist()
+        assert codes.shape == (TOKENS, tiny.CODE_GROUPS)
+
+
+async def test_requests_at_once_equal_transformers_although_some_are_preempted(
+    engine: VllmEngine, tiny_qwen3_omni: Path, expected: Sequence[Result]
+) -> None:
+    made = await asyncio.gather(*(codes_of(engine, task(tiny_qwen3_omni, each)) for each in [*expected, *expected]))
+    for codes, result in zip(made, [*expected, *expected], strict=True):
+        assert codes[: TOKENS - 1].tolist() == result.codes.tolist()
+
+
+async def test_random_codes_depend_on_the_seed_alone(
+    engine: VllmEngine, tiny_qwen3_omni: Path, expected: Sequence[Result]
+) -> None:
+    work = [task(tiny_qwen3_omni, expected[0], temperature=0.9) for _ in range(3)]
+    alone = await codes_of(engine, work[0])
+    others = [codes_of(engine, task(tiny_qwen3_omni, each, temperature=0.9)) for each in expected[1:]]
+    together, *_ = await asyncio.gather(codes_of(engine, work[1]), *others)
+    other_seed = await codes_of(engine, replace(work[2], seed=8))
+    assert together.tolist() == alone.tolist() != other_seed.tolist()
+    assert alone[: TOKENS - 1].tolist() != expected[0].codes.tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+async def test_a_resumed_request_continues_with_the_same_codes(
+    engine: VllmEngine, tiny_qwen3_omni: Path, expected: Sequence[Result], temperature: float
+) -> None:
+    whole = await codes_of(engine, task(tiny_qwen3_omni, expected[1], temperature=temperature))
+    emitted, checkpoint = 0, Checkpoint(0)
+    async with aclosing(engine.submit(task(tiny_qwen3_omni, expected[1], temperature=temperature))) as events:
+        async for event in events:
+            if isinstance(event, Emission):
+                emitted += len(event.packet.tensors["codes"])
+            if isinstance(event, Checkpoint):
+                checkpoint = replace(event, rows={"codes": emitted})
+                break
+    assert 0 < emitted <= checkpoint.steps
+    resumed = replace(task(tiny_qwen3_omni, expected[1], temperature=temperature), resume_from=checkpoint)
+    assert (await codes_of(engine, resumed)).tolist() == whole[emitted:].tolist()
+
+
+async def test_the_speaker_changes_the_codes(
+    engine: VllmEngine, tiny_qwen3_omni: Path, expected: Sequence[Result]
+) -> None:
+    codes = await codes_of(engine, task(tiny_qwen3_omni, expected[0], speaker="chelsie"))
+    assert codes[: TOKENS - 1].tolist() != expected[0].codes.tolist()
+
+
+async def test_an_unknown_speaker_is_rejected(
+    engine: VllmEngine, tiny_qwen3_omni: Path, expected: Sequence[Result]
+) -> None:
+    with pytest.raises(InvalidRequestError, match="no speaker 'Nobody'; choose one of: aiden, chelsie, ethan"):
+        await codes_of(engine, task(tiny_qwen3_omni, expected[0], speaker="Nobody"))
+
+
+async def test_the_end_code_ends_the_request(
+    engine: VllmEngine, tiny_qwen3_omni: Path, expected: Sequence[Result]
+) -> None:
+    from vllm import SamplingParams  # noqa: F401  # the engine has imported vLLM
+
+    work = task(tiny_qwen3_omni, expected[0])
+    sampling = replace(work.sampling, max_tokens=None, min_tokens=0)
+    usages = [event async for event in engine.submit(replace(work, sampling=sampling)) if isinstance(event, Usage)]
+    # The limit of the tiny model's talker is its context, which it reaches if it never samples its end code.
+    assert usages[-1].finish.reason in {"end", "limit"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"text_ids": np.array([100_000], np.int32)}, "text_ids contains values outside -1 to"),
+        ({"codec_slots": np.array([9], np.int8)}, "codec_slots contains values outside -1 to 5"),
+        ({"positions": np.zeros((1, 2), np.int32)}, "positions"),
+        ({"states": np.zeros((1, 3), np.float32)}, "states"),
+    ],
+)
+async def test_invalid_rows_are_rejected(engine: VllmEngine, changed: Mapping[str, Array], message: str) -> None:
+    rows = {
+        "text_ids": np.zeros(1, np.int32),
+        "codec_slots": np.full(1, -1, np.int8),
+        "positions": np.zeros((1, 3), np.int32),
+    }
+
+    async def flow() -> AsyncIterator[Packet]:
+        yield Packet({**rows, **changed})
+
+    with pytest.raises(InvalidChunkError, match=message):
+        await codes_of(engine, Task("r", 1, inlets={"e": flow()}, sampling=SamplingOptions(max_tokens=2)))
