@@ -38,6 +38,16 @@ def tiny_qwen3_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_qwen2_5_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Qwen2.5-Omni, which all tests of a process share. They must not write to it."""
+    from stagemesh.services.models.qwen2_5_omni import tiny
+
+    folder = tmp_path_factory.mktemp("tiny-qwen2.5-omni")
+    tiny.write(folder)
+    return folder
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sorts files by their longest time limit of a test, then by their number of tests, so that short files come last.
 

@@ -105,26 +105,13 @@ class CodecVocoder:
         groups: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
         for number, call in enumerate(batch):
             if call.packet is not None and len(_codes(call)):
-                self._check(call)
+                check_codes(
+                    _codes(call), call.state.frames, groups=self._decoder.groups, size=self._decoder.codebook_size
+                )
                 groups[len(_codes(call)), call.state.memory is None].append(number)
         for (frames, _), numbers in groups.items():
             rows = max(1, self._max_frames // frames)
             yield from (numbers[start : start + rows] for start in range(0, len(numbers), rows))
-
-    def _check(self, call: Call[StreamState]) -> None:
-        codes, groups, size = _codes(call), self._decoder.groups, self._decoder.codebook_size
-        if codes.shape[1] != groups:
-            raise InvalidChunkError(
-                f"the codec frames have {codes.shape[1]} codes each, but the vocoder's model has {groups} groups; use "
-                "one model for talker and vocoder"
-            )
-        wrong = (codes < 0) | (codes >= size)
-        if wrong.any():
-            frame, group = np.argwhere(wrong)[0]
-            raise InvalidChunkError(
-                f"codec frame {call.state.frames + frame} has the code {codes[frame, group]} in group {group}, but "
-                f"codes are 0 to {size - 1}; remove frames with special codes by the edge's transform"
-            )
 
     def _decode(self, codes: npt.NDArray[np.int32], rows: BatchState) -> Iterator[npt.NDArray[np.float32]]:
         """Decodes int32[rows, frames, groups] in pieces. Yields float32[rows, samples] of each piece."""
@@ -132,6 +119,25 @@ class CodecVocoder:
         for start in range(0, codes.shape[1], frames):
             piece = torch.from_numpy(codes[:, start : start + frames]).to(self._decoder.device)
             yield self._decoder(piece, rows).cpu().numpy()
+
+
+def check_codes(codes: npt.NDArray[np.int32], first_frame: int, *, groups: int, size: int) -> None:
+    """Raises InvalidChunkError if codes [frames, groups] do not fit a vocoder with codes from 0 to `size` - 1.
+
+    `first_frame` is the position of the first frame in the stream, for the error message.
+    """
+    if codes.shape[1] != groups:
+        raise InvalidChunkError(
+            f"the codec frames have {codes.shape[1]} codes each, but the vocoder's model has {groups} groups; use "
+            "one model for talker and vocoder"
+        )
+    wrong = (codes < 0) | (codes >= size)
+    if wrong.any():
+        frame, group = np.argwhere(wrong)[0]
+        raise InvalidChunkError(
+            f"codec frame {first_frame + frame} has the code {codes[frame, group]} in group {group}, but "
+            f"codes are 0 to {size - 1}; remove frames with special codes by the edge's transform"
+        )
 
 
 def _codes(call: Call[StreamState]) -> npt.NDArray[np.int32]:

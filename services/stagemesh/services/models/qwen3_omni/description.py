@@ -7,9 +7,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.typed_values import Value
 from stagemesh.services.models import checkpoint
+from stagemesh.services.models.codec_speech.speakers import choose_speaker
 from stagemesh.services.models.qwen3_omni import MODEL_TYPE
 
 _PREFIX = "talker."
@@ -76,20 +76,13 @@ class Talker:
 
         Raises InvalidRequestError (INVALID_OPTION) if the model does not have the speaker in `options`.
         """
-        speakers: Mapping[str, int] = {name.lower(): code for name, code in self._config["speaker_id"].items()}
-        name = str(options.get("speaker") or next(iter(speakers)))
-        if name.lower() not in speakers:
-            raise InvalidRequestError(
-                f"the model has no speaker {name!r}; choose one of: {', '.join(sorted(speakers))}",
-                reason="INVALID_OPTION",
-                metadata={"option": "speaker"},
-            )
+        speaker = choose_speaker(self._config["speaker_id"], str(options.get("speaker", "")))
         talker = self._config
         return [
             talker["codec_nothink_id"],
             talker["codec_think_bos_id"],
             talker["codec_think_eos_id"],
-            speakers[name.lower()],
+            speaker,
             talker["codec_pad_id"],
             talker["codec_bos_id"],
         ]

@@ -10,18 +10,12 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, Qwen2Tokenizer, Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
 
-from stagemesh.services.models.tiny import PRINTABLE, byte_tokenizer, draw_weights, write_json
+from stagemesh.services.models.tiny import PREPROCESSOR, ROLES, byte_tokenizer, draw_weights, limit_text, write_json
 
 CODEBOOK = 64
 CODE_GROUPS = 4
 LOUDNESS = 0.02
 """Scale of the last convolution, so that the waveform is not clipped at -1 and 1."""
-CONFIDENCE = 4.0
-"""Scale of the logits of allowed tokens. Others have the logit 0, so that sampling chooses them rarely."""
-ENDING = 0.85
-"""Scale of the logit of the last token of a turn, so that few texts end at once."""
-
-_ROLES = ("system", "user", "assistant")
 _NAMED_TOKENS = {
     "eos_token": "<|im_end|>",
     "image_token": "<|image_pad|>",
@@ -33,35 +27,11 @@ _NAMED_TOKENS = {
     "audio_eos_token": "<|audio_end|>",
 }
 _SPECIAL_TOKENS = ("<|im_start|>", "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>", "<tts_text_bos_single>")
-_CHAT_TEMPLATE = """
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.content is string %}
-        {{- message.content }}
-    {%- else %}
-        {%- for part in message.content %}
-            {%- if part.type == 'image' or 'image' in part or 'image_url' in part %}
-                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
-            {%- elif part.type == 'audio' or 'audio' in part or 'audio_url' in part %}
-                {{- '<|audio_start|><|audio_pad|><|audio_end|>' }}
-            {%- elif part.type == 'video' or 'video' in part %}
-                {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
-            {%- elif 'text' in part %}
-                {{- part.text }}
-            {%- endif %}
-        {%- endfor %}
-    {%- endif %}
-    {{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-""".strip()
 
 
 def write(folder: Path, *, seed: int = 0) -> None:
     """Writes the config, the weights (float32), the tokenizer and the processors into `folder`."""
-    tokenizer = byte_tokenizer(words=_ROLES, special=_SPECIAL_TOKENS, names=_NAMED_TOKENS, chat_template=_CHAT_TEMPLATE)
+    tokenizer = byte_tokenizer(words=ROLES, special=_SPECIAL_TOKENS, names=_NAMED_TOKENS)
     model = Qwen3OmniMoeForConditionalGeneration(_config(tokenizer))
     draw_weights(model, seed=seed)
     _shape_outputs(model, tokenizer)
@@ -69,46 +39,18 @@ def write(folder: Path, *, seed: int = 0) -> None:
     model.generation_config = GenerationConfig(**ends)  # type: ignore[no-untyped-call]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    write_json(folder / "preprocessor_config.json", _PREPROCESSOR)
+    write_json(
+        folder / "preprocessor_config.json",
+        PREPROCESSOR | {"processor_class": "Qwen3OmniMoeProcessor", "patch_size": 16},
+    )
 
 
 def _shape_outputs(model: Qwen3OmniMoeForConditionalGeneration, tokenizer: Qwen2Tokenizer) -> None:
     """Makes text readable (nearly all tokens are printable, or end the turn) and audio as loud as speech."""
-    vocabulary = tokenizer.get_vocab()
-    end = vocabulary[_NAMED_TOKENS["eos_token"]]
-    allowed = [*(vocabulary[token] for token in PRINTABLE), end]
+    limit_text(model.get_parameter("thinker.lm_head.weight"), tokenizer)
     with torch.no_grad():
-        head = model.get_parameter("thinker.lm_head.weight")
-        rows = CONFIDENCE * head[allowed]
-        head.zero_()
-        head[allowed] = rows
-        head[end] *= ENDING
         model.get_parameter(f"code2wav.decoder.{len(_UPSAMPLE_RATES) + 2}.conv.weight").mul_(LOUDNESS)
 
-
-_PREPROCESSOR = {
-    "processor_class": "Qwen3OmniMoeProcessor",
-    "feature_extractor_type": "WhisperFeatureExtractor",
-    "feature_size": 128,
-    "sampling_rate": 16000,
-    "hop_length": 160,
-    "n_fft": 400,
-    "n_samples": 4800000,
-    "nb_max_frames": 30000,
-    "dither": 0.0,
-    "padding_side": "right",
-    "padding_value": 0.0,
-    "return_attention_mask": True,
-    "image_processor_type": "Qwen2VLImageProcessor",
-    "video_processor_type": "Qwen2VLVideoProcessor",
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-    "min_pixels": 3136,
-    "max_pixels": 12845056,
-    "merge_size": 2,
-    "patch_size": 16,
-    "temporal_patch_size": 2,
-}
 
 _THINKER_WIDTH = 128
 _ATTENTION = {
@@ -149,7 +91,7 @@ def _config(tokenizer: Qwen2Tokenizer) -> Qwen3OmniMoeConfig:
         "tts_pad_token_id": token("<tts_pad>"),
         "tts_bos_token_id": token("<tts_text_bos>"),
         "tts_eos_token_id": token("<tts_text_eod>"),
-        **{f"{role}_token_id": token(role) for role in _ROLES},
+        **{f"{role}_token_id": token(role) for role in ROLES},
     }
     return Qwen3OmniMoeConfig(**settings)
 

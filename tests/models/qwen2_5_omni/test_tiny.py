@@ -1,0 +1,38 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+from transformers import AutoTokenizer
+
+from stagemesh.services.models.qwen2_5_omni import tiny
+from stagemesh.services.models.qwen2_5_omni.speakers import load_speakers
+
+
+def test_a_seed_determines_the_weights(tiny_qwen2_5_omni: Path, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        tiny.write(tmp_path / str(seed), seed=seed)
+    first, second = (load_file(tmp_path / seed / "model.safetensors") for seed in ("0", "1"))
+    kept = load_file(tiny_qwen2_5_omni / "model.safetensors")
+    assert all(np.array_equal(first[name], kept[name]) for name in kept)
+    assert not any(np.array_equal(first[name], second[name]) for name in kept)
+
+
+def test_the_checkpoint_is_small(tiny_qwen2_5_omni: Path) -> None:
+    assert sum(path.stat().st_size for path in tiny_qwen2_5_omni.iterdir()) < 10 << 20
+
+
+def test_speakers_have_begin_tokens_of_their_own(tiny_qwen2_5_omni: Path) -> None:
+    speakers = load_speakers(tiny_qwen2_5_omni)
+    assert list(speakers) == list(tiny.SPEAKERS)
+    assert len({speaker.begin_token for speaker in speakers.values()}) == len(speakers)
+
+
+def test_the_chat_template_has_the_tokens_of_media(tiny_qwen2_5_omni: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2_5_omni)
+    message: dict[str, Any] = {"role": "user", "content": [{"type": kind} for kind in ("image", "audio", "video")]}
+    text = tokenizer.apply_chat_template([message], tokenize=False)
+    assert text == (
+        "<|im_start|>user\n<|vision_bos|><|IMAGE|><|vision_eos|><|audio_bos|><|AUDIO|><|audio_eos|>"
+        "<|vision_bos|><|VIDEO|><|vision_eos|><|im_end|>\n"
+    )
