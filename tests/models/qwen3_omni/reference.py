@@ -58,18 +58,18 @@ class Result:
 class Reference:
     """transformers' implementation, loaded from the folder of a checkpoint."""
 
+    model_class = "Qwen3OmniMoeForConditionalGeneration"
+    processor_class = "Qwen3OmniMoeProcessor"
+
     def __init__(self, folder: Path) -> None:
         import torch
-        from transformers import AutoTokenizer, Qwen3OmniMoeForConditionalGeneration
+        import transformers
 
         self._folder = folder
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        self.model: Any = Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-        # Checkpoints lack it, but transformers 5.19 reads it for prompts with audio and vision.
-        self.model.talker.config.audio_config = self.model.thinker.config.audio_config
-        self._chunked_decode = self.model.code2wav.chunked_decode
-        self.model.code2wav.chunked_decode = self._record_codes
+        self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+        self.model: Any = getattr(transformers, self.model_class).from_pretrained(folder, dtype=torch.float32)
         self._codes: Any = None
+        self._record_codes()
 
     def generate(self, conversation: Conversation, *, text_tokens: int, codec_tokens: int) -> Result:
         """Computes at most `text_tokens` tokens of text and `codec_tokens` codec tokens."""
@@ -82,26 +82,38 @@ class Reference:
                 speaker=conversation.speaker,
                 return_audio=True,
                 thinker_max_new_tokens=text_tokens,
-                thinker_eos_token_id=self.model.config.im_end_token_id,
+                thinker_eos_token_id=self.tokenizer.eos_token_id,
                 thinker_do_sample=False,
                 talker_max_new_tokens=codec_tokens,
                 talker_do_sample=False,
                 use_audio_in_video=conversation.use_audio_in_video,
-                # transformers does not pass it on to the talker.
-                talker_use_audio_in_video=conversation.use_audio_in_video,
+                **self._arguments(conversation),
                 **conversation.options,
             )
         prompt = inputs["input_ids"].shape[1]
         return Result(
             prompt_ids=sequences[0, :prompt].numpy(),
             text_ids=sequences[0, prompt:].numpy(),
-            codes=self._codes[0].T.numpy(),
+            codes=self._codes.numpy(),
             waveform=waveform.flatten().numpy(),
         )
 
-    def _record_codes(self, codes: Any, **sizes: int) -> Any:
-        self._codes = codes
-        return self._chunked_decode(codes, **sizes)
+    def _record_codes(self) -> None:
+        """Prepares the model to store the codes [frames, groups] that the vocoder receives."""
+        # Checkpoints lack it, but transformers 5.19 reads it for prompts with audio and vision.
+        self.model.talker.config.audio_config = self.model.thinker.config.audio_config
+        chunked_decode = self.model.code2wav.chunked_decode
+
+        def record(codes: Any, **sizes: int) -> Any:
+            self._codes = codes[0].T
+            return chunked_decode(codes, **sizes)
+
+        self.model.code2wav.chunked_decode = record
+
+    def _arguments(self, conversation: Conversation) -> dict[str, Any]:
+        """Returns further arguments of `generate`."""
+        # transformers does not pass it on to the talker.
+        return {"talker_use_audio_in_video": conversation.use_audio_in_video}
 
     def _prepare(self, conversation: Conversation) -> dict[str, Any]:
         text = self.tokenizer.apply_chat_template(
@@ -115,17 +127,22 @@ class Reference:
         media = {kind: items for kind, items in media.items() if items}
         if not media:
             return dict(self.tokenizer(text, return_tensors="pt"))
-        from transformers import Qwen3OmniMoeProcessor
+        import transformers
 
         if conversation.videos:
             media |= {"fps": conversation.frame_rate, "use_audio_in_video": conversation.use_audio_in_video}
-        processor = Qwen3OmniMoeProcessor.from_pretrained(self._folder)
+        processor = getattr(transformers, self.processor_class).from_pretrained(self._folder)
         return dict(processor(text=text, return_tensors="pt", **media))
 
 
-def run(folder: Path, conversations: Sequence[Conversation], *, text_tokens: int, codec_tokens: int) -> list[Result]:
-    """Computes the results of `conversations` in a process that can import torchvision. Takes seconds."""
-    command = [sys.executable, "-m", "tests.models.qwen3_omni.reference"]
+def run(
+    folder: Path, conversations: Sequence[Conversation], *, text_tokens: int, codec_tokens: int, module: str = __name__
+) -> list[Result]:
+    """Computes the results of `conversations` in a process that can import torchvision. Takes seconds.
+
+    `module` is the name of the module whose `main` the process runs.
+    """
+    command = [sys.executable, "-m", module]
     path = os.pathsep.join(filter(None, [str(ROOT), str(TORCHVISION), os.environ.get("PYTHONPATH")]))
     arguments = pickle.dumps((folder, conversations, text_tokens, codec_tokens))
     ran = subprocess.run(
@@ -136,13 +153,13 @@ def run(folder: Path, conversations: Sequence[Conversation], *, text_tokens: int
     return results
 
 
-def main() -> None:
+def main(kind: type[Reference]) -> None:
     """Reads the arguments of `run` from stdin, and writes its results to stdout."""
     from stagemesh.services.engines.vllm.torchvision_operators import declare_operators
 
     folder, conversations, text_tokens, codec_tokens = pickle.load(sys.stdin.buffer)  # noqa: S301 - see `run`
     declare_operators()
-    reference = Reference(folder)
+    reference = kind(folder)
     results = [reference.generate(each, text_tokens=text_tokens, codec_tokens=codec_tokens) for each in conversations]
     # The class of the results must not be that of __main__, which `run` cannot import.
     from tests.models.qwen3_omni import reference as importable
@@ -151,4 +168,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Reference)

@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from stagemesh.common.tensors import Array
 from stagemesh.common.typed_values import Value
 from stagemesh.services.models import checkpoint
 from stagemesh.services.models.codec_speech.speakers import choose_speaker
@@ -81,6 +82,10 @@ class Talker:
             talker["codec_pad_id"],
             talker["codec_bos_id"],
         ]
+
+    def choose_texts(self, text_ids: Array, options: Mapping[str, Value]) -> Array:  # noqa: ARG002  # none depends on them
+        """Returns `text_ids`."""
+        return text_ids
 
 
 def talker_config(config: Any) -> Any:
