@@ -76,10 +76,13 @@ def omni(tiny_qwen2_5_omni: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 def generate(client: Client, each: Case) -> Result:
     thinker: StageArguments = {"temperature": 0.0, "max_tokens": TEXT_TOKENS}
-    voice: StageArguments = {"options": {"speaker": each.expected.speaker}}
-    talker: StageArguments = {**voice, "temperature": 0.0, "max_tokens": CODEC_TOKENS}
-    stages = {"thinker": thinker, "talker": talker, "token2wav": voice}
-    return client.generate(messages=[Message("user", each.content)], seed=SEED, stages=stages).result()
+    talker: StageArguments = {"temperature": 0.0, "max_tokens": CODEC_TOKENS}
+    return client.generate(
+        messages=[Message("user", each.content)],
+        seed=SEED,
+        stages={"thinker": thinker, "talker": talker},
+        options={"speaker": each.expected.speaker},
+    ).result()
 
 
 def check(result: Result, expected: reference.Result) -> None:

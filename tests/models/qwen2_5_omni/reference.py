@@ -30,7 +30,7 @@ class Reference(reference.Reference):
 
         def record(vector: Any, spectrogram: Any, codes: Any, **options: Any) -> Any:
             self._codes = codes[0][:, None]
-            torch.randn = draw
+            torch.randn = draw  # type: ignore[assignment]
             try:
                 return sample(vector, spectrogram, codes, **options)
             finally:
@@ -38,6 +38,11 @@ class Reference(reference.Reference):
 
         decoder.sample = record
         self.model.talker.register_forward_pre_hook(_restore_mask, with_kwargs=True)
+
+    def _prepare(self, conversation: Conversation) -> dict[str, Any]:
+        # transformers 5.19 passes the pixels to the talker, too, which rejects them.
+        inputs = super()._prepare(conversation)
+        return {f"thinker_{name}" if name.startswith("pixel") else name: value for name, value in inputs.items()}
 
     def _arguments(self, conversation: Conversation) -> dict[str, Any]:
         talker = self.model.config.talker_config
