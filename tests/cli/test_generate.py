@@ -154,6 +154,7 @@ async def test_options_and_parameters_of_a_stage_have_types(orchestrator: Script
     orchestrator.scripts.append([admitted(), finished()])
     arguments = ["--option", "voice=alto", "--option", "steps=3", "--option", "echo=true", "--option", "speed=1.5"]
     own = ["talker.max_tokens=200", "talker.stop=end", "talker.regex=1", "talker.voice=bass", "talker.adapter=7"]
+    own += ["talker.chunk=8", "vocoder.chunk=whole"]
     arguments += [text for each in own for text in ("--stage-parameter", each)]
     ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint, *arguments)
     assert ran.exit_code == 0, ran.stderr
@@ -163,6 +164,7 @@ async def test_options_and_parameters_of_a_stage_have_types(orchestrator: Script
     talker = parameters.stages["talker"]
     assert talker.sampling == request_pb2.Sampling(max_tokens=200, stop=["end"], regex="1")
     assert (talker.options["voice"].text, talker.adapter) == ("bass", "7")
+    assert (talker.chunk.initial_frames, parameters.stages["vocoder"].chunk.whole) == (8, True)
 
 
 async def test_a_malformed_parameter_of_a_stage_is_a_usage_error(orchestrator: ScriptedOrchestrator) -> None:

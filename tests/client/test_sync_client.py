@@ -1,9 +1,10 @@
 import asyncio
+from typing import Any
 
 import pytest
 
 from stagemesh.client import Client, Result, RetryPolicy, Text
-from stagemesh.common.errors import NotFoundError, UnavailableError
+from stagemesh.common.errors import InvalidRequestError, NotFoundError, UnavailableError
 from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, queued, text
 
 QUICK = RetryPolicy(attempts=3, first_pause_s=0.01, max_pause_s=0.1)
@@ -73,3 +74,15 @@ async def test_describe_and_cancel_work_without_asyncio(orchestrator: ScriptedOr
 def test_an_unreachable_server_is_named() -> None:
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
         _result("127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_token": 5}, "unknown argument: max_token"),
+        ({"stages": {"talker": {"speaker": "ethan"}}}, "unknown argument of stage talker: speaker; .*`options`"),
+    ],
+)
+def test_an_unknown_argument_is_rejected_before_the_request_is_sent(arguments: dict[str, Any], message: str) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequestError, match=message):
+        client.generate("hello", **arguments).result()

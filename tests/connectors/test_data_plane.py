@@ -86,7 +86,7 @@ async def test_chunk_larger_than_the_arena_is_rejected_with_a_remedy() -> None:
 
 async def test_frames_policy_cuts_across_packets() -> None:
     async with two_hosts() as (a, b):
-        outlet, inlet = open_flow(a, b, policy=FramesPolicy(4, initial_frames=2, left_context_frames=1))
+        outlet, inlet = open_flow(a, b, policy=FramesPolicy(4, (2,), left_context_frames=1))
         packets = [Packet({"x": np.arange(n * 5, n * 5 + 5)}) for n in range(3)]
         _, received = await asyncio.gather(send_all(outlet, packets), receive_all(inlet))
         assert [got.tensors["x"].tolist() for got in received] == [

@@ -95,7 +95,7 @@ async def test_consumers_are_replaced_at_random(connector: str, size: int) -> No
 
 @pytest.mark.parametrize(
     "policy",
-    [StepPolicy(), WholePolicy(), FramesPolicy(10, initial_frames=3), FramesPolicy(10, left_context_frames=4)],
+    [StepPolicy(), WholePolicy(), FramesPolicy(10, (3, 5)), FramesPolicy(10, left_context_frames=4)],
     ids=["step", "whole", "frames", "context"],
 )
 @pytest.mark.parametrize("taken", [0, 1, 3])

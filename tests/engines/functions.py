@@ -63,6 +63,37 @@ def _refuse(numbers: Array) -> None:
         raise ZeroDivisionError("a defect of the function")
 
 
+class Clock:
+    """A clock that tests and functions advance."""
+
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+CLOCK = Clock()
+BATCHES: list[list[tuple[int, int]]] = []
+"""The batches of `Speaking`: the seed and the number of samples of each call."""
+
+
+class Speaking:
+    """Emits each input as audio. Records its batches. A call takes 0.25 s on `CLOCK`."""
+
+    def __init__(self, model: object, options: Mapping[str, object]) -> None:
+        pass
+
+    def open(self, *, seed: int, options: Mapping[str, Value]) -> int:
+        return seed
+
+    def __call__(self, batch: Sequence[Call[int]]) -> Sequence[Sequence[Packet]]:
+        ENTERED.set()
+        GATE.wait(5)
+        CLOCK.now_s += 0.25
+        BATCHES.append([(call.state, 0 if call.packet is None else len(call.packet.tensors["x"])) for call in batch])
+        return [[] if call.packet is None else [Packet({"audio": call.packet.tensors["x"]})] for call in batch]
+
+
 class Echo:
     """Emits the prompt's text."""
 
@@ -100,6 +131,13 @@ SUMMING = FunctionDescriptor(
         options={"factor": OptionSpec(default=1.0, minimum=0.0, maximum=10.0)},
     ),
     factory="tests.engines.functions:Summing",
+)
+SPEAKING = FunctionDescriptor(
+    Signature(
+        accepts={"x": NUMBERS},
+        emits={"audio": Emitted(TensorSpec("float32", ("samples",)), kind="audio", sample_rate_hz=10)},
+    ),
+    factory="tests.engines.functions:Speaking",
 )
 ECHO = FunctionDescriptor(
     Signature(emits={"text": Emitted(TensorSpec("uint8", ("bytes",)), kind="text")}),

@@ -121,6 +121,8 @@ stages:
 edges:
   - {from: a, to: b, chunk: "${CHUNK:-step}", tokens: last, name: one, connector: custom}
   - {from: a, to: c, chunk: {frames: "${N:-3}", initial_frames: 1, left_context_frames: 0}, transform: null}
+  - {from: a, to: d, chunk: {frames: 3, initial_frames: 1, ramp: auto}}
+  - {from: a, to: e, chunk: {frames: 3, ramp: [1, "${N:-3}"]}}
 outputs: {text: a, video: {from: b.frames, media_type: video/mp4, frame_rate: 24.5, stored: "${STORED:-true}"}}
 limits: {max_in_flight: "${MAX:-64}", per_caller: {max_queued: 0}, max_choices: 4}
 media: {store: "s3://bucket", allowed: ["file:///srv"], storage_options: {s3: {key: "${KEY}"}}, max_file_bytes: 5}

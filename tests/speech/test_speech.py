@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from stagemesh.client import AudioChunk, Result, Text, WavWriter
+from stagemesh.client import AudioChunk, Result, StageArguments, Text, WavWriter
 from stagemesh.client.responses import ResultBuilder
 from stagemesh.common.errors import InvalidRequestError
 from tests.deployment import Deployment, deployed, eventually
@@ -53,6 +53,20 @@ def test_whisper_transcribes_the_thinkers_text(speech: Deployment, prompt: str) 
 def test_every_edge_uses_the_configured_connector(speech: Deployment, request: pytest.FixtureRequest) -> None:
     result = _ask(speech, PROMPTS[2], max_tokens=20)
     assert {edge.connector for edge in result.finished.edges} == {request.node.callspec.params["speech"]}
+
+
+@ON_ONE_CONNECTOR
+def test_measured_chunks_and_one_whole_chunk_make_the_same_audio(speech: Deployment) -> None:
+    first = _ask(speech, PROMPTS[2], max_tokens=20)
+    acoustic, vocoder = speech.load("acoustic-0"), speech.load("vocoder-0")
+    assert all(0 < interval_s < 1 for interval_s in acoustic.frame_intervals_s.values())
+    assert 16 in {cost.frames for cost in vocoder.call_costs}
+    assert vocoder.frame_audio_s == pytest.approx(0.0125, rel=0.1)
+    with speech.client() as client:
+        for chunk in (16, 64, "whole"):
+            stages: dict[str, StageArguments] = {"vocoder": {"chunk": chunk}}
+            result = client.generate(PROMPTS[2], seed=SEED, max_tokens=20, stages=stages).result()
+            assert result.audio.tobytes() == first.audio.tobytes()
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from stagemesh.common.descriptors import OptionSpec, Signature
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.tensors import TensorSpec
+from stagemesh.connectors.flow.chunking import FramesPolicy
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import (
     ChatMessage,
@@ -277,6 +279,21 @@ def test_every_sampling_field_is_converted() -> None:
     )
     options = spec_from_wire(request).task.sampling
     assert options == SamplingOptions(structure=Structure("allowed_texts", ("yes", "no")))
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        ({"frames": 9}, FramesPolicy(9)),
+        # An older orchestrator sends no ramp.
+        ({"frames": 9, "initial_frames": 3, "left_context_frames": 2}, FramesPolicy(9, (3,), 2)),
+        ({"frames": 9, "initial_frames": 3, "ramp": [3, 5]}, FramesPolicy(9, (3, 5))),
+    ],
+)
+def test_a_frames_policy_has_a_ramp(sent: dict[str, Any], read: FramesPolicy) -> None:
+    request = step_request()
+    _policy(request).frames.CopyFrom(stage_pb2.FramesPolicy(**sent))
+    assert spec_from_wire(request).outputs[0].policy == read
 
 
 def _policy(request: Request) -> stage_pb2.ChunkPolicy:

@@ -89,6 +89,15 @@ async def test_the_whole_policy_sends_one_chunk() -> None:
     assert (thought.edges[0].chunks, talked.usage.steps) == (1, 1)
 
 
+async def test_the_time_between_rows_is_reported() -> None:
+    async with _pair(stage_config(steps=5, step_s=0.01, size_bytes=10)) as (thinker, talker):
+        assert not thinker.runtime.load().frame_intervals_s
+        await _run(thinker, talker)
+        (interval_s,) = thinker.runtime.load().frame_intervals_s.values()
+    # Each step emits 10 rows.
+    assert 0.0002 <= interval_s < 0.1
+
+
 async def test_the_transform_runs_at_the_consumer() -> None:
     async with _pair(stage_config(steps=3, size_bytes=7)) as (thinker, talker):
         (sent, _), (received, talked) = await _run(thinker, talker, transform="text.sentences")

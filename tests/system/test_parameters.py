@@ -1,10 +1,11 @@
 """A pipeline with two stages that choose tokens: parameters of one stage leave the other stage alone."""
 
+import math
 from collections.abc import Iterator
 
 import pytest
 
-from stagemesh.client import Client
+from stagemesh.client import Client, StageArguments
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from tests.deployment import Deployment, deployed
 
@@ -15,8 +16,11 @@ main_stage: thinker
 stages:
   thinker: {engine: fake, function: source, options: {steps: 6}}
   talker: {engine: fake, function: talk}
-edges: [{from: thinker, to: talker}]
-outputs: {text: thinker, speech: talker}
+  frames: {engine: fake, function: frames}
+edges:
+  - {from: thinker, to: talker}
+  - {from: talker, to: frames, chunk: {frames: 25, ramp: [5, 10]}}
+outputs: {text: thinker, speech: talker, frames: frames}
 """
 
 
@@ -61,3 +65,21 @@ def test_parameters_for_an_unknown_stage_are_refused(client: Client) -> None:
     assert caught.value.reason == "UNKNOWN_STAGE"
     with pytest.raises(UnsupportedError, match="'talker' accepts no adapters"):
         client.generate("hello", stages={"talker": {"adapter": "warm"}}).result()
+
+
+def test_a_request_sets_its_first_chunk(client: Client) -> None:
+    arguments: dict[int | None, StageArguments] = {5: {}, 8: {"chunk": 8}, None: {"chunk": "whole"}}
+    frames: dict[int | None, bytes] = {}
+    for first, given in arguments.items():
+        result = client.generate("hello", seed=1, outputs=["speech", "frames"], stages={"frames": given}).result()
+        frames[first] = b"".join(output.tensor.tobytes() for output in result.tensors["frames"])
+        rows = len(result.texts["speech"].encode())
+        ramp = () if first is None else (first, 10)
+        (chunks,) = (edge.chunks for edge in result.finished.edges if edge.edge == "talker->frames")
+        assert chunks == (len(ramp) + math.ceil((rows - sum(ramp)) / 25) if ramp else 1)
+    assert len(set(frames.values())) == 1
+    with pytest.raises(InvalidRequestError, match="use 5 to 25") as caught:
+        client.generate("hello", stages={"frames": {"chunk": 26}}).result()
+    assert caught.value.reason == "INVALID_INITIAL_FRAMES"
+    with pytest.raises(InvalidRequestError, match="chunk is 'most'; give the number of frames of the first chunk"):
+        client.generate("hello", stages={"frames": {"chunk": "most"}})  # type: ignore[typeddict-item]

@@ -1,56 +1,35 @@
 """A deployed tiny Qwen3-Omni, compared with transformers: the same text, the same codes and the same waveform."""
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from stagemesh.client import AudioSamples, Client, Content, ImageFile, Message, Result, StageArguments, VideoFile
+from stagemesh.client import (
+    AudioChunk,
+    AudioSamples,
+    Client,
+    Content,
+    ImageFile,
+    Message,
+    Result,
+    StageArguments,
+    VideoFile,
+)
 from tests.deployment import Deployment, deployed, eventually
 from tests.engines.vllm.media_files import encoded
 from tests.models.qwen3_omni import reference
-from tests.models.qwen3_omni.reference import SOUND_HZ, TORCHVISION, Conversation
+from tests.models.qwen3_omni.deployment import PIPELINE, with_torchvision
+from tests.models.qwen3_omni.reference import SOUND_HZ, Conversation
 from tests.system.lossless_video import video_of
 
 pytestmark = pytest.mark.timeout(400)
 
 TEXT_TOKENS, CODEC_TOKENS = 12, 24
-PIPELINE = """\
-pipeline: omni
-main_stage: thinker
-stages:
-  thinker:
-    engine: vllm
-    model: {model}
-    options:
-      dtype: float32
-      max_model_len: 2048
-      max_num_batched_tokens: 64
-      kv_cache_memory_bytes: 16777216
-      mm_processor_kwargs: {{fps: 2.0}}
-      hidden_states: {{layers: [accept], positions: true, dtype: float32}}
-  talker:
-    engine: vllm
-    model: {model}
-    options:
-      dtype: float32
-      max_model_len: 2048
-      max_num_batched_tokens: 64
-      kv_cache_memory_bytes: 16777216
-      codec: {{model: qwen3_omni.talker, dtype: float32}}
-  code2wav:
-    engine: function
-    function: qwen3_omni.code2wav
-    model: {model}
-edges:
-  - {{from: thinker, to: talker, transform: qwen3_omni.thinker2talker}}
-  - {{from: talker, to: code2wav, transform: qwen3_omni.talker2code2wav, chunk: {{frames: 8, initial_frames: 3}}}}
-outputs: {{text: thinker, tokens: thinker.token_ids, codes: talker.codes, audio: code2wav}}
-"""
 
 
 @dataclass(frozen=True)
@@ -103,10 +82,8 @@ def expected(tiny_qwen3_omni: Path) -> Sequence[reference.Result]:
 def omni(tiny_qwen3_omni: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     file = tmp_path_factory.mktemp("omni") / "omni.yaml"
     file.write_text(PIPELINE.format(model=tiny_qwen3_omni))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(TORCHVISION), os.environ.get("PYTHONPATH")])))
-        with deployed(file) as deployment:
-            yield deployment
+    with with_torchvision(), deployed(file) as deployment:
+        yield deployment
 
 
 def generate(client: Client, each: Case) -> Result:
@@ -141,3 +118,39 @@ def test_eight_requests_at_once_equal_transformers(omni: Deployment, expected: S
     for number, result in zip(numbers, results, strict=True):
         check(result, expected[number])
     eventually(omni.idle, timeout_s=10)
+
+
+def test_a_request_for_text_alone_needs_neither_talker_nor_vocoder(
+    omni: Deployment, expected: Sequence[reference.Result]
+) -> None:
+    with omni.client() as client:
+        thinker: StageArguments = {"temperature": 0.0, "max_tokens": TEXT_TOKENS}
+        messages = [Message("user", cases()[0].content)]
+        result = client.generate(messages=messages, outputs=["tokens"], stages={"thinker": thinker}).result()
+    assert list(result.tokens["tokens"]) == expected[0].text_ids.tolist()
+    assert set(result.finished.stages) == {"thinker"}
+
+
+def test_the_audio_does_not_depend_on_a_killed_vocoder(omni: Deployment) -> None:
+    """`make soak` kills the other stages, too. Here vLLM would take half a minute to start again."""
+    with omni.client() as client:
+        undisturbed = _speak(client)
+        process_id = omni.process_id("code2wav-0")
+        disturbed = _speak(client, on_audio=lambda: omni.kill("code2wav-0"))
+        assert not omni.runs("code2wav-0", process_id)
+    # The vocoder restarts with other chunks, whose rounding differs.
+    assert disturbed.shape == undisturbed.shape
+    assert np.abs(disturbed - undisturbed).max() < 1e-4
+
+
+def _speak(client: Client, on_audio: Callable[[], None] | None = None) -> npt.NDArray[np.float32]:
+    """Returns the audio of a request with random tokens. Calls `on_audio` once, when the first audio has arrived."""
+    talker: StageArguments = {"max_tokens": 160, "min_tokens": 160}
+    thinker: StageArguments = {"temperature": 0.9, "max_tokens": 40, "min_tokens": 40}
+    parts = list[npt.NDArray[np.float32]]()
+    for event in client.generate("Speak", seed=3, stages={"thinker": thinker, "talker": talker}):
+        if isinstance(event, AudioChunk):
+            if not parts and on_audio is not None:
+                on_audio()
+            parts.append(event.samples)
+    return np.concatenate(parts)

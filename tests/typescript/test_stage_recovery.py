@@ -11,6 +11,7 @@ from stagemesh.connectors.conformance import assert_same, receive_all, send_all
 from stagemesh.connectors.conformance.fault_suite import proxied
 from stagemesh.connectors.edge import Packet
 from stagemesh.connectors.flow.chunking import Chunker, FramesPolicy, WholePolicy
+from stagemesh.orchestrator.request.step_calls import policy_to_wire
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import stage_pb2
 from tests.typescript.nodes import QUICK
@@ -206,10 +207,10 @@ async def test_restarted_producer_is_not_taken_for_its_previous_incarnation() ->
     [
         WholePolicy(),
         FramesPolicy(10),
-        FramesPolicy(100, initial_frames=3),
-        FramesPolicy(10, initial_frames=4, left_context_frames=6),
+        FramesPolicy(100, (3,)),
+        FramesPolicy(10, (4, 6), left_context_frames=6),
     ],
-    ids=["whole", "frames", "initial", "context"],
+    ids=["whole", "frames", "initial", "ramp"],
 )
 async def test_chunk_policies_cut_as_they_do_in_python(policy: FramesPolicy | WholePolicy) -> None:
     sent = texts(6, 37)
@@ -218,12 +219,7 @@ async def test_chunk_policies_cut_as_they_do_in_python(policy: FramesPolicy | Wh
     async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0") as c:
         inlet = inlet_from(c.plane, "r")
         request = step_request("r", consumer=c.endpoint)
-        if isinstance(policy, FramesPolicy):
-            frames = request.outputs[0].policy.frames
-            frames.frames, frames.initial_frames = policy.frames, policy.initial_frames
-            frames.left_context_frames = policy.left_context_frames
-        else:
-            request.outputs[0].policy.whole.SetInParent()
+        request.outputs[0].policy.CopyFrom(policy_to_wire(policy))
         step = await stage.call(request)
         _, received = await asyncio.gather(send_all(outlet_to(stage.endpoint, a.plane, "r"), sent), receive_all(inlet))
         assert_same(received, expected)

@@ -225,6 +225,8 @@ def check_known(*parameters: request_pb2.Parameters | request_pb2.StageParameter
     for each in parameters:
         refuse_unknown_fields(each, of=_CALLER)
         refuse_unknown_fields(each.sampling, of=_CALLER)
+        if isinstance(each, request_pb2.StageParameters):
+            refuse_unknown_fields(each.chunk, of=_CALLER)
 
 
 def check_sampling(sampling: request_pb2.Sampling) -> None:

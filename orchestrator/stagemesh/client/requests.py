@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 from uuid import uuid4
 
 import numpy as np
@@ -162,6 +162,11 @@ class StageArguments(SamplingArguments, total=False):
     """The values of options that the stage declares, by option name."""
     adapter: str | None
     """The name of the stage's LoRA adapter. An empty name selects no adapter."""
+    chunk: int | Literal["whole"]
+    """The number of frames in the first chunk that the stage receives, or "whole" for a single chunk at the end.
+
+    Only for stages that receive chunks of frames. If it is omitted, the pipeline file determines the chunks.
+    """
 
 
 class GenerateArguments(SamplingArguments, total=False):
@@ -268,9 +273,11 @@ def media_type_of(path: PurePath) -> str:
 def build_request(prompt: Content | None, arguments: GenerateArguments) -> orchestrator_pb2.GenerateRequest:
     """Returns the request message for a prompt and the other arguments of `generate`.
 
-    The message always has a request_id, so that it can safely be sent again. Raises InvalidRequestError if protobuf
-    cannot encode a value, if the arguments contradict each other, or if the message is too large.
+    The message always has a request_id, so that it can safely be sent again. Raises InvalidRequestError if an argument
+    is unknown, if protobuf cannot encode a value, if the arguments contradict each other, or if the message is too
+    large.
     """
+    _check_names(arguments, GenerateArguments)
     try:
         request = orchestrator_pb2.GenerateRequest(
             request_id=arguments.get("request_id") or uuid4().hex,
@@ -281,7 +288,7 @@ def build_request(prompt: Content | None, arguments: GenerateArguments) -> orche
                 sampling=_sampling(arguments),
                 options=to_messages(arguments.get("options", {})),
                 adapter=arguments.get("adapter"),
-                stages={name: _stage(given) for name, given in arguments.get("stages", {}).items()},
+                stages={name: _stage(name, given) for name, given in arguments.get("stages", {}).items()},
                 choices=arguments.get("choices"),
             ),
             outputs=arguments.get("outputs", ()),
@@ -358,10 +365,30 @@ def _sampling(arguments: SamplingArguments) -> request_pb2.Sampling:
     return request_pb2.Sampling(**given)
 
 
-def _stage(given: StageArguments) -> request_pb2.StageParameters:
+def _check_names(given: Mapping[str, object], kind: type[SamplingArguments], *, of: str = "") -> None:
+    unknown = given.keys() - kind.__annotations__.keys()
+    if unknown:
+        raise InvalidRequestError(
+            f"unknown argument{of}: {', '.join(sorted(unknown))}; options that a stage declares belong into `options`"
+        )
+
+
+def _stage(name: str, given: StageArguments) -> request_pb2.StageParameters:
+    _check_names(given, StageArguments, of=f" of stage {name}")
     return request_pb2.StageParameters(
-        sampling=_sampling(given), options=to_messages(given.get("options", {})), adapter=given.get("adapter")
+        sampling=_sampling(given),
+        options=to_messages(given.get("options", {})),
+        adapter=given.get("adapter"),
+        chunk=_chunk(given["chunk"]) if "chunk" in given else None,
     )
+
+
+def _chunk(given: int | str) -> request_pb2.ChunkParameters:
+    if isinstance(given, int):
+        return request_pb2.ChunkParameters(initial_frames=given)
+    if given != "whole":
+        raise InvalidRequestError(f'chunk is {given!r}; give the number of frames of the first chunk, or "whole"')
+    return request_pb2.ChunkParameters(whole=True)
 
 
 def _message(message: Message) -> request_pb2.Message:

@@ -101,6 +101,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A profile cannot be written to this folder. Choose a writable folder within the stage's option profile_dir."""
     ERROR_REASON_INVALID_ID: _ErrorReason.ValueType  # 26
     """A request_id or step_id is empty, too long or contains characters that are not allowed."""
+    ERROR_REASON_INVALID_INITIAL_FRAMES: _ErrorReason.ValueType  # 180
+    """The number of frames that a request sets for a stage's first chunk is outside the bounds of the pipeline file. The
+    message names them.
+    """
     ERROR_REASON_INVALID_MEDIA: _ErrorReason.ValueType  # 27
     """An image, audio or video is empty, damaged, of another type than stated, or not accepted by the model; or an upload
     is incomplete or its parts are not in order.
@@ -533,6 +537,10 @@ ERROR_REASON_INVALID_FOLDER: ErrorReason.ValueType  # 25
 """A profile cannot be written to this folder. Choose a writable folder within the stage's option profile_dir."""
 ERROR_REASON_INVALID_ID: ErrorReason.ValueType  # 26
 """A request_id or step_id is empty, too long or contains characters that are not allowed."""
+ERROR_REASON_INVALID_INITIAL_FRAMES: ErrorReason.ValueType  # 180
+"""The number of frames that a request sets for a stage's first chunk is outside the bounds of the pipeline file. The
+message names them.
+"""
 ERROR_REASON_INVALID_MEDIA: ErrorReason.ValueType  # 27
 """An image, audio or video is empty, damaged, of another type than stated, or not accepted by the model; or an upload
 is incomplete or its parts are not in order.

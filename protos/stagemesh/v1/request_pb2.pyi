@@ -592,6 +592,7 @@ class StageParameters(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
     adapter: _builtins.str
     """The LoRA adapter of the stage. An empty name means the model without an adapter."""
     @_builtins.property
@@ -602,22 +603,59 @@ class StageParameters(_message.Message):
     def options(self) -> _containers.MessageMap[_builtins.str, _tensor_pb2.TypedValue]:
         """Options that the stage declares, by name."""
 
+    @_builtins.property
+    def chunk(self) -> Global___ChunkParameters:
+        """How packets are cut on the edges that lead to the stage, instead of what the pipeline file says. Applies to those of
+        the edges that are cut by frames. Rejected if there is none (UNSUPPORTED).
+        """
+
     def __init__(
         self,
         *,
         sampling: Global___Sampling | None = ...,
         options: _abc.Mapping[_builtins.str, _tensor_pb2.TypedValue] | None = ...,
         adapter: _builtins.str | None = ...,
+        chunk: Global___ChunkParameters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "adapter", b"adapter", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "adapter", b"adapter", "chunk", b"chunk", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "adapter", b"adapter", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "adapter", b"adapter", "chunk", b"chunk", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__adapter: _TypeAlias = _typing.Literal["adapter"]  # noqa: Y015
     _WhichOneofArgType__adapter: _TypeAlias = _typing.Literal["_adapter", b"_adapter"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__adapter) -> _WhichOneofReturnType__adapter | None: ...
 
 Global___StageParameters: _TypeAlias = StageParameters  # noqa: Y015
+
+@_typing.final
+class ChunkParameters(_message.Message):
+    """ChunkParameters replace a part of the chunk policy of an edge."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INITIAL_FRAMES_FIELD_NUMBER: _builtins.int
+    WHOLE_FIELD_NUMBER: _builtins.int
+    initial_frames: _builtins.int
+    """The number of frames in the first chunk. Must be at least the number in the pipeline file, and at most its
+    `frames` (INVALID_INITIAL_FRAMES). Smaller sizes of the file's ramp are skipped.
+    """
+    whole: _builtins.bool
+    """Whether all frames form a single chunk at the end. If false, nothing is replaced."""
+    def __init__(
+        self,
+        *,
+        initial_frames: _builtins.int = ...,
+        whole: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "initial_frames", b"initial_frames", "whole", b"whole"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "initial_frames", b"initial_frames", "whole", b"whole"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_cut: _TypeAlias = _typing.Literal["initial_frames", "whole"]  # noqa: Y015
+    _WhichOneofArgType_cut: _TypeAlias = _typing.Literal["cut", b"cut"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_cut) -> _WhichOneofReturnType_cut | None: ...
+
+Global___ChunkParameters: _TypeAlias = ChunkParameters  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):

@@ -432,31 +432,41 @@ Global___WholePolicy: _TypeAlias = WholePolicy  # noqa: Y015
 
 @_typing.final
 class FramesPolicy(_message.Message):
-    """FramesPolicy sends a fixed number of frames per chunk. The last chunk may be shorter."""
+    """FramesPolicy sends a fixed number of frames per chunk, except in the first chunks. The last chunk may be shorter."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FRAMES_FIELD_NUMBER: _builtins.int
     INITIAL_FRAMES_FIELD_NUMBER: _builtins.int
     LEFT_CONTEXT_FRAMES_FIELD_NUMBER: _builtins.int
+    RAMP_FIELD_NUMBER: _builtins.int
     frames: _builtins.int
     """The number of frames per chunk, at least 1."""
     initial_frames: _builtins.int
-    """The number of frames in the first chunk, which is typically smaller so that it is sent early. 0 means `frames`."""
+    """The number of frames in the first chunk, which is typically smaller so that it is sent early. 0 means `frames`. If
+    `ramp` is not empty, this is its first value, for stages that do not know `ramp`.
+    """
     left_context_frames: _builtins.int
     """The number of frames before a chunk that are repeated at its start. The chunk's metadata value "context_frames" is
     their actual number, which is 0 in the first chunk. Every chunk has that value, unless this field is 0.
     """
+    @_builtins.property
+    def ramp(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The numbers of frames in the first chunks, each at least 1. All later chunks have `frames`. If empty,
+        `initial_frames` determines the first chunk.
+        """
+
     def __init__(
         self,
         *,
         frames: _builtins.int = ...,
         initial_frames: _builtins.int = ...,
         left_context_frames: _builtins.int = ...,
+        ramp: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "initial_frames", b"initial_frames", "left_context_frames", b"left_context_frames"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "initial_frames", b"initial_frames", "left_context_frames", b"left_context_frames", "ramp", b"ramp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1919,6 +1929,26 @@ class WatchLoadResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class FrameIntervalsSEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RUNNING_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
     WORK_S_FIELD_NUMBER: _builtins.int
@@ -1931,6 +1961,9 @@ class WatchLoadResponse(_message.Message):
     LANDING_USED_BYTES_FIELD_NUMBER: _builtins.int
     LANDING_SIZE_BYTES_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    CALL_COSTS_FIELD_NUMBER: _builtins.int
+    FRAME_AUDIO_S_FIELD_NUMBER: _builtins.int
+    FRAME_INTERVALS_S_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Steps that the engine is processing."""
     queued: _builtins.int
@@ -1957,10 +1990,26 @@ class WatchLoadResponse(_message.Message):
     """Bytes in use of the memory into which connectors that copy read chunks."""
     landing_size_bytes: _builtins.int
     """The size of that memory in bytes. 0 if no such connector is in use."""
+    frame_audio_s: _builtins.float
+    """The mean duration of the audio that the engine emits for one frame of its input, in seconds. 0 like an empty
+    `call_costs`.
+    """
     @_builtins.property
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The names of the loaded adapters, in order. Orchestrators place a request that selects an adapter only on replicas
         that report it. A change is reported within interval_s.
+        """
+
+    @_builtins.property
+    def call_costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallCost]:
+        """The measured duration of the engine's calls on packets with frames, by size. Moving averages, in the order of size.
+        Empty if the engine emits no audio or has measured nothing.
+        """
+
+    @_builtins.property
+    def frame_intervals_s(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """The mean time in which the engine emits one row of a tensor, in seconds, by the name of the tensor. Moving averages
+        over steps that have finished. The time before a step's first packet does not count.
         """
 
     def __init__(
@@ -1978,16 +2027,45 @@ class WatchLoadResponse(_message.Message):
         landing_used_bytes: _builtins.int = ...,
         landing_size_bytes: _builtins.int = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
+        call_costs: _abc.Iterable[Global___CallCost] | None = ...,
+        frame_audio_s: _builtins.float = ...,
+        frame_intervals_s: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_work_s", b"_work_s", "work_s", b"work_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_work_s", b"_work_s", "adapters", b"adapters", "arena_largest_free_bytes", b"arena_largest_free_bytes", "arena_size_bytes", b"arena_size_bytes", "arena_used_bytes", b"arena_used_bytes", "arena_waiting", b"arena_waiting", "credit_bytes", b"credit_bytes", "free_memory_bytes", b"free_memory_bytes", "landing_size_bytes", b"landing_size_bytes", "landing_used_bytes", b"landing_used_bytes", "queued", b"queued", "running", b"running", "work_s", b"work_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_work_s", b"_work_s", "adapters", b"adapters", "arena_largest_free_bytes", b"arena_largest_free_bytes", "arena_size_bytes", b"arena_size_bytes", "arena_used_bytes", b"arena_used_bytes", "arena_waiting", b"arena_waiting", "call_costs", b"call_costs", "credit_bytes", b"credit_bytes", "frame_audio_s", b"frame_audio_s", "frame_intervals_s", b"frame_intervals_s", "free_memory_bytes", b"free_memory_bytes", "landing_size_bytes", b"landing_size_bytes", "landing_used_bytes", b"landing_used_bytes", "queued", b"queued", "running", b"running", "work_s", b"work_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__work_s: _TypeAlias = _typing.Literal["work_s"]  # noqa: Y015
     _WhichOneofArgType__work_s: _TypeAlias = _typing.Literal["_work_s", b"_work_s"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__work_s) -> _WhichOneofReturnType__work_s | None: ...
 
 Global___WatchLoadResponse: _TypeAlias = WatchLoadResponse  # noqa: Y015
+
+@_typing.final
+class CallCost(_message.Message):
+    """CallCost is the measured duration of calls of an engine, each of which may process several requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRAMES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    frames: _builtins.int
+    """The maximum number of frames in each packet of the calls, a power of 2. The minimum is more than half of it."""
+    seconds: _builtins.float
+    """The mean duration of a call in seconds."""
+    def __init__(
+        self,
+        *,
+        frames: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallCost: _TypeAlias = CallCost  # noqa: Y015
 
 @_typing.final
 class CancelStepRequest(_message.Message):

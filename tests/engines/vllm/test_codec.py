@@ -1,6 +1,7 @@
 """A codec language model in the vllm engine: the talker of a tiny Qwen3-Omni, compared with transformers."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -10,16 +11,16 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from pydantic import JsonValue
+from safetensors.numpy import load_file, save_file
 
-from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
+from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotReadyError
 from stagemesh.common.tensors import Array
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import Checkpoint, Emission, SamplingOptions, Task, Usage
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from stagemesh.services.models.qwen3_omni import tiny
 from stagemesh.services.models.qwen3_omni.thinker2talker import Thinker2Talker
-from tests.engines.support import stage_config
+from tests.engines.support import hand_partitions, stage_config
 from tests.models.qwen3_omni.reference import Conversation, Reference, Result
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
@@ -48,7 +49,7 @@ def expected(tiny_qwen3_omni: Path) -> Sequence[Result]:
 async def engine(tiny_qwen3_omni: Path) -> AsyncIterator[VllmEngine]:
     engine = VllmEngine(stage_config("vllm", model=str(tiny_qwen3_omni), options=OPTIONS))
     plane = DataPlane(replica="a-0", pipeline="p", generation="1")
-    engine.abilities.use_partitions(plane.arena)
+    hand_partitions(engine, plane.arena)
     await engine.start(lambda _: None)
     yield engine
     await engine.close()
@@ -71,9 +72,10 @@ async def rows_of(model: Path, result: Result, *, cut: int) -> AsyncIterator[Pac
 def task(
     model: Path, result: Result, *, cut: int = 1, temperature: float = 0.0, tokens: int = TOKENS, speaker: str = "Ethan"
 ) -> Task:
-    sampling = SamplingOptions(max_tokens=tokens, min_tokens=tokens, temperature=temperature)
+    sampling = SamplingOptions(max_tokens=tokens, min_tokens=tokens if temperature else 0, temperature=temperature)
     flow = rows_of(model, result, cut=cut)
-    return Task("r", 7, inlets={"e": flow}, sampling=sampling, options={"speaker": speaker})
+    wanted = frozenset({"codes"})
+    return Task("r", 7, inlets={"e": flow}, sampling=sampling, options={"speaker": speaker}, wanted=wanted)
 
 
 async def codes_of(engine: VllmEngine, work: Task) -> Array:
@@ -82,23 +84,38 @@ async def codes_of(engine: VllmEngine, work: Task) -> Array:
     return np.concatenate(parts)
 
 
+def check(codes: Array, expected: Result) -> None:
+    """Asserts that codes equal those of transformers, which omits the frame of the end code or of the last token."""
+    assert codes[:-1].tolist() == expected.codes.tolist()
+
+
 @pytest.mark.parametrize("cut", [1, 3, 100])
 async def test_codes_equal_transformers(
     engine: VllmEngine, tiny_qwen3_omni: Path, expected: Sequence[Result], cut: int
 ) -> None:
     for result in expected:
-        codes = await codes_of(engine, task(tiny_qwen3_omni, result, cut=cut))
-        # transformers computes no residual codes for the last token at the limit.
-        assert codes[: TOKENS - 1].tolist() == result.codes.tolist()
-        assert codes.shape == (TOKENS, tiny.CODE_GROUPS)
+        check(await codes_of(engine, task(tiny_qwen3_omni, result, cut=cut)), result)
 
 
-async def test_requests_at_once_equal_transformers_although_some_are_preempted(
+async def test_requests_at_once_equal_transformers(
     engine: VllmEngine, tiny_qwen3_omni: Path, expected: Sequence[Result]
 ) -> None:
     made = await asyncio.gather(*(codes_of(engine, task(tiny_qwen3_omni, each)) for each in [*expected, *expected]))
     for codes, result in zip(made, [*expected, *expected], strict=True):
-        assert codes[: TOKENS - 1].tolist() == result.codes.tolist()
+        check(codes, result)
+
+
+async def test_a_preempted_request_computes_the_same_codes_again(
+    engine: VllmEngine, tiny_qwen3_omni: Path, expected: Sequence[Result]
+) -> None:
+    parts = list[Array]()
+    async with aclosing(engine.submit(task(tiny_qwen3_omni, expected[3]))) as events:
+        async for event in events:
+            if isinstance(event, Emission):
+                parts.append(event.packet.tensors["codes"])
+                if len(parts) in {1, 9}:
+                    await engine.control.clear_caches(preempt=True)
+    check(np.concatenate(parts), expected[3])
 
 
 async def test_random_codes_depend_on_the_seed_alone(
@@ -110,7 +127,7 @@ async def test_random_codes_depend_on_the_seed_alone(
     together, *_ = await asyncio.gather(codes_of(engine, work[1]), *others)
     other_seed = await codes_of(engine, replace(work[2], seed=8))
     assert together.tolist() == alone.tolist() != other_seed.tolist()
-    assert alone[: TOKENS - 1].tolist() != expected[0].codes.tolist()
+    assert alone[:-1].tolist() != expected[0].codes.tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -135,7 +152,7 @@ async def test_the_speaker_changes_the_codes(
     engine: VllmEngine, tiny_qwen3_omni: Path, expected: Sequence[Result]
 ) -> None:
     codes = await codes_of(engine, task(tiny_qwen3_omni, expected[0], speaker="chelsie"))
-    assert codes[: TOKENS - 1].tolist() != expected[0].codes.tolist()
+    assert codes[:-1].tolist() != expected[0].codes.tolist()
 
 
 async def test_an_unknown_speaker_is_rejected(
@@ -148,13 +165,12 @@ async def test_an_unknown_speaker_is_rejected(
 async def test_the_end_code_ends_the_request(
     engine: VllmEngine, tiny_qwen3_omni: Path, expected: Sequence[Result]
 ) -> None:
-    from vllm import SamplingParams  # noqa: F401  # the engine has imported vLLM
-
-    work = task(tiny_qwen3_omni, expected[0])
-    sampling = replace(work.sampling, max_tokens=None, min_tokens=0)
-    usages = [event async for event in engine.submit(replace(work, sampling=sampling)) if isinstance(event, Usage)]
-    # The limit of the tiny model's talker is its context, which it reaches if it never samples its end code.
-    assert usages[-1].finish.reason in {"end", "limit"}
+    finishes = dict[bool, str]()
+    for result in expected:
+        work = task(tiny_qwen3_omni, result)
+        usages = [event async for event in engine.submit(work) if isinstance(event, Usage)]
+        finishes[len(result.codes) < TOKENS - 1] = usages[-1].finish.reason
+    assert finishes == {True: "end", False: "length"}
 
 
 @pytest.mark.parametrize(
@@ -167,7 +183,7 @@ async def test_the_end_code_ends_the_request(
     ],
 )
 async def test_invalid_rows_are_rejected(engine: VllmEngine, changed: Mapping[str, Array], message: str) -> None:
-    rows = {
+    rows: dict[str, Array] = {
         "text_ids": np.zeros(1, np.int32),
         "codec_slots": np.full(1, -1, np.int8),
         "positions": np.zeros((1, 3), np.int32),
@@ -178,3 +194,28 @@ async def test_invalid_rows_are_rejected(engine: VllmEngine, changed: Mapping[st
 
     with pytest.raises(InvalidChunkError, match=message):
         await codes_of(engine, Task("r", 1, inlets={"e": flow()}, sampling=SamplingOptions(max_tokens=2)))
+
+
+async def test_missing_and_unknown_weights_are_named(tiny_qwen3_omni: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_qwen3_omni, model)
+    weights = load_file(model / "model.safetensors")
+    weights["talker.model.layers.7.x"] = weights.pop("talker.model.layers.1.mlp.experts.3.up_proj.weight")
+    save_file(weights, model / "model.safetensors")
+    engine = VllmEngine(stage_config("vllm", model=str(model), options=OPTIONS))
+    message = "missing: talker.model.layers.1.mlp.experts.3.up_proj.weight; unknown: talker.model.layers.7.x"
+    with pytest.raises(NotReadyError, match=message) as caught:
+        await engine.start(lambda _: None)
+    assert caught.value.reason == "LOAD_FAILED"
+
+
+async def test_weights_that_do_not_fit_the_config_are_explained(tiny_qwen3_omni: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_qwen3_omni, model)
+    weights = load_file(model / "model.safetensors")
+    weights["talker.model.norm.weight"] = weights["talker.model.norm.weight"][:30]
+    save_file(weights, model / "model.safetensors")
+    engine = VllmEngine(stage_config("vllm", model=str(model), options=OPTIONS))
+    with pytest.raises(NotReadyError, match=r"vLLM cannot load .*Error: .*30") as caught:
+        await engine.start(lambda _: None)
+    assert caught.value.reason == "LOAD_FAILED"

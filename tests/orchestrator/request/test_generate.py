@@ -105,6 +105,16 @@ async def test_chunk_policies_reach_the_producers(tmp_path: Path) -> None:
     assert (right.frames.frames, right.frames.initial_frames) == (5, 2)
 
 
+async def test_a_request_sets_the_first_chunk_of_a_stage(tmp_path: Path) -> None:
+    chunk = request_pb2.ChunkParameters(initial_frames=4)
+    parameters = request_pb2.Parameters(stages={"join": request_pb2.StageParameters(chunk=chunk)})
+    async with mesh(tmp_path, DIAMOND) as diamond:
+        await diamond.generate(parameters=parameters)
+        left, right = (diamond.stages[name].requests[0].outputs[0].policy for name in ("left", "right"))
+    assert left.WhichOneof("cut") == "whole"
+    assert (right.frames.frames, right.frames.initial_frames, *right.frames.ramp) == (5, 4, 4)
+
+
 async def test_only_the_first_stages_get_the_prompt(tmp_path: Path) -> None:
     async with mesh(tmp_path, DIAMOND) as diamond:
         await diamond.generate()

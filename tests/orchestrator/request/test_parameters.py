@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,6 +119,39 @@ def test_parameters_that_a_stage_does_not_take_are_rejected(
     error = _rejection(request_pb2.Parameters(stages={stage: own}), omni)
     assert error.reason == reason
     assert text in error.message
+
+
+@pytest.mark.parametrize(
+    ("stage", "chunk", "reason", "text"),
+    [
+        (
+            "talker",
+            {"whole": True},
+            "UNSUPPORTED",
+            "no edge to stage 'talker' is cut by frames; omit its parameter chunk",
+        ),
+        ("thinker", {"initial_frames": 1}, "UNSUPPORTED", "no edge to stage 'thinker' is cut by frames"),
+        ("sound", {"initial_frames": 3}, "INVALID_INITIAL_FRAMES", "would have 3 frames; use 4 to 25, the bounds"),
+        ("sound", {"initial_frames": 26}, "INVALID_INITIAL_FRAMES", "edge talker->sound would have 26 frames"),
+        ("sound", {"initial_frames": 0}, "INVALID_INITIAL_FRAMES", "would have 0 frames"),
+    ],
+)
+def test_a_first_chunk_outside_the_bounds_is_rejected(
+    tmp_path: Path, stage: str, chunk: dict[str, Any], reason: str, text: str
+) -> None:
+    cut = _load(tmp_path, OMNI.replace("to: sound}", "to: sound, chunk: {frames: 25, ramp: [4, 9]}}"))
+    own = request_pb2.StageParameters(chunk=request_pb2.ChunkParameters(**chunk))
+    error = _rejection(request_pb2.Parameters(stages={stage: own}), cut)
+    assert error.reason == reason
+    assert text in error.message
+
+
+def test_chunk_parameters_reach_no_stage(omni: Pipeline, tmp_path: Path) -> None:
+    cut = _load(tmp_path, OMNI.replace("to: sound}", "to: sound, chunk: {frames: 25, ramp: [4, 9]}}"))
+    own = request_pb2.StageParameters(chunk=request_pb2.ChunkParameters(initial_frames=4))
+    parameters = request_pb2.Parameters(stages={"sound": own, "talker": request_pb2.StageParameters()})
+    check_parameters(parameters, cut)
+    assert not parameters_of(cut.stages["sound"], parameters).HasField("chunk")
 
 
 def test_plain_parameters_that_no_stage_takes_are_rejected(omni: Pipeline, tmp_path: Path) -> None:

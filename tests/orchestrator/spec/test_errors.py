@@ -90,6 +90,25 @@ CASES: dict[str, tuple[str, str, str]] = {
     "frames of nothing in common": ("to: reader}", "to: reader, chunk: {frames: 4}}",
         ("song.yaml:7: the tensors that stage 'thinker' emits have no common first axis to cut frames from "
         "(text: uint8[bytes], token_ids: int64[n]); use `step` or `whole`")),
+    "first chunk larger than the others": ("to: singer}", "to: singer, chunk: {frames: 4, initial_frames: 8}}",
+        ("song.yaml:8: edges.1.chunk is {'frames': 4, 'initial_frames': 8}; make initial_frames and the sizes in ramp "
+        "at most `frames`")),
+    "ramp with another first chunk": ("to: singer}", "to: singer, chunk: {frames: 4, initial_frames: 2, ramp: [1]}}",
+        ("song.yaml:8: edges.1.chunk is {'frames': 4, 'initial_frames': 2, 'ramp': [1]}; remove initial_frames, "
+        "because ramp begins with the size of the first chunk")),
+    "automatic ramp without a least size": ("to: singer}", "to: singer, chunk: {frames: 4, ramp: auto}}",
+        ("song.yaml:8: edges.1.chunk is {'frames': 4, 'ramp': 'auto'}; add initial_frames, the least size of a chunk "
+        "that `ramp: auto` may choose")),
+    "ramp of another word": ("to: singer}", "to: singer, chunk: {frames: 4, ramp: fast}}",
+        "song.yaml:8: edges.1.chunk.ramp is 'fast'; input should be 'auto'"),
+    "ramp without sizes": ("to: singer}", "to: singer, chunk: {frames: 4, ramp: []}}",
+        "song.yaml:8: edges.1.chunk.ramp is empty; add at least one item"),
+    "ramp with an empty chunk": ("to: singer}", "to: singer, chunk: {frames: 4, ramp: [1, 0]}}",
+        "song.yaml:8: edges.1.chunk.ramp.1 is 0; input should be greater than or equal to 1"),
+    "automatic ramp without audio": ("sing}\nedges:\n  - {from: thinker, to: reader}\n  - {from: reader, to: singer}",
+        ("drawl}\nedges:\n  - {from: thinker, to: reader}\n"
+        "  - {from: reader, to: singer, chunk: {frames: 4, initial_frames: 1, ramp: auto}}"),
+        ("song.yaml:8: `ramp: auto` needs a stage that emits audio, but 'singer' does not; list the sizes instead")),
     "output of no stage": ("audio: singer", "audio: singr",
         "song.yaml:9: output 'audio' names an unknown stage 'singr'; did you mean 'singer'?"),
     "output of no tensor": ("audio: singer", "audio: singer.video",

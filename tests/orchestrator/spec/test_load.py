@@ -72,7 +72,7 @@ def test_images_are_stored_as_they_are(tmp_path: Path) -> None:
 def test_a_chunk_policy_is_a_word_or_frames(tmp_path: Path) -> None:
     text = GOOD.replace("to: singer}", "to: singer, chunk: {frames: 9, initial_frames: 3}}")
     first, second = _load(tmp_path, text).edges
-    assert (first.policy, second.policy) == (StepPolicy(), FramesPolicy(9, 3))
+    assert (first.policy, second.policy) == (StepPolicy(), FramesPolicy(9, (3,)))
 
 
 def test_a_transform_may_change_the_type(tmp_path: Path) -> None:

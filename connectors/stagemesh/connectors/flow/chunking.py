@@ -27,14 +27,14 @@ class FramesPolicy:
     """The chunk policy that joins packets along their first axis and cuts them into chunks of `frames` rows."""
 
     frames: int
-    initial_frames: int = 0
-    """The number of rows of the first chunk. If it is 0, the first chunk has `frames` rows."""
+    ramp: tuple[int, ...] = ()
+    """The numbers of rows of the first chunks. Each later chunk has `frames` rows."""
     left_context_frames: int = 0
     """The maximum number of preceding rows that each chunk repeats at its front. The first chunk repeats no rows."""
 
     def __post_init__(self) -> None:
-        if self.frames < 1 or self.initial_frames < 0 or self.left_context_frames < 0:
-            raise ValueError(f"chunk policy needs frames >= 1 and other values >= 0, not {self}")
+        if min((self.frames, *self.ramp)) < 1 or self.left_context_frames < 0:
+            raise ValueError(f"chunk policy needs frames >= 1, also in ramp, and left_context_frames >= 0, not {self}")
 
 
 ChunkPolicy: TypeAlias = StepPolicy | WholePolicy | FramesPolicy
@@ -46,7 +46,8 @@ class Chunker:
     def __init__(self, policy: FramesPolicy | WholePolicy) -> None:
         # No number of rows completes a chunk of a WholePolicy before the flow ends.
         self._policy = policy if isinstance(policy, FramesPolicy) else FramesPolicy(frames=sys.maxsize)
-        self._wanted_frames = self._policy.initial_frames or self._policy.frames
+        self._ramp = iter(self._policy.ramp)
+        self._wanted_frames = next(self._ramp, self._policy.frames)
         self._waiting: list[Packet] = []
         self._waiting_frames = 0
         self._context: dict[str, Array] = {}
@@ -67,7 +68,7 @@ class Chunker:
         while total - start >= self._wanted_frames:
             end = start + self._wanted_frames
             chunks.append(self._with_context(_slice(joined, start, end)))
-            start, self._wanted_frames = end, self._policy.frames
+            start, self._wanted_frames = end, next(self._ramp, self._policy.frames)
         self._waiting, self._waiting_frames = [_slice(joined, start, total)] if total > start else [], total - start
         return chunks
 

@@ -21,10 +21,10 @@ export function createChunker(policy: ChunkPolicy | undefined): Chunker {
       return { add: (packet) => [packet], finish: () => [] };
     }
     case "whole":
-      return new FramesChunker({ frames: Infinity, initialFrames: 0, leftContextFrames: 0 });
+      return new FramesChunker({ frames: Infinity, initialFrames: 0, leftContextFrames: 0, ramp: [] });
     case "frames":
-      if (policy.cut.value.frames < 1) {
-        throw failure(status.INVALID_ARGUMENT, "INVALID_REQUEST", "a chunk policy needs at least 1 frame");
+      if (Math.min(policy.cut.value.frames, ...policy.cut.value.ramp) < 1) {
+        throw failure(status.INVALID_ARGUMENT, "INVALID_REQUEST", "a chunk policy needs at least 1 frame in each chunk");
       }
       return new FramesChunker(policy.cut.value);
   }
@@ -33,10 +33,13 @@ export function createChunker(policy: ChunkPolicy | undefined): Chunker {
 class FramesChunker implements Chunker {
   #waiting: Packet[] = [];
   #wanted: number;
+  readonly #ramp: Iterator<number>;
   #context: readonly NamedTensor[] = [];
 
   constructor(readonly policy: FramesPolicy) {
-    this.#wanted = policy.initialFrames || policy.frames;
+    const { ramp, initialFrames } = policy;
+    this.#ramp = (ramp.length > 0 || initialFrames === 0 ? ramp : [initialFrames]).values();
+    this.#wanted = this.#next();
   }
 
   add(packet: Packet): Packet[] {
@@ -47,7 +50,7 @@ class FramesChunker implements Chunker {
       const joined = join(this.#waiting);
       chunks.push(this.#withContext(slice(joined, 0, this.#wanted)));
       this.#waiting = framesOf(joined) > this.#wanted ? [slice(joined, this.#wanted)] : [];
-      this.#wanted = this.policy.frames;
+      this.#wanted = this.#next();
     }
     return chunks;
   }
@@ -57,6 +60,11 @@ class FramesChunker implements Chunker {
     const chunk = this.#withContext(join(this.#waiting));
     this.#waiting = [];
     return [chunk];
+  }
+
+  #next(): number {
+    const next = this.#ramp.next();
+    return next.done ? this.policy.frames : next.value;
   }
 
   get #waitingFrames(): number {

@@ -340,7 +340,7 @@ def _stage_arguments(texts: Sequence[str]) -> Mapping[str, "StageArguments"]:
             given.setdefault(name, []).append(_typed(value) if name == "stop_token_ids" else value)
         elif name in _TEXTS:
             given[name] = value
-        elif name in known:
+        elif name in known or name == "chunk":
             given[name] = _typed(value)
         else:
             given.setdefault("options", {})[name] = _typed(value)

@@ -93,7 +93,7 @@ def _policy_label(policy: ChunkPolicy) -> str:
         case WholePolicy():
             return "one chunk"
         case FramesPolicy():
-            first = f", {policy.initial_frames} in the first" if policy.initial_frames else ""
+            first = f", {', '.join(map(str, policy.ramp))} in the first" if policy.ramp else ""
             return f"{policy.frames} frames per chunk{first}"
 
 

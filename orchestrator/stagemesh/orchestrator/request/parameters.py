@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.request_checks import check_known, check_options, check_sampling, read_options
 from stagemesh.orchestrator.spec import Pipeline, Stage
+from stagemesh.orchestrator.spec.schema import FramesEntry
 from stagemesh.v1 import request_pb2, tensor_pb2
 
 _ENABLE_ADAPTERS = "start a stage with the option enable_lora if its engine supports it"
@@ -31,6 +32,7 @@ def check_parameters(parameters: request_pb2.Parameters, pipeline: Pipeline) -> 
                 reason="UNKNOWN_STAGE",
             )
         _check_stage(given, pipeline.stages[name])
+        _check_chunk(given.chunk, pipeline, name)
     check_options(read_options(parameters.options), pipeline.options, owner=f"pipeline {pipeline.name!r}")
     for stage in pipeline.stages.values():
         # The merged parameters, because plain parameters and those of the stage may contradict each other.
@@ -67,11 +69,28 @@ def _copy_options(target: request_pb2.StageParameters, options: Mapping[str, ten
 
 def _check_stage(given: request_pb2.StageParameters, stage: Stage) -> None:
     owner, signature = f"stage {stage.name!r}", stage.signature
-    if given.HasField("sampling") and not signature.sampling:
+    if given.sampling.ByteSize() and not signature.sampling:
         raise _unsupported(f"{owner} does not choose tokens; omit its sampling parameters", stage=stage.name)
     if given.adapter and not signature.adapters:
         raise _unsupported(f"{owner} accepts no adapters; omit its adapter, or {_ENABLE_ADAPTERS}", stage=stage.name)
     check_options(read_options(given.options), signature.options, owner=owner)
+
+
+def _check_chunk(given: request_pb2.ChunkParameters, pipeline: Pipeline, stage: str) -> None:
+    if given.WhichOneof("cut") is None:
+        return
+    edges = {edge.name: edge.chunk for edge in pipeline.incoming(stage) if isinstance(edge.chunk, FramesEntry)}
+    if not edges:
+        raise _unsupported(f"no edge to stage {stage!r} is cut by frames; omit its parameter chunk", stage=stage)
+    for edge, chunk in edges.items():
+        bounds = range(chunk.first_frames, chunk.frames + 1)
+        if given.HasField("initial_frames") and given.initial_frames not in bounds:
+            raise InvalidRequestError(
+                f"the first chunk of edge {edge} would have {given.initial_frames} frames; use {bounds[0]} to "
+                f"{bounds[-1]}, the bounds in the pipeline file",
+                reason="INVALID_INITIAL_FRAMES",
+                metadata={"edge": edge},
+            )
 
 
 def _unsupported(message: str, **metadata: str) -> UnsupportedError:

@@ -310,7 +310,8 @@ def policy_to_wire(policy: ChunkPolicy) -> stage_pb2.ChunkPolicy:
     if isinstance(policy, FramesPolicy):
         frames = stage_pb2.FramesPolicy(
             frames=policy.frames,
-            initial_frames=policy.initial_frames,
+            initial_frames=policy.ramp[0] if policy.ramp else 0,
+            ramp=policy.ramp,
             left_context_frames=policy.left_context_frames,
         )
         return stage_pb2.ChunkPolicy(frames=frames)

@@ -7,8 +7,9 @@ entry to its type in `spec.model`.
 import sys
 from collections.abc import Mapping
 from dataclasses import field
-from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
+from itertools import accumulate, repeat
+from operator import mul
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, cast
 
 from pydantic import (
     AfterValidator,
@@ -196,17 +197,62 @@ AnyStageEntry: TypeAlias = Annotated[
 ]
 
 
+def _ramp_form(value: object) -> str:
+    return "(sizes)" if isinstance(value, list | tuple) else "(word)"
+
+
+Ramp: TypeAlias = Annotated[
+    Annotated[Literal["auto"], Tag("(word)")] | Annotated[tuple[Positive, ...], Field(min_length=1), Tag("(sizes)")],
+    Discriminator(_ramp_form),
+]
+
+
 class FramesEntry(Entry, frozen=True):
     """The value of an edge's `chunk` if packets are cut into chunks by numbers of frames.
 
     `frames` is the number of frames of each chunk. `initial_frames` is the number of frames of the first chunk, or 0
-    for `frames`. `left_context_frames` is the maximum number of preceding frames that are repeated at the front of each
-    chunk.
+    for `frames`. `ramp` contains the numbers of frames of several first chunks instead, or is "auto" if the
+    orchestrator chooses them for each request, at least `initial_frames`. `left_context_frames` is the maximum number
+    of preceding frames that are repeated at the front of each chunk.
     """
 
     frames: Positive
     initial_frames: Count = 0
+    ramp: Ramp | None = None
     left_context_frames: Count = 0
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        if isinstance(self.ramp, tuple) and self.initial_frames:
+            raise ValueError("remove initial_frames, because ramp begins with the size of the first chunk")
+        if self.ramp == "auto" and not self.initial_frames:
+            raise ValueError("add initial_frames, the least size of a chunk that `ramp: auto` may choose")
+        if max(self.policy.ramp, default=0) > self.frames:
+            raise ValueError("make initial_frames and the sizes in ramp at most `frames`")
+        return self
+
+    @property
+    def first_frames(self) -> int:
+        """The least number of frames of the first chunk."""
+        return next(iter(self.policy.ramp), self.frames)
+
+    def sizes_from(self, initial_frames: int) -> tuple[int, ...]:
+        """Returns the sizes of chunks if the first one has `initial_frames` frames. The last size repeats.
+
+        A ramp that is "auto" doubles the size. The sizes of any other ramp remain, without smaller ones.
+        """
+        ramp = self.ramp if isinstance(self.ramp, tuple) else ()
+        if self.ramp == "auto":
+            ramp = tuple(accumulate(repeat(2, self.frames.bit_length()), mul, initial=initial_frames))
+        return initial_frames, *(size for size in ramp if initial_frames < size < self.frames), self.frames
+
+    @property
+    def policy(self) -> FramesPolicy:
+        """The chunk policy. If the ramp is "auto", the policy for a stage that is not measured."""
+        if isinstance(self.ramp, tuple):
+            return FramesPolicy(self.frames, self.ramp, self.left_context_frames)
+        ramp = self.sizes_from(self.initial_frames)[:-1] if self.initial_frames else ()
+        return FramesPolicy(self.frames, ramp, self.left_context_frames)
 
 
 def _chunk_form(value: object) -> str:
@@ -240,11 +286,11 @@ class EdgeEntry(Entry, frozen=True):
         """The edge's name in the file, or "from->to" if the file does not name the edge."""
         return self.name or f"{self.producer}->{self.consumer}"
 
-    @cached_property
+    @property
     def policy(self) -> ChunkPolicy:
         """The chunk policy that `chunk` describes, as the type that the data plane uses."""
         if isinstance(self.chunk, FramesEntry):
-            return FramesPolicy(self.chunk.frames, self.chunk.initial_frames, self.chunk.left_context_frames)
+            return self.chunk.policy
         return WholePolicy() if self.chunk == "whole" else StepPolicy()
 
 
@@ -363,7 +409,7 @@ _STAGE_ENTRIES: Mapping[str, Any] = {
     "(external).signature.emits": EmittedEntry,
     "(external).signature.options": StageOptionEntry,
 }
-_TAGS = frozenset({*_TERMS, "(frames)", "(names)", "(word)", "(started)", "(external)"})
+_TAGS = frozenset({*_TERMS, "(frames)", "(names)", "(sizes)", "(word)", "(started)", "(external)"})
 _NAME_REMEDY = "use lower-case letters, digits and '-', a letter first"
 
 

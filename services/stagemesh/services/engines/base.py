@@ -404,6 +404,10 @@ class EngineLoad:
     running: int
     queued: int
     work_s: float | None = None
+    call_costs_s: Mapping[int, float] = field(default_factory=dict[int, float])
+    """The mean duration of calls that make audio, in seconds, by their number of frames rounded up to a power of 2."""
+    frame_audio_s: float = 0.0
+    """The mean duration of the audio that the engine makes of one frame, in seconds. 0 if it is not measured."""
 
 
 class Engine(Protocol):

@@ -68,6 +68,24 @@ def load_weights(folder: Path, prefix: str) -> dict[str, "Tensor"]:
     return weights
 
 
+def weight_names(folder: Path, prefix: str) -> set[str]:
+    """Returns the names of the checkpoint's weights that start with `prefix`, without reading the weights.
+
+    Raises NotReadyError (LOAD_FAILED) if the checkpoint has no weights or an invalid file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    names: set[str] = set()
+    for path in _files_of(folder, prefix):
+        try:
+            opened: Any = safe_open(path, framework="numpy")
+            with opened as file:
+                names.update(name for name in file.keys() if name.startswith(prefix))  # noqa: SIM118  # not a mapping
+        except (OSError, SafetensorError) as exc:
+            raise load_error(folder, f"its {path.name} cannot be read: {exc}; copy it again") from exc
+    return names
+
+
 def check_names(expected: Collection[str], found: Collection[str], what: str) -> None:
     """Raises NotReadyError (LOAD_FAILED) if weights are missing or superfluous. The message lists their names.
 

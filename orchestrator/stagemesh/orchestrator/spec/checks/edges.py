@@ -11,7 +11,14 @@ from stagemesh.connectors.flow.chunking import FramesPolicy
 from stagemesh.orchestrator.spec.checks.conditions import ConditionResolver
 from stagemesh.orchestrator.spec.checks.stages_and_outputs import Catalog
 from stagemesh.orchestrator.spec.model import Arc, Edge, Stage
-from stagemesh.orchestrator.spec.schema import AnyStageEntry, EdgeEntry, ExternalStageEntry, PipelineFile, StageEntry
+from stagemesh.orchestrator.spec.schema import (
+    AnyStageEntry,
+    EdgeEntry,
+    ExternalStageEntry,
+    FramesEntry,
+    PipelineFile,
+    StageEntry,
+)
 from stagemesh.orchestrator.spec.source.problem_lines import Problems, suggest
 
 
@@ -63,6 +70,7 @@ class EdgeResolver:
             transforms_at_producer = entry.transform is not None and _is_external(file.stages[entry.consumer])
             if producer is not None and consumer is not None:
                 tensors = self._tensors(i, entry, producer=producer, consumer=consumer)
+                self._check_ramp(i, entry, consumer)
             if producer is not None and not transforms_at_producer:
                 self._check_frames(i, entry, Endpoint(f"stage {entry.producer!r}", emitted(producer)))
             elif tensors is not None and entry.transform is not None:
@@ -139,6 +147,14 @@ class EdgeResolver:
                 f"the tensors that {source.name} emits have no common first axis to cut frames from ({source}); use "
                 "`step` or `whole`",
             )
+
+    def _check_ramp(self, index: int, edge: EdgeEntry, consumer: Stage) -> None:
+        is_audio = any(emitted.kind == "audio" for emitted in consumer.signature.emits.values())
+        if isinstance(edge.chunk, FramesEntry) and edge.chunk.ramp == "auto" and not is_audio:
+            text = (
+                f"`ramp: auto` needs a stage that emits audio, but {consumer.name!r} does not; list the sizes instead"
+            )
+            self.problems.add(("edges", index, "chunk"), text)
 
     def _check_fed(self, stage: Stage, incoming: Sequence[Edge]) -> None:
         accepts = stage.signature.accepts

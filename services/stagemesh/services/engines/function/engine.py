@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -22,17 +22,18 @@ from stagemesh.common.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from stagemesh.common.notification import Notifier
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Progress, Task, Usage
 from stagemesh.services.engines.function.base import Call, Function, OpensWithout
+from stagemesh.services.engines.function.playout import EWMA_WEIGHT, AudioStream, AudioTensor, CallCosts, CallQueue
 from stagemesh.services.engines.input_join import packets_of
 from stagemesh.services.engines.options import parse_options, request_options
 
 _logger = logging.getLogger(__name__)
-_EWMA_WEIGHT = 0.2
 
 Result = TypeVar("Result")
 
@@ -52,11 +53,23 @@ class _Waiting(NamedTuple):
 class FunctionEngine:
     """Runs one function on batches of at most `max_batch` calls.
 
-    Calls are passed to the function in arrival order. A request has at most one waiting call, because the engine awaits
-    each call of a request before it makes the next one. The option `max_batch` is not passed to the function.
+    Calls are passed to the function in arrival order, unless the function emits audio. Then calls of requests that have
+    emitted no audio run first, except that listeners who run out of audio soon come before them. Next are the calls of
+    the requests whose listeners first run out of audio. A batch then consists of calls whose inputs have the same
+    shapes, either of requests with audio or of others, because other calls share no forward pass. No call waits for a
+    batch to fill.
+
+    A request has at most one waiting call, because the engine awaits each call of a request before it makes the next
+    one. The option `max_batch` is not passed to the function.
     """
 
-    def __init__(self, config: StageConfig, *, descriptor: FunctionDescriptor | None = None) -> None:
+    def __init__(
+        self,
+        config: StageConfig,
+        *,
+        descriptor: FunctionDescriptor | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if config.function is None:
             raise InvalidRequestError(
                 f"stage {config.stage}: the function engine needs `function`", reason="INVALID_CONFIG"
@@ -71,7 +84,10 @@ class FunctionEngine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=config.function)
         self._function: Function[object] | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._waiting: asyncio.Queue[_Waiting] = asyncio.Queue()
+        self._audio, self._costs = AudioTensor(self._descriptor.signature), CallCosts()
+        self._waiting = CallQueue[_Waiting]()
+        self._arrived = Notifier()
+        self._clock = clock
         self._call_s = 0.0
         """The exponentially weighted moving average of the time per call, in seconds. 0 before the first call."""
         self._held = 0
@@ -94,22 +110,28 @@ class FunctionEngine:
         self._held += 1
         try:
             state = await self._in_thread(partial(_open, self._function, task, options))
-            steps = 0
+            steps, stream = 0, AudioStream()
             async with aclosing(packets_of(task, self._descriptor.signature)) as packets:
                 async for packet in packets:
-                    for made in await self._call(Call(state, packet)):
+                    for made in await self._call(Call(state, packet), stream):
                         yield Emission(made)
                     steps += 1
                     yield Progress(steps)
-            for made in await self._call(Call[object](state, None)):
+            for made in await self._call(Call[object](state, None), stream):
                 yield Emission(made)
             yield Usage(steps=steps)
         finally:
             self._held -= 1
 
     def load(self) -> EngineLoad:
-        waiting = self._waiting.qsize()
-        return EngineLoad(running=self._held, queued=waiting, work_s=waiting * self._call_s)
+        waiting = len(self._waiting)
+        return EngineLoad(
+            running=self._held,
+            queued=waiting,
+            work_s=waiting * self._call_s,
+            call_costs_s=self._costs.by_frames,
+            frame_audio_s=self._costs.frame_audio_s,
+        )
 
     async def wait_failed(self) -> str:
         assert self._serving is not None, "`start` has not been called"
@@ -137,7 +159,7 @@ class FunctionEngine:
             ) from exc
         return function
 
-    async def _call(self, call: Call[object]) -> Sequence[Packet]:
+    async def _call(self, call: Call[object], stream: AudioStream) -> Sequence[Packet]:
         """Adds a call to the queue and waits until it has run. Returns the function's output packets for the call.
 
         If the caller is cancelled, a call that is still waiting is not run. The result of a call that runs is
@@ -146,8 +168,12 @@ class FunctionEngine:
         if self._serving is None or self._serving.done():
             raise self._closed_error()
         waiting = _Waiting(call, asyncio.get_running_loop().create_future())
-        self._waiting.put_nowait(waiting)
-        return await waiting.done
+        shape = (stream.has_begun, _shape_of(call.packet)) if self._audio.exists else None
+        self._waiting.add(waiting, shape=shape, due_s=self._costs.due_s(stream, now_s=self._clock()))
+        self._arrived.fire()
+        made = await waiting.done
+        stream.add(self._audio.seconds(made), now_s=self._clock())
+        return made
 
     def _closed_error(self) -> UnavailableError:
         return UnavailableError(f"function {self._name} is closed", reason="SHUTTING_DOWN")
@@ -162,15 +188,15 @@ class FunctionEngine:
                 # This frame must not retain a batch, because a batch retains packets and their leases.
                 await self._run(await self._next_batch(), function)
         finally:
-            while not self._waiting.empty():
-                _set_outcome(self._waiting.get_nowait(), self._closed_error())
+            while self._waiting:
+                for waiting in self._waiting.pop_batch(self._max_batch):
+                    _set_outcome(waiting, self._closed_error())
 
     async def _next_batch(self) -> list[_Waiting]:
-        """Waits for at least one call. Returns the waiting calls, at most `max_batch`, without the cancelled ones."""
-        batch = [await self._waiting.get()]
-        while len(batch) < self._max_batch and not self._waiting.empty():
-            batch.append(self._waiting.get_nowait())
-        return [waiting for waiting in batch if not waiting.done.cancelled()]
+        """Waits for at least one call. Returns the next batch without the cancelled calls."""
+        while not self._waiting:
+            await self._arrived.wait()
+        return [waiting for waiting in self._waiting.pop_batch(self._max_batch) if not waiting.done.cancelled()]
 
     async def _run(self, batch: list[_Waiting], function: Function[object]) -> None:
         if not batch:
@@ -179,14 +205,23 @@ class FunctionEngine:
         outcomes: Sequence[Sequence[Packet] | StagemeshError] = [
             UnavailableError(f"function {self._name} was closed while it ran", reason="SHUTTING_DOWN")
         ] * len(calls)
-        began_s = time.monotonic()
+        began_s = self._clock()
         try:
             outcomes = await self._in_thread(partial(self._compute, function, calls))
-            call_s = (time.monotonic() - began_s) / len(batch)
-            self._call_s += (call_s - self._call_s) * (_EWMA_WEIGHT if self._call_s else 1.0)
+            self._measure(calls, outcomes, took_s=self._clock() - began_s)
         finally:
             for waiting, outcome in zip(batch, outcomes, strict=True):
                 _set_outcome(waiting, outcome)
+
+    def _measure(
+        self, calls: Sequence[Call[object]], outcomes: Sequence[Sequence[Packet] | StagemeshError], *, took_s: float
+    ) -> None:
+        call_s = took_s / len(calls)
+        self._call_s += (call_s - self._call_s) * (EWMA_WEIGHT if self._call_s else 1.0)
+        made = [outcome for outcome in outcomes if not isinstance(outcome, StagemeshError)]
+        if self._audio.exists and len(made) == len(calls):
+            frames = [_frames_of(call.packet) for call in calls]
+            self._costs.add(frames, took_s=took_s, audio_s=sum(map(self._audio.seconds, made)))
 
     def _compute(
         self, function: Function[object], calls: Sequence[Call[object]]
@@ -213,6 +248,15 @@ class FunctionEngine:
             reason="ENGINE_ERROR",
             metadata={"function": self._name},
         )
+
+
+def _shape_of(packet: Packet | None) -> Hashable:
+    """Returns the shapes of a packet's tensors. Calls with equal shapes can share a forward pass."""
+    return packet and frozenset((name, tensor.shape) for name, tensor in packet.tensors.items())
+
+
+def _frames_of(packet: Packet | None) -> int:
+    return max((len(tensor) for tensor in packet.tensors.values() if tensor.ndim), default=0) if packet else 0
 
 
 def _set_outcome(waiting: _Waiting, outcome: Sequence[Packet] | StagemeshError) -> None:

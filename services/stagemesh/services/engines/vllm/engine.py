@@ -18,6 +18,7 @@ from stagemesh.services.engines.abilities import EngineAbilities, PartitionsAren
 from stagemesh.services.engines.base import EngineEvent, EngineLoad, Progress, Task, Usage
 from stagemesh.services.engines.vllm.control import Control
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook, RequestPrompt
+from stagemesh.services.engines.vllm.load_failure import LoadFailure
 from stagemesh.services.engines.vllm.options import engine_options, own_options
 
 if TYPE_CHECKING:
@@ -218,14 +219,17 @@ class VllmEngine:
     @contextmanager
     def _reports_load_failure(self) -> Generator[None]:
         """Raises NotReadyError (LOAD_FAILED) if vLLM raises an error in the `with` block."""
+        failure = LoadFailure()
         try:
             yield
         except (OSError, RuntimeError, ValueError) as exc:
             raise NotReadyError(
-                f"stage {self._config.stage}: vLLM cannot load {self._model}: {exc}; its own lines in the log of this "
-                "stage have the cause",
+                f"stage {self._config.stage}: vLLM cannot load {self._model}: {failure.read() or exc}; its own lines "
+                "in the log of this stage have the cause",
                 reason="LOAD_FAILED",
             ) from exc
+        finally:
+            failure.close()
 
     def _make_arguments(self) -> "AsyncEngineArgs":
         from stagemesh.services.engines.vllm.arguments import engine_arguments

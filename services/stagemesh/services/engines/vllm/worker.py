@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 
 from stagemesh.services.engines.vllm.features import RUNNER_MODULES
+from stagemesh.services.engines.vllm.load_failure import record_failure
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
@@ -38,6 +39,14 @@ class StageWorker(Worker):
         if current_platform.is_cpu():
             mixins.append(FixesCpuRunner)
         runner.__class__ = type(f"Stage{kind.__name__}", (*mixins, kind), {})
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Loads the model. Records an error for the replica, which vLLM does not tell the cause."""
+        try:
+            super().load_model(*args, **kwargs)
+        except Exception as exc:
+            record_failure(exc)
+            raise
 
     def call_runner(self, method: str, *args: object) -> Any:
         """Calls a method of the model runner and returns its result.

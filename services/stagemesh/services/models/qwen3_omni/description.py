@@ -13,6 +13,7 @@ from stagemesh.services.models import checkpoint
 from stagemesh.services.models.codec_speech.speakers import choose_speaker
 from stagemesh.services.models.qwen3_omni import MODEL_TYPE
 
+_PREFIX = "talker."
 _SAMPLING = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.05, "max_new_tokens": 4096}
 
 
@@ -65,6 +66,10 @@ class Talker:
         self.state_width: int = talker["thinker_hidden_size"]
         self.text_vocabulary: int = config["thinker_config"]["text_config"]["vocab_size"]
         self.hf_overrides = talker_config
+        # The weights of a quantized model have further names, which vLLM knows.
+        if "quantization_config" not in config:
+            found = checkpoint.weight_names(model, _PREFIX)
+            checkpoint.check_names(_weight_names(talker), found, f"the talker in {model}")
         self.sampling = {**_SAMPLING, **_talker_sampling(model)}
 
     def codec_prefix(self, options: Mapping[str, Value]) -> Sequence[int]:
@@ -111,3 +116,34 @@ def _talker_sampling(model: Path) -> dict[str, Any]:
         return {}
     given = {name.removeprefix("talker_"): value for name, value in values.items() if name.startswith("talker_")}
     return {name: value for name, value in given.items() if name in _SAMPLING}
+
+
+def _weight_names(talker: Mapping[str, Any]) -> set[str]:
+    """Returns the names of the talker's weights in a checkpoint. `talker` is the talker's part of the config."""
+    text, predictor = talker["text_config"], talker["code_predictor_config"]
+    experts = text.get("num_experts", text.get("num_local_experts", 0))
+    sparse = ["mlp.gate.weight", "mlp.shared_expert_gate.weight", *_mlp("mlp.shared_expert")]
+    sparse += [name for expert in range(experts) for name in _mlp(f"mlp.experts.{expert}")]
+    names = [
+        "codec_head.weight",
+        "model.codec_embedding.weight",
+        "model.norm.weight",
+        "code_predictor.model.norm.weight",
+    ]
+    names += _layers("model", text["num_hidden_layers"], sparse)
+    names += _layers("code_predictor.model", predictor["num_hidden_layers"], _mlp("mlp"))
+    for group in range(talker["num_code_groups"] - 1):
+        names += [f"code_predictor.lm_head.{group}.weight", f"code_predictor.model.codec_embedding.{group}.weight"]
+    for projection in ("text_projection", "hidden_projection"):
+        names += [f"{projection}.linear_fc{part}.{kind}" for part in (1, 2) for kind in ("weight", "bias")]
+    return {_PREFIX + name for name in names}
+
+
+def _layers(model: str, count: int, mlp: Sequence[str]) -> list[str]:
+    parts = [f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+    parts += ["input_layernorm.weight", "post_attention_layernorm.weight", *mlp]
+    return [f"{model}.layers.{layer}.{part}" for layer in range(count) for part in parts]
+
+
+def _mlp(name: str) -> list[str]:
+    return [f"{name}.{part}_proj.weight" for part in ("gate", "up", "down")]

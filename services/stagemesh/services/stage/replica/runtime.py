@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,6 +35,7 @@ from stagemesh.services.stage.replica.paused_states import PausedStates
 from stagemesh.services.stage.replica.rollout_release import RolloutRelease
 from stagemesh.services.stage.step.checks import check_rebinding, check_spec
 from stagemesh.services.stage.step.edges import StepEdges
+from stagemesh.services.stage.step.frame_intervals import FrameIntervals
 from stagemesh.services.stage.step.registry import RunRegistry
 from stagemesh.services.stage.step.run import StepRun, drained_error
 from stagemesh.services.stage.step.spec import Rebinding, StepSpec
@@ -74,6 +76,7 @@ class StageRuntime:
         self.where = {"stage": config.stage, "replica": config.replica}
         """The names of the stage and of the replica, for log records and errors."""
         self._runs = RunRegistry()
+        self._frame_intervals = FrameIntervals()
         self.states = PausedStates()
         """The states from which paused requests can resume."""
         writer = f"{config.pipeline}.{config.replica}"
@@ -321,6 +324,9 @@ class StageRuntime:
             landing_used_bytes=landing.used_bytes if landing else 0,
             landing_size_bytes=landing.size_bytes if landing else 0,
             adapters=[adapter.name for adapter in adapters.list_adapters()] if adapters is not None else (),
+            call_costs=starmap(_call_cost, sorted(engine.call_costs_s.items())),
+            frame_audio_s=engine.frame_audio_s,
+            frame_intervals_s=self._frame_intervals.seconds,
         )
 
     def reports(self, request_id: str = "") -> list[control_pb2.StepReport]:
@@ -529,6 +535,7 @@ class StageRuntime:
             store=self.store,
             model=Path(self.config.model) if self.config.model is not None else None,
             where=self.where,
+            frame_intervals=self._frame_intervals,
         )
         self._runs.add(run)
         self._used_at_s = asyncio.get_running_loop().time()
@@ -572,3 +579,7 @@ class StageRuntime:
 
 async def _wait_ended(runs: Sequence[StepRun]) -> None:
     await asyncio.gather(*(run.ended() for run in runs))
+
+
+def _call_cost(frames: int, seconds: float) -> stage_pb2.CallCost:
+    return stage_pb2.CallCost(frames=frames, seconds=seconds)

@@ -29,6 +29,7 @@ from stagemesh.services.media.store import MediaStore
 from stagemesh.services.stage.replica.paused_states import PausedStates, without_large_state, without_state
 from stagemesh.services.stage.step.edges import EdgeInput, StepEdges
 from stagemesh.services.stage.step.file_outputs import FileOutputs
+from stagemesh.services.stage.step.frame_intervals import FrameIntervals, RowTimer
 from stagemesh.services.stage.step.outputs import ProgressThrottle, StreamedOutputs
 from stagemesh.services.stage.step.spec import STATE_EDGE, StepSpec, checkpoint_to_wire
 from stagemesh.services.stage.step.stored_media import opened_media
@@ -104,11 +105,12 @@ class StepRun:
         store: MediaStore | None,
         model: Path | None,
         where: Mapping[str, str],
+        frame_intervals: FrameIntervals,
     ) -> None:
         """`signature` describes the stage's inputs and outputs. `states` retains the states from which requests can
         resume. `store` is the pipeline's store for media, or None if it has none. `model` is the path of the stage's
         model, or None if it has none. `where` contains the names of the stage and of the replica, for log records and
-        errors.
+        errors. The run adds its measurements to `frame_intervals`.
         """
         if spec.task.resume_from is not None:
             spec = states.with_state(spec)
@@ -125,6 +127,7 @@ class StepRun:
         self._outputs = StreamedOutputs(sent, signature.emits, made=resume_from.outputs)
         self._files = FileOutputs([each for each in spec.streamed if each.is_file], signature.emits, store=store)
         self._rows = dict(resume_from.rows)
+        self._row_timer, self._frame_intervals = RowTimer(), frame_intervals
         self._paused: Checkpoint | None = None
         """The checkpoint at which the run paused. None if the run has not paused."""
         self._journaled: tuple[int, Checkpoint] | None = None
@@ -319,11 +322,13 @@ class StepRun:
                     self._append_outputs(event)
                     self._count_audio(event.packet)
                     add_rows(self._rows, event.packet)
+                    self._row_timer.emitted(self._rows)
                     self._with_engine = False
                     for output in await self._files.push(event.packet):
                         self._append(stage_pb2.ExecuteStepResponse(output=output))
                     if outlets is not None:
                         await outlets.send(event.packet)
+                    self._row_timer.resumed()
                     self._with_engine = True
                 elif isinstance(event, Progress):
                     if self._progress.is_due(event):
@@ -412,6 +417,7 @@ class StepRun:
         return replace(checkpoint, outputs=self._outputs.made, rows=dict(self._rows))
 
     async def _finish(self) -> None:
+        self._row_timer.report(self._rows, self._frame_intervals)
         finish = self._usage.finish
         for part in self._outputs.finish(finish if self._paused is None else None):
             self._append(part)

@@ -412,8 +412,9 @@ def _policy(message: stage_pb2.OutputBinding) -> ChunkPolicy:
             return WholePolicy()
         case "frames":
             frames = message.policy.frames
+            ramp = tuple(frames.ramp) or (frames.initial_frames,) * bool(frames.initial_frames)
             try:
-                return FramesPolicy(frames.frames, frames.initial_frames, frames.left_context_frames)
+                return FramesPolicy(frames.frames, ramp, frames.left_context_frames)
             except ValueError as exc:
                 raise InvalidRequestError(f"edge {message.edge}: {exc}", reason="INVALID_EDGE") from exc
         case _:

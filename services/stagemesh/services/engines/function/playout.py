@@ -1,0 +1,123 @@
+"""The play-out of a function's audio: the order of waiting calls, and what calls cost."""
+
+from collections.abc import Hashable, Sequence
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+from typing import Generic, TypeVar
+
+from stagemesh.common.descriptors import Signature
+from stagemesh.connectors.edge import Packet
+
+T = TypeVar("T")
+
+EWMA_WEIGHT = 0.2
+"""The weight of the newest measurement in a moving average."""
+_FIRST_CALLS = 6
+"""The number of calls for which the first audio of a request may wait for streams that would run dry meanwhile."""
+
+
+class AudioTensor:
+    """The audio tensor that a function emits: the first one with a sample rate, if the function's signature has one."""
+
+    def __init__(self, signature: Signature) -> None:
+        rates_hz = {name: each.sample_rate_hz for name, each in signature.emits.items() if each.kind == "audio"}
+        self._name, self._rate_hz = next((each for each in rates_hz.items() if each[1]), ("", 0))
+
+    @property
+    def exists(self) -> bool:
+        """Whether the function emits audio that can be played."""
+        return bool(self._name)
+
+    def seconds(self, packets: Sequence[Packet]) -> float:
+        """Returns the duration of the audio in packets, in seconds."""
+        samples = sum(len(packet.tensors.get(self._name, ())) for packet in packets)
+        return samples / self._rate_hz if samples else 0.0
+
+
+class AudioStream:
+    """The play-out of the audio that one request has emitted.
+
+    A listener plays audio as soon as it is emitted, and waits for more when the stream has run dry.
+    """
+
+    __slots__ = ("dry_s",)
+
+    def __init__(self) -> None:
+        self.dry_s = -inf
+        """The time at which the stream runs dry, in seconds. Minus infinity if it has emitted no audio."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the request has emitted audio."""
+        return self.dry_s > -inf
+
+    def add(self, audio_s: float, *, now_s: float) -> None:
+        """Adds `audio_s` seconds of audio, emitted at the time `now_s`."""
+        if audio_s:
+            self.dry_s = max(self.dry_s, now_s) + audio_s
+
+
+class CallCosts:
+    """Measures how long calls take, and how much audio they make of a frame. All times are in seconds."""
+
+    def __init__(self) -> None:
+        self.by_frames: dict[int, float] = {}
+        """The moving average of the duration of calls, by their number of frames rounded up to a power of 2."""
+        self._mean_s = 0.0
+        self._frames, self._audio_s = 0, 0.0
+
+    @property
+    def frame_audio_s(self) -> float:
+        """The mean duration of the audio of one frame. 0 if no call has been measured."""
+        return self._audio_s / self._frames if self._frames else 0.0
+
+    def add(self, frames: Sequence[int], *, took_s: float, audio_s: float) -> None:
+        """Adds a call whose packets had these numbers of frames, and became `audio_s` seconds of audio together."""
+        self._frames += sum(frames)
+        self._audio_s += audio_s
+        if most := max(frames):
+            size = 1 << (most - 1).bit_length()
+            former_s = self.by_frames.get(size, took_s)
+            self.by_frames[size] = former_s + EWMA_WEIGHT * (took_s - former_s)
+            self._mean_s += (took_s - self._mean_s) * (EWMA_WEIGHT if self._mean_s else 1.0)
+
+    def due_s(self, stream: AudioStream, *, now_s: float) -> float:
+        """Returns the time at which a call for a stream is due: when the stream runs dry, or soon if it has not begun.
+
+        First audio is preceded only by streams that would otherwise run dry. If it preceded those, too, then a few
+        requests more in a second would interrupt most of the streams.
+        """
+        return stream.dry_s if stream.has_begun else now_s + _FIRST_CALLS * self._mean_s
+
+
+class CallQueue(Generic[T]):
+    """A queue of calls. The call that is due first leaves first, in one batch with the next ones of its shape."""
+
+    def __init__(self) -> None:
+        self._heaps: dict[Hashable, list[tuple[float, int, T]]] = {}
+        self._arrivals = count()
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def add(self, call: T, *, shape: Hashable, due_s: float) -> None:
+        """Adds a call that is due at the time `due_s`. It may share a batch with other calls of an equal `shape`.
+
+        Calls that are due at the same time leave in the order of their arrival.
+        """
+        heappush(self._heaps.setdefault(shape, []), (due_s, next(self._arrivals), call))
+        self._length += 1
+
+    def pop_batch(self, max_calls: int) -> list[T]:
+        """Removes the call that is due first and the next ones of its shape, at most `max_calls`, in this order.
+
+        Raises ValueError if the queue is empty.
+        """
+        shape, heap = min(self._heaps.items(), key=lambda each: each[1][0][:2])
+        batch = [heappop(heap)[-1] for _ in range(min(max_calls, len(heap)))]
+        if not heap:
+            del self._heaps[shape]
+        self._length -= len(batch)
+        return batch

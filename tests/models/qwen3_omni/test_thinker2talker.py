@@ -1,0 +1,117 @@
+"""The rows that the talker receives, for prompts and answers that arrive in any pieces."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.tensors import Array
+from stagemesh.connectors.edge import Packet
+from stagemesh.services.models.qwen3_omni.description import TextTokens, read_config
+from stagemesh.services.models.qwen3_omni.thinker2talker import Thinker2Talker
+
+WIDTH = 8
+ANSWER = [40, 41, 42, 43]
+
+
+def tokens_of(model: Path) -> TextTokens:
+    return TextTokens.of(read_config(model))
+
+
+def prompt_of(model: Path, *, media: bool) -> list[int]:
+    """A system message, a message of the user, an answer, another message of the user, and the begin of an answer."""
+    tokens = tokens_of(model)
+    start, medium = tokens.message_start, min(tokens.media)
+    first = [start, tokens.user, 10, *([medium] * 5 if media else []), 11]
+    second = [start, tokens.user, 20, 21]
+    return [start, 5, 6, *first, start, tokens.assistant, 30, 31, *second, start, tokens.assistant, 9]
+
+
+def positions_of(prompt: Sequence[int], medium: int) -> Array:
+    """Positions as M-RoPE has them: those of a medium's rows grow along the third axis only, up to 3."""
+    rows, following = list[list[int]](), 0
+    for number, token in enumerate(prompt):
+        if token == medium:
+            in_medium = sum(each == medium for each in prompt[:number])
+            rows.append([following + 1, following + 1, following + 1 + min(in_medium, 3)])
+        else:
+            following = max((max(row) for row in rows), default=-1) + 1
+            rows.append([following] * 3)
+    return np.array(rows, np.int32)
+
+
+def arrivals(model: Path, *, media: bool, prefill: int, text: int) -> list[Packet]:
+    """The thinker's packets: the prompt, `prefill` states at a time, and `text` tokens of the answer at a time."""
+    prompt = prompt_of(model, media=media)
+    total = len(prompt) + len(ANSWER) - 1
+    states = np.random.default_rng(0).normal(size=(total, WIDTH)).astype(np.float32)
+    positions = positions_of([*prompt, *ANSWER[:-1]], min(tokens_of(model).media))
+    packets = [Packet({"prompt_ids": np.array(prompt, np.int32)})]
+    for start in range(0, total, prefill):
+        part = slice(start, start + prefill)
+        rows = {"hidden_states_accept": states[part], "positions": positions[part]}
+        packets.append(Packet(rows, {"token_start": start, "prompt_tokens": len(prompt)}))
+    packets += [
+        Packet({"token_ids": np.array(ANSWER[start : start + text], np.int32)}) for start in range(0, len(ANSWER), text)
+    ]
+    return packets
+
+
+def rows_of(model: Path, packets: Sequence[Packet]) -> dict[str, Array]:
+    """All rows of the talker. Rows without a state have zeros."""
+    transform = Thinker2Talker(model)
+    made = [each for packet in packets for each in transform.push(packet)] + list(transform.finish())
+    starts = np.cumsum([0, *(len(each.tensors["text_ids"]) for each in made)])
+    assert [each.metadata["token_start"] for each in made] == starts[:-1].tolist()
+    blank = {"states": np.zeros((1, WIDTH), np.float32)}
+    parts = [{"states": np.repeat(blank["states"], len(each.tensors["text_ids"]), 0), **each.tensors} for each in made]
+    rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    rows["states"] = np.where(rows["text_ids"][:, None] == -1, rows["states"], 0)
+    return rows
+
+
+@pytest.mark.parametrize("media", [False, True])
+def test_any_cutting_gives_the_same_rows(tiny_qwen3_omni: Path, media: bool) -> None:
+    whole = rows_of(tiny_qwen3_omni, arrivals(tiny_qwen3_omni, media=media, prefill=100, text=100))
+    for prefill in (1, 2, 3, 7, 16):
+        for text in (1, 3):
+            rows = rows_of(tiny_qwen3_omni, arrivals(tiny_qwen3_omni, media=media, prefill=prefill, text=text))
+            assert all(np.array_equal(rows[name], whole[name]) for name in whole)
+
+
+def test_the_rows_are_those_of_the_users_messages_and_the_answer(tiny_qwen3_omni: Path) -> None:
+    tokens = tokens_of(tiny_qwen3_omni)
+    start, user = tokens.message_start, tokens.user
+    rows = rows_of(tiny_qwen3_omni, arrivals(tiny_qwen3_omni, media=True, prefill=4, text=1))
+    prompt = [start, user, 10, *[-1] * 5, 11, start, user, 20, 21]
+    begin = [start, tokens.assistant, 9, *[tokens.pad] * 4, tokens.bos]
+    assert rows["text_ids"].tolist() == [*prompt, *begin, *ANSWER[:-1], tokens.eos]
+    slots = [-1] * (len(prompt) + 3) + [0, 1, 2, 3, 4, 5]
+    assert rows["codec_slots"].tolist() == slots + [-1] * (len(rows["text_ids"]) - len(slots))
+    # The medium's rows begin at position 3 and reach 6. Everything after it follows without a gap.
+    assert rows["positions"][:10, 2].tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 7, 8]
+    assert rows["positions"][8:, 0].tolist() == list(range(7, 7 + len(rows["text_ids"]) - 8))
+
+
+def test_states_are_those_of_the_mediums_rows(tiny_qwen3_omni: Path) -> None:
+    packets = arrivals(tiny_qwen3_omni, media=True, prefill=100, text=100)
+    rows = rows_of(tiny_qwen3_omni, packets)
+    given = packets[1].tensors["hidden_states_accept"]
+    medium = np.array(prompt_of(tiny_qwen3_omni, media=True)) == min(tokens_of(tiny_qwen3_omni).media)
+    assert np.array_equal(rows["states"][rows["text_ids"] == -1], given[: len(medium)][medium])
+
+
+def test_a_text_prompt_does_not_wait_for_the_thinker(tiny_qwen3_omni: Path) -> None:
+    transform = Thinker2Talker(tiny_qwen3_omni)
+    first, *_ = arrivals(tiny_qwen3_omni, media=False, prefill=1, text=1)
+    made = transform.push(first)
+    # All rows of the prompt but the last, which has the first token of the answer.
+    assert sum(len(each.tensors["text_ids"]) for each in made) == made[0].metadata["prompt_tokens"] - 1  # type: ignore[operator]
+
+
+def test_a_prompt_without_an_answer_is_rejected(tiny_qwen3_omni: Path) -> None:
+    transform = Thinker2Talker(tiny_qwen3_omni)
+    with pytest.raises(InvalidRequestError, match="begins no answer of the assistant"):
+        transform.push(Packet({"prompt_ids": np.array([1, 2, 3], np.int32)}))
