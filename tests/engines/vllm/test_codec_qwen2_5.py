@@ -19,7 +19,7 @@ from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import Checkpoint, Emission, SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.models.qwen2_5_omni.thinker2talker import Thinker2Talker
-from tests.engines.support import stage_config
+from tests.engines.support import hand_partitions, stage_config
 from tests.models.qwen2_5_omni.reference import Reference
 from tests.models.qwen3_omni.reference import Conversation, Result
 
@@ -70,7 +70,7 @@ def _states(thinker: Any, result: Result) -> Array:
 async def engine(tiny_qwen2_5_omni: Path) -> AsyncIterator[VllmEngine]:
     engine = VllmEngine(stage_config("vllm", model=str(tiny_qwen2_5_omni), options=OPTIONS))
     plane = DataPlane(replica="a-0", pipeline="p", generation="1")
-    engine.abilities.use_partitions(plane.arena)
+    hand_partitions(engine, plane.arena)
     await engine.start(lambda _: None)
     yield engine
     await engine.close()

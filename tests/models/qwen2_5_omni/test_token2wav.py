@@ -95,7 +95,8 @@ def open_stream(vocoder: Token2Wav, speaker: str = "") -> Stream:
 
 
 def joined(made: Sequence[Packet]) -> Samples:
-    return np.concatenate([np.zeros(0, np.float32), *(packet.tensors["audio"] for packet in made)])
+    parts = [packet.tensors["audio"].astype(np.float32, copy=False) for packet in made]
+    return np.concatenate([np.zeros(0, np.float32), *parts])
 
 
 def push(vocoder: Token2Wav, stream: Stream, codes: Codes | None) -> Samples:

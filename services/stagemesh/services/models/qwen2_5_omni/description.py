@@ -4,17 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from stagemesh.common.tensors import Array
 from stagemesh.common.typed_values import Value
 from stagemesh.services.models import checkpoint
 from stagemesh.services.models.codec_speech.speakers import choose_speaker
 from stagemesh.services.models.qwen2_5_omni import MODEL_TYPE
 from stagemesh.services.models.qwen2_5_omni.speakers import load_speakers
 
+Tokens: TypeAlias = npt.NDArray[np.int32]
 _SAMPLING = {"temperature": 0.9, "top_k": 40, "top_p": 0.8, "repetition_penalty": 1.05, "max_new_tokens": 4096}
 
 
@@ -66,7 +67,7 @@ class Talker:
         """Returns the codes that precede the first audio frame."""
         return self._prefix
 
-    def choose_texts(self, text_ids: Array, options: Mapping[str, Value]) -> Array:
+    def choose_texts(self, text_ids: Tokens, options: Mapping[str, Value]) -> Tokens:
         """Returns the text tokens of rows, in which the token of the speaker replaces the one that begins an answer.
 
         Raises InvalidRequestError (INVALID_OPTION) if the model does not have the speaker in `options`.

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from stagemesh.common.tensors import Array
+import numpy as np
+import numpy.typing as npt
+
 from stagemesh.common.typed_values import Value
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ class CodecModel(Protocol):
         """
         ...
 
-    def choose_texts(self, text_ids: Array, options: Mapping[str, Value]) -> Array:
+    def choose_texts(self, text_ids: npt.NDArray[np.int32], options: Mapping[str, Value]) -> npt.NDArray[np.int32]:
         """Returns the text tokens of rows, int32[rows], in which tokens that depend on the options are replaced.
 
         `options` contains the request's options for the stage. Raises InvalidRequestError if an option is invalid.

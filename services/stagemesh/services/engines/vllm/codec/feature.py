@@ -118,7 +118,7 @@ class CodecRows(InputRows):
             if name in tensors:
                 spec.check(name, tensors[name])
         options, slots = self._options(task), tensors["codec_slots"]
-        text_ids = self._description.choose_texts(tensors["text_ids"], options)
+        text_ids = self._description.choose_texts(tensors["text_ids"].astype(np.int32, copy=False), options)
         _check_range("text_ids", text_ids, self._description.text_vocabulary)
         prefix = np.array([-1, *self._description.codec_prefix(options)], np.int32) + CODE_OFFSET
         _check_range("codec_slots", slots, len(prefix) - 1)
