@@ -25,8 +25,9 @@ from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.models.checkpoint import load_weights
 from stagemesh.services.models.qwen2_5_omni import tiny, token2wav
+from stagemesh.services.models.qwen2_5_omni.factory import make_token2wav
 from stagemesh.services.models.qwen2_5_omni.speakers import load_speakers
-from stagemesh.services.models.qwen2_5_omni.token2wav import Stream, Token2Wav, context_frames, make_token2wav
+from stagemesh.services.models.qwen2_5_omni.token2wav import Stream, Token2Wav, context_frames
 
 CODES = np.random.default_rng(1).integers(0, tiny.CODEBOOK, (42, 1)).astype(np.int32)
 BLOCK, MEL_SIZE, REPEATS = 8, 16, 2
@@ -94,7 +95,8 @@ def open_stream(vocoder: Token2Wav, speaker: str = "") -> Stream:
 
 
 def joined(made: Sequence[Packet]) -> Samples:
-    return np.concatenate([np.zeros(0, np.float32), *(packet.tensors["audio"] for packet in made)])
+    parts = [packet.tensors["audio"].astype(np.float32, copy=False) for packet in made]
+    return np.concatenate([np.zeros(0, np.float32), *parts])
 
 
 def push(vocoder: Token2Wav, stream: Stream, codes: Codes | None) -> Samples:

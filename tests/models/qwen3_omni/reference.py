@@ -8,8 +8,9 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from stagemesh.services.models.qwen3_omni.reference import Conversation, Reference, Result
 from tests.repository.commands import ROOT
@@ -21,9 +22,14 @@ TORCHVISION = Path(sys.prefix) / "torchvision"
 SOUND_HZ = 16000
 
 
-def run(folder: Path, conversations: Sequence[Conversation], *, text_tokens: int, codec_tokens: int) -> list[Result]:
-    """Computes the results of `conversations` in a process that can import torchvision. Takes seconds."""
-    command = [sys.executable, "-m", "tests.models.qwen3_omni.reference"]
+def run(
+    folder: Path, conversations: Sequence[Conversation], *, text_tokens: int, codec_tokens: int, module: str = __name__
+) -> list[Result]:
+    """Computes the results of `conversations` in a process that can import torchvision. Takes seconds.
+
+    `module` is the name of the module whose `main` the process runs.
+    """
+    command = [sys.executable, "-m", module]
     path = os.pathsep.join(filter(None, [str(ROOT), str(TORCHVISION), os.environ.get("PYTHONPATH")]))
     arguments = pickle.dumps((folder, conversations, text_tokens, codec_tokens))
     ran = subprocess.run(
@@ -34,16 +40,16 @@ def run(folder: Path, conversations: Sequence[Conversation], *, text_tokens: int
     return results
 
 
-def main() -> None:
-    """Reads the arguments of `run` from stdin, and writes its results to stdout."""
-    from stagemesh.services.engines.vllm.torchvision_operators import declare_operators
+def main(kind: Callable[[Path], Any]) -> None:
+    """Reads the arguments of `run` from stdin, and writes its results to stdout. `kind` is the reference's class."""
+    from stagemesh.services.engines.torchvision_operators import declare_operators
 
     folder, conversations, text_tokens, codec_tokens = pickle.load(sys.stdin.buffer)  # noqa: S301 - see `run`
     declare_operators()
-    reference = Reference(folder)
+    reference = kind(folder)
     results = [reference.generate(each, text_tokens=text_tokens, codec_tokens=codec_tokens) for each in conversations]
     sys.stdout.buffer.write(pickle.dumps(results))
 
 
 if __name__ == "__main__":
-    main()
+    main(Reference)

@@ -121,7 +121,8 @@ def byte_tokenizer(*, words: Sequence[str], special: Sequence[str], names: Mappi
 
 def limit_text(head: torch.Tensor, tokenizer: Qwen2Tokenizer) -> None:
     """Changes the weights of a language model's head so that nearly all tokens are printable, or end the turn."""
-    vocabulary, end = tokenizer.get_vocab(), tokenizer.eos_token_id
+    vocabulary = tokenizer.get_vocab()
+    end = vocabulary[str(tokenizer.eos_token)]
     allowed = [*(vocabulary[token] for token in PRINTABLE), end]
     with torch.no_grad():
         rows = CONFIDENCE * head[allowed]

@@ -24,7 +24,6 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     DiTDecoderLayer,
     Qwen2_5OmniToken2WavDiTModel,
     deinterleave_head_dim,
-    rotate_half,
 )
 
 _GUIDANCE = 0.5
@@ -184,4 +183,5 @@ class MelDecoder:
         """
         cos, sin = (each[:, start * self.block : end * self.block] for each in self._rotation)
         first, others = deinterleave_head_dim(vectors[:, :, :1]), vectors[:, :, 1:]
-        return torch.cat((first * cos + rotate_half(first) * sin, others), 2)  # type: ignore[no-untyped-call]
+        turned = torch.cat((-first[..., self._head_size // 2 :], first[..., : self._head_size // 2]), -1)
+        return torch.cat((first * cos + turned * sin, others), 2)

@@ -27,6 +27,8 @@ LOUDNESS = 0.03
 """Scale of the last convolution, so that the waveform is not clipped at -1 and 1."""
 SHARPNESS = 3.0
 """Scale of the queries of thinker and talker, whose outputs would repeat themselves otherwise."""
+CODEC_ENDING = 0.7
+"""Scale of the logit of the code that ends the speech, so that few answers end at once."""
 _NAMED_TOKENS = {
     "eos_token": "<|im_end|>",
     "image_token": "<|IMAGE|>",
@@ -62,7 +64,7 @@ def _shape_outputs(model: Qwen2_5OmniForConditionalGeneration, tokenizer: Qwen2T
     limit_text(model.get_parameter("thinker.lm_head.weight"), tokenizer)
     with torch.no_grad():
         head = model.get_parameter("talker.codec_head.weight").mul_(CONFIDENCE)
-        end = head[CODEC_EOS].clone()
+        end = CODEC_ENDING * head[CODEC_EOS]
         head[CODEBOOK:] = 0
         head[CODEC_EOS] = end
         for name, weight in model.named_parameters():

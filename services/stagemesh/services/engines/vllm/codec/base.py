@@ -3,6 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from stagemesh.common.typed_values import Value
 
 if TYPE_CHECKING:
@@ -32,6 +35,13 @@ class CodecModel(Protocol):
         """
         ...
 
+    def choose_texts(self, text_ids: npt.NDArray[np.int32], options: Mapping[str, Value]) -> npt.NDArray[np.int32]:
+        """Returns the text tokens of rows, int32[rows], in which tokens that depend on the options are replaced.
+
+        `options` contains the request's options for the stage. Raises InvalidRequestError if an option is invalid.
+        """
+        ...
+
 
 class CodecModule(Protocol):
     """The methods that the model class of a codec language model has in addition to vLLM's."""
@@ -40,6 +50,8 @@ class CodecModule(Protocol):
     """The number of codes of a frame."""
     pad_text_id: int
     """The text token of a row whose text has ended."""
+    adds_states: bool
+    """Whether a row can have a state in addition to its text. Otherwise, a row has the one or the other."""
 
     def embed_rows(
         self,
@@ -50,8 +62,8 @@ class CodecModule(Protocol):
     ) -> "torch.Tensor":
         """Returns the input embeddings of rows, [rows, width].
 
-        - `text_ids` int64[rows]: the text token of each row, or -1 for a row with an upstream state
-        - `states` [rows, state width]: the states of such rows, or None if there are none
+        - `text_ids` int64[rows]: the text token of each row, or -1 for a row that has only an upstream state
+        - `states` [rows, state width]: the upstream states, or None if there are none. A row without one has zeros.
         - `codes` int64[rows]: the first code of each row's frame or a special code, or -1 if the row has none
         - `residuals` int64[rows, groups - 1]: the other codes of each row's frame, or -1
         """

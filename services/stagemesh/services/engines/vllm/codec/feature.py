@@ -117,9 +117,10 @@ class CodecRows(InputRows):
         for name, spec in self._specs.items():
             if name in tensors:
                 spec.check(name, tensors[name])
-        text_ids, slots = tensors["text_ids"], tensors["codec_slots"]
+        options, slots = self._options(task), tensors["codec_slots"]
+        text_ids = self._description.choose_texts(tensors["text_ids"].astype(np.int32, copy=False), options)
         _check_range("text_ids", text_ids, self._description.text_vocabulary)
-        prefix = np.array([-1, *self._description.codec_prefix(self._options(task))], np.int32) + CODE_OFFSET
+        prefix = np.array([-1, *self._description.codec_prefix(options)], np.int32) + CODE_OFFSET
         _check_range("codec_slots", slots, len(prefix) - 1)
         rows: dict[str, Array] = {
             "text_ids": text_ids.astype(np.int32) + TEXT_OFFSET,

@@ -83,12 +83,12 @@ class _PredictsCodes(TakesRows):
         at = np.arange(total) + np.repeat(positions[:number] - starts[:number], counts)
         text_ids = memory.columns["text_ids"][slots, at, 0].astype(np.int64) - TEXT_OFFSET
         codes = memory.columns["codes"][slots, at, 0].astype(np.int64) - CODE_OFFSET
-        states = None
-        if (text_ids == -1).any():
-            dtype = next(column.dtype for column in memory.ticket.columns if column.name == STATES)
-            states = as_tensor(memory.columns[STATES][slots, at], dtype).to(device)
         runner = cast("Any", self)
         model: CodecModule = runner.get_model()
+        states = None
+        if model.adds_states or (text_ids == -1).any():
+            dtype = next(column.dtype for column in memory.ticket.columns if column.name == STATES)
+            states = as_tensor(memory.columns[STATES][slots, at], dtype).to(device)
         in_prompt = torch.from_numpy(at < prompts).to(device)
         text = torch.from_numpy(np.where(text_ids == -TEXT_OFFSET, model.pad_text_id, text_ids)).to(device)
         sampled = runner.input_ids.gpu[:total].long()

@@ -1,0 +1,92 @@
+"""The facts about a Qwen2.5-Omni checkpoint that the talker's stage and the transforms need."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from stagemesh.common.typed_values import Value
+from stagemesh.services.models import checkpoint
+from stagemesh.services.models.codec_speech.speakers import choose_speaker
+from stagemesh.services.models.qwen2_5_omni import MODEL_TYPE
+from stagemesh.services.models.qwen2_5_omni.speakers import load_speakers
+
+Tokens: TypeAlias = npt.NDArray[np.int32]
+_SAMPLING = {"temperature": 0.9, "top_k": 40, "top_p": 0.8, "repetition_penalty": 1.05, "max_new_tokens": 4096}
+
+
+@lru_cache(maxsize=8)
+def read_config(model: Path) -> Mapping[str, Any]:
+    """Returns the config of a Qwen2.5-Omni checkpoint.
+
+    Raises NotReadyError (LOAD_FAILED) if the folder has no readable config of a Qwen2.5-Omni model.
+    """
+    return checkpoint.read_config(model, model_type=MODEL_TYPE)
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """The ids of special tokens in the thinker's vocabulary."""
+
+    begin: int
+    """Represents the token that begins the answer. The talker replaces it by the token of the speaker."""
+    end: int
+    media: frozenset[int]
+    """The placeholders of audio, images and video."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "TextTokens":
+        """Returns the ids in a checkpoint's config."""
+        thinker, talker = config["thinker_config"], config["talker_config"]
+        media = frozenset(thinker[f"{kind}_token_index"] for kind in ("audio", "image", "video"))
+        return cls(talker["tts_text_start_token_id"], talker["tts_text_end_token_id"], media)
+
+
+class Talker:
+    """The description of the talker: a `CodecModel` of the vllm engine."""
+
+    groups = 1
+
+    def __init__(self, model: Path) -> None:
+        config = read_config(model)
+        talker: Mapping[str, Any] = config["talker_config"]
+        self._prefix = [talker["tts_codec_pad_token_id"], talker["tts_codec_start_token_id"]]
+        self._begin = TextTokens.of(config).begin
+        self._speakers = {name: speaker.begin_token for name, speaker in load_speakers(model).items()}
+        self.end_code: int = talker["tts_codec_end_token_id"]
+        self.state_width: int = talker["embedding_size"]
+        self.text_vocabulary: int = config["thinker_config"]["text_config"]["vocab_size"]
+        self.hf_overrides = talker_config
+        self.sampling = _SAMPLING
+
+    def codec_prefix(self, options: Mapping[str, Value]) -> Sequence[int]:  # noqa: ARG002  # the same for all speakers
+        """Returns the codes that precede the first audio frame."""
+        return self._prefix
+
+    def choose_texts(self, text_ids: Tokens, options: Mapping[str, Value]) -> Tokens:
+        """Returns the text tokens of rows, in which the token of the speaker replaces the one that begins an answer.
+
+        Raises InvalidRequestError (INVALID_OPTION) if the model does not have the speaker in `options`.
+        """
+        token = choose_speaker(self._speakers, str(options.get("speaker", "")))
+        return np.where(text_ids == self._begin, np.int32(token), text_ids)
+
+
+def talker_config(config: Any) -> Any:
+    """Returns the configuration of the talker from the configuration of the whole model.
+
+    vLLM calls the function as `hf_overrides`, first with a plain configuration of which it needs only the model type.
+    """
+    talker = getattr(config, "talker_config", None)
+    if talker is None or isinstance(talker, dict):
+        return config
+    talker.architectures = ["Qwen2_5OmniTalker"]
+    talker.dtype = config.dtype
+    talker.text_vocab_size = config.thinker_config.text_config.vocab_size
+    # vLLM's decoder has biases of queries, keys and values only if the configuration says so.
+    talker.qkv_bias = True
+    return talker
