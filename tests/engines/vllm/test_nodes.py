@@ -53,7 +53,7 @@ async def tokens(engine: VllmEngine) -> int:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"embeddings": {}}, "embeddings are in the memory of the replica's first node"),
+        ({"embeddings": {}}, "rows from the edge are in the memory of the replica's first node"),
         ({"hidden_states": {}, "pipeline_parallel_size": 2}, "last pipeline rank, which is on another node"),
     ],
 )
