@@ -196,6 +196,9 @@ class VllmEngine:
 
     def _load(self, report: Callable[[str], None], loop: asyncio.AbstractEventLoop) -> None:
         prepare_environment()
+        if self._options.codec is not None:
+            # The codec feature has no mixin for vLLM's other model runner.
+            set_library_variables({"VLLM_USE_V2_MODEL_RUNNER": "0"}, replace=True)
         # vLLM's client creates its asyncio sockets in its constructor. They belong to the service's event loop.
         asyncio.set_event_loop(loop)
         with self._needs_vllm():
