@@ -111,26 +111,8 @@ def test_a_request_equals_transformers(omni: Deployment, expected: Sequence[refe
         check(generate(client, cases()[number]), expected[number])
 
 
-TEXT_CASES = [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    "numbers",
-    [
-        pytest.param([*TEXT_CASES, *TEXT_CASES, 0, 1], id="text"),
-        pytest.param(
-            [*range(len(cases())), 0],
-            id="media",
-            marks=pytest.mark.xfail(
-                reason="a known defect: codes of prompts with media differ if the thinker's prefill is split",
-                strict=False,
-            ),
-        ),
-    ],
-)
-def test_eight_requests_at_once_equal_transformers(
-    omni: Deployment, expected: Sequence[reference.Result], numbers: Sequence[int]
-) -> None:
+def test_eight_requests_at_once_equal_transformers(omni: Deployment, expected: Sequence[reference.Result]) -> None:
+    numbers = [*range(len(expected)), 0][:8]
     with omni.client() as client, ThreadPoolExecutor(len(numbers)) as pool:
         results = list(pool.map(lambda number: generate(client, cases()[number]), numbers))
     for number, result in zip(numbers, results, strict=True):

@@ -81,6 +81,14 @@ def test_any_cutting_gives_the_same_rows(tiny_qwen3_omni: Path, media: bool) -> 
             assert all(np.array_equal(rows[name], whole[name]) for name in whole)
 
 
+def test_tokens_may_arrive_before_the_states_of_the_prompt(tiny_qwen3_omni: Path) -> None:
+    packets = arrivals(tiny_qwen3_omni, media=True, prefill=5, text=1)
+    tokens = [packet for packet in packets if "token_ids" in packet.tensors]
+    states = [packet for packet in packets if "token_ids" not in packet.tensors]
+    expected, early = rows_of(tiny_qwen3_omni, packets), rows_of(tiny_qwen3_omni, [states[0], *tokens, *states[1:]])
+    assert all(np.array_equal(early[name], expected[name]) for name in expected)
+
+
 def test_the_rows_are_those_of_the_users_messages_and_the_answer(tiny_qwen3_omni: Path) -> None:
     tokens = tokens_of(tiny_qwen3_omni)
     start, user = tokens.message_start, tokens.user

@@ -50,7 +50,9 @@ class Thinker2Talker:
         self._next_row, self._next_position = 0, 0
         self._prompt_rows = 0
         self._unspoken = _NO_TOKENS
-        """The last sampled token, which is written when a further token shows that it does not end the answer."""
+        """The sampled tokens that are not written yet. The last one waits for a further token, because it may end the
+        answer. All wait until the prompt is written.
+        """
 
     def push(self, packet: Packet) -> Sequence[Packet]:
         tensors = packet.tensors
@@ -62,9 +64,11 @@ class Thinker2Talker:
             assert isinstance(start, int), "the thinker's engine writes the field"
             rows += self._continue_prompt(start, tensors[STATES], tensors["positions"].astype(np.int32))
         if "token_ids" in tensors:
-            known = np.concatenate([self._unspoken, tensors["token_ids"].astype(np.int32)])
-            self._unspoken = known[-1:]
-            rows += self._text_rows(known[:-1])
+            self._unspoken = np.concatenate([self._unspoken, tensors["token_ids"].astype(np.int32)])
+        # Tokens may arrive before the states of the prompt from which they were sampled.
+        if self._prompt_rows and not self._user_left:
+            rows += self._text_rows(self._unspoken[:-1])
+            self._unspoken = self._unspoken[-1:]
         return rows
 
     def finish(self) -> Sequence[Packet]:
