@@ -95,10 +95,11 @@ stubs: # Write the stubs into $(OUT) and the error catalogue into $(DOCS); tests
 	python -m grpc_tools.protoc -I protos --grpc_python_out=$(OUT) --mypy_grpc_out=$(OUT) $(SERVICES)
 	python -m tools.error_catalogue $(DOCS)/errors.md
 
-bench: models ## Measure the speech pipeline, the edges, the stages, the orchestrator, media and the client into out/bench-*.json
+bench: models ## Measure the speech pipeline, an omni model, the edges, the stages, the orchestrator, media and the client into out/bench-*.json
 	python -m benchmarks.speech --json out/bench-speech.json
 	python -m benchmarks.edges --json out/bench-edges.json
 	python -m benchmarks.ar_stage --json out/bench-ar-stage.json
+	python -m benchmarks.omni --json out/bench-omni.json
 	python -m benchmarks.diffusion_stage --json out/bench-diffusion-stage.json
 	python -m benchmarks.orchestrator --json out/bench-orchestrator.json
 	python -m benchmarks.orchestrator_idle --json out/bench-orchestrator-idle.json

@@ -1,0 +1,264 @@
+"""Measures an omni model in three stages, thinker, talker and code2wav: chunked audio against whole, and under load.
+
+The model is a tiny Qwen3-Omni with random weights. A request has a prompt of 12 tokens, 32 text tokens and 64 codec
+tokens. Its audio is played as that of a real codec: each frame lasts 80 ms.
+
+- The closed loads run 1, 4 and 10 requests at once, in alternation with the same pipeline with `chunk: whole` on the
+  edge to code2wav. A ratio is the median over the repeats of the ratio of a repeat's medians.
+- The open loads send requests at random times (Poisson arrivals), at fractions of the measured capacity: the requests
+  a second of the largest closed load.
+- First playable audio is the arrival of the first chunk from which on play-out does not starve at once: the audio
+  until then lasts until the next chunk arrives.
+- An underrun is a time in which the listener, who starts at the first chunk, hears nothing before the end of the audio.
+  C50 is the percentage of streams whose longest underrun is under 50 ms.
+- The hop from the talker to the vocoder begins when the talker's engine emits the last frame of a chunk and ends when
+  the vocoder is called with it. What an event loop of an otherwise idle process is late meanwhile is subtracted.
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.edge_ways.findings import say
+from benchmarks.omni_streams.deployment import WHOLE, Deployment, deployed, prepare
+from benchmarks.omni_streams.loads import Load, Stream, closed, opened
+from benchmarks.omni_streams.playout import first_playable_s, worst_underrun_s
+from benchmarks.omni_streams.stamps import Stamps, read, token_hops_ms, vocoder_hops_ms
+from benchmarks.orchestrator_paths.idle_loop import LATENESS, Lateness
+from benchmarks.orchestrator_paths.processes import reporting_process
+from benchmarks.report import Figure, report
+
+CHUNKED, WHOLE_AUDIO = "chunked", "whole"
+C50_S = 0.05
+"""The longest underrun of a stream that counts for C50."""
+REFERENCE, LOADED = 10, 80
+"""The open loads, in percent of the capacity, of the goals: the delays of the second one are compared to the first."""
+HOP_GOALS = {0.5: "<=1", 0.99: "<=5"}
+SINGLE_GOALS = {1: "<=1.5", 4: "<=3.0"}
+RATIOS: Sequence[tuple[str, Callable[[Stream], float], str]] = (
+    ("first audio", lambda stream: stream.first_audio_s, "<=0.35"),
+    ("whole request", lambda stream: stream.total_s, "<=1.03"),
+    ("first text", lambda stream: stream.first_text_s, "<=1.1"),
+)
+_MB_PER_GB = 1000
+
+
+@dataclass(frozen=True)
+class Options:
+    """The size of the measurement."""
+
+    repeats: int = 5
+    each: int = 2
+    """The number of requests that each caller of a closed load sends in a repeat."""
+    at_once: Sequence[int] = (1, 4, 10)
+    arrivals: Mapping[int, int] = field(default_factory=lambda: {REFERENCE: 24, 50: 60, LOADED: 200, 95: 100})
+    """The number of requests of each open load, by the percentage of the capacity."""
+
+
+QUICK = Options(repeats=1, each=1, at_once=(1, 4), arrivals={REFERENCE: 2, LOADED: 6})
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A load, and how late an idle event loop was meanwhile."""
+
+    load: Load
+    late: Lateness
+
+
+@dataclass
+class Results:
+    """All measurements."""
+
+    ready_s: float
+    closed: dict[int, dict[str, list[Load]]] = field(default_factory=dict[int, dict[str, list[Load]]])
+    """The loads of each repeat by the number of requests at once, chunked and whole."""
+    taken_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
+    """The time in which requests that were sent at once ended, by their number."""
+    late: dict[int, Lateness] = field(default_factory=dict[int, Lateness])
+    open: dict[int, Measured] = field(default_factory=dict[int, Measured])
+    """The open loads by the percentage of the capacity."""
+    starting_cpu_s: dict[str, float] = field(default_factory=dict[str, float])
+    cpu_s: dict[str, float] = field(default_factory=dict[str, float])
+    """The processor time during the open loads, by process."""
+    memory_mb: dict[str, float] = field(default_factory=dict[str, float])
+    """The resident memory after all loads, by process."""
+
+    @property
+    def capacity_per_s(self) -> float:
+        """The requests a second of the largest closed load."""
+        return statistics.median(load.requests_per_s for load in self.closed[max(self.closed)][CHUNKED])
+
+
+async def measure(options: Options) -> tuple[Results, list[Figure]]:
+    """Starts both pipelines and runs all loads. Returns the results, and the figures of the edges."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        await prepare(folder)
+        async with deployed(folder, name=CHUNKED, overrides={}) as chunked:
+            results = Results(chunked.ready_s, starting_cpu_s=chunked.cpu_s())
+            say(f"{CHUNKED}: ready after {chunked.ready_s:.1f} s")
+            async with deployed(folder, name=WHOLE_AUDIO, overrides=WHOLE) as whole:
+                say(f"{WHOLE_AUDIO}: ready after {whole.ready_s:.1f} s")
+                await _run_single(results, chunked, options)
+                for at_once in options.at_once:
+                    await _run_closed(results, {CHUNKED: chunked, WHOLE_AUDIO: whole}, at_once, options)
+            # The other pipeline has ended, so its processes use no processor time during the open loads.
+            await _run_open(results, chunked, options)
+            results.memory_mb = chunked.memory_mb()
+            return results, list(_edge_figures(results, read(chunked.stamps)))
+
+
+async def _run_single(results: Results, chunked: Deployment, options: Options) -> None:
+    await closed(chunked.client, concurrent=max(SINGLE_GOALS), each=1)
+    for at_once in SINGLE_GOALS:
+        loads = [await closed(chunked.client, concurrent=at_once, each=1) for _ in range(options.repeats)]
+        results.taken_s[at_once] = [load.seconds for load in loads]
+
+
+async def _run_closed(results: Results, deployments: Mapping[str, Deployment], at_once: int, options: Options) -> None:
+    loads = results.closed[at_once] = {name: list[Load]() for name in deployments}
+    for name in deployments:
+        await closed(deployments[name].client, concurrent=at_once, each=1)
+    async with reporting_process("benchmarks.orchestrator_paths.idle_loop") as lateness:
+        for _ in range(options.repeats):
+            for name, deployment in deployments.items():
+                loads[name].append(await closed(deployment.client, concurrent=at_once, each=options.each))
+        results.late[at_once] = LATENESS.validate_json(await lateness())
+    say(f"closed load, {_at_once(at_once)}: {loads[CHUNKED][-1].requests_per_s:.2f} requests/s")
+
+
+async def _run_open(results: Results, chunked: Deployment, options: Options) -> None:
+    before_s = chunked.cpu_s()
+    for percent, requests in options.arrivals.items():
+        per_s = percent / 100 * results.capacity_per_s
+        async with reporting_process("benchmarks.orchestrator_paths.idle_loop") as lateness:
+            load = await opened(chunked.client, per_s=per_s, requests=requests)
+            results.open[percent] = Measured(load, LATENESS.validate_json(await lateness()))
+        say(f"open load, {percent} %: {requests} requests, {per_s:.2f} a second")
+    results.cpu_s = {name: after_s - before_s[name] for name, after_s in chunked.cpu_s().items()}
+
+
+def figures(results: Results) -> Iterator[Figure]:
+    """Yields the figures that need no stamps."""
+    yield from _single_figures(results)
+    for at_once, loads in results.closed.items():
+        yield from _closed_figures(at_once, loads)
+    for percent, measured in results.open.items():
+        yield from _open_figures(percent, measured.load.streams, results)
+    yield from _process_figures(results)
+
+
+def _single_figures(results: Results) -> Iterator[Figure]:
+    subject = "one pipeline"
+    yield Figure("all services ready after", results.ready_s, "s", "<=40", subject)
+    for at_once, goal in SINGLE_GOALS.items():
+        taken_s = statistics.median(results.taken_s[at_once])
+        yield Figure(f"12 prompt, 32 text, 64 codec tokens, {_at_once(at_once)}", taken_s, "s", goal, subject)
+
+
+def _closed_figures(at_once: int, loads: Mapping[str, Sequence[Load]]) -> Iterator[Figure]:
+    subject = f"closed load, {_at_once(at_once)}"
+    for name, value, goal in RATIOS:
+        ratio = statistics.median(
+            _median(chunked, value) / _median(whole, value)
+            for chunked, whole in zip(loads[CHUNKED], loads[WHOLE_AUDIO], strict=True)
+        )
+        yield Figure(f"{name}, chunked / whole", ratio, "ratio", goal, subject)
+    rates = [[load.tokens_per_s for load in loads[name]] for name in (CHUNKED, WHOLE_AUDIO)]
+    ratio = statistics.median(chunked / whole for chunked, whole in zip(*rates, strict=True))
+    yield Figure("tokens a second, chunked / whole", ratio, "ratio", ">=0.97", subject)
+    for name, value, _ in RATIOS:
+        for way, each in loads.items():
+            yield Figure(f"{name}, {way}", statistics.median(_median(load, value) for load in each), "s", "", subject)
+    yield Figure("tokens a second, chunked", statistics.median(rates[0]), "1/s", "", subject)
+    factor = statistics.median(_median(load, lambda stream: stream.total_s / stream.audio_s) for load in loads[CHUNKED])
+    yield Figure("real-time factor of a stream", factor, "ratio", "", subject)
+
+
+def _open_figures(percent: int, streams: Sequence[Stream], results: Results) -> Iterator[Figure]:
+    rate = percent / 100 * results.capacity_per_s
+    subject = f"open load, {percent} % of {results.capacity_per_s:.2f} requests a second"
+    first_s = sorted(first_playable_s(stream.chunks) for stream in streams)
+    underruns_s = [worst_underrun_s(stream.chunks) for stream in streams]
+    yield Figure("first playable audio, p50", 1e3 * _quantile(first_s, 0.5), "ms", "", subject)
+    yield Figure("first playable audio, p95", 1e3 * _quantile(first_s, 0.95), "ms", "", subject)
+    if percent == LOADED and REFERENCE in results.open:
+        quiet_s = sorted(first_playable_s(stream.chunks) for stream in results.open[REFERENCE].load.streams)
+        ratio = _quantile(first_s, 0.95) / _quantile(quiet_s, 0.5)
+        yield Figure(f"first playable audio, p95 / p50 at {REFERENCE} %", ratio, "ratio", "<=3", subject)
+    smooth = sum(underrun_s < C50_S for underrun_s in underruns_s) / len(streams)
+    yield Figure("C50", 100 * smooth, "%", ">=99" if percent == LOADED else "", subject)
+    yield Figure("longest underrun", 1e3 * max(underruns_s), "ms", "", subject)
+    audio_s = rate * statistics.mean(stream.audio_s for stream in streams)
+    yield Figure("audio made a second", audio_s, "s/s", "", subject)
+
+
+def _edge_figures(results: Results, stamps: Mapping[str, Mapping[int, Stamps]]) -> Iterator[Figure]:
+    streams = results.closed[1][CHUNKED][-1].streams
+    for edge in streams[-1].edges:
+        subject = f"edge {edge.edge}, {edge.connector}"
+        yield Figure("a request's bytes", edge.size_bytes, "bytes", "", subject)
+        yield Figure("a request's chunks", edge.chunks, "", "", subject)
+    loads = {_at_once(at_once): (ways[CHUNKED], results.late[at_once]) for at_once, ways in results.closed.items()}
+    loads |= {f"open load, {percent} %": ([each.load], each.late) for percent, each in results.open.items()}
+    for name, (each, late) in loads.items():
+        seeds = [seed for load in each for seed in load.seeds]
+        goals = HOP_GOALS if name == _at_once(1) else {}
+        yield from _hop_figures(vocoder_hops_ms(stamps, seeds), late, goals, f"hop from talker to vocoder, {name}")
+        yield from _hop_figures(token_hops_ms(stamps, seeds), late, {}, f"hop from thinker to talker, {name}")
+
+
+def _hop_figures(
+    hops_ms: Sequence[float], late: Lateness, goals: Mapping[float, str], subject: str
+) -> Iterator[Figure]:
+    for share, name, late_ms in ((0.5, "p50", late.p50_ms), (0.99, "p99", late.p99_ms)):
+        hop_ms = _quantile(hops_ms, share)
+        yield Figure(f"{name} over an idle event loop", hop_ms - late_ms, "ms", goals.get(share, ""), subject)
+        yield Figure(name, hop_ms, "ms", "", subject)
+
+
+def _process_figures(results: Results) -> Iterator[Figure]:
+    subject = "processes, each with its children"
+    total_gb = sum(results.memory_mb.values()) / _MB_PER_GB
+    yield Figure("resident memory, all", total_gb, "GB", "<=4", subject)
+    audio_s = sum(stream.audio_s for each in results.open.values() for stream in each.load.streams)
+    for name, memory_mb in results.memory_mb.items():
+        yield Figure(f"resident memory, {name}", memory_mb, "MB", "", subject)
+        yield Figure(f"processor time until ready, {name}", results.starting_cpu_s[name], "s", "", subject)
+        yield Figure(f"processor time under open loads, {name}", results.cpu_s[name], "s", "", subject)
+        yield Figure(
+            f"processor time a second of audio, {name}", 1e3 * results.cpu_s[name] / audio_s, "ms", "", subject
+        )
+
+
+def _median(load: Load, value: Callable[[Stream], float]) -> float:
+    return statistics.median(map(value, load.streams))
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[int(share * len(ordered))]
+
+
+def _at_once(at_once: int) -> str:
+    return f"{at_once} request{'s' if at_once > 1 else ''} at once"
+
+
+def main() -> None:
+    """Reads the command line, measures, and reports."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="Write the figures to this file.")
+    parser.add_argument("--quick", action="store_true", help="Run only a few requests, to see whether all parts work.")
+    arguments = parser.parse_args()
+    results, edges = asyncio.run(measure(QUICK if arguments.quick else Options()))
+    load = Figure("load average of the last minute", os.getloadavg()[0], "processes", "", "machine")
+    report("omni", [*figures(results), *edges, load], json_file=arguments.json)
+
+
+if __name__ == "__main__":
+    main()
