@@ -35,7 +35,7 @@ stages:
       max_model_len: 2048
       kv_cache_memory_bytes: 16777216
       enable_prefix_caching: false
-      hidden_states: {{layers: [accept], positions: true, dtype: float32}}
+      hidden_states: {{layers: [accept], positions: true, prompt_only: true, dtype: float32}}
   talker:
     engine: stamped_vllm
     model: {model}
