@@ -19,13 +19,15 @@ from tests.engines.functions import SAVING_SUM, SUMMING
 from tests.engines.support import collect, numbers_task, packets, stage_config, stream
 
 NUMBERS = [float(number) for number in range(20)]
-CUTS = ([3, 7], [1, 2, 3, 4, 5, 6], [10], [])
+CUTS: Sequence[Sequence[int]] = ([3, 7], [1, 2, 3, 4, 5, 6], [10], [])
 
 
 @asynccontextmanager
-async def running(descriptor: FunctionDescriptor = SAVING_SUM, **options: int) -> AsyncGenerator[FunctionEngine]:
-    options.setdefault("checkpoint_rows", 4)
-    engine = FunctionEngine(stage_config("function", function="tested", options=options), descriptor=descriptor)
+async def running(
+    descriptor: FunctionDescriptor = SAVING_SUM, *, checkpoint_rows: int = 4
+) -> AsyncGenerator[FunctionEngine]:
+    config = stage_config("function", function="tested", options={"checkpoint_rows": checkpoint_rows})
+    engine = FunctionEngine(config, descriptor=descriptor)
     await engine.start(lambda _line: None)
     try:
         yield engine
@@ -88,9 +90,9 @@ async def test_a_resumed_request_reports_later_checkpoints_and_all_steps() -> No
     assert rest[-1] == events[-1] == Usage(steps=4)
 
 
-@pytest.mark.parametrize("options", [{"checkpoint_rows": 0}, {"checkpoint_rows": len(NUMBERS) + 1}], ids=str)
-async def test_the_option_can_disable_checkpoints(options: dict[str, int]) -> None:
-    async with running(**options) as engine:
+@pytest.mark.parametrize("checkpoint_rows", [0, len(NUMBERS) + 1])
+async def test_the_option_can_disable_checkpoints(checkpoint_rows: int) -> None:
+    async with running(checkpoint_rows=checkpoint_rows) as engine:
         assert not checkpoints(await collect(engine.submit(task(CUTS[0]))))
 
 
@@ -120,8 +122,10 @@ async def test_a_function_without_saved_states_cannot_resume() -> None:
         ({"function": np.frombuffer(b"another", np.uint8)}, "not contain a state of the function tested"),
         ({"state.seen": np.zeros((2, 2))}, "seen must have one axis"),
         ({"input.x": np.array(21)}, "includes more input rows than the request has"),
+        ({"input.x": np.array(-4)}, "includes no input rows"),
+        ({"input.x": np.array([4, 4])}, "has damaged numbers of input rows"),
     ],
-    ids=["function", "state", "rows"],
+    ids=["function", "state", "more rows", "no rows", "damaged rows"],
 )
 async def test_a_checkpoint_of_something_else_is_rejected(change: Tensors, problem: str) -> None:
     async with running() as engine:
@@ -132,7 +136,7 @@ async def test_a_checkpoint_of_something_else_is_rejected(change: Tensors, probl
     assert caught.value.reason == "INVALID_CHECKPOINT"
 
 
-@pytest.mark.parametrize("name", ["function", "state.seen"])
+@pytest.mark.parametrize("name", ["function", "state.seen", "input.x"])
 async def test_an_incomplete_checkpoint_is_rejected(name: str) -> None:
     async with running() as engine:
         (checkpoint, _), *_ = checkpoints(await collect(engine.submit(task(CUTS[0]))))

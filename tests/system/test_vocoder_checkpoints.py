@@ -1,4 +1,4 @@
-"""A killed vocoder that resumes in another process: the same audio, and no frame before the checkpoint is decoded again."""
+"""A killed vocoder that resumes in another process: the same audio, without a second decode of earlier frames."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

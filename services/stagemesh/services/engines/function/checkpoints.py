@@ -35,8 +35,7 @@ class RequestCheckpoints:
         self._resumed = resumed
         if resumed is not None and not np.array_equal(resumed.tensors.get(_FUNCTION, ()), self._name):
             raise invalid_checkpoint(f"does not contain a state of the function {function}")
-        counted = _with_prefix(_INPUT, resumed.tensors) if resumed is not None else {}
-        self._rows = ReceivedRows(edge="input", counted={name: int(rows) for name, rows in counted.items()})
+        self._rows = ReceivedRows(edge="input", counted=_input_rows(resumed) if resumed is not None else {})
         self._rows.begin({})
         self._saved_rows = self._row_count
 
@@ -84,6 +83,16 @@ def invalid_checkpoint(problem: str) -> InvalidRequestError:
         f"the checkpoint {problem}; send a checkpoint of this request back unchanged, or omit resume_from",
         reason="INVALID_CHECKPOINT",
     )
+
+
+def _input_rows(checkpoint: Checkpoint) -> dict[str, int]:
+    try:
+        rows = {name: int(each) for name, each in _with_prefix(_INPUT, checkpoint.tensors).items()}
+    except (TypeError, ValueError) as exc:
+        raise invalid_checkpoint(f"has damaged numbers of input rows: {exc}") from exc
+    if not any(rows.values()) or min(rows.values()) < 0:
+        raise invalid_checkpoint("includes no input rows")
+    return rows
 
 
 def _with_prefix(prefix: str, tensors: Tensors) -> dict[str, Array]:
