@@ -15,11 +15,16 @@ from stagemesh.services.engines.base import Checkpoint, EngineEvent, Task, Usage
 from stagemesh.services.engines.function.engine import FunctionEngine
 from stagemesh.services.stage.step.spec import checkpoint_to_wire, spec_from_wire
 from stagemesh.v1 import stage_pb2
-from tests.engines.functions import SAVING_SUM, SUMMING
+from tests.engines.functions import GATE, SAVING_SUM, SUMMING
 from tests.engines.support import collect, numbers_task, packets, stage_config, stream
 
 NUMBERS = [float(number) for number in range(20)]
 CUTS: Sequence[Sequence[int]] = ([3, 7], [1, 2, 3, 4, 5, 6], [10], [])
+
+
+@pytest.fixture(autouse=True)
+def _gate() -> None:
+    GATE.set()
 
 
 @asynccontextmanager
