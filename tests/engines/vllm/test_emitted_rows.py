@@ -47,16 +47,16 @@ async def test_rows_behind_the_end_are_not_awaited() -> None:
 
 def test_a_worker_writes_only_the_requested_positions() -> None:
     worker = object.__new__(RunnerV1)
-    worker._requested = {  # noqa: SLF001  # attach_replica, which needs an engine, creates it
+    worker._requested = {  # attach_replica, which needs an engine, creates it
         "all": RequestedRows("all", 0),
         "prompt": RequestedRows("prompt", 1, 6),
         "done": RequestedRows("done", 0, 4),
     }
     positions, starts = np.array([4, 0, 4, 4], np.int32), np.array([0, 3, 7, 10, 13], np.int32)
     batch = Batch(["all", "prompt", "done", "other"], starts, positions, torch.empty(13, 1), ())
-    assert worker._slices(batch) == [Slice("all", 4, 0, 3), Slice("prompt", 1, 4, 3)]  # noqa: SLF001
+    assert worker._slices(batch) == [Slice("all", 4, 0, 3), Slice("prompt", 1, 4, 3)]
     later = batch._replace(positions=np.array([7, 4, 7, 7], np.int32))
-    assert worker._slices(later) == [Slice("all", 7, 0, 3), Slice("prompt", 4, 3, 2)]  # noqa: SLF001
+    assert worker._slices(later) == [Slice("all", 7, 0, 3), Slice("prompt", 4, 3, 2)]
 
 
 async def test_repeated_rows_are_dropped_and_rows_past_the_end_stay() -> None:
