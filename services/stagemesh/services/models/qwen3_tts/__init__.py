@@ -4,6 +4,9 @@ from stagemesh.common.descriptors import Emitted, FunctionDescriptor, Signature
 from stagemesh.common.tensors import TensorSpec
 
 MODEL_TYPE = "qwen3_tts"
+CODEC_TYPE = "qwen3_tts_tokenizer_12hz"
+CODEC_FOLDER = "speech_tokenizer"
+"""The folder in a checkpoint that contains the codec."""
 SAMPLE_RATE_HZ = 24_000
 
 _CODES = {"codes": TensorSpec("int32", ("frames", "groups"))}

@@ -38,8 +38,10 @@ DIALECTS = {"serena": False, "ryan": False, "eric": "sichuan_dialect", "dylan": 
 CODEC_EOS = CODEBOOK + 102
 CODEC_ENDING = 0.8
 """Scale of the logit of the code that ends the speech, so that few requests end at once."""
-LOUDNESS = 0.002
+LOUDNESS = 0.05
 """Scale of the last convolution, so that the waveform is not clipped at -1 and 1."""
+_RESIDUE = 0.1
+"""Scale of the residual branches of the codec's decoder, so that rounding errors stay small."""
 _SENSITIVITY = {
     "encoder.encoder.layers.0.conv.weight": 16.0,
     "encoder.quantizer.semantic_residual_vector_quantizer.input_proj.weight": 3.0,
@@ -227,6 +229,9 @@ def _write_codec(folder: Path, *, seed: int) -> None:
         model.get_parameter(f"decoder.decoder.{len(_UPSAMPLE_RATES) + 2}.conv.weight").mul_(LOUDNESS)
         for name, scale in _SENSITIVITY.items():
             model.get_parameter(name).mul_(scale)
+        for name, weight in model.named_parameters():
+            if name.startswith("decoder.decoder.") and name.endswith(".conv2.conv.weight"):
+                weight.mul_(_RESIDUE)
         _draw_codebooks(model, seed=seed)
     write_json(folder / "config.json", _CODEC)
     extractor = {"feature_extractor_type": "EncodecFeatureExtractor", "sampling_rate": 24_000, "feature_size": 1}
