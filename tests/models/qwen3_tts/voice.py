@@ -12,4 +12,5 @@ def synthesize_voice(seconds: float) -> npt.NDArray[np.float32]:
     phase = 2 * np.pi * (140 * times + 6 * np.sin(2 * np.pi * 0.9 * times))
     tones = [np.sin(order * phase + order**2) / order for order in range(1, 6)]
     loudness = 0.12 * (1.1 + np.sin(2 * np.pi * 3.1 * times) + 0.5 * np.sin(2 * np.pi * 7.3 * times))
-    return (loudness * np.sum(tones, 0)).astype(np.float32)
+    voice: npt.NDArray[np.float32] = (loudness * np.sum(tones, 0)).astype(np.float32)
+    return voice

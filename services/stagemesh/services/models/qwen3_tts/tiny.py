@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import MimiConfig, MimiModel, Qwen2Tokenizer, Qwen3Config, Qwen3Model
-from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniDiTConfig
-from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import ECAPA_TimeDelayNet
+from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeCode2Wav,
     Qwen3OmniMoeCode2WavTransformerModel,
 )
 
+from stagemesh.services.models.qwen3_tts import CODEC_FOLDER, codec_encoder, speaker_encoder
 from stagemesh.services.models.tiny import CONFIDENCE, ROLES, byte_tokenizer, draw_weights, write_json
 
 CODEBOOK = 64
@@ -82,7 +81,8 @@ def _write(folder: Path, kind: Mapping[str, Any], talker: Mapping[str, Any], *, 
     talker = {**talker, "text_vocab_size": -(-len(tokenizer) // 64) * 64}
     model = nn.ModuleDict({"talker": _make_talker(talker)})
     if "speaker_encoder_config" in kind:
-        model["speaker_encoder"] = ECAPA_TimeDelayNet(Qwen2_5OmniDiTConfig(**_SPEAKER_ENCODER))
+        settings = speaker_encoder.SpeakerEncoderConfig(**_SPEAKER_ENCODER)
+        model["speaker_encoder"] = speaker_encoder.make_network(settings)
     draw_weights(model, seed=seed)
     _shape_outputs(model)
     write_json(folder / "config.json", {**_ids(tokenizer), **kind, "talker_config": talker})
@@ -90,7 +90,7 @@ def _write(folder: Path, kind: Mapping[str, Any], talker: Mapping[str, Any], *, 
     write_json(folder / "preprocessor_config.json", {"processor_class": "Qwen3TTSProcessor", "padding_side": "left"})
     _save(model.state_dict(), folder)
     tokenizer.save_pretrained(folder)
-    _write_codec(folder / "speech_tokenizer", seed=seed)
+    _write_codec(folder / CODEC_FOLDER, seed=seed)
 
 
 def _ids(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
@@ -209,7 +209,7 @@ _GENERATION = {
     "subtalker_top_p": 1.0,
     "max_new_tokens": 8192,
 }
-_SPEAKER_ENCODER = {
+_SPEAKER_ENCODER: dict[str, Any] = {
     "mel_dim": 128,
     "enc_dim": _TALKER_WIDTH,
     "enc_channels": [32, 32, 32, 64],
@@ -223,7 +223,7 @@ _SPEAKER_ENCODER = {
 
 def _write_codec(folder: Path, *, seed: int) -> None:
     folder.mkdir(exist_ok=True)
-    model = nn.ModuleDict({"encoder": _make_encoder(), "decoder": _make_decoder()})
+    model = nn.ModuleDict({"encoder": codec_encoder.make_model(_CODEC["encoder_config"]), "decoder": _make_decoder()})
     draw_weights(model, seed=seed)
     with torch.no_grad():
         model.get_parameter(f"decoder.decoder.{len(_UPSAMPLE_RATES) + 2}.conv.weight").mul_(LOUDNESS)
@@ -237,14 +237,6 @@ def _write_codec(folder: Path, *, seed: int) -> None:
     extractor = {"feature_extractor_type": "EncodecFeatureExtractor", "sampling_rate": 24_000, "feature_size": 1}
     write_json(folder / "preprocessor_config.json", extractor | {"padding_side": "right", "padding_value": 0.0})
     _save(model.state_dict(), folder)
-
-
-def _make_encoder() -> nn.Module:
-    """Returns Mimi without its decoder."""
-    encoder = MimiModel(MimiConfig(**_CODEC["encoder_config"]))
-    for name in ("upsample", "decoder_transformer", "decoder"):
-        delattr(encoder, name)
-    return encoder
 
 
 def _make_decoder() -> nn.Module:
