@@ -168,7 +168,12 @@ def _generate(model: Any, requests: list[dict[str, Any]]) -> list[Arrays]:
     talker, seen = model.model.talker, dict[str, Any]()
     inputs = _inputs(model, requests)
     generate = talker.generate
-    talker.generate = lambda **settings: seen.update(settings) or generate(**settings)
+
+    def record(**settings: Any) -> Any:
+        seen.update(settings)
+        return generate(**settings)
+
+    talker.generate = record
     try:
         codes, _ = model.model.generate(
             **inputs,
@@ -181,7 +186,7 @@ def _generate(model: Any, requests: list[dict[str, Any]]) -> list[Arrays]:
         )
     finally:
         del talker.generate
-    result = []
+    result: list[Arrays] = []
     for number, frames in enumerate(codes):
         arrays: Arrays = {"codes": frames.numpy().astype(np.int16)}
         for name, ids in (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
@@ -70,12 +70,13 @@ def write_custom_voice(folder: Path, *, seed: int = 0) -> None:
 
 def write_base(folder: Path, *, seed: int = 0) -> None:
     """Writes a checkpoint that clones voices into `folder`: config, float32 weights, tokenizer and codec."""
-    talker = _talker_config(predictor_width=_TALKER_WIDTH) | {"spk_id": {}, "spk_is_dialect": {}}
+    talker = _talker_config(predictor_width=_TALKER_WIDTH)
     kind = {"tts_model_size": "0b6", "tts_model_type": "base", "speaker_encoder_config": _SPEAKER_ENCODER}
     _write(folder, kind, talker, seed=seed)
 
 
 def _write(folder: Path, kind: Mapping[str, Any], talker: Mapping[str, Any], *, seed: int) -> None:
+    (folder / CODEC_FOLDER).mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer(words=ROLES, special=_SPECIAL_TOKENS, names=_NAMED_TOKENS)
     # The table is larger than the tokenizer, as in the real model.
     talker = {**talker, "text_vocab_size": -(-len(tokenizer) // 64) * 64}
@@ -159,6 +160,8 @@ def _talker_config(*, predictor_width: int) -> dict[str, Any]:
         "codec_think_bos_id": CODEBOOK + 108,
         "codec_think_eos_id": CODEBOOK + 109,
         "codec_language_id": LANGUAGES,
+        "spk_id": {},
+        "spk_is_dialect": {},
         "code_predictor_config": {
             **_ATTENTION,
             "model_type": "qwen3_tts_talker_code_predictor",
@@ -222,7 +225,6 @@ _SPEAKER_ENCODER: dict[str, Any] = {
 
 
 def _write_codec(folder: Path, *, seed: int) -> None:
-    folder.mkdir(exist_ok=True)
     model = nn.ModuleDict({"encoder": codec_encoder.make_model(_CODEC["encoder_config"]), "decoder": _make_decoder()})
     draw_weights(model, seed=seed)
     with torch.no_grad():
