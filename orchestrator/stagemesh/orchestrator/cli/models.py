@@ -87,7 +87,7 @@ def tiny(
         raise InvalidRequestError(
             f"cannot write to {folder}: {exc.strerror or exc}; choose another folder", reason="CANNOT_WRITE"
         ) from exc
-    size_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     if as_json:
         print_json({"model": model, "folder": str(folder), "size_bytes": size_bytes, "seed": seed})
     else:

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from stagemesh.common.errors import NotReadyError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 INDEX = WEIGHTS + ".index.json"
@@ -66,6 +66,20 @@ def load_weights(folder: Path, prefix: str) -> dict[str, "Tensor"]:
         except (OSError, SafetensorError) as exc:
             raise load_error(folder, f"its {path.name} cannot be read: {exc}; copy it again") from exc
     return weights
+
+
+def fill_module(module: "nn.Module", folder: Path, *, prefix: str, what: str) -> None:
+    """Loads a module's weights, whose names in the checkpoint start with `prefix`, as float32 on the CPU.
+
+    `what` names the module in messages. Raises NotReadyError (LOAD_FAILED) if weights are missing, superfluous or of
+    another shape.
+    """
+    weights = {name.removeprefix(prefix): weight.float() for name, weight in load_weights(folder, prefix).items()}
+    check_names(module.state_dict().keys(), weights.keys(), f"{what} in {folder}")
+    try:
+        module.load_state_dict(weights, assign=True)
+    except RuntimeError as exc:
+        raise load_error(folder, f"the weights of {what} do not fit its config: {exc}") from exc
 
 
 def weight_names(folder: Path, prefix: str) -> set[str]:

@@ -114,21 +114,24 @@ class CausalTransposedConv:
     """A transposed convolution that increases the number of steps by the factor `stride`.
 
     `kernel` is at least `stride` and at most twice as large. If it is larger than `stride`, successive inputs overlap
-    in the outputs, and a stream lacks its first `kernel - stride` outputs. The last ones follow with the next chunk.
+    in the outputs, and the last `kernel - stride` outputs follow with the next chunk. A stream lacks its first
+    `kernel - stride` outputs if `cut_start` is set.
     """
 
-    def __init__(self, weights: Weights, inputs: int, outputs: int, *, kernel: int, stride: int) -> None:
+    def __init__(
+        self, weights: Weights, inputs: int, outputs: int, *, kernel: int, stride: int, cut_start: bool = True
+    ) -> None:
         weights = weights.part("conv")
         self._weight = weights.place(weights.take("weight", inputs, outputs, kernel))
         self._bias = weights.place(weights.take("bias", outputs))
-        self._stride, self._missing = stride, kernel - stride
+        self._stride, self._history = stride, 1 if kernel > stride else 0
+        self._missing = kernel - stride if cut_start else 0
 
     def __call__(self, hidden: Tensor, batch: BatchState) -> Tensor:
         """Converts [rows, inputs, steps] to [rows, outputs, steps * stride], or less for the first chunk."""
-        history = 1 if self._missing else 0
-        joined = batch.join(hidden, history, dim=2)
+        joined = batch.join(hidden, self._history, dim=2)
         outputs = F.conv_transpose1d(joined, self._weight, self._bias, stride=self._stride)
-        start = history * self._stride + (self._missing if batch.is_first else 0)
+        start = self._history * self._stride + (self._missing if batch.is_first else 0)
         return outputs[..., start : joined.shape[2] * self._stride]
 
 
@@ -195,17 +198,22 @@ class ResidualUnit:
 class DecoderBlock:
     """Increases the number of steps by the factor `stride`, then applies residual units."""
 
-    def __init__(self, weights: Weights, inputs: int, outputs: int, *, stride: int) -> None:
+    def __init__(self, weights: Weights, inputs: int, outputs: int, *, stride: int, cut_start: bool) -> None:
         parts = weights.part("block")
         self._snake = Snake(parts.part(0), inputs)
-        self._upsample = CausalTransposedConv(parts.part(1), inputs, outputs, kernel=2 * stride, stride=stride)
+        self._upsample = CausalTransposedConv(
+            parts.part(1), inputs, outputs, kernel=2 * stride, stride=stride, cut_start=cut_start
+        )
         self._units = [
             ResidualUnit(parts.part(number), outputs, dilation=dilation)
             for number, dilation in enumerate(_DILATIONS, start=2)
         ]
 
     def __call__(self, hidden: Tensor, batch: BatchState) -> Tensor:
-        """Converts [rows, inputs, steps] to [rows, outputs, steps * stride], less one `stride` for the first chunk."""
+        """Converts [rows, inputs, steps] to [rows, outputs, steps * stride].
+
+        The first chunk has `stride` outputs less if `cut_start` is set.
+        """
         hidden = self._upsample(self._snake(hidden), batch)
         for unit in self._units:
             hidden = unit(hidden, batch)
@@ -216,13 +224,20 @@ class WaveDecoder:
     """Converts hidden states of codec frames to samples.
 
     The parts `upsample` and `decoder` of the weights belong to it. The number of channels halves with each factor in
-    `rates`.
+    `rates`. If `cut_start` is set, a stream lacks the outputs that only its first inputs affect, for each factor.
     """
 
     _KERNEL = 7
 
     def __init__(
-        self, weights: Weights, *, inputs: int, channels: int, ratios: Sequence[int], rates: Sequence[int]
+        self,
+        weights: Weights,
+        *,
+        inputs: int,
+        channels: int,
+        ratios: Sequence[int],
+        rates: Sequence[int],
+        cut_start: bool = True,
     ) -> None:
         upsample, decoder = weights.part("upsample"), weights.part("decoder")
         self._upsample = [
@@ -234,7 +249,13 @@ class WaveDecoder:
         ]
         self._first = CausalConv(decoder.part(0), inputs, channels, kernel=self._KERNEL)
         self._blocks = [
-            DecoderBlock(decoder.part(number + 1), channels // 2**number, channels // 2 ** (number + 1), stride=rate)
+            DecoderBlock(
+                decoder.part(number + 1),
+                channels // 2**number,
+                channels // 2 ** (number + 1),
+                stride=rate,
+                cut_start=cut_start,
+            )
             for number, rate in enumerate(rates)
         ]
         self.reach = self._reach(ratios, rates)

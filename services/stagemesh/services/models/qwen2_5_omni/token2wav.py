@@ -29,14 +29,13 @@ from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.engines.options import parse_options
-from stagemesh.services.models.checkpoint import check_names, load_error, load_weights, read_config
+from stagemesh.services.models.checkpoint import fill_module, load_error, read_config
 from stagemesh.services.models.codec_speech.speakers import choose_speaker
 from stagemesh.services.models.codec_speech.vocoder import check_codes, choose_placement
 from stagemesh.services.models.qwen2_5_omni import MODEL_TYPE
 from stagemesh.services.models.qwen2_5_omni.mel_decoder import MelDecoder
 from stagemesh.services.models.qwen2_5_omni.speakers import load_speakers
 
-_PREFIX = "token2wav."
 _MAX_BLOCKS = 64
 """The maximum number of final blocks that are decoded together, summed over the streams. Bounds the memory."""
 
@@ -223,12 +222,7 @@ def _load(folder: Path, device: torch.device) -> Qwen2_5OmniToken2WavModel:
             model = Qwen2_5OmniToken2WavModel(Qwen2_5OmniToken2WavConfig(**section))  # type: ignore[arg-type]
     except (TypeError, ValueError) as exc:
         raise load_error(folder, f"the token2wav_config in its config.json is invalid: {exc}") from exc
-    weights = {name.removeprefix(_PREFIX): weight.float() for name, weight in load_weights(folder, _PREFIX).items()}
-    check_names(model.state_dict().keys(), weights.keys(), f"token2wav in {folder}")
-    try:
-        model.load_state_dict(weights, assign=True)
-    except RuntimeError as exc:
-        raise load_error(folder, f"the weights of token2wav do not fit its config: {exc}") from exc
+    fill_module(model, folder, prefix="token2wav.", what="token2wav")
     torch.nn.Module.to(model, device)
     model.train(mode=False)
     return model

@@ -1,0 +1,117 @@
+"""The stage codec_decoder, which converts codec frames to audio: the decoder of the checkpoint's speech tokenizer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from pydantic import Field, JsonValue, PositiveInt
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  # torch's own convention
+
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.services.models.checkpoint import load_weights, read_config, read_section
+from stagemesh.services.models.codec_speech.streaming import (
+    BatchState,
+    CausalConv,
+    TransformerConfig,
+    WaveDecoder,
+    WindowTransformer,
+)
+from stagemesh.services.models.codec_speech.vocoder import CodecVocoder, choose_placement
+from stagemesh.services.models.codec_speech.weights import Weights
+from stagemesh.services.models.qwen3_tts import CODEC_FOLDER, CODEC_TYPE
+
+_PART = "decoder"
+_KERNEL = 3
+_FEWEST_USES = 1e-5
+"""The least usage of a code. The mean vector of a code that is never used would be infinite otherwise."""
+
+
+@dataclass(frozen=True)
+class CodecDecoderConfig(TransformerConfig):
+    """The part `decoder_config` of a speech tokenizer's config. Names and defaults are those of qwen-tts."""
+
+    codebook_size: PositiveInt = 2048
+    codebook_dim: Annotated[int, Field(ge=2, multiple_of=2)] = 512
+    latent_dim: PositiveInt = 1024
+    num_quantizers: Annotated[int, Field(ge=2)] = 16
+    decoder_dim: PositiveInt = 1536
+    upsample_rates: tuple[PositiveInt, ...] = (8, 5, 4, 3)
+    upsampling_ratios: tuple[PositiveInt, ...] = (2, 2)
+
+
+class CodecDecoder:
+    """A decoder of codec frames with the weights of Qwen3-TTS's speech tokenizer."""
+
+    def __init__(self, weights: Weights, config: CodecDecoderConfig, *, device: torch.device) -> None:
+        self.groups, self.codebook_size, self.device = config.num_quantizers, config.codebook_size, device
+        width, latent = config.hidden_size, config.latent_dim
+        quantizer = weights.part("quantizer")
+        first = _take_codebooks(quantizer.part("rvq_first"), config, groups=1)
+        rest = _take_codebooks(quantizer.part("rvq_rest"), config, groups=self.groups - 1)
+        self._embedding = weights.place(torch.cat((first, rest)))
+        self._offsets = torch.arange(self.groups, device=device, dtype=torch.int32) * self.codebook_size
+        self._mix = CausalConv(weights.part("pre_conv"), config.codebook_dim, latent, kernel=_KERNEL)
+        transformer = weights.part("pre_transformer")
+        self._enter = _take_linear(transformer.part("input_proj"), latent, width)
+        self._transformer = WindowTransformer(transformer, config)
+        self._leave = _take_linear(transformer.part("output_proj"), width, latent)
+        self._decoder = WaveDecoder(
+            weights,
+            inputs=latent,
+            channels=config.decoder_dim,
+            ratios=config.upsampling_ratios,
+            rates=config.upsample_rates,
+            cut_start=False,
+        )
+
+    def __call__(self, codes: Tensor, batch: BatchState) -> Tensor:
+        rows, frames, _ = codes.shape
+        # The vector of a frame is the sum of its codes' vectors.
+        sums = F.embedding_bag((codes + self._offsets).flatten(0, 1), self._embedding, mode="sum")
+        mixed = self._mix(sums.view(rows, frames, -1).transpose(1, 2), batch).transpose(1, 2)
+        hidden = self._transformer(F.linear(mixed, *self._enter), batch)
+        samples = self._decoder(F.linear(hidden, *self._leave), batch)
+        batch.advance(frames)
+        return samples
+
+
+def _take_codebooks(weights: Weights, config: CodecDecoderConfig, *, groups: int) -> Tensor:
+    """Returns the vectors of a quantizer's codes after its output projection, [groups * codebook size, codebook_dim].
+
+    A checkpoint stores the sum of the vectors that were assigned to a code, and their number.
+    """
+    width, inner = config.codebook_dim, config.codebook_dim // 2
+    weights.take("input_proj.weight", inner, width, 1)  # used for training only
+    vectors: list[Tensor] = []
+    for group in range(groups):
+        codebook = weights.part(f"vq.layers.{group}._codebook")
+        usage = codebook.take("cluster_usage", config.codebook_size).clamp(min=_FEWEST_USES)
+        vectors.append(codebook.take("embedding_sum", config.codebook_size, inner) / usage[:, None])
+    return F.linear(torch.cat(vectors), weights.take("output_proj.weight", width, inner, 1).squeeze(2))
+
+
+def _take_linear(weights: Weights, inputs: int, outputs: int) -> tuple[Tensor, Tensor]:
+    return weights.place(weights.take("weight", outputs, inputs)), weights.place(weights.take("bias", outputs))
+
+
+def make_codec_decoder(model: Path | None, options: Mapping[str, JsonValue]) -> CodecVocoder:
+    """Loads the function `qwen3_tts.codec_decoder` from the checkpoint folder `model`.
+
+    Raises InvalidRequestError if `model` is None or an option is invalid, and NotReadyError (LOAD_FAILED) if the
+    checkpoint's speech tokenizer is incomplete or of another type.
+    """
+    if model is None:
+        raise InvalidRequestError(
+            "the function qwen3_tts.codec_decoder needs a checkpoint folder; set the stage's `model`",
+            reason="INVALID_CONFIG",
+        )
+    placement, folder = choose_placement(options), model / CODEC_FOLDER
+    config = read_config(folder, model_type=CODEC_TYPE)
+    section = read_section(folder, config, name="decoder_config", kind=CodecDecoderConfig)
+    weights = Weights(load_weights(folder, f"{_PART}."), device=placement.device, dtype=placement.dtype)
+    decoder = CodecDecoder(weights.part(_PART), section, device=placement.device)
+    weights.check(f"the codec decoder in {folder}")
+    return CodecVocoder(decoder)
