@@ -2,7 +2,7 @@
 
 import asyncio
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -406,11 +406,16 @@ def show_result(result: "Result", sinks: "Sinks", *, as_json: bool) -> None:
     finishes = chain.from_iterable(choice.finishes.values() for choice in result.choices)
     for finish in (each for each in finishes if each.reason != "end"):
         console.print(_describe_finish(finish, several=len(result.choices) > 1), markup=False)
+    for line in _stage_ends(result):
+        console.print(line, markup=False)
     for file in chain.from_iterable(chain.from_iterable(choice.files.values() for choice in result.choices)):
         text = f"stored {file.uri} ({file.media_type}, {file.size_bytes} bytes, SHA-256 {file.sha256.hex()})"
         console.print(text, markup=False, soft_wrap=True)
     for path in chain.from_iterable(sinks.files.values()):
         console.print(f"wrote {path}", markup=False, soft_wrap=True)
+    for path in sinks.unwritten:
+        text = f"{path} was not written, because the request produced no output of this kind"
+        console.print(text, style="yellow", markup=False, soft_wrap=True)
     if result.audios and not sinks.files:
         console.print("the audio was not saved; --audio FILE writes it to a WAV file", style="yellow")
     if any((output, 0) not in sinks.files for output in result.media):
@@ -441,6 +446,18 @@ def _describe_finish(finish: "OutputFinished", *, several: bool) -> str:
     stop = finish.stop_text if finish.stop_token_id is None else f"token {finish.stop_token_id}"
     detail = f" ({stop})" if finish.reason == "stop" else ""
     return f"output {finish.output}{choice} ended early: {finish.reason}{detail}"
+
+
+def _stage_ends(result: "Result") -> "Iterator[str]":
+    """Yields a line for each stage that a limit or a stop text ended, if the request ran on several stages.
+
+    The outputs of a pipeline do not show that a stage before them was cut short.
+    """
+    for index, stages in enumerate(result.finished.choices):
+        choice = f" of choice {index}" if len(result.choices) > 1 else ""
+        for name, report in stages.items() if len(stages) > 1 else ():
+            if report.finish_reason not in (None, "end"):
+                yield f"stage {name}{choice} ended early: {report.finish_reason}"
 
 
 def _audio_s(result: "Result") -> float:

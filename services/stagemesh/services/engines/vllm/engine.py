@@ -351,7 +351,7 @@ class VllmEngine:
             prompt = RequestPrompt(prompt_tokens(task.prompt, llm))
         params = sampling_params(
             task,
-            prompt_length=len(prompt.token_ids),
+            prompt=prompt,
             defaults=self._sampling_defaults,
             config=llm.vllm_config,
             tokenizer=llm.get_tokenizer(),
