@@ -241,7 +241,7 @@ class StageReport:
     timings: Timings
     edges: tuple[EdgeUsage, ...]
     finish_reason: str | None = None
-    """Why the stage ended: one of the reasons of `OutputFinished`. None if the stage did not finish or does not say why.
+    """Why the stage ended, as in `OutputFinished`. None if the stage did not finish or does not report it.
 
     A stage whose producer stopped at its limit ends with "end", so that only the producer's report shows the limit.
     """

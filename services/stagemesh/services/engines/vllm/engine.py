@@ -198,7 +198,7 @@ class VllmEngine:
     def _load(self, report: Callable[[str], None], loop: asyncio.AbstractEventLoop) -> None:
         if Path(self._model).is_absolute() and not Path(self._model).exists():
             raise NotReadyError(
-                f"stage {self._config.stage}: the model folder {self._model} does not exist; correct the stage's `model`",
+                f"stage {self._config.stage}: the model {self._model} does not exist; correct the stage's `model`",
                 reason="LOAD_FAILED",
             )
         prepare_environment()

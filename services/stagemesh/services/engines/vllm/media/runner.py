@@ -1,4 +1,4 @@
-"""The mixins of the media feature for vLLM's model runners: embeddings of a video with its sound reach their tokens."""
+"""The mixins of the media feature for vLLM's model runners. They fix the prefill of a video with its audio track."""
 
 import sys
 from typing import Any
@@ -15,7 +15,7 @@ def has_audio_and_video(is_video: object, is_audio: object, num_video: int, num_
 
     vLLM's own function returns whether the tokens alternate within the step. If the prefill of a video with its sound
     is split, a step may have a single change from one kind to the other. vLLM would then assign the embeddings in the
-    order of the media, and so swap sound and picture.
+    order of the media, and so swap audio and video.
     """
     return num_video > 0 and num_audio > 0
 
