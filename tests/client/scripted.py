@@ -162,7 +162,7 @@ def audio(samples: Sequence[float], *, sample_rate_hz: int = 24000, index: int =
     return GenerateResponse(output=Output(name="audio", index=index, audio=content))
 
 
-def finished(choices: int = 1, *, talker: "FinishReason | None" = None) -> GenerateResponse:
+def finished(choices: int = 1, *, talker: "FinishReason.ValueType | None" = None) -> GenerateResponse:
     """Returns the last event of a request. `talker` is why a second stage ended. None omits this stage."""
     stage = StepFinished(usage=Usage(prompt_tokens=5, output_tokens=2, steps=2), timings=Timings(finished_s=0.5))
     stage.edges.add(edge="thinker->vocoder", connector=chunk_pb2.CONNECTOR_SHM, chunks=3, size_bytes=300)
