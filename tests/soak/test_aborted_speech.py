@@ -48,12 +48,15 @@ async def test_aborted_requests_leave_neither_memory_nor_steps(tiny_qwen3_omni: 
 
 
 def run_requests(omni: Deployment, numbers: range) -> int:
-    """Runs requests, several at once, until no stage has a step or uses memory of its arena. Returns the number of
-    aborted requests.
+    """Runs requests, several at once, and returns the number of aborted requests.
+
+    After every 50 requests, no stage may have a step, or use memory of its arena.
     """
+    aborted = 0
     with omni.client() as client, ThreadPoolExecutor(AT_ONCE) as pool:
-        aborted = sum(pool.map(lambda number: run_request(client, number), numbers))
-    eventually(omni.idle, timeout_s=30)
+        for start in range(numbers.start, numbers.stop, 50):
+            aborted += sum(pool.map(lambda number: run_request(client, number), range(start, start + 50)))
+            eventually(omni.idle, timeout_s=30)
     return aborted
 
 
