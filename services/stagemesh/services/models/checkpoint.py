@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never, TypeVar
+from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -122,13 +122,11 @@ class _Fields(dict[str, Any]):
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], folder: Path, prefix: str = "") -> "_Fields":
-        made = cls(
-            {
-                name: cls.of(value, folder, f"{prefix}{name}.") if isinstance(value, dict) else value
-                for name, value in fields.items()
-            }
-        )
+        made = cls(fields)
         made.folder, made.prefix = folder, prefix
+        for name, value in fields.items():
+            if isinstance(value, dict):
+                made[name] = cls.of(cast("dict[str, Any]", value), folder, f"{prefix}{name}.")
         return made
 
     def __missing__(self, name: str) -> Never:

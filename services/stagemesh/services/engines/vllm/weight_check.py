@@ -4,8 +4,9 @@ vLLM combines weights of a checkpoint, such as those of q, k and v or of all exp
 was loaded, but not all parts of it, and would compute with arbitrary memory instead of a missing part.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -49,10 +50,12 @@ def checked_weights() -> Generator[None]:
 
 def _combined_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the floating-point weights of linear layers, embeddings and experts, by vLLM's name."""
-    return {
-        f"{name}.{kind}": weight
-        for name, module in model.named_modules()
-        for kind, weight in module.named_parameters(recurse=False)
-        if weight.is_floating_point()
-        and (kind in _EXPERTS or (kind == "weight" and isinstance(module, (LinearBase, VocabParallelEmbedding))))
-    }
+    weights = dict[str, nn.Parameter]()
+    modules = cast("Iterator[tuple[str, Any]]", model.named_modules())
+    for name, module in modules:
+        parameters: Iterator[tuple[str, nn.Parameter]] = module.named_parameters(recurse=False)
+        for kind, weight in parameters:
+            is_combined = kind == "weight" and isinstance(module, (LinearBase, VocabParallelEmbedding))
+            if weight.is_floating_point() and (is_combined or kind in _EXPERTS):
+                weights[f"{name}.{kind}"] = weight
+    return weights

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import logging
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
@@ -256,14 +255,11 @@ class StepRun:
         try:
             await self._execute()
         except StagemeshError as exc:
-            _clear_frames(exc)
             return exc
-        except asyncio.CancelledError as exc:
-            _clear_frames(exc)
+        except asyncio.CancelledError:
             return self._cause or CancelledRequestError("the stage is shutting down", reason="ABORTED")
         except Exception as exc:  # noqa: BLE001
             _log.exception("the engine failed with an unexpected exception")
-            _clear_frames(exc)
             return InternalError(f"the engine failed: {type(exc).__name__}: {exc}", reason="ENGINE_ERROR")
         finally:
             self._interruptible = False
@@ -501,13 +497,3 @@ def _usage_to_wire(usage: FlowUsage) -> request_pb2.EdgeUsage:
     return request_pb2.EdgeUsage(
         edge=usage.edge, connector=number_of(usage.connector), chunks=usage.chunks, size_bytes=usage.size_bytes
     )
-
-
-def _clear_frames(error: BaseException | None) -> None:
-    """Clears the local variables of the frames through which an error and the errors before it passed.
-
-    They retain packets and their leases until the garbage collector runs, which an idle stage does not trigger.
-    """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__context__
