@@ -207,6 +207,24 @@ async def test_the_result_can_be_printed_as_json(orchestrator: ScriptedOrchestra
     assert (document["texts"], document["edges"][0]["connector"]) == ({"text": "Hi"}, "shm")
 
 
+async def test_a_stage_that_ended_early_is_named(orchestrator: ScriptedOrchestrator) -> None:
+    script = [admitted(), text("Hi"), finished(talker=request_pb2.FINISH_REASON_LENGTH)]
+    orchestrator.scripts.append(script)
+    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint)
+    assert "stage talker ended early: length" in ran.stderr
+    orchestrator.scripts.append(script)
+    stages = json.loads((await stagemesh("generate", "hello", "--server", orchestrator.endpoint, "--json")).stdout)[
+        "stages"
+    ]
+    assert {name: stage["finish_reason"] for name, stage in stages.items()} == {"thinker": None, "talker": "length"}
+
+
+async def test_a_named_file_without_an_output_is_reported(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
+    orchestrator.scripts.append([admitted(), text("Hi"), finished()])
+    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint, "--audio", str(tmp_path / "a.wav"))
+    assert "a.wav was not written, because the request produced no output of this kind" in ran.stderr.replace("\n", "")
+
+
 async def test_an_error_is_one_line_with_its_remedy(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([OverloadedError("64 requests are in flight", retry_after_s=60)])
     ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint)

@@ -35,7 +35,7 @@ from stagemesh.v1.orchestrator_pb2_grpc import (
     OrchestratorServiceServicer,
     add_OrchestratorServiceServicer_to_server,
 )
-from stagemesh.v1.request_pb2 import FINISH_REASON_END, Audio, Finish, Output, Timings, Usage
+from stagemesh.v1.request_pb2 import FINISH_REASON_END, Audio, Finish, FinishReason, Output, Timings, Usage
 from stagemesh.v1.stage_pb2 import StepFinished, StepProgress
 
 
@@ -162,9 +162,11 @@ def audio(samples: Sequence[float], *, sample_rate_hz: int = 24000, index: int =
     return GenerateResponse(output=Output(name="audio", index=index, audio=content))
 
 
-def finished(choices: int = 1) -> GenerateResponse:
-    """Returns the last event of a request."""
+def finished(choices: int = 1, *, talker: "FinishReason.ValueType | None" = None) -> GenerateResponse:
+    """Returns the last event of a request. `talker` is why a second stage ended. None omits this stage."""
     stage = StepFinished(usage=Usage(prompt_tokens=5, output_tokens=2, steps=2), timings=Timings(finished_s=0.5))
     stage.edges.add(edge="thinker->vocoder", connector=chunk_pb2.CONNECTOR_SHM, chunks=3, size_bytes=300)
     choice = FinishedChoice(stages={"thinker": stage})
+    if talker is not None:
+        choice.stages["talker"].CopyFrom(StepFinished(finish=Finish(reason=talker)))
     return GenerateResponse(finished=RequestFinished(choices=[choice] * choices, timings=Timings(finished_s=0.6)))

@@ -102,6 +102,14 @@ def test_a_config_that_cannot_be_read_is_named(tmp_path: Path, content: str | No
         read_config(tmp_path)
 
 
+def test_a_missing_field_of_a_config_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"talker_config": {"text_config": {}}}))
+    config = read_config(tmp_path)
+    with pytest.raises(NotReadyError, match=r"has no talker_config\.text_config\.vocab_size; check"):
+        config["talker_config"]["text_config"]["vocab_size"]
+    assert config.get("thinker_config") is None
+
+
 def test_a_config_is_read_whatever_its_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "any"}))
     assert read_config(tmp_path) == {"model_type": "any"}

@@ -1,6 +1,6 @@
 """A deployed tiny Qwen3-Omni, compared with transformers: the same text, the same codes and the same waveform."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +11,20 @@ import pytest
 
 from stagemesh.client import (
     AudioChunk,
+    AudioFile,
     AudioSamples,
     Client,
     Content,
+    GenerateArguments,
     ImageFile,
     Message,
     Result,
     StageArguments,
     VideoFile,
 )
+from stagemesh.common.errors import StagemeshError
 from tests.deployment import Deployment, deployed, eventually
-from tests.engines.vllm.media_files import encoded
+from tests.engines.vllm.media_files import encoded, pixels, tone, video_file, wav
 from tests.models.qwen3_omni import reference
 from tests.models.qwen3_omni.deployment import PIPELINE, with_torchvision
 from tests.models.qwen3_omni.reference import SOUND_HZ, Conversation
@@ -47,17 +50,21 @@ def case(name: str, text: str, *parts: ImageFile | AudioSamples | VideoFile, **m
     return Case(name, conversation, [text, *parts])
 
 
+def _ask(part: ImageFile | AudioFile | AudioSamples | VideoFile) -> GenerateArguments:
+    return {"messages": [("user", [part, "What is it?"])]}
+
+
 def _kind(part: ImageFile | AudioSamples | VideoFile) -> str:
     return {ImageFile: "image", AudioSamples: "audio", VideoFile: "video"}[type(part)]
 
 
 def cases() -> list[Case]:
     noise = np.random.default_rng(0)
-    pixels = noise.integers(0, 256, (64, 96, 3), dtype=np.uint8)
+    picture = noise.integers(0, 256, (64, 96, 3), dtype=np.uint8)
     sound = noise.normal(0, 0.1, 2 * SOUND_HZ).astype(np.float32)
     frames = noise.integers(0, 256, (4, 64, 64, 3), dtype=np.uint8)
     image, audio, video = (
-        ImageFile(encoded(pixels), "image/png"),
+        ImageFile(encoded(picture), "image/png"),
         AudioSamples(sound, SOUND_HZ),
         video_of(frames, rate_hz=2),
     )
@@ -65,10 +72,18 @@ def cases() -> list[Case]:
         case("text", "Hello there"),
         case("longer text", "What is the sea? Tell me everything about it, from the shore to the deepest trench."),
         case("another speaker", "Good morning", speaker="Chelsie"),
-        case("image", "What is it?", image, images=[pixels]),
+        case("image", "What is it?", image, images=[picture]),
         case("audio", "What is it?", audio, audio=[sound]),
         case("video", "What is it?", video, videos=[frames]),
-        case("mixed", "What is it?", image, audio, video, images=[pixels], audio=[sound], videos=[frames]),
+        case("mixed", "What is it?", image, audio, video, images=[picture], audio=[sound], videos=[frames]),
+        case(
+            "video with its sound",
+            "What is it?",
+            video_of(frames, rate_hz=2, sound=sound, sound_hz=SOUND_HZ),
+            videos=[frames],
+            audio=[sound],
+            use_audio_in_video=True,
+        ),
     ]
 
 
@@ -112,7 +127,7 @@ def test_a_request_equals_transformers(omni: Deployment, expected: Sequence[refe
 
 
 def test_eight_requests_at_once_equal_transformers(omni: Deployment, expected: Sequence[reference.Result]) -> None:
-    numbers = [*range(len(expected)), 0][:8]
+    numbers = range(8)
     with omni.client() as client, ThreadPoolExecutor(len(numbers)) as pool:
         results = list(pool.map(lambda number: generate(client, cases()[number]), numbers))
     for number, result in zip(numbers, results, strict=True):
@@ -129,6 +144,99 @@ def test_a_request_for_text_alone_needs_neither_talker_nor_vocoder(
         result = client.generate(messages=messages, outputs=["tokens"], stages={"thinker": thinker}).result()
     assert list(result.tokens["tokens"]) == expected[0].text_ids.tolist()
     assert set(result.finished.stages) == {"thinker"}
+
+
+BAD_REQUESTS: Mapping[str, tuple[GenerateArguments, str, str]] = {
+    "unknown speaker": ({"options": {"speaker": "nobody"}}, "INVALID_OPTION", "choose one of: aiden, chelsie, ethan"),
+    "speaker of another stage": ({"stages": {"thinker": {"options": {"speaker": "ethan"}}}}, "UNKNOWN_OPTION", "none"),
+    "damaged image": (_ask(ImageFile(encoded(pixels())[:99], "image/png")), "INVALID_MEDIA", "file is truncated"),
+    "other type": (_ask(ImageFile(encoded(pixels()), "image/jpeg")), "INVALID_MEDIA", "not that of its media type"),
+    "damaged audio": (
+        _ask(AudioFile(wav(tone())[:999], "audio/wav")),
+        "INVALID_MEDIA",
+        "it ends after 999 of 32044 bytes",
+    ),
+    "empty audio": (_ask(AudioFile(b"", "audio/wav")), "INVALID_MEDIA", "audio has no data"),
+    "short audio": (_ask(AudioSamples(tone(0.001), SOUND_HZ)), "INVALID_MEDIA", "send other media, for example longer"),
+    "damaged video": (_ask(VideoFile(video_file([0, 9])[:99], "video/mp4")), "INVALID_MEDIA", "video cannot be read"),
+    "silent video": (
+        _ask(VideoFile(video_file([0, 9]), "video/mp4", use_audio_in_video=True)),
+        "INVALID_MEDIA",
+        "it has no audio track",
+    ),
+    "too large image": (_ask(ImageFile(encoded(pixels(1600, 1600)), "image/png")), "PROMPT_TOO_LONG", "of media"),
+    "too long for the thinker": (
+        {"messages": [("user", "a" * 3000)]},
+        "PROMPT_TOO_LONG",
+        "the model accepts 2048 in all",
+    ),
+    "too long for the talker": (
+        {"messages": [("user", "a" * 1100)]},
+        "PROMPT_TOO_LONG",
+        "the model accepts 1024 tokens in all",
+    ),
+    "no turn of the assistant": ({"raw_text": "Hello"}, "INVALID_PROMPT", "the assistant's turn"),
+    "empty prompt": ({"messages": [("user", " ")]}, "EMPTY_PROMPT", "provide some text"),
+    "unknown output": ({"outputs": ["speech"]}, "UNKNOWN_OUTPUT", "has audio, codes, text, tokens"),
+}
+
+
+def test_bad_requests_name_their_cause_and_disturb_no_other_request(
+    omni: Deployment, expected: Sequence[reference.Result]
+) -> None:
+    with omni.client() as client, ThreadPoolExecutor(8) as pool:
+        good = [pool.submit(generate, client, cases()[number]) for number in (0, 6, 7)]
+        bad = {name: pool.submit(_error_of, client, arguments) for name, (arguments, *_) in BAD_REQUESTS.items()}
+        errors = {name: each.result() for name, each in bad.items()}
+        for number, each in zip((0, 6, 7), good, strict=True):
+            check(each.result(), expected[number])
+    assert {name: error.reason for name, error in errors.items()} == {
+        name: bad[1] for name, bad in BAD_REQUESTS.items()
+    }
+    for name, (_, _, message) in BAD_REQUESTS.items():
+        assert message in errors[name].message
+        assert len(errors[name].message) < 500
+    eventually(omni.idle, timeout_s=10)
+
+
+def _error_of(client: Client, arguments: GenerateArguments) -> StagemeshError:
+    prompt = None if {"messages", "raw_text"} & arguments.keys() else "Hello"
+    with pytest.raises(StagemeshError) as caught:
+        client.generate(prompt, timeout_s=60, **arguments).result()
+    return caught.value
+
+
+@pytest.mark.parametrize(("characters", "max_tokens", "reason"), [(20, 40, "length"), (980, None, "limit")])
+def test_a_talker_that_never_ends_stops_at_its_limit(
+    omni: Deployment, characters: int, max_tokens: int | None, reason: str
+) -> None:
+    talker: StageArguments = {"temperature": 0.9, "ignore_eos": True, "max_tokens": max_tokens}
+    with omni.client() as client:
+        thinker: StageArguments = {"max_tokens": 8}
+        result = client.generate("a" * characters, seed=3, stages={"thinker": thinker, "talker": talker}).result()
+    codes = np.concatenate([part.tensor for part in result.tensors["codes"]])
+    talked, vocoded = (result.finished.stages[stage] for stage in ("talker", "code2wav"))
+    assert len(codes) == (max_tokens or 1024 - talked.usage.prompt_tokens)
+    # The vocoder decodes all frames, so that its output is complete.
+    assert (talked.finish_reason, vocoded.finish_reason) == (reason, "end")
+    assert len(result.audio) > 40 * len(codes)
+
+
+@pytest.mark.parametrize("rate_hz", [8_000, 44_100])
+def test_audio_of_any_sample_rate_is_resampled(omni: Deployment, rate_hz: int) -> None:
+    """The model receives as many tokens for a second of audio as at its own rate."""
+    thinker: StageArguments = {"max_tokens": 2}
+    with omni.client() as client:
+        tokens = [
+            client.generate(
+                [AudioSamples(tone(1.0, rate_hz=hz), hz), "Hi"], outputs=["text"], stages={"thinker": thinker}
+            )
+            .result()
+            .finished.stages["thinker"]
+            .usage.media_tokens
+            for hz in (rate_hz, SOUND_HZ)
+        ]
+    assert tokens[0] == tokens[1] == 13
 
 
 def test_the_audio_does_not_depend_on_a_killed_vocoder(omni: Deployment) -> None:

@@ -114,15 +114,18 @@ class EventDecoder:
 
 def _finish(message: request_pb2.Output) -> OutputFinished:
     finish = message.finish
-    known = request_pb2.FinishReason.DESCRIPTOR.values_by_number.get(finish.reason)
-    reason = known.name.removeprefix("FINISH_REASON_").lower() if known is not None else "unspecified"
     return OutputFinished(
         message.name,
-        reason,
+        _reason_name(finish),
         finish.stop_text if finish.HasField("stop_text") else None,
         finish.stop_token_id if finish.HasField("stop_token_id") else None,
         message.index,
     )
+
+
+def _reason_name(finish: request_pb2.Finish) -> str:
+    known = request_pb2.FinishReason.DESCRIPTOR.values_by_number.get(finish.reason)
+    return known.name.removeprefix("FINISH_REASON_").lower() if known is not None else "unspecified"
 
 
 def _audio(message: request_pb2.Output) -> AudioChunk:
@@ -141,7 +144,8 @@ def _report(message: stage_pb2.StepFinished) -> StageReport:
     edges = tuple(
         EdgeUsage(edge.edge, _connector_name(edge.connector), edge.chunks, edge.size_bytes) for edge in message.edges
     )
-    return StageReport(usage, _timings(message.timings), edges)
+    reason = _reason_name(message.finish) if message.HasField("finish") else None
+    return StageReport(usage, _timings(message.timings), edges, reason)
 
 
 def _connector_name(number: int) -> str:

@@ -240,6 +240,11 @@ class StageReport:
     usage: Usage
     timings: Timings
     edges: tuple[EdgeUsage, ...]
+    finish_reason: str | None = None
+    """Why the stage ended, as in `OutputFinished`. None if the stage did not finish or does not report it.
+
+    A stage whose producer stopped at its limit ends with "end", so that only the producer's report shows the limit.
+    """
 
 
 @dataclass(frozen=True)

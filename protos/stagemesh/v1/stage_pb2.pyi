@@ -1057,6 +1057,7 @@ class StepFinished(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     EDGES_FIELD_NUMBER: _builtins.int
+    FINISH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def usage(self) -> _request_pb2.Usage:
         """The amount of work."""
@@ -1069,16 +1070,23 @@ class StepFinished(_message.Message):
     def edges(self) -> _containers.RepeatedCompositeFieldContainer[_request_pb2.EdgeUsage]:
         """The data sent on each outgoing edge."""
 
+    @_builtins.property
+    def finish(self) -> _request_pb2.Finish:
+        """Why the stage's output ends, even if the request does not have this output. A stage whose input was cut short ends
+        with END. Unset by stages of earlier versions.
+        """
+
     def __init__(
         self,
         *,
         usage: _request_pb2.Usage | None = ...,
         timings: _request_pb2.Timings | None = ...,
         edges: _abc.Iterable[_request_pb2.EdgeUsage] | None = ...,
+        finish: _request_pb2.Finish | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["edges", b"edges", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["edges", b"edges", "finish", b"finish", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

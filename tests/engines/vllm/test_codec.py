@@ -1,6 +1,7 @@
 """A codec language model in the vllm engine: the talker of a tiny Qwen3-Omni, compared with transformers."""
 
 import asyncio
+import json
 import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
@@ -207,6 +208,38 @@ async def test_missing_and_unknown_weights_are_named(tiny_qwen3_omni: Path, tmp_
     with pytest.raises(NotReadyError, match=message) as caught:
         await engine.start(lambda _: None)
     assert caught.value.reason == "LOAD_FAILED"
+
+
+async def test_a_weight_that_lacks_a_part_is_named(tiny_qwen3_omni: Path, tmp_path: Path) -> None:
+    """vLLM itself would compute with arbitrary embeddings of text."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_qwen3_omni, model)
+    weights = load_file(model / "model.safetensors")
+    del weights["thinker.model.embed_tokens.weight"]
+    save_file(weights, model / "model.safetensors")
+    engine = VllmEngine(stage_config("vllm", model=str(model), options=OPTIONS))
+    with pytest.raises(NotReadyError, match=r"lacks parts of weights, .*: text_embedding\.weight") as caught:
+        await engine.start(lambda _: None)
+    assert caught.value.reason == "LOAD_FAILED"
+    await engine.close()
+
+
+@pytest.mark.parametrize("section", ["talker_config", "thinker_config"])
+async def test_a_config_without_a_section_is_rejected(tiny_qwen3_omni: Path, tmp_path: Path, section: str) -> None:
+    config = json.loads((tiny_qwen3_omni / "config.json").read_text())
+    del config[section]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = VllmEngine(stage_config("vllm", model=str(tmp_path), options=OPTIONS))
+    with pytest.raises(NotReadyError, match=f"has no {section}"):
+        await engine.start(lambda _: None)
+    await engine.close()
+
+
+async def test_a_model_that_does_not_exist_is_rejected(tmp_path: Path) -> None:
+    engine = VllmEngine(stage_config("vllm", model=str(tmp_path / "absent"), options={}))
+    with pytest.raises(NotReadyError, match="absent does not exist"):
+        await engine.start(lambda _: None)
+    await engine.close()
 
 
 async def test_weights_that_do_not_fit_the_config_are_explained(tiny_qwen3_omni: Path, tmp_path: Path) -> None:

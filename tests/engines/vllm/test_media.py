@@ -248,6 +248,13 @@ async def test_audio_is_resampled_to_the_models_rate(audio_engine: VllmEngine) -
     assert events[-1] == expected[-1]
 
 
+async def test_wav_file_of_unknown_length_is_accepted(audio_engine: VllmEngine) -> None:
+    data = wav(tone())
+    piped = data[:4] + b"\xff\xff\xff\xff" + data[8:40] + b"\xff\xff\xff\xff" + data[44:]
+    files = [MediaFile("audio", each, "audio/wav") for each in (data, piped)]
+    assert await tokens(audio_engine, asked(files[1])) == await tokens(audio_engine, asked(files[0]))
+
+
 async def test_channels_are_averaged(audio_engine: VllmEngine) -> None:
     both = np.stack([tone(), tone()], axis=1)
     assert await tokens(audio_engine, asked(Samples(both, SAMPLE_RATE_HZ))) == await tokens(
@@ -377,11 +384,16 @@ WRONG: Sequence[tuple[Sequence[Part], type[StagemeshError], str, str]] = [
     ([image()] * 4, InvalidRequestError, "TOO_MANY_MEDIA", "contains 4 of kind image; the model accepts at most 3"),
     ([MediaFile("image", b"nothing", "image/png")], InvalidRequestError, "INVALID_MEDIA", "the image cannot be read"),
     ([MediaFile("image", image().data[:200], "image/png")], InvalidRequestError, "INVALID_MEDIA", "cannot be read"),
-    ([MediaFile("image", image().data, "image/jpeg")], InvalidRequestError, "INVALID_MEDIA", "true media type"),
+    (
+        [MediaFile("image", image().data, "image/jpeg")],
+        InvalidRequestError,
+        "INVALID_MEDIA",
+        "not that of its media type",
+    ),
     ([png(1_000, 1_000)], InvalidRequestError, "MEDIA_TOO_LARGE", "3000000 bytes when decoded"),
     ([png(400, 400)] * 3, InvalidRequestError, "MEDIA_TOO_LARGE", "when decoded"),
     ([png(201, 1)], InvalidRequestError, "INVALID_MEDIA", "201 by 1 pixels; one side may be at most 200 times"),
-    (["x" * 500, image()], InvalidRequestError, "PROMPT_TOO_LONG", "accepts 512 in all"),
+    (["x" * 500, image()], InvalidRequestError, "PROMPT_TOO_LONG", "of media) and the output"),
 ]
 
 
@@ -414,6 +426,7 @@ async def test_image_of_a_rejected_request_is_accepted_later(image_engine: VllmE
     [
         (Samples(np.array([0.0, np.nan] * 800, np.float32), 16_000), "INVALID_MEDIA", "sample 1 of the audio is nan"),
         (Samples(np.zeros(1, np.float32), 16_000), "INVALID_MEDIA", "rejects the media"),
+        (MediaFile("audio", wav(tone())[:20_000], "audio/wav"), "INVALID_MEDIA", "it ends after 20000 of 32044 bytes"),
         (MediaFile("audio", b"x" * 100, "audio/wav"), "INVALID_MEDIA", "the audio cannot be read"),
         (MediaFile("audio", wav(tone(0.0)), "audio/wav"), "INVALID_MEDIA", "it has no samples"),
         (image(), "UNSUPPORTED", "accepts no image; it accepts text, audio"),

@@ -27,7 +27,7 @@ stages:
     model: {model}
     options:
       dtype: float32
-      max_model_len: 2048
+      max_model_len: 1024
       max_num_batched_tokens: 64
       kv_cache_memory_bytes: 16777216
       codec: {{model: qwen3_omni.talker, dtype: float32}}

@@ -131,7 +131,16 @@ def test_the_first_token_is_written_at_once_unless_it_ends_the_answer(tiny_qwen3
         ]
 
 
-def test_a_prompt_without_an_answer_is_rejected(tiny_qwen3_omni: Path) -> None:
-    transform = Thinker2Talker(tiny_qwen3_omni)
-    with pytest.raises(InvalidRequestError, match="begins no answer of the assistant"):
-        transform.push(Packet({"prompt_ids": np.array([1, 2, 3], np.int32)}))
+@pytest.mark.parametrize("ending", ["none", "turn of the user", "incomplete header", "message start"])
+def test_a_prompt_without_an_answer_is_rejected(tiny_qwen3_omni: Path, ending: str) -> None:
+    tokens = tokens_of(tiny_qwen3_omni)
+    answered = [tokens.message_start, tokens.user, 9, tokens.message_start, tokens.assistant, 9, 10]
+    prompts = {
+        "none": [1, 2, 3],
+        "turn of the user": [*answered, tokens.message_start, tokens.user, 9],
+        "incomplete header": [*answered, tokens.message_start, tokens.assistant],
+        "message start": [tokens.message_start, tokens.user, 9, tokens.message_start],
+    }
+    with pytest.raises(InvalidRequestError, match="begins no answer of the assistant") as caught:
+        Thinker2Talker(tiny_qwen3_omni).push(Packet({"prompt_ids": np.array(prompts[ending], np.int32)}))
+    assert caught.value.reason == "INVALID_PROMPT"

@@ -2,7 +2,7 @@
 
 import asyncio
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -403,20 +403,27 @@ def show_result(result: "Result", sinks: "Sinks", *, as_json: bool) -> None:
         console.print(_terminal_image(image) or "")
     for table in _summary(result):
         console.print(table)
-    finishes = chain.from_iterable(choice.finishes.values() for choice in result.choices)
-    for finish in (each for each in finishes if each.reason != "end"):
-        console.print(_describe_finish(finish, several=len(result.choices) > 1), markup=False)
+    for line in (*_output_ends(result), *_stage_ends(result)):
+        console.print(line, markup=False)
     for file in chain.from_iterable(chain.from_iterable(choice.files.values() for choice in result.choices)):
         text = f"stored {file.uri} ({file.media_type}, {file.size_bytes} bytes, SHA-256 {file.sha256.hex()})"
         console.print(text, markup=False, soft_wrap=True)
     for path in chain.from_iterable(sinks.files.values()):
         console.print(f"wrote {path}", markup=False, soft_wrap=True)
+    for line in _unsaved(result, sinks):
+        console.print(line, style="yellow", markup=False, soft_wrap=True)
+
+
+def _unsaved(result: "Result", sinks: "Sinks") -> "Iterator[str]":
+    """Yields a line for each named file without an output, and for outputs that were not written to a file."""
+    for path in sinks.unwritten:
+        yield f"{path} was not written, because the request produced no output of this kind"
     if result.audios and not sinks.files:
-        console.print("the audio was not saved; --audio FILE writes it to a WAV file", style="yellow")
+        yield "the audio was not saved; --audio FILE writes it to a WAV file"
     if any((output, 0) not in sinks.files for output in result.media):
-        console.print("a media file was not saved; --output FOLDER writes it to a folder", style="yellow")
+        yield "a media file was not saved; --output FOLDER writes it to a folder"
     if result.images and not sinks.files:
-        console.print("the image was not saved; --image FILE writes it to a file", style="yellow")
+        yield "the image was not saved; --image FILE writes it to a file"
 
 
 def _summary(result: "Result") -> "Sequence[Table]":
@@ -441,6 +448,25 @@ def _describe_finish(finish: "OutputFinished", *, several: bool) -> str:
     stop = finish.stop_text if finish.stop_token_id is None else f"token {finish.stop_token_id}"
     detail = f" ({stop})" if finish.reason == "stop" else ""
     return f"output {finish.output}{choice} ended early: {finish.reason}{detail}"
+
+
+def _output_ends(result: "Result") -> "Iterator[str]":
+    """Yields a line for each output that a limit, a stop text or a failure ended."""
+    for finish in chain.from_iterable(choice.finishes.values() for choice in result.choices):
+        if finish.reason != "end":
+            yield _describe_finish(finish, several=len(result.choices) > 1)
+
+
+def _stage_ends(result: "Result") -> "Iterator[str]":
+    """Yields a line for each stage that a limit or a stop text ended, if the request ran on several stages.
+
+    The outputs of a pipeline do not show that a stage before them was cut short.
+    """
+    for index, stages in enumerate(result.finished.choices):
+        choice = f" of choice {index}" if len(result.choices) > 1 else ""
+        for name, report in stages.items() if len(stages) > 1 else ():
+            if report.finish_reason not in (None, "end"):
+                yield f"stage {name}{choice} ended early: {report.finish_reason}"
 
 
 def _audio_s(result: "Result") -> float:

@@ -88,6 +88,12 @@ class Sinks(ExitStack):
             case _:
                 pass
 
+    @property
+    def unwritten(self) -> Sequence[Path]:
+        """The files `audio` and `image` to which no output was written."""
+        named = (self._named["audio"], self._named["image"])
+        return [path for path in named if path is not None and path not in self._owners]
+
     def download(self, choices: Sequence[Choice], *, endpoints: Sequence[str]) -> None:
         """Downloads the stored outputs of a request's choices to files in `folder`. Does nothing if `folder` is None.
 

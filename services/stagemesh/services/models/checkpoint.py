@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -20,7 +20,7 @@ Section = TypeVar("Section")
 
 
 def read_config(folder: Path, *, model_type: str | None = None) -> dict[str, Any]:
-    """Returns the content of the checkpoint's config.json.
+    """Returns the content of the checkpoint's config.json. The index of an absent field raises LOAD_FAILED, too.
 
     Raises NotReadyError (LOAD_FAILED) if the file is missing or is not a JSON object, or if its `model_type` differs
     from the parameter of this name.
@@ -32,7 +32,7 @@ def read_config(folder: Path, *, model_type: str | None = None) -> dict[str, Any
             f"its {CONFIG} has the model_type {config.get('model_type')!r}, but the stage needs {model_type!r}; "
             "choose another model, or another function",
         )
-    return config
+    return _Fields.of(config, folder)
 
 
 def read_section(folder: Path, config: Mapping[str, Any], *, name: str, kind: type[Section]) -> Section:
@@ -126,6 +126,28 @@ def list_names(names: Iterable[str]) -> str:
 def load_error(folder: Path, problem: str) -> NotReadyError:
     """Returns the error for a checkpoint that cannot be loaded. `problem` states the reason."""
     return NotReadyError(f"the model {folder} cannot be loaded: {problem}", reason="LOAD_FAILED")
+
+
+class _Fields(dict[str, Any]):
+    """The fields of a part of a config. The index of an absent field raises an error that names the field."""
+
+    folder: Path
+    prefix: str
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], folder: Path, prefix: str = "") -> "_Fields":
+        made = cls(fields)
+        made.folder, made.prefix = folder, prefix
+        for name, value in fields.items():
+            if isinstance(value, dict):
+                made[name] = cls.of(cast("dict[str, Any]", value), folder, f"{prefix}{name}.")
+        return made
+
+    def __missing__(self, name: str) -> Never:
+        raise load_error(
+            self.folder,
+            f"its {CONFIG} has no {self.prefix}{name}; check that it belongs to this model, and copy it again",
+        )
 
 
 def _files_of(folder: Path, prefix: str) -> list[Path]:

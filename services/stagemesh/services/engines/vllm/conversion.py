@@ -199,11 +199,11 @@ class CheckedParams(SamplingParams):
 
 
 def sampling_params(
-    task: Task, *, prompt_length: int, defaults: Mapping[str, Any], config: VllmConfig, tokenizer: TokenizerLike
+    task: Task, *, prompt: RequestPrompt, defaults: Mapping[str, Any], config: VllmConfig, tokenizer: TokenizerLike
 ) -> CheckedParams:
     """Returns vLLM's sampling parameters for a task, verified and completed with the tokenizer's values.
 
-    `prompt_length` is the length of the prompt in tokens. `defaults` are the model's own defaults, by vLLM's parameter
+    `defaults` are the model's own defaults, by vLLM's parameter
     names. The verification of a large JSON schema takes long, but other threads can run during it.
 
     Raises InvalidRequestError for a value that vLLM would reject later or that would terminate vLLM's engine, or if the
@@ -217,9 +217,7 @@ def sampling_params(
             "structure; omit resume_from to start over"
         )
     values: dict[str, Any] = {**defaults, **_given(sampling)}
-    values["max_tokens"] = _max_tokens(
-        sampling, prompt_length=prompt_length, max_model_len=model.max_model_len, usual=defaults
-    )
+    values["max_tokens"] = _max_tokens(sampling, prompt, max_model_len=model.max_model_len, usual=defaults)
     try:
         params = CheckedParams(
             seed=task.seed,
@@ -241,17 +239,21 @@ def sampling_params(
     return params
 
 
-def _max_tokens(sampling: SamplingOptions, *, prompt_length: int, max_model_len: int, usual: Mapping[str, Any]) -> int:
+def _max_tokens(
+    sampling: SamplingOptions, prompt: RequestPrompt, *, max_model_len: int, usual: Mapping[str, Any]
+) -> int:
     """Returns the maximum length of a request's output in tokens. `usual` contains the model's own defaults.
 
     Raises InvalidRequestError if the prompt and the output together are too long for the model.
     """
     wanted = sampling.max_tokens or max(1, sampling.min_tokens)
-    space = max_model_len - prompt_length
+    space = max_model_len - len(prompt.token_ids)
     if space < wanted:
+        media = media_tokens(prompt)
+        of_media, remedy = (f" ({media} of media)", "send smaller or fewer media, ") if media else ("", "")
         raise InvalidRequestError(
-            f"the prompt has {prompt_length} tokens and the output {wanted}, but the model accepts {max_model_len} in "
-            "all; shorten the prompt or lower max_tokens",
+            f"the prompt has {len(prompt.token_ids)} tokens{of_media} and the output {wanted}, but the model accepts "
+            f"{max_model_len} in all; {remedy}shorten the prompt or lower max_tokens",
             reason="PROMPT_TOO_LONG",
         )
     if sampling.max_tokens is not None:
@@ -379,4 +381,6 @@ def finish_of(output: CompletionOutput, request: EngineRequest) -> Finish:
 def media_tokens(prompt: RequestPrompt) -> int:
     """Returns the number of tokens of a prompt that stand for images, audio or video."""
     placeholders: Mapping[str, Sequence[Any]] = prompt.engine_input.get("mm_placeholders", {})  # type: ignore[assignment]
-    return sum(each.length for ranges in placeholders.values() for each in ranges)
+    # The ranges of a video and of its audio track overlap.
+    ranges = (range(each.offset, each.offset + each.length) for parts in placeholders.values() for each in parts)
+    return len(set[int]().union(*ranges))

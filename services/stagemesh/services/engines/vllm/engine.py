@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError, UnsupportedError
@@ -195,6 +196,11 @@ class VllmEngine:
         self._arena = partitions
 
     def _load(self, report: Callable[[str], None], loop: asyncio.AbstractEventLoop) -> None:
+        if Path(self._model).is_absolute() and not Path(self._model).exists():
+            raise NotReadyError(
+                f"stage {self._config.stage}: the model {self._model} does not exist; correct the stage's `model`",
+                reason="LOAD_FAILED",
+            )
         prepare_environment()
         if self._options.codec is not None:
             # The codec feature has no mixin for vLLM's other model runner.
@@ -351,7 +357,7 @@ class VllmEngine:
             prompt = RequestPrompt(prompt_tokens(task.prompt, llm))
         params = sampling_params(
             task,
-            prompt_length=len(prompt.token_ids),
+            prompt=prompt,
             defaults=self._sampling_defaults,
             config=llm.vllm_config,
             tokenizer=llm.get_tokenizer(),

@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 
 from stagemesh.services.engines.vllm.features import RUNNER_MODULES
 from stagemesh.services.engines.vllm.load_failure import record_failure
+from stagemesh.services.engines.vllm.weight_check import checked_weights
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
@@ -41,9 +42,12 @@ class StageWorker(Worker):
         runner.__class__ = type(f"Stage{kind.__name__}", (*mixins, kind), {})
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Loads the model. Records an error for the replica, which vLLM does not tell the cause."""
+        """Loads the model and checks that its weights are complete. Records an error for the replica, which vLLM does
+        not tell the cause.
+        """
         try:
-            super().load_model(*args, **kwargs)
+            with checked_weights():
+                super().load_model(*args, **kwargs)
         except Exception as exc:
             record_failure(exc)
             raise

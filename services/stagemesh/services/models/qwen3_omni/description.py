@@ -67,12 +67,14 @@ class Talker:
     def __init__(self, model: Path) -> None:
         config = read_config(model)
         talker: Mapping[str, Any] = config["talker_config"]
-        self._config = talker
+        self._config, self._speakers = talker, talker["speaker_id"]
         self.groups: int = talker["num_code_groups"]
         self.end_code: int = talker["codec_eos_token_id"]
         self.state_width: int = talker["thinker_hidden_size"]
         self.text_vocabulary: int = config["thinker_config"]["text_config"]["vocab_size"]
         self.hf_overrides = talker_config
+        # The transform of the stage's edge needs them. A checkpoint without them is rejected at the start.
+        TextTokens.of(config)
         # The weights of a quantized model have further names, which vLLM knows.
         if "quantization_config" not in config:
             found = checkpoint.weight_names(model, _PREFIX)
@@ -84,7 +86,7 @@ class Talker:
 
         Raises InvalidRequestError (INVALID_OPTION) if the model does not have the speaker in `options`.
         """
-        speaker = choose_speaker(self._config["speaker_id"], str(options.get("speaker", "")))
+        speaker = choose_speaker(self._speakers, str(options.get("speaker", "")))
         talker = self._config
         return [
             talker["codec_nothink_id"],

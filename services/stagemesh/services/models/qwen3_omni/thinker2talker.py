@@ -93,10 +93,10 @@ class Thinker2Talker:
         tokens = self._tokens
         starts = np.flatnonzero(prompt[:-1] == tokens.message_start)
         roles = prompt[starts + 1]
-        if not (roles == tokens.assistant).any():
+        if not len(starts) or roles[-1] != tokens.assistant or starts[-1] + _HEADER > len(prompt):
             raise InvalidRequestError(
-                "the prompt begins no answer of the assistant, which the talker needs; send a conversation, or apply "
-                "the model's chat template",
+                "the prompt begins no answer of the assistant, which the talker needs; send a conversation, or a "
+                "prompt in the form of the model's chat template, which ends with the assistant's turn",
                 reason="INVALID_PROMPT",
             )
         lengths = np.diff(np.append(starts, len(prompt)))
@@ -127,7 +127,7 @@ class Thinker2Talker:
 
     def _begin_answer(self) -> Iterator[Packet]:
         tokens, prompt = self._tokens, self._prompt
-        answer = np.flatnonzero((prompt[:-1] == tokens.message_start) & (prompt[1:] == tokens.assistant))[-1]
+        answer = np.flatnonzero(prompt[:-1] == tokens.message_start)[-1]
         markers = [*[tokens.pad] * _PADDED, tokens.bos]
         return self._text_rows(np.concatenate([prompt[answer : answer + _HEADER], np.array(markers, np.int32)]))
 

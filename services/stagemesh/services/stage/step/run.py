@@ -30,7 +30,7 @@ from stagemesh.services.stage.replica.paused_states import PausedStates, without
 from stagemesh.services.stage.step.edges import EdgeInput, StepEdges
 from stagemesh.services.stage.step.file_outputs import FileOutputs
 from stagemesh.services.stage.step.frame_intervals import FrameIntervals, RowTimer
-from stagemesh.services.stage.step.outputs import ProgressThrottle, StreamedOutputs
+from stagemesh.services.stage.step.outputs import ProgressThrottle, StreamedOutputs, finish_to_wire
 from stagemesh.services.stage.step.spec import STATE_EDGE, StepSpec, checkpoint_to_wire
 from stagemesh.services.stage.step.stored_media import opened_media
 from stagemesh.v1 import control_pb2, request_pb2, stage_pb2
@@ -443,6 +443,7 @@ class StepRun:
             usage=self.usage(),
             timings=self._stopwatch.timings(),
             edges=list(map(_usage_to_wire, outlets.usages if outlets else ())),
+            finish=finish_to_wire(finish),
         )
         self._append(stage_pb2.ExecuteStepResponse(finished=finished))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.tensors import Array
@@ -25,6 +25,8 @@ _RGB = 3
 _MAX_SIDE_RATIO = 200
 # Decoding this number of pixels takes about half a minute.
 _MAX_DECODED_PIXELS = 4 << 30
+_WAV_SLACK_BYTES = 64
+_WAV_UNKNOWN_BYTES = 0x7FFF_0000
 _DAMAGED = (
     *(ArithmeticError, AttributeError, EOFError, LookupError, OSError, SyntaxError, TypeError, ValueError),
     *(struct.error, zlib.error, Image.DecompressionBombError, Image.DecompressionBombWarning),
@@ -100,6 +102,8 @@ def read_audio(file: MediaFile, decoded: DecodedBytes) -> DecodedAudio:
     Raises InvalidRequestError if the file is damaged, contains no audio, or is too long.
     """
     fragments = list[Array]()
+    if file.kind == "audio":
+        _check_wav_size(file)
     with _reading("audio"), _opened(file) as container:
         if not container.streams.audio:
             raise _damaged(file.kind, "it has no audio track")
@@ -155,6 +159,8 @@ def read_video(file: MediaFile, decoded: DecodedBytes, *, max_frames: int) -> De
 def _reading(kind: MediaKind) -> Generator[None]:
     try:
         yield
+    except UnidentifiedImageError as exc:
+        raise _damaged(kind, "its content is not that of its media type") from exc
     except _DAMAGED as exc:
         raise _damaged(kind, str(exc) or type(exc).__name__) from exc
 
@@ -176,6 +182,18 @@ def _opened(file: MediaFile) -> "Generator[InputContainer]":
             yield container
     except FFmpegError as exc:
         raise _damaged(file.kind, exc.strerror or str(exc)) from exc
+
+
+def _check_wav_size(file: MediaFile) -> None:
+    """Raises InvalidRequestError if a WAV file is shorter than its header says. FFmpeg would decode only the rest.
+
+    Ignores the huge size in the header of a file that was written to a pipe, and small errors of encoders.
+    """
+    with file.open() as content:
+        header = content.read(8)
+    size_bytes = int.from_bytes(header[4:], "little") + len(header)
+    if header[:4] == b"RIFF" and file.size_bytes + _WAV_SLACK_BYTES < size_bytes < _WAV_UNKNOWN_BYTES:
+        raise _damaged("audio", f"it ends after {file.size_bytes} of {size_bytes} bytes")
 
 
 def _check_sides(kind: MediaKind, width: int, height: int) -> None:
@@ -214,6 +232,8 @@ def _count_frames(container: "InputContainer", stream: "VideoStream", *, max_fra
             )
     if not count:
         raise _damaged("video", "it has no frames")
+    if count < stream.frames:
+        raise _damaged("video", f"it ends after {count} of {stream.frames} frames")
     container.seek(0)
     return count
 

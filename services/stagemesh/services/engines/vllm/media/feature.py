@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _FRAMES = 32
 _DIGEST_BYTES = 16
+_MAX_CAUSE = 200
 # The errors that models' processors raise for media that they cannot process.
 _PROCESSOR_ERRORS = (
     *(ArithmeticError, AssertionError, LookupError, OSError, RuntimeError, TypeError, ValueError),
@@ -55,6 +56,8 @@ class Media(RequestFeature):
     A separate thread decodes files, so that a long video does not delay text prompts. The tokenizer runs on
     `tokenizer_thread`. vLLM runs the model's processor on another thread.
     """
+
+    runner_module = "stagemesh.services.engines.vllm.media.runner"
 
     def __init__(self, *, stage: str, media_bytes: int, tokenizer_thread: Executor) -> None:
         """Creates the feature. `media_bytes` is the maximum decoded size of the media of one request, in bytes."""
@@ -101,8 +104,11 @@ class Media(RequestFeature):
             # Skips vLLM's cache, which would count the media as sent even if the request is rejected later.
             features = await self.llm.renderer.process_for_engine_async(prompt, time.time(), skip_mm_cache=True)
         except _PROCESSOR_ERRORS as exc:
+            # The message of vLLM's own error contains the samples or the pixels.
+            cause = exc.__cause__ or exc
             raise InvalidRequestError(
-                f"stage {self._stage}: the model's processor rejects the media: {exc or type(exc).__name__}",
+                f"stage {self._stage}: the model's processor rejects the media: "
+                f"{str(cause)[:_MAX_CAUSE] or type(cause).__name__}; send other media, for example longer audio",
                 reason="INVALID_MEDIA",
             ) from exc
         if features["type"] != "multimodal":

@@ -144,7 +144,7 @@ class InputFlow(RequestHook):
         if prompt_tokens >= positions:
             raise InvalidRequestError(
                 f"the prompt has at least {prompt_tokens} embeddings, but the model accepts {positions} tokens in all; "
-                "shorten the prompt",
+                "shorten the prompt, or raise the stage's option max_model_len",
                 reason="PROMPT_TOO_LONG",
             )
 
