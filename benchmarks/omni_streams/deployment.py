@@ -47,7 +47,10 @@ stages:
   code2wav: {{engine: function, function: stamped_code2wav, model: {model}, options: {{}}}}
 edges:
   - {{from: thinker, to: talker, transform: qwen3_omni.thinker2talker}}
-  - {{from: talker, to: code2wav, transform: qwen3_omni.talker2code2wav, chunk: {{frames: 16, initial_frames: 2, ramp: auto}}}}
+  - from: talker
+    to: code2wav
+    transform: qwen3_omni.talker2code2wav
+    chunk: {{frames: 16, initial_frames: 2, ramp: auto}}
 outputs: {{text: thinker.text, audio: code2wav}}
 """
 

@@ -74,7 +74,7 @@ class Talker:
         self.text_vocabulary: int = config["thinker_config"]["text_config"]["vocab_size"]
         self.hf_overrides = talker_config
         # The transform of the stage's edge needs them. A checkpoint without them is rejected at the start.
-        TextTokens.of(config)
+        TextTokens.of(model)
         # The weights of a quantized model have further names, which vLLM knows.
         if "quantization_config" not in config:
             found = checkpoint.weight_names(model, _PREFIX)
