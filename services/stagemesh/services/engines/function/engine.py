@@ -27,7 +27,7 @@ from stagemesh.common.stage_config import StageConfig
 from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.abilities import EngineAbilities
-from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Progress, Task, Usage
+from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Progress, Task, Usage, media_of
 from stagemesh.services.engines.function.base import Call, Function, OpensWithout
 from stagemesh.services.engines.function.playout import EWMA_WEIGHT, AudioStream, AudioTensor, CallCosts, CallQueue
 from stagemesh.services.engines.input_join import packets_of
@@ -110,10 +110,10 @@ class FunctionEngine:
         self._held += 1
         try:
             state = await self._in_thread(partial(_open, self._function, task, options))
-            steps, stream = 0, AudioStream()
+            steps, stream, media = 0, AudioStream(), media_of(task.prompt)
             async with aclosing(packets_of(task, self._descriptor.signature)) as packets:
                 async for packet in packets:
-                    for made in await self._call(Call(state, packet), stream):
+                    for made in await self._call(Call(state, packet, media), stream):
                         yield Emission(made)
                     steps += 1
                     yield Progress(steps)
