@@ -35,7 +35,7 @@ stages:
       max_model_len: 2048
       kv_cache_memory_bytes: 16777216
       enable_prefix_caching: false
-      hidden_states: {{layers: [accept], positions: true, dtype: float32}}
+      hidden_states: {{layers: [accept], positions: true, prompt_only: true, dtype: float32}}
   talker:
     engine: stamped_vllm
     model: {model}
@@ -47,7 +47,7 @@ stages:
   code2wav: {{engine: function, function: stamped_code2wav, model: {model}, options: {{}}}}
 edges:
   - {{from: thinker, to: talker, transform: qwen3_omni.thinker2talker}}
-  - {{from: talker, to: code2wav, transform: qwen3_omni.talker2code2wav, chunk: {{frames: 8, initial_frames: 4}}}}
+  - {{from: talker, to: code2wav, transform: qwen3_omni.talker2code2wav, chunk: {{frames: 16, initial_frames: 2, ramp: auto}}}}
 outputs: {{text: thinker.text, audio: code2wav}}
 """
 

@@ -2,17 +2,17 @@
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from stagemesh.common.descriptors import Emitted, FunctionDescriptor, OptionSpec, Signature
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.tensors import Array, TensorSpec
+from stagemesh.common.tensors import Array, Tensors, TensorSpec
 from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import MediaFile
-from stagemesh.services.engines.function.base import Call, OpensWithout
+from stagemesh.services.engines.function.base import Call, OpensWithout, Saves
 
 NUMBERS = TensorSpec("float32", ("count",))
 GATE = threading.Event()
@@ -55,6 +55,18 @@ class Summing:
         numbers = [float(number) * state.factor for number in call.packet.tensors["x"]]
         state.seen.extend(numbers)
         return Packet({"y": np.array(numbers, np.float32)}, {"batch": batch})
+
+
+class SavingSum(Summing, Saves[Total]):
+    """The same function, whose state can be saved."""
+
+    def save(self, state: Total) -> Tensors:
+        return {"seen": np.array(state.seen)}
+
+    def restore(self, tensors: Tensors, *, seed: int, options: Mapping[str, Value]) -> Total:
+        if tensors["seen"].ndim != 1:
+            raise ValueError("seen must have one axis")
+        return replace(self.open(seed=seed, options=options), seen=[float(each) for each in tensors["seen"]])
 
 
 def _refuse(numbers: Array) -> None:
@@ -151,6 +163,7 @@ SUMMING = FunctionDescriptor(
     ),
     factory="tests.engines.functions:Summing",
 )
+SAVING_SUM = replace(SUMMING, factory="tests.engines.functions:SavingSum")
 SPEAKING = FunctionDescriptor(
     Signature(
         accepts={"x": NUMBERS},

@@ -22,8 +22,8 @@ from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import Task, Usage
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.engines.function.engine import FunctionEngine
-from stagemesh.services.models.codec_speech.streaming import BatchState, StreamState
-from stagemesh.services.models.codec_speech.vocoder import CodecVocoder
+from stagemesh.services.models.codec_speech.streaming import BatchState
+from stagemesh.services.models.codec_speech.vocoder import CodecVocoder, VocoderState
 from stagemesh.services.models.qwen3_omni.code2wav import make_code2wav
 from tests.engines.support import collect, packets, stage_config
 from tests.models.tiny_code2wav import (
@@ -86,7 +86,7 @@ def chunks(codes: Codes, cuts: Sequence[int]) -> list[Packet]:
     return [Packet({"codes": codes[start:end]}) for start, end in itertools.pairwise(places)]
 
 
-def push(vocoder: CodecVocoder, state: StreamState, packet: Packet) -> Samples:
+def push(vocoder: CodecVocoder, state: VocoderState, packet: Packet) -> Samples:
     (made,) = vocoder([Call(state, packet)])
     return joined(made)
 
@@ -183,7 +183,7 @@ class _MostFrames:
     def __init__(self, vocoder: CodecVocoder, monkeypatch: pytest.MonkeyPatch) -> None:
         self._decoder, self.frames = vocoder._decoder, 0
         self.groups, self.codebook_size = self._decoder.groups, self._decoder.codebook_size
-        self.device = self._decoder.device
+        self.device, self.reach = self._decoder.device, self._decoder.reach
         monkeypatch.setattr(vocoder, "_decoder", self)
 
     def __call__(self, codes: Tensor, batch: BatchState) -> Tensor:

@@ -18,7 +18,7 @@ from stagemesh.common.errors import (
 from stagemesh.common.request_checks import read_options
 from stagemesh.orchestrator.admission import Admission, AdmissionRequest
 from stagemesh.orchestrator.fleet.fleet import Fleet
-from stagemesh.orchestrator.planning.chunk_ramps import set_chunk_sizes
+from stagemesh.orchestrator.planning.chunk_policies import set_chunk_policies
 from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import Choice, Plan, Planner
 from stagemesh.orchestrator.request.lifecycle import RequestLifecycle, RequestRegistry, fingerprint
@@ -181,7 +181,7 @@ class Orchestrator:
             for _ in range(runs):
                 plans.append(self._planner.plan(route, adapters=selected, generation=generation))
                 placed.callback(plans[-1].release)
-                set_chunk_sizes(plans[-1], request.parameters)
+                set_chunk_policies(plans[-1], request.parameters)
                 generation = plans[-1].generation
             placed.pop_all()
         return plans

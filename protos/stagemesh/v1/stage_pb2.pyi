@@ -440,6 +440,7 @@ class FramesPolicy(_message.Message):
     INITIAL_FRAMES_FIELD_NUMBER: _builtins.int
     LEFT_CONTEXT_FRAMES_FIELD_NUMBER: _builtins.int
     RAMP_FIELD_NUMBER: _builtins.int
+    PACE_FIELD_NUMBER: _builtins.int
     frames: _builtins.int
     """The number of frames per chunk, at least 1."""
     initial_frames: _builtins.int
@@ -456,6 +457,12 @@ class FramesPolicy(_message.Message):
         `initial_frames` determines the first chunk.
         """
 
+    @_builtins.property
+    def pace(self) -> Global___PlayoutPace:
+        """If set, each chunk has one of the sizes in `ramp` or `frames`, which the stage chooses so that the audio which the
+        consumer makes from the frames does not run dry. A stage that does not know the field uses `ramp` in turn.
+        """
+
     def __init__(
         self,
         *,
@@ -463,14 +470,51 @@ class FramesPolicy(_message.Message):
         initial_frames: _builtins.int = ...,
         left_context_frames: _builtins.int = ...,
         ramp: _abc.Iterable[_builtins.int] | None = ...,
+        pace: Global___PlayoutPace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pace", b"pace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "initial_frames", b"initial_frames", "left_context_frames", b"left_context_frames", "ramp", b"ramp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "initial_frames", b"initial_frames", "left_context_frames", b"left_context_frames", "pace", b"pace", "ramp", b"ramp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FramesPolicy: _TypeAlias = FramesPolicy  # noqa: Y015
+
+@_typing.final
+class PlayoutPace(_message.Message):
+    """PlayoutPace is the measured speed of the two stages of an edge whose frames become audio. All times are in seconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRAME_INTERVAL_S_FIELD_NUMBER: _builtins.int
+    FRAME_AUDIO_S_FIELD_NUMBER: _builtins.int
+    CALL_COSTS_FIELD_NUMBER: _builtins.int
+    RESERVE_S_FIELD_NUMBER: _builtins.int
+    frame_interval_s: _builtins.float
+    """The expected time in which the producer makes one frame. More than 0."""
+    frame_audio_s: _builtins.float
+    """The duration of the audio that the consumer makes from one frame. More than 0."""
+    reserve_s: _builtins.float
+    """The time for which a complete chunk may have to wait before the consumer's call begins."""
+    @_builtins.property
+    def call_costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallCost]:
+        """The duration of the consumer's calls. Not empty."""
+
+    def __init__(
+        self,
+        *,
+        frame_interval_s: _builtins.float = ...,
+        frame_audio_s: _builtins.float = ...,
+        call_costs: _abc.Iterable[Global___CallCost] | None = ...,
+        reserve_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_costs", b"call_costs", "frame_audio_s", b"frame_audio_s", "frame_interval_s", b"frame_interval_s", "reserve_s", b"reserve_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlayoutPace: _TypeAlias = PlayoutPace  # noqa: Y015
 
 @_typing.final
 class Checkpoint(_message.Message):

@@ -4,19 +4,22 @@ import asyncio
 
 import numpy as np
 import pytest
+import torch
 
 from stagemesh.common.errors import UnavailableError
 from stagemesh.services.engines.base import Emission, Task
 from stagemesh.services.engines.vllm.conversion import CheckedParams
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestPrompt
+from stagemesh.services.engines.vllm.hidden_states.runner import Batch, RunnerV1
 from stagemesh.services.engines.vllm.rows.row_receiver import EmittedRows
+from stagemesh.services.engines.vllm.rows.row_writer import RequestedRows, Slice
 
 
-def states_of(*, prompt_tokens: int, computed: int) -> EmittedRows:
+def states_of(*, prompt_tokens: int, computed: int, end: int | None = None) -> EmittedRows:
     """Returns the states of a request whose first `computed` tokens the model has computed."""
     request = EngineRequest(Task("r", 0), "r/0", RequestPrompt([0] * prompt_tokens), CheckedParams())
     request.sampled += [0] * (computed + 1 - prompt_tokens)
-    return EmittedRows(request, first_position=0)
+    return EmittedRows(request, first_position=0, end_position=end)
 
 
 def push(states: EmittedRows, position: int, count: int) -> None:
@@ -33,6 +36,27 @@ async def test_rows_that_arrive_during_a_read_are_read_too() -> None:
         if states.next_position == 2:
             push(states, 2, 2)
     assert taken == [0, 1, 2, 3]
+
+
+async def test_rows_behind_the_end_are_not_awaited() -> None:
+    states = states_of(prompt_tokens=2, computed=4, end=2)
+    push(states, 0, 2)
+    emissions = [emission async for emission in states.finish()]
+    assert [len(emission.packet.tensors["hidden_states"]) for emission in emissions] == [2]
+
+
+def test_a_worker_writes_only_the_requested_positions() -> None:
+    worker = object.__new__(RunnerV1)
+    worker._requested = {  # attach_replica, which needs an engine, creates it
+        "all": RequestedRows("all", 0),
+        "prompt": RequestedRows("prompt", 1, 6),
+        "done": RequestedRows("done", 0, 4),
+    }
+    positions, starts = np.array([4, 0, 4, 4], np.int32), np.array([0, 3, 7, 10, 13], np.int32)
+    batch = Batch(["all", "prompt", "done", "other"], starts, positions, torch.empty(13, 1), ())
+    assert worker._slices(batch) == [Slice("all", 4, 0, 3), Slice("prompt", 1, 4, 3)]
+    later = batch._replace(positions=np.array([7, 4, 7, 7], np.int32))
+    assert worker._slices(later) == [Slice("all", 7, 0, 3), Slice("prompt", 4, 3, 2)]
 
 
 async def test_repeated_rows_are_dropped_and_rows_past_the_end_stay() -> None:

@@ -21,7 +21,7 @@ stages:
       max_num_batched_tokens: 64
       kv_cache_memory_bytes: 16777216
       mm_processor_kwargs: {{fps: 2.0}}
-      hidden_states: {{layers: [accept], positions: true, dtype: float32}}
+      hidden_states: {{layers: [accept], positions: true, prompt_only: true, dtype: float32}}
   talker:
     engine: vllm
     model: {model}

@@ -9,7 +9,7 @@ import pytest
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.tensors import Array
 from stagemesh.connectors.edge import Packet
-from stagemesh.services.models.qwen3_omni.description import TextTokens, read_config
+from stagemesh.services.models.qwen3_omni.description import TextTokens
 from stagemesh.services.models.qwen3_omni.thinker2talker import Thinker2Talker
 
 WIDTH = 8
@@ -17,7 +17,7 @@ ANSWER = [40, 41, 42, 43]
 
 
 def tokens_of(model: Path) -> TextTokens:
-    return TextTokens.of(read_config(model))
+    return TextTokens.of(model)
 
 
 def prompt_of(model: Path, *, media: bool) -> list[int]:
@@ -117,6 +117,18 @@ def test_a_text_prompt_does_not_wait_for_the_thinker(tiny_qwen3_omni: Path) -> N
     made = transform.push(first)
     # All rows of the prompt but the last, which has the first token of the answer.
     assert sum(len(each.tensors["text_ids"]) for each in made) == made[0].metadata["prompt_tokens"] - 1  # type: ignore[operator]
+
+
+def test_the_first_token_is_written_at_once_unless_it_ends_the_answer(tiny_qwen3_omni: Path) -> None:
+    prompt, *_ = arrivals(tiny_qwen3_omni, media=False, prefill=1, text=1)
+    tokens = tokens_of(tiny_qwen3_omni)
+    for token, spoken in ((ANSWER[0], [ANSWER[0], tokens.eos]), (min(tokens.answer_ends), [tokens.eos])):
+        transform = Thinker2Talker(tiny_qwen3_omni)
+        transform.push(prompt)
+        made = [transform.push(Packet({"token_ids": np.array([token], np.int32)})), transform.finish()]
+        assert [each.tensors["text_ids"].tolist() for packets in made for each in packets] == [
+            [each] for each in spoken
+        ]
 
 
 def test_a_prompt_without_an_answer_is_rejected(tiny_qwen3_omni: Path) -> None:

@@ -81,3 +81,14 @@ def test_invalid_codes_leave_a_stream_as_it_was(vocoder: CloneVocoder) -> None:
 def test_a_stream_that_ends_without_its_reference_is_an_error(vocoder: CloneVocoder) -> None:
     with pytest.raises(InvalidChunkError, match="the edges ended without reference_codes"):
         decode(vocoder, [codes(0, 1), None])
+
+
+@pytest.mark.parametrize("saved_after", range(4))
+def test_a_restored_stream_continues_with_the_same_samples(vocoder: CloneVocoder, saved_after: int) -> None:
+    packets = [codes(25, 30), reference(25), codes(30, 60), codes(60, 90)]
+    whole = decode(vocoder, packets)
+    state = vocoder.open(seed=0, options={})
+    before = decode(vocoder, packets[:saved_after], state)
+    restored = vocoder.restore(vocoder.save(state), seed=0, options={})
+    after = decode(vocoder, packets[saved_after:], restored)
+    np.testing.assert_allclose(np.concatenate([before, after]), whole, atol=ROUNDING, rtol=0)

@@ -10,6 +10,7 @@ import numpy as np
 from stagemesh.common.errors import InvalidChunkError
 from stagemesh.common.tensors import Array
 from stagemesh.connectors.edge import MetadataValue, Packet
+from stagemesh.connectors.flow.chunk_sizes import ChunkSizes, FixedSizes, PlayoutPace, PlayoutSizes
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,19 @@ class FramesPolicy:
     """The numbers of rows of the first chunks. Each later chunk has `frames` rows."""
     left_context_frames: int = 0
     """The maximum number of preceding rows that each chunk repeats at its front. The first chunk repeats no rows."""
+    pace: PlayoutPace | None = None
+    """The speed of the stages, if it is known. Each chunk then has the size of `ramp` or `frames` that suits it."""
 
     def __post_init__(self) -> None:
         if min((self.frames, *self.ramp)) < 1 or self.left_context_frames < 0:
             raise ValueError(f"chunk policy needs frames >= 1, also in ramp, and left_context_frames >= 0, not {self}")
+
+    @property
+    def sizes(self) -> ChunkSizes:
+        """The sizes of the chunks of a new flow."""
+        if self.pace is None:
+            return FixedSizes(self.ramp, self.frames)
+        return PlayoutSizes(sorted({*self.ramp, self.frames}), self.pace, context=self.left_context_frames)
 
 
 ChunkPolicy: TypeAlias = StepPolicy | WholePolicy | FramesPolicy
@@ -46,8 +56,7 @@ class Chunker:
     def __init__(self, policy: FramesPolicy | WholePolicy) -> None:
         # No number of rows completes a chunk of a WholePolicy before the flow ends.
         self._policy = policy if isinstance(policy, FramesPolicy) else FramesPolicy(frames=sys.maxsize)
-        self._ramp = iter(self._policy.ramp)
-        self._wanted_frames = next(self._ramp, self._policy.frames)
+        self._sizes = self._policy.sizes
         self._waiting: list[Packet] = []
         self._waiting_frames = 0
         self._context: dict[str, Array] = {}
@@ -61,15 +70,13 @@ class Chunker:
         frames = _frames(packet)
         self._waiting.append(packet)
         self._waiting_frames += frames
+        self._sizes.add(frames)
         chunks: list[Packet] = []
-        if self._waiting_frames < self._wanted_frames:
-            return chunks
-        joined, start, total = _join(self._waiting), 0, self._waiting_frames
-        while total - start >= self._wanted_frames:
-            end = start + self._wanted_frames
-            chunks.append(self._with_context(_slice(joined, start, end)))
-            start, self._wanted_frames = end, next(self._ramp, self._policy.frames)
-        self._waiting, self._waiting_frames = [_slice(joined, start, total)] if total > start else [], total - start
+        while size := self._sizes.next_size(self._waiting_frames):
+            joined = _join(self._waiting)
+            chunks.append(self._with_context(_slice(joined, 0, size)))
+            self._waiting_frames -= size
+            self._waiting = [_slice(joined, size, size + self._waiting_frames)] if self._waiting_frames else []
         return chunks
 
     def finish(self) -> list[Packet]:

@@ -27,71 +27,29 @@ def add_rows(rows: dict[str, int], packet: Packet) -> None:
         rows[name] = rows.get(name, 0) + (tensor.shape[0] if tensor.ndim else 1)
 
 
-class PacketQueue:
-    """The packets of an edge that have arrived but have not been read. All attempts of an inlet share the queue.
+class ReceivedRows:
+    """Counts the received rows of each tensor, and drops the rows that a new producer sends again.
 
-    The queue counts the received rows of each tensor, and drops the rows that a new producer sends again.
+    `edge` is the edge's name in error messages. `counted` is the number of rows that have been received before.
     """
 
-    def __init__(self, *, edge: str) -> None:
-        self.has_ended = False
-        """Whether all packets of the edge have arrived. Packets may still be unread."""
-        self.changed = Notifier()
-        """A notifier that fires when a packet arrives, and when the current attempt ends, fails or is replaced."""
+    def __init__(self, *, edge: str, counted: Mapping[str, int] | None = None) -> None:
         self._edge = edge
-        self._packets: deque[tuple[Packet, int, Callable[[int], None]]] = deque()
-        self._counted: dict[str, int] = {}
+        self._counted: dict[str, int] = dict(counted or {})
         self._replayed: dict[str, int] | None = None
         """The next row that a repeating producer will send, by tensor name. None if all further rows are new."""
-        self._has_context = False
-
-    # -- the packets
-
-    @property
-    def waiting(self) -> int:
-        """The number of unread packets."""
-        return len(self._packets)
+        self.has_context = False
+        """Whether a packet with left context has arrived. The row counts then depend on how chunks were cut."""
 
     @property
-    def waiting_bytes(self) -> int:
-        """The total number of payload bytes in the unread packets."""
-        return sum(packet.size_bytes for packet, _, _ in self._packets)
+    def counted(self) -> Mapping[str, int]:
+        """The number of received rows by tensor name."""
+        return self._counted
 
-    def accept(self, packet: Packet, consume: Callable[[int], None]) -> None:
-        """Queues the new rows of a packet. Raises InvalidChunkError if the packet contradicts a previous attempt.
-
-        Args:
-            packet: The packet as it arrived.
-            consume: Called with the packet's size in bytes when the packet is read, or immediately if no row is new.
-        """
-        new = self.new_part(packet)
-        if new is None:
-            consume(packet.size_bytes)
-        else:
-            self._packets.append((new, packet.size_bytes, consume))
-
-    def accept_end(self) -> None:
-        """Records that no packets follow the queued packets.
-
-        Raises InvalidChunkError (ATTEMPTS_DIFFER) if the producer has sent fewer rows than the previous producer.
-        """
-        if self._replayed is not None:
-            raise self._attempts_differ(
-                "sent fewer rows than the previous attempt; a stage must reproduce its output from the same seed"
-            )
-        self.has_ended = True
-
-    def pop(self) -> Packet:
-        """Removes and returns the oldest packet. Calls the packet's `consume` callback."""
-        packet, size_bytes, consume = self._packets.popleft()
-        consume(size_bytes)
-        return packet
-
-    def clear(self) -> None:
-        """Drops all unread packets, without calling their `consume` callbacks."""
-        self._packets.clear()
-
-    # -- the rows
+    @property
+    def is_repeating(self) -> bool:
+        """Whether the present producer has not yet sent all rows that arrived from previous producers."""
+        return self._replayed is not None
 
     def check_rows(self, first_rows: Mapping[str, int]) -> None:
         """Raises NotReadyError (ROWS_MISSING) if a producer that begins at `first_rows` would omit rows that are
@@ -100,7 +58,7 @@ class PacketQueue:
         `first_rows` maps each tensor's name to the first row that the producer would send.
         """
         for name, first in first_rows.items():
-            counted = 0 if self._has_context else self._counted.get(name, 0)
+            counted = 0 if self.has_context else self._counted.get(name, 0)
             if first > counted:
                 raise NotReadyError(
                     f"edge {self._edge}: the new flow begins at row {first} of tensor {name!r}, but only {counted} "
@@ -123,7 +81,7 @@ class PacketQueue:
         Returns None if no row is new. Raises InvalidChunkError (ATTEMPTS_DIFFER) if a packet with left context has both
         old and new rows.
         """
-        self._has_context = self._has_context or CONTEXT in packet.metadata
+        self.has_context = self.has_context or CONTEXT in packet.metadata
         if self._replayed is None:
             add_rows(self._counted, packet)
             return packet
@@ -173,6 +131,65 @@ class PacketQueue:
             reason="ATTEMPTS_DIFFER",
             metadata={"edge": self._edge},
         )
+
+
+class PacketQueue(ReceivedRows):
+    """The packets of an edge that have arrived but have not been read. All attempts of an inlet share the queue.
+
+    The queue contains only rows that no earlier producer of the edge has sent.
+    """
+
+    def __init__(self, *, edge: str) -> None:
+        super().__init__(edge=edge)
+        self.has_ended = False
+        """Whether all packets of the edge have arrived. Packets may still be unread."""
+        self.changed = Notifier()
+        """A notifier that fires when a packet arrives, and when the current attempt ends, fails or is replaced."""
+        self._packets: deque[tuple[Packet, int, Callable[[int], None]]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """The number of unread packets."""
+        return len(self._packets)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """The total number of payload bytes in the unread packets."""
+        return sum(packet.size_bytes for packet, _, _ in self._packets)
+
+    def accept(self, packet: Packet, consume: Callable[[int], None]) -> None:
+        """Queues the new rows of a packet. Raises InvalidChunkError if the packet contradicts a previous attempt.
+
+        Args:
+            packet: The packet as it arrived.
+            consume: Called with the packet's size in bytes when the packet is read, or immediately if no row is new.
+        """
+        new = self.new_part(packet)
+        if new is None:
+            consume(packet.size_bytes)
+        else:
+            self._packets.append((new, packet.size_bytes, consume))
+
+    def accept_end(self) -> None:
+        """Records that no packets follow the queued packets.
+
+        Raises InvalidChunkError (ATTEMPTS_DIFFER) if the producer has sent fewer rows than the previous producer.
+        """
+        if self.is_repeating:
+            raise self._attempts_differ(
+                "sent fewer rows than the previous attempt; a stage must reproduce its output from the same seed"
+            )
+        self.has_ended = True
+
+    def pop(self) -> Packet:
+        """Removes and returns the oldest packet. Calls the packet's `consume` callback."""
+        packet, size_bytes, consume = self._packets.popleft()
+        consume(size_bytes)
+        return packet
+
+    def clear(self) -> None:
+        """Drops all unread packets, without calling their `consume` callbacks."""
+        self._packets.clear()
 
 
 class Credit:

@@ -113,14 +113,16 @@ class Child:
 
     @classmethod
     async def start(cls, command: Sequence[str], *, log: Path) -> "Child":
-        """Starts `command` in a new session and process group. Appends its stdout and stderr to the file `log`."""
+        """Starts `command` in a new process group. Appends its stdout and stderr to the file `log`."""
+        # Not in a new session: Linux divides the processors between sessions first (sched_autogroup), and then makes a
+        # stage that computes little wait for hundreds of milliseconds.
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,
             )
         return cls(process)
 

@@ -14,6 +14,7 @@ from stagemesh.common.media_types import suffix_of
 from stagemesh.common.notification import Notifier
 from stagemesh.common.output_position import length_of
 from stagemesh.common.unknown_kinds import refuse_unknown
+from stagemesh.connectors.flow.chunk_sizes import PlayoutPace
 from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, WholePolicy
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, TakeEvent
@@ -314,8 +315,20 @@ def policy_to_wire(policy: ChunkPolicy) -> stage_pb2.ChunkPolicy:
             ramp=policy.ramp,
             left_context_frames=policy.left_context_frames,
         )
+        if policy.pace is not None:
+            frames.pace.CopyFrom(_pace_to_wire(policy.pace))
         return stage_pb2.ChunkPolicy(frames=frames)
     return stage_pb2.ChunkPolicy()
+
+
+def _pace_to_wire(pace: PlayoutPace) -> stage_pb2.PlayoutPace:
+    costs = [stage_pb2.CallCost(frames=frames, seconds=cost_s) for frames, cost_s in pace.call_costs_s.items()]
+    return stage_pb2.PlayoutPace(
+        frame_interval_s=pace.frame_interval_s,
+        frame_audio_s=pace.frame_audio_s,
+        call_costs=costs,
+        reserve_s=pace.reserve_s,
+    )
 
 
 async def follow_step(replica: Replica, request: bytes, *, deadline_s: float, take: TakeEvent) -> None:

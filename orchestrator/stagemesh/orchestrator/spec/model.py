@@ -4,15 +4,17 @@ The types extend the entries of a pipeline file with values that the checks deri
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from pydantic import SkipValidation
+from pydantic import Field, SkipValidation
 
 from stagemesh.common.descriptors import EXTERNAL, OptionSpec, OutputKind, Signature
 from stagemesh.common.media_config import MediaConfig
+from stagemesh.connectors.flow.chunk_sizes import PlayoutPace
+from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy
 from stagemesh.orchestrator.spec.conditions import Condition, Fact, Facts, holds
 from stagemesh.orchestrator.spec.schema import EdgeEntry, Limits, OutputEntry, StageEntry
 
@@ -73,6 +75,14 @@ class Edge(EdgeEntry, frozen=True):
     """
     condition: SkipValidation[Condition] = ()
     """The condition that a request must fulfil for the edge to carry packets. Empty if there is no condition."""
+    pace: Annotated[SkipValidation[PlayoutPace | None], Field(exclude=True)] = None
+    """The speed of the edge's stages, in the edge of a request whose chunks depend on it. None in a pipeline."""
+
+    @property
+    def policy(self) -> ChunkPolicy:
+        """The chunk policy of the edge."""
+        policy = super().policy
+        return replace(policy, pace=self.pace) if isinstance(policy, FramesPolicy) else policy
 
     @property
     def arc(self) -> Arc:

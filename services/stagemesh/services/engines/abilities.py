@@ -159,7 +159,7 @@ class EngineAbilities:
     """The optional abilities of one engine. A field that is None or False means that the engine lacks this ability.
 
     `can_pause`, `can_resume` and `use_partitions` are valid before the engine starts. The other fields are valid only
-    afterwards.
+    afterwards. If `can_resume` depends on what the engine loads, it is True until then.
     """
 
     can_pause: bool = False

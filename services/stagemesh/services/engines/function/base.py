@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from stagemesh.common.tensors import Tensors
 from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import Medium
@@ -59,4 +60,26 @@ class OpensWithout(ABC, Generic[State]):
         """Returns the state of a new request. Called instead of `open`.
 
         `absent` contains the names of the absent optional tensors. The set may be empty.
+        """
+
+
+class Saves(ABC, Generic[State]):
+    """The interface of a function whose state can be saved and restored in another process.
+
+    The engine saves the state of a request between two calls of the request. If the stage restarts, the restored state
+    receives only the input rows that follow. Both methods run on the function's thread.
+    """
+
+    @abstractmethod
+    def save(self, state: State) -> Tensors:
+        """Returns the tensors that `restore` needs, by name. At most 6 MiB in total, or the state is not used.
+
+        Later calls must not change these tensors.
+        """
+
+    @abstractmethod
+    def restore(self, tensors: Tensors, *, seed: int, options: Mapping[str, Value]) -> State:
+        """Returns the state that `save` has saved. Called instead of `open`.
+
+        Raises KeyError, TypeError or ValueError if the function cannot have saved these tensors.
         """

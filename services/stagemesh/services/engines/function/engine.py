@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar, cast
@@ -28,7 +28,8 @@ from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Progress, Task, Usage, media_of
-from stagemesh.services.engines.function.base import Call, Function, OpensWithout
+from stagemesh.services.engines.function.base import Call, Function, OpensWithout, Saves
+from stagemesh.services.engines.function.checkpoints import RequestCheckpoints, invalid_checkpoint
 from stagemesh.services.engines.function.playout import EWMA_WEIGHT, AudioStream, AudioTensor, CallCosts, CallQueue
 from stagemesh.services.engines.input_join import packets_of
 from stagemesh.services.engines.options import parse_options, request_options
@@ -43,6 +44,7 @@ class _OwnOptions:
     """The stage options that the engine itself reads. All other options are passed to the function."""
 
     max_batch: Annotated[int, Field(ge=1, strict=True)] = 32
+    checkpoint_rows: Annotated[int, Field(ge=0, strict=True)] = 64
 
 
 class _Waiting(NamedTuple):
@@ -60,7 +62,8 @@ class FunctionEngine:
     batch to fill.
 
     A request has at most one waiting call, because the engine awaits each call of a request before it makes the next
-    one. The option `max_batch` is not passed to the function.
+    one. If the function implements `Saves`, a request emits a checkpoint every `checkpoint_rows` input rows, or none if
+    the option is 0. The options `max_batch` and `checkpoint_rows` are not passed to the function.
     """
 
     def __init__(
@@ -78,8 +81,9 @@ class FunctionEngine:
         self._name = config.function
         self._descriptor = descriptor or load_function_descriptor(config.function)
         self._model = Path(config.model) if config.model is not None else None
-        own = {name: value for name, value in config.options.items() if name == "max_batch"}
-        self._max_batch = parse_options(_OwnOptions, own, stage=config.stage).max_batch
+        names = {field.name for field in fields(_OwnOptions)}
+        own = {name: value for name, value in config.options.items() if name in names}
+        self._own_options = parse_options(_OwnOptions, own, stage=config.stage)
         self._options = {name: value for name, value in config.options.items() if name not in own}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=config.function)
         self._function: Function[object] | None = None
@@ -94,7 +98,8 @@ class FunctionEngine:
 
     @property
     def abilities(self) -> EngineAbilities:
-        return EngineAbilities()
+        # Until the function is loaded, the stage accepts no task in any case.
+        return EngineAbilities(can_resume=self._function is None or isinstance(self._function, Saves))
 
     async def start(self, report: Callable[[str], None]) -> None:
         report(f"loading {self._name}")
@@ -104,19 +109,31 @@ class FunctionEngine:
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         if self._function is None:
             raise NotReadyError(f"stage {self._stage} is still loading {self._name}")
-        if task.max_steps is not None or task.resume_from is not None:
-            raise UnsupportedError(f"stage {self._stage}: a function stage can neither pause nor resume")
+        saver = cast("Saves[object]", self._function) if isinstance(self._function, Saves) else None
+        if task.max_steps is not None or (task.resume_from is not None and saver is None):
+            raise UnsupportedError(
+                f"stage {self._stage}: a function stage cannot pause, and resumes only if its function implements Saves"
+            )
         options = request_options(task.options, self._descriptor.signature.options, stage=self._stage)
         self._held += 1
         try:
-            state = await self._in_thread(partial(_open, self._function, task, options))
-            steps, stream, media = 0, AudioStream(), media_of(task.prompt)
+            interval_rows = self._own_options.checkpoint_rows if saver is not None else 0
+            checkpoints = RequestCheckpoints(function=self._name, interval_rows=interval_rows, resumed=task.resume_from)
+            state = await self._in_thread(partial(_open, self._function, task, options, checkpoints))
+            media = media_of(task.prompt)
+            steps, stream = task.resume_from.steps if task.resume_from is not None else 0, AudioStream()
             async with aclosing(packets_of(task, self._descriptor.signature)) as packets:
-                async for packet in packets:
+                async for given in packets:
+                    if (packet := checkpoints.new_part(given)) is None:
+                        continue
                     for made in await self._call(Call(state, packet, media), stream):
                         yield Emission(made)
                     steps += 1
                     yield Progress(steps)
+                    if saver is not None and checkpoints.is_due:
+                        saved = await self._in_thread(partial(saver.save, state))
+                        yield checkpoints.make(saved, steps=steps)
+            checkpoints.check_end()
             for made in await self._call(Call[object](state, None), stream):
                 yield Emission(made)
             yield Usage(steps=steps)
@@ -189,14 +206,16 @@ class FunctionEngine:
                 await self._run(await self._next_batch(), function)
         finally:
             while self._waiting:
-                for waiting in self._waiting.pop_batch(self._max_batch):
+                for waiting in self._waiting.pop_batch(self._own_options.max_batch):
                     _set_outcome(waiting, self._closed_error())
 
     async def _next_batch(self) -> list[_Waiting]:
         """Waits for at least one call. Returns the next batch without the cancelled calls."""
         while not self._waiting:
             await self._arrived.wait()
-        return [waiting for waiting in self._waiting.pop_batch(self._max_batch) if not waiting.done.cancelled()]
+        return [
+            waiting for waiting in self._waiting.pop_batch(self._own_options.max_batch) if not waiting.done.cancelled()
+        ]
 
     async def _run(self, batch: list[_Waiting], function: Function[object]) -> None:
         if not batch:
@@ -268,7 +287,15 @@ def _set_outcome(waiting: _Waiting, outcome: Sequence[Packet] | StagemeshError) 
         waiting.done.set_result(outcome)
 
 
-def _open(function: Function[object], task: Task, options: Mapping[str, Value]) -> object:
+def _open(
+    function: Function[object], task: Task, options: Mapping[str, Value], checkpoints: RequestCheckpoints
+) -> object:
+    if isinstance(function, Saves) and task.resume_from is not None:
+        restores = cast("Saves[object]", function)
+        try:
+            return restores.restore(checkpoints.state, seed=task.seed, options=options)
+        except (KeyError, TypeError, ValueError) as exc:
+            raise invalid_checkpoint(f"cannot be restored: {exc}") from exc
     if isinstance(function, OpensWithout):
         opens = cast("OpensWithout[object]", function)
         return opens.open_without(task.absent, seed=task.seed, options=options)

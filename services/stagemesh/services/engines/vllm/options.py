@@ -45,6 +45,8 @@ class HiddenStatesOptions:
     """The dtype of the emitted tensors, independent of the model's dtype."""
     positions: bool = False
     """Whether the stage also emits the positions of the tokens for M-RoPE, as the tensor `positions`."""
+    prompt_only: bool = False
+    """Whether the stage emits only the rows of prompt tokens, and none of sampled tokens."""
     share_bytes: int = 0
     """The size of the worker's part of the arena for hidden states, in bytes. 0 means a quarter of the arena."""
 

@@ -12,7 +12,7 @@ In shapes, `rows` is the number of streams in a batch, and `steps` is the number
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from typing import Annotated, Literal
 
 import torch
@@ -153,11 +153,11 @@ class Snake:
 class ConvNeXt:
     """A residual block: a convolution of each channel by itself, followed by two linear layers for each step."""
 
-    _KERNEL = 7
+    KERNEL = 7
     _EPSILON = 1e-6
 
     def __init__(self, weights: Weights, channels: int) -> None:
-        self._conv = CausalConv(weights.part("dwconv"), channels, channels, kernel=self._KERNEL, groups=channels)
+        self._conv = CausalConv(weights.part("dwconv"), channels, channels, kernel=self.KERNEL, groups=channels)
         norm, up, down = weights.part("norm"), weights.part("pwconv1"), weights.part("pwconv2")
         self._norm = weights.place(norm.take("weight", channels)), weights.place(norm.take("bias", channels))
         self._up = (
@@ -181,11 +181,11 @@ class ConvNeXt:
 class ResidualUnit:
     """A residual block of a decoder: a dilated convolution, and a convolution of single steps."""
 
-    _KERNEL = 7
+    KERNEL = 7
 
     def __init__(self, weights: Weights, channels: int, *, dilation: int) -> None:
         self._first_snake = Snake(weights.part("act1"), channels)
-        self._dilated = CausalConv(weights.part("conv1"), channels, channels, kernel=self._KERNEL, dilation=dilation)
+        self._dilated = CausalConv(weights.part("conv1"), channels, channels, kernel=self.KERNEL, dilation=dilation)
         self._second_snake = Snake(weights.part("act2"), channels)
         self._mix = CausalConv(weights.part("conv2"), channels, channels, kernel=1)
 
@@ -258,6 +258,8 @@ class WaveDecoder:
             )
             for number, rate in enumerate(rates)
         ]
+        self.reach = self._reach(ratios, rates)
+        """The number of last frames on which the retained inputs of all parts depend."""
         channels //= 2 ** len(rates)
         self._snake = Snake(decoder.part(len(rates) + 1), channels)
         self._last = CausalConv(decoder.part(len(rates) + 2), channels, 1, kernel=self._KERNEL)
@@ -271,6 +273,17 @@ class WaveDecoder:
         for block in self._blocks:
             hidden = block(hidden, batch)
         return self._last(self._snake(hidden), batch).squeeze(1).float().clamp_(-1, 1)
+
+    def _reach(self, ratios: Sequence[int], rates: Sequence[int]) -> int:
+        # From the last part to the first one: the number of last inputs on which all later parts depend.
+        steps = self._KERNEL - 1
+        for rate in reversed(rates):
+            steps += sum((ResidualUnit.KERNEL - 1) * dilation for dilation in _DILATIONS)
+            steps = ceil(steps / rate) + 1
+        steps += self._KERNEL - 1
+        for ratio in reversed(ratios):
+            steps = ceil((steps + ConvNeXt.KERNEL - 1) / ratio)
+        return steps
 
 
 @dataclass(frozen=True)
@@ -314,6 +327,8 @@ class WindowTransformer:
 
     def __init__(self, weights: Weights, config: TransformerConfig) -> None:
         self._history = config.sliding_window - 1
+        self.reach = config.num_hidden_layers * self._history
+        """The number of earlier positions on which the hidden state of a position depends."""
         layers = weights.part("layers")
         self._layers = [WindowLayer(layers.part(number), config) for number in range(config.num_hidden_layers)]
         self._norm = weights.place(weights.take("norm.weight", config.hidden_size))

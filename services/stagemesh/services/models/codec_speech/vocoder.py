@@ -2,8 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,10 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from stagemesh.common.errors import InvalidChunkError
+from stagemesh.common.tensors import Tensors
 from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
-from stagemesh.services.engines.function.base import Call
+from stagemesh.services.engines.function.base import Call, Saves
 from stagemesh.services.engines.options import parse_options
 from stagemesh.services.engines.torch_device import choose_device, limit_threads
 from stagemesh.services.models.codec_speech.streaming import BatchState, StreamState
@@ -26,6 +27,9 @@ Bounds the memory. With Qwen3-Omni's weights, 256 frames need 1.3 GB in float32.
 """
 
 
+Codes: TypeAlias = npt.NDArray[np.int32]
+
+
 class CodecDecoder(Protocol):
     """A streaming decoder of codec frames."""
 
@@ -33,10 +37,27 @@ class CodecDecoder(Protocol):
     """The number of codes of a frame."""
     codebook_size: int
     device: torch.device
+    reach: int
+    """The number of last frames on which the state of a stream depends."""
 
     def __call__(self, codes: Tensor, batch: BatchState) -> Tensor:
         """Converts int32[rows, frames, groups] to float32[rows, samples], and calls `batch.advance`."""
         ...
+
+    def remember(self, codes: Tensor, batch: BatchState) -> None:
+        """Moves new streams to the state after int32[rows, frames, groups], and calls `batch.advance`.
+
+        The frames are the last `reach` frames of each stream, or all of its frames.
+        """
+        ...
+
+
+@dataclass
+class VocoderState(StreamState):
+    """The state of one stream, with the frames from which it can be restored."""
+
+    recent: Codes = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    """The last frames, at most `CodecDecoder.reach`, int32[frames, groups]."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +89,12 @@ def choose_placement(options: Mapping[str, JsonValue]) -> Placement:
     return Placement(device, torch.float32)
 
 
-class CodecVocoder:
+class CodecVocoder(Saves[VocoderState]):
     """A `Function` that converts codec frames to audio. Its samples do not depend on the packet boundaries.
 
     Streams with equally many new frames are decoded in one batch. Streams at their first frames have separate batches.
-    A long packet is decoded in pieces, and each piece is an output packet.
+    A long packet is decoded in pieces, and each piece is an output packet. A saved state consists of the last frames,
+    because the retained inputs are more than a hundred times as large.
     """
 
     def __init__(self, decoder: CodecDecoder) -> None:
@@ -82,25 +104,45 @@ class CodecVocoder:
         for _ in self._decode(np.zeros((1, 1, decoder.groups), np.int32), BatchState([StreamState()])):
             pass
 
-    def open(self, *, seed: int, options: Mapping[str, Value]) -> StreamState:  # noqa: ARG002
-        return StreamState()
+    def open(self, *, seed: int, options: Mapping[str, Value]) -> VocoderState:  # noqa: ARG002
+        return VocoderState(recent=np.zeros((0, self._decoder.groups), np.int32))
+
+    def save(self, state: VocoderState) -> Tensors:
+        return {"frames": np.array(state.frames), "codes": state.recent}
 
     @torch.inference_mode()
-    def __call__(self, batch: Sequence[Call[StreamState]]) -> Sequence[Sequence[Packet]]:
+    def restore(self, tensors: Tensors, *, seed: int, options: Mapping[str, Value]) -> VocoderState:
+        state, frames, codes = self.open(seed=seed, options=options), int(tensors["frames"]), tensors["codes"]
+        recent = codes.astype(np.int32)
+        kept = min(frames, self._decoder.reach)
+        if recent.shape != (kept, self._decoder.groups) or not _are_codes(recent, self._decoder.codebook_size):
+            raise ValueError(f"codes {codes.dtype}{list(codes.shape)} are not the last ones of {frames} frames")
+        if frames:
+            state.frames, state.recent = frames - kept, recent
+            rows = BatchState([state])
+            self._decoder.remember(torch.from_numpy(recent[None]).to(self._decoder.device), rows)
+            rows.commit()
+        return state
+
+    @torch.inference_mode()
+    def __call__(self, batch: Sequence[Call[VocoderState]]) -> Sequence[Sequence[Packet]]:
         outputs: list[list[Packet]] = [[] for _ in batch]
-        decoded: list[BatchState] = []
+        decoded: list[tuple[Sequence[int], Codes, BatchState]] = []
         for numbers in self._groups(batch):
             rows = BatchState([batch[number].state for number in numbers])
             codes = np.stack([_codes(batch[number]) for number in numbers])
             for audio in self._decode(codes, rows):
                 for number, samples in zip(numbers, audio, strict=True):
                     outputs[number].append(Packet({"audio": samples}))
-            decoded.append(rows)
-        for rows in decoded:
+            decoded.append((numbers, codes, rows))
+        for numbers, codes, rows in decoded:
             rows.commit()
+            for number, new in zip(numbers, codes, strict=True):
+                state = batch[number].state
+                state.recent = np.concatenate((state.recent, new))[-self._decoder.reach :]
         return outputs
 
-    def _groups(self, batch: Sequence[Call[StreamState]]) -> Iterator[Sequence[int]]:
+    def _groups(self, batch: Sequence[Call[VocoderState]]) -> Iterator[Sequence[int]]:
         """Yields the numbers of the calls that are decoded together. Raises InvalidChunkError if codes are invalid."""
         groups: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
         for number, call in enumerate(batch):
@@ -113,7 +155,7 @@ class CodecVocoder:
             rows = max(1, self._max_frames // frames)
             yield from (numbers[start : start + rows] for start in range(0, len(numbers), rows))
 
-    def _decode(self, codes: npt.NDArray[np.int32], rows: BatchState) -> Iterator[npt.NDArray[np.float32]]:
+    def _decode(self, codes: Codes, rows: BatchState) -> Iterator[npt.NDArray[np.float32]]:
         """Decodes int32[rows, frames, groups] in pieces. Yields float32[rows, samples] of each piece."""
         frames = max(1, self._max_frames // len(codes))
         for start in range(0, codes.shape[1], frames):
@@ -121,7 +163,7 @@ class CodecVocoder:
             yield self._decoder(piece, rows).cpu().numpy()
 
 
-def check_codes(codes: npt.NDArray[np.int32], first_frame: int, *, groups: int, size: int) -> None:
+def check_codes(codes: Codes, first_frame: int, *, groups: int, size: int) -> None:
     """Raises InvalidChunkError if codes [frames, groups] do not fit a vocoder with codes from 0 to `size` - 1.
 
     `first_frame` is the position of the first frame in the stream, for the error message.
@@ -131,15 +173,18 @@ def check_codes(codes: npt.NDArray[np.int32], first_frame: int, *, groups: int, 
             f"the codec frames have {codes.shape[1]} codes each, but the vocoder's model has {groups} groups; use "
             "one model for talker and vocoder"
         )
-    wrong = (codes < 0) | (codes >= size)
-    if wrong.any():
-        frame, group = np.argwhere(wrong)[0]
+    if not _are_codes(codes, size):
+        frame, group = np.argwhere((codes < 0) | (codes >= size))[0]
         raise InvalidChunkError(
             f"codec frame {first_frame + frame} has the code {codes[frame, group]} in group {group}, but "
             f"codes are 0 to {size - 1}; remove frames with special codes by the edge's transform"
         )
 
 
-def _codes(call: Call[StreamState]) -> npt.NDArray[np.int32]:
+def _are_codes(codes: Codes, size: int) -> bool:
+    return bool(((codes >= 0) & (codes < size)).all())
+
+
+def _codes(call: Call[VocoderState]) -> Codes:
     assert call.packet is not None, "the last call of a request has no codes"
     return call.packet.tensors["codes"].astype(np.int32, copy=False)

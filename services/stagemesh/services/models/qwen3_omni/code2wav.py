@@ -59,14 +59,22 @@ class Code2Wav:
             ratios=config.upsampling_ratios,
             rates=config.upsample_rates,
         )
+        self.reach = self._transformer.reach + self._decoder.reach
 
     def __call__(self, codes: Tensor, batch: BatchState) -> Tensor:
-        rows, frames, _ = codes.shape
+        samples = self._decoder(self._transform(codes, batch), batch)
+        batch.advance(codes.shape[1])
+        return samples
+
+    def remember(self, codes: Tensor, batch: BatchState) -> None:
+        # The convolutions are most of the work, and depend only on the last few frames.
+        self._decoder(self._transform(codes, batch)[:, -self._decoder.reach :], batch)
+        batch.advance(codes.shape[1])
+
+    def _transform(self, codes: Tensor, batch: BatchState) -> Tensor:
         # The hidden state of a frame is the mean of its codes' embeddings.
         means = F.embedding_bag((codes + self._offsets).flatten(0, 1), self._embedding, mode="mean")
-        samples = self._decoder(self._transformer(means.view(rows, frames, -1), batch), batch)
-        batch.advance(frames)
-        return samples
+        return self._transformer(means.view(*codes.shape[:2], -1), batch)
 
 
 def make_code2wav(model: Path | None, options: Mapping[str, JsonValue]) -> CodecVocoder:

@@ -41,11 +41,14 @@ class TextTokens:
     eos: int
     media: frozenset[int]
     """The placeholders of audio, images and video."""
+    answer_ends: frozenset[int]
+    """The tokens that end an answer of the thinker."""
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "TextTokens":
-        """Returns the ids in a checkpoint's config."""
-        thinker = config["thinker_config"]
+    def of(cls, model: Path) -> "TextTokens":
+        """Returns the ids in the configs of the checkpoint folder `model`."""
+        config = read_config(model)
+        thinker, ends = config["thinker_config"], read_generation_config(model).get("eos_token_id", [])
         return cls(
             config["im_start_token_id"],
             config["user_token_id"],
@@ -54,6 +57,7 @@ class TextTokens:
             config["tts_bos_token_id"],
             config["tts_eos_token_id"],
             frozenset(thinker[f"{kind}_token_id"] for kind in ("audio", "image", "video")),
+            frozenset({config["im_end_token_id"], *(ends if isinstance(ends, list) else [ends])}),
         )
 
 
@@ -111,12 +115,18 @@ def talker_config(config: Any) -> Any:
     return talker
 
 
-def _talker_sampling(model: Path) -> dict[str, Any]:
-    """Returns the talker's sampling parameters in the checkpoint's generation_config.json, if it has this file."""
+def read_generation_config(model: Path) -> Mapping[str, Any]:
+    """Returns the checkpoint's generation_config.json, or an empty mapping if the file cannot be read."""
     try:
         values: dict[str, Any] = json.loads((model / "generation_config.json").read_text())
     except (OSError, ValueError):
         return {}
+    return values
+
+
+def _talker_sampling(model: Path) -> dict[str, Any]:
+    """Returns the talker's sampling parameters in the checkpoint's generation_config.json."""
+    values = read_generation_config(model)
     given = {name.removeprefix("talker_"): value for name, value in values.items() if name.startswith("talker_")}
     return {name: value for name, value in given.items() if name in _SAMPLING}
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.tensors import Array
 from stagemesh.connectors.edge import Packet
-from stagemesh.services.models.qwen3_omni.description import TextTokens, read_config
+from stagemesh.services.models.qwen3_omni.description import TextTokens
 
 _HEADER = 3
 """The number of tokens that begin the assistant's message: message start, role and line break."""
@@ -40,7 +40,7 @@ class Thinker2Talker:
                 "transform qwen3_omni.thinker2talker needs the checkpoint's config; set `model` of the talker's stage",
                 reason="INVALID_CONFIG",
             )
-        self._tokens = TextTokens.of(read_config(model))
+        self._tokens = TextTokens.of(model)
         self._prompt = _NO_TOKENS
         self._user: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
         """Whether the user's messages contain each token of the prompt."""
@@ -50,9 +50,9 @@ class Thinker2Talker:
         self._next_row, self._next_position = 0, 0
         self._prompt_rows = 0
         self._unspoken = _NO_TOKENS
-        """The sampled tokens that are not written yet. The last one waits for a further token, because it may end the
-        answer. All wait until the prompt is written.
-        """
+        """The sampled tokens that are not written yet. All wait until the prompt is written."""
+        self._has_spoken = False
+        """Whether the first token of the answer is written."""
 
     def push(self, packet: Packet) -> Sequence[Packet]:
         tensors = packet.tensors
@@ -67,14 +67,26 @@ class Thinker2Talker:
             self._unspoken = np.concatenate([self._unspoken, tensors["token_ids"].astype(np.int32)])
         # Tokens may arrive before the states of the prompt from which they were sampled.
         if self._prompt_rows and not self._user_left:
-            rows += self._text_rows(self._unspoken[:-1])
-            self._unspoken = self._unspoken[-1:]
+            rows += self._text_rows(self._take_spoken())
         return rows
 
     def finish(self) -> Sequence[Packet]:
         return list(self._text_rows(np.array([self._tokens.eos], np.int32))) if self._prompt_rows else []
 
     # -- internals
+
+    def _take_spoken(self) -> Tokens:
+        """Removes and returns the tokens that can be written.
+
+        The last token waits for a further one, because it may be the end of the answer, which is not spoken. The first
+        token of an answer does not wait unless it is an end token, so that the talker begins one step earlier.
+        """
+        waiting = len(self._unspoken)
+        is_beginning = waiting == 1 and not self._has_spoken and int(self._unspoken[0]) not in self._tokens.answer_ends
+        count = 1 if is_beginning else max(0, waiting - 1)
+        taken, self._unspoken = np.split(self._unspoken, [count])
+        self._has_spoken = self._has_spoken or count > 0
+        return taken
 
     def _begin(self, prompt: Tokens) -> Iterator[Packet]:
         """Yields the rows of a prompt without media. With media, only determines which rows the prompt has."""

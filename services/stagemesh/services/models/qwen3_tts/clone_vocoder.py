@@ -10,27 +10,29 @@ import numpy.typing as npt
 from pydantic import JsonValue
 
 from stagemesh.common.errors import InvalidChunkError
+from stagemesh.common.tensors import Tensors
 from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
-from stagemesh.services.engines.function.base import Call, OpensWithout
-from stagemesh.services.models.codec_speech.streaming import StreamState
-from stagemesh.services.models.codec_speech.vocoder import CodecVocoder
+from stagemesh.services.engines.function.base import Call, OpensWithout, Saves
+from stagemesh.services.models.codec_speech.vocoder import CodecVocoder, VocoderState
 from stagemesh.services.models.qwen3_tts.codec_decoder import make_codec_decoder
 
 Codes: TypeAlias = npt.NDArray[np.int32]
 _REFERENCE, _CODES = "reference_codes", "codes"
+_EARLY = "early"
+"""The name of the saved tensor that contains the frames before the reference."""
 
 
 @dataclass
 class CloneState:
     """The state of one stream."""
 
-    decoded: StreamState
+    decoded: VocoderState
     early: list[Codes] | None
     """The frames of the speech that have arrived before the reference. None as soon as the reference has arrived."""
 
 
-class CloneVocoder(OpensWithout[CloneState]):
+class CloneVocoder(OpensWithout[CloneState], Saves[CloneState]):
     """A `Function` that converts codec frames to audio.
 
     The frames of a request's reference voice, of which there may be none, arrive over an edge of their own, before or
@@ -45,6 +47,17 @@ class CloneVocoder(OpensWithout[CloneState]):
 
     def open_without(self, absent: frozenset[str], *, seed: int, options: Mapping[str, Value]) -> CloneState:
         return CloneState(self._vocoder.open(seed=seed, options=options), None if _REFERENCE in absent else [])
+
+    def save(self, state: CloneState) -> Tensors:
+        saved = dict(self._vocoder.save(state.decoded))
+        if state.early is not None:
+            saved[_EARLY] = np.concatenate(state.early) if state.early else np.empty((0, 0), np.int32)
+        return saved
+
+    def restore(self, tensors: Tensors, *, seed: int, options: Mapping[str, Value]) -> CloneState:
+        early = tensors.get(_EARLY)
+        decoded = self._vocoder.restore(tensors, seed=seed, options=options)
+        return CloneState(decoded, None if early is None else [early.astype(np.int32)] if len(early) else [])
 
     def __call__(self, batch: Sequence[Call[CloneState]]) -> Sequence[Sequence[Packet]]:
         packets = [_frames_to_decode(call) for call in batch]

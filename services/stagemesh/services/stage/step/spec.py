@@ -21,6 +21,7 @@ from stagemesh.common.request_checks import (
 from stagemesh.common.tensors import inline_tensor
 from stagemesh.common.unknown_kinds import refuse_unknown
 from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.flow.chunk_sizes import PlayoutPace
 from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.services.engines.base import (
     ChatMessage,
@@ -414,12 +415,20 @@ def _policy(message: stage_pb2.OutputBinding) -> ChunkPolicy:
             frames = message.policy.frames
             ramp = tuple(frames.ramp) or (frames.initial_frames,) * bool(frames.initial_frames)
             try:
-                return FramesPolicy(frames.frames, ramp, frames.left_context_frames)
+                return FramesPolicy(frames.frames, ramp, frames.left_context_frames, _pace(frames))
             except ValueError as exc:
                 raise InvalidRequestError(f"edge {message.edge}: {exc}", reason="INVALID_EDGE") from exc
         case _:
             refuse_unknown(message.policy, of="the caller")
             return StepPolicy()
+
+
+def _pace(message: stage_pb2.FramesPolicy) -> PlayoutPace | None:
+    if not message.HasField("pace"):
+        return None
+    pace = message.pace
+    costs_s = {cost.frames: cost.seconds for cost in pace.call_costs}
+    return PlayoutPace(pace.frame_interval_s, pace.frame_audio_s, costs_s, pace.reserve_s)
 
 
 def checkpoint_to_wire(state: Checkpoint) -> stage_pb2.Checkpoint:

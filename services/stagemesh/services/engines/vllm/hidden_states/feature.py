@@ -87,7 +87,8 @@ class HiddenStates(RequestFeature):
         if first_position < request.computed_tokens:
             # vLLM does not compute positions that it finds in the prefix cache, except the last position.
             request.params.skip_reading_prefix_cache = True
-        rows = EmittedRows(request, first_position=first_position)
+        end_position = prompt_tokens if self._options.prompt_only else None
+        rows = EmittedRows(request, first_position=first_position, end_position=end_position)
         self._rows.open(rows, held)
         return rows
 

@@ -124,6 +124,8 @@ class _EmitsHiddenStates:
                 continue
             start, end, position = int(batch.starts[i]), int(batch.starts[i + 1]), int(batch.positions[i])
             skipped = max(0, requested.first_position - position)
+            if requested.end_position is not None:
+                end = min(end, start + requested.end_position - position)
             if start + skipped < end:
                 slices.append(Slice(requested.name, position + skipped, start + skipped, end - start - skipped))
         return slices

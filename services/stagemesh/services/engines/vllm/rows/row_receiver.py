@@ -8,6 +8,7 @@ import asyncio
 import logging
 import secrets
 import socket
+import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
@@ -50,7 +51,9 @@ class EmittedRows(RequestHook):
     Emits each row once and in order, even if the worker writes some rows again after a preemption.
     """
 
-    def __init__(self, request: EngineRequest, *, first_position: int) -> None:
+    def __init__(self, request: EngineRequest, *, first_position: int, end_position: int | None = None) -> None:
+        """`end_position` is the position after the last requested row, or None if all later rows are requested."""
+        self.end_position = end_position
         self.next_position = first_position
         """The token position of the next row to arrive. All requested rows before this position have arrived."""
         self.request = request
@@ -113,7 +116,7 @@ class EmittedRows(RequestHook):
         Raises UnavailableError if no row arrives for `_LATE_S` seconds. If `fail` has recorded an error, raises this
         error.
         """
-        position = self.request.computed_tokens
+        position = min(self.request.computed_tokens, self.end_position or sys.maxsize)
         while True:
             if emissions := self.take(before=position):
                 for emission in emissions:
@@ -181,7 +184,7 @@ class RowReceiver:
     def open(self, rows: EmittedRows, held: AsyncExitStack) -> None:
         """Starts to receive the rows of a request, from the next position of `rows` onwards."""
         request = rows.request
-        set_argument(request.params, RequestedRows(request.name, rows.next_position))
+        set_argument(request.params, RequestedRows(request.name, rows.next_position, rows.end_position))
         self._requests[request.name] = rows
         held.callback(self._requests.pop, request.name)
         request.limit.set_taken(request.known_tokens)

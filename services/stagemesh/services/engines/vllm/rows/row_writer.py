@@ -86,6 +86,8 @@ class RequestedRows(msgspec.Struct, frozen=True):
     name: str
     first_position: int
     """The token position of the first emitted row. The rows of earlier positions are not emitted."""
+    end_position: int | None = None
+    """The token position after the last emitted row, or None if all later rows are emitted."""
 
 
 class RequestRows(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,145 @@
+"""Chooses the sizes of a flow's chunks: fixed sizes, or sizes that keep the audio of the flow from running dry."""
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+_MAX_SHARE = 1 / 8
+"""The maximum duration of a call, as a share of its audio's duration, at which a size below the largest is used after
+the first chunk. Smaller calls would occupy the consumer for more time than they gain.
+"""
+_EWMA_WEIGHT = 0.2
+"""The weight of the newest row in the moving average of the time between rows."""
+
+
+@dataclass(frozen=True)
+class PlayoutPace:
+    """The measured speed of the producer and of the consumer of a flow whose rows are frames of audio."""
+
+    frame_interval_s: float
+    """The expected time in which the producer makes one frame, in seconds."""
+    frame_audio_s: float
+    """The duration of the audio that the consumer makes from one frame, in seconds."""
+    call_costs_s: Mapping[int, float]
+    """The duration of the consumer's calls in seconds, by the maximum number of frames of a call. Not empty."""
+    reserve_s: float = 0.0
+    """The time for which a complete chunk may have to wait before the consumer's call begins, in seconds."""
+
+    def __post_init__(self) -> None:
+        numbers = (self.frame_interval_s, self.frame_audio_s, *self.call_costs_s, *self.call_costs_s.values())
+        if not self.call_costs_s or not all(0 < number < inf for number in numbers) or not 0 <= self.reserve_s < inf:
+            raise ValueError(f"a pace needs positive numbers and at least one call, not {self}")
+
+    def cost_s(self, frames: int) -> float:
+        """Returns the estimated duration of a call with this number of frames, in seconds.
+
+        A call takes no longer than one with more frames, even if an older measurement says so. A call with more frames
+        than any measured one takes longer in proportion.
+        """
+        largest = max(self.call_costs_s)
+        costs_s = [cost_s for most, cost_s in self.call_costs_s.items() if most >= frames]
+        return min(costs_s) if costs_s else self.call_costs_s[largest] * frames / largest
+
+
+class ChunkSizes(Protocol):
+    """Chooses the size of each chunk of one flow."""
+
+    def add(self, rows: int) -> None:
+        """Records that `rows` more rows have arrived. Called before `next_size`."""
+        ...
+
+    def next_size(self, waiting: int) -> int:
+        """Returns the number of rows of the chunk that is cut now, or 0 if no chunk is cut yet.
+
+        `waiting` is the number of rows that are in no chunk yet. If the result is not 0, the caller cuts the chunk.
+        """
+        ...
+
+
+class FixedSizes:
+    """`ChunkSizes` that are known in advance: those of a ramp, then always the same one."""
+
+    def __init__(self, ramp: Sequence[int], frames: int) -> None:
+        self._ramp, self._frames = iter(ramp), frames
+        self._wanted = next(self._ramp, frames)
+
+    def add(self, rows: int) -> None:
+        """Does nothing, because the sizes do not depend on time."""
+
+    def next_size(self, waiting: int) -> int:
+        """Returns the next size if as many rows are waiting."""
+        if waiting < self._wanted:
+            return 0
+        size, self._wanted = self._wanted, next(self._ramp, self._frames)
+        return size
+
+
+class PlayoutSizes:
+    """`ChunkSizes` that depend on how much of the flow's audio has not been played.
+
+    The first chunk is as small as permitted, so that audio begins early, but plays until a second chunk can be ready.
+    Each later chunk is the largest one that is ready before the audio runs dry at the present speed of the producer,
+    because a call with many frames takes little longer than one with few.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], pace: PlayoutPace, *, context: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`sizes` are the permitted sizes, ascending. `context` is the number of rows that later chunks repeat."""
+        self._sizes, self._pace, self._clock = sizes, pace, clock
+        self._costs_s = {size: pace.cost_s(size + context) for size in sizes}
+        """The duration of the consumer's call for a later chunk, by its size."""
+        self._interval_s = pace.frame_interval_s
+        self._arrived_s: float | None = None
+        self._last_size = 0
+        """The size of the last chunk. 0 before the first chunk."""
+        self._ready_s, self._dry_s = 0.0, 0.0
+        """The times at which the consumer has processed all chunks so far, and at which their audio has been played."""
+
+    def add(self, rows: int) -> None:
+        """Measures the time between rows."""
+        now_s = self._clock()
+        if self._arrived_s is not None and rows:
+            self._interval_s += _EWMA_WEIGHT * ((now_s - self._arrived_s) / rows - self._interval_s)
+        self._arrived_s = now_s
+
+    def next_size(self, waiting: int) -> int:
+        """Returns the largest size that is waiting, unless a larger chunk would be ready in time."""
+        now_s = self._clock()
+        if not self._last_size:
+            size = next((size for size in self._sizes if self._lasts(size)), self._sizes[-1])
+            return self._cut(size, self._pace.cost_s(size), now_s) if waiting >= size else 0
+        sizes = self._sizes_after(self._last_size)
+        at = bisect_right(sizes, waiting)
+        if at and at < len(sizes):
+            complete_s = now_s + (sizes[at] - waiting) * self._interval_s
+            if max(complete_s, self._ready_s) + self._pace.reserve_s + self._costs_s[sizes[at]] <= self._dry_s:
+                return 0
+        return self._cut(sizes[at - 1], self._costs_s[sizes[at - 1]], now_s) if at else 0
+
+    # -- internals
+
+    def _sizes_after(self, last: int) -> list[int]:
+        """Returns the sizes that may follow a chunk of the size `last`.
+
+        A larger size may. A smaller or equal one may if its call takes a small share of its audio's duration.
+        """
+        most_s = _MAX_SHARE * self._pace.frame_audio_s
+        largest = self._sizes[-1]
+        return [each for each in self._sizes if each > last or each == largest or self._costs_s[each] <= each * most_s]
+
+    def _lasts(self, size: int) -> bool:
+        """Returns whether the audio of a first chunk lasts until the smallest chunk that may follow is ready."""
+        following, cost_s = self._sizes_after(size)[0], self._pace.cost_s(size)
+        next_s = max(following * self._interval_s, cost_s) + self._pace.reserve_s + self._costs_s[following]
+        return next_s <= cost_s + size * self._pace.frame_audio_s
+
+    def _cut(self, size: int, cost_s: float, now_s: float) -> int:
+        """Records that a chunk is cut now. Returns its size."""
+        self._last_size = size
+        self._ready_s = max(now_s, self._ready_s) + cost_s
+        self._dry_s = max(self._dry_s, self._ready_s) + size * self._pace.frame_audio_s
+        return size
