@@ -11,6 +11,7 @@ from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.tensors import Array, Tensors, TensorSpec
 from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
+from stagemesh.services.engines.base import MediaFile
 from stagemesh.services.engines.function.base import Call, OpensWithout, Saves
 
 NUMBERS = TensorSpec("float32", ("count",))
@@ -106,6 +107,24 @@ class Speaking:
         return [[] if call.packet is None else [Packet({"audio": call.packet.tensors["x"]})] for call in batch]
 
 
+class ListingMedia:
+    """Emits the text of the prompt, and the types of its media."""
+
+    def __init__(self, model: object, options: Mapping[str, object]) -> None:
+        self.options = options
+
+    def open(self, *, seed: int, options: Mapping[str, Value]) -> None:
+        return None
+
+    def __call__(self, batch: Sequence[Call[None]]) -> Sequence[Sequence[Packet]]:
+        return [[] if call.packet is None else [self._list(call.packet, call)] for call in batch]
+
+    def _list(self, packet: Packet, call: Call[None]) -> Packet:
+        types = [each.media_type for each in call.media if isinstance(each, MediaFile)]
+        words = [packet.tensors["text"].tobytes().decode(), *types]
+        return Packet({"text": np.frombuffer(" ".join(words).encode(), np.uint8)})
+
+
 class Echo:
     """Emits the prompt's text."""
 
@@ -155,6 +174,10 @@ SPEAKING = FunctionDescriptor(
 ECHO = FunctionDescriptor(
     Signature(emits={"text": Emitted(TensorSpec("uint8", ("bytes",)), kind="text")}),
     factory="tests.engines.functions:Echo",
+)
+LISTING_MEDIA = FunctionDescriptor(
+    Signature(emits={"text": Emitted(TensorSpec("uint8", ("bytes",)), kind="text")}, media=True),
+    factory="tests.engines.functions:ListingMedia",
 )
 ABSENT_NAMES = FunctionDescriptor(
     Signature(

@@ -23,7 +23,7 @@ from stagemesh.services.engines.base import (
 )
 from stagemesh.services.engines.function.engine import FunctionEngine
 from stagemesh.services.engines.input_join import prompt_packet
-from tests.engines.functions import ABSENT_NAMES, ECHO, ENTERED, GATE, SUMMING
+from tests.engines.functions import ABSENT_NAMES, ECHO, ENTERED, GATE, LISTING_MEDIA, SUMMING
 from tests.engines.support import collect, numbers_task, packets, stage_config, stream, text_of
 
 
@@ -160,6 +160,38 @@ async def test_a_prompt_other_than_text_is_rejected(prompt: Prompt) -> None:
     assert prompt_packet(Task("r", 0, RawPrompt("hi"))).tensors["text"].tobytes() == b"hi"
     with pytest.raises(InvalidRequestError, match="accepts its prompt only as text"):
         prompt_packet(Task("r", 0, prompt))
+
+
+VOICE = MediaFile("audio", b"x", "audio/wav")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        RawPrompt("Hi", [VOICE]),
+        Conversation([ChatMessage("user", parts=["Hi", VOICE])]),
+    ],
+    ids=["raw", "message"],
+)
+async def test_a_function_that_accepts_media_receives_them_with_the_text(prompt: Prompt) -> None:
+    engine = make(LISTING_MEDIA)
+    await engine.start(quiet)
+    assert text_of(await collect(engine.submit(Task("r", 0, prompt)))) == "Hi audio/wav"
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        RawPrompt((5, 6)),
+        Conversation([ChatMessage("user", "a"), ChatMessage("user", "b")]),
+        Conversation([ChatMessage("user", "a")], template_arguments={"x": 1}),
+    ],
+    ids=["tokens", "messages", "arguments"],
+)
+async def test_a_prompt_other_than_text_and_media_is_rejected(prompt: Prompt) -> None:
+    with pytest.raises(InvalidRequestError, match="accepts its prompt only as text or as one message"):
+        prompt_packet(Task("r", 0, prompt), media=True)
 
 
 async def test_an_unread_request_does_not_block_others(engine: FunctionEngine) -> None:

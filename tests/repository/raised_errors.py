@@ -30,6 +30,7 @@ _SOURCES = {
     "services.models.codec_speech": "stage",
     "services.models.hibari": "stage",
     "services.models.qwen3_omni": "stage",
+    "services.models.qwen3_tts": "stage",
 }
 
 

@@ -31,9 +31,9 @@ from stagemesh.services.engines.base import (
     Task,
     Usage,
 )
+from stagemesh.services.engines.media_decoding import DecodedBytes, read_video
 from stagemesh.services.engines.vllm.conversion import prompt_tokens
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from stagemesh.services.engines.vllm.media.decoding import DecodedBytes, read_video
 from stagemesh.services.engines.vllm.media.feature import check_audio_tracks, decode_media
 from tests.engines.support import collect, packets, stage_config
 from tests.engines.vllm.emitted_states import TOLERANCE, Floats, received, running

@@ -12,7 +12,7 @@ from PIL import Image
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.base import MediaFile, Samples
-from stagemesh.services.engines.vllm.media.decoding import (
+from stagemesh.services.engines.media_decoding import (
     DecodedBytes,
     read_audio,
     read_image,

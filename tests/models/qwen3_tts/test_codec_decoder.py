@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotReadyError
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.function.base import Call
-from stagemesh.services.models.codec_speech.streaming import StreamState
-from stagemesh.services.models.codec_speech.vocoder import CodecVocoder
+from stagemesh.services.models.codec_speech.vocoder import CodecVocoder, VocoderState
 from stagemesh.services.models.qwen3_tts.codec_decoder import make_codec_decoder
 from tests.models.qwen3_tts.golden import STRIDE, arrays
 
@@ -49,7 +48,7 @@ def codes(frames: int = 0) -> Codes:
     return given[: frames or len(given)]
 
 
-def push(vocoder: CodecVocoder, state: StreamState, codes: Codes) -> Samples:
+def push(vocoder: CodecVocoder, state: VocoderState, codes: Codes) -> Samples:
     (made,) = vocoder([Call(state, Packet({"codes": codes}))])
     parts = [packet.tensors["audio"].astype(np.float32, copy=False) for packet in made]
     return np.concatenate([np.zeros(0, np.float32), *parts])

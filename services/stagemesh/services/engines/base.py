@@ -177,6 +177,23 @@ def plain_text_of(prompt: Prompt | None) -> str | None:
             return None
 
 
+def text_beside_media(prompt: Prompt | None) -> str | None:
+    """Returns the text of a prompt that consists of text and media, for example of one message.
+
+    Returns None if the prompt contains token ids, tools or several messages. The parts of the text become lines.
+    """
+    match prompt:
+        case RawPrompt(content=str(text)):
+            return text
+        case Conversation(messages=[message]) if not prompt.tools and not prompt.template_arguments:
+            texts = [part for part in message.parts if isinstance(part, str)]
+            return "\n".join(texts) if message.parts else message.content
+        case str():
+            return prompt
+        case _:
+            return None
+
+
 TokenSelection: TypeAlias = Literal["all", "last"]
 """Selects rows of a tensor that has one row for each token.
 

@@ -14,7 +14,7 @@ from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
 from stagemesh.common.tensors import Array
 from stagemesh.connectors.edge import MetadataValue, Packet
 from stagemesh.connectors.flow.merging import merge
-from stagemesh.services.engines.base import Task, plain_text_of
+from stagemesh.services.engines.base import Task, plain_text_of, text_beside_media
 
 
 async def packets_of(task: Task, signature: Signature) -> AsyncGenerator[Packet, None]:
@@ -26,7 +26,7 @@ async def packets_of(task: Task, signature: Signature) -> AsyncGenerator[Packet,
     InvalidRequestError if the request has no input for the stage.
     """
     if not signature.accepts and not task.inlets:
-        yield prompt_packet(task)
+        yield prompt_packet(task, media=signature.media)
         return
     if signature.accepts and not task.inlets:
         raise InvalidRequestError(
@@ -37,13 +37,15 @@ async def packets_of(task: Task, signature: Signature) -> AsyncGenerator[Packet,
             yield check_packet(packet, signature)
 
 
-def prompt_packet(task: Task) -> Packet:
-    """Returns one packet with the client's text and tensors. Raises InvalidRequestError if the prompt is not text."""
-    prompt = plain_text_of(task.prompt)
+def prompt_packet(task: Task, *, media: bool = False) -> Packet:
+    """Returns one packet with the client's text and tensors.
+
+    With `media`, the text may be that of a message with media. Raises InvalidRequestError if the prompt is not text.
+    """
+    prompt = text_beside_media(task.prompt) if media else plain_text_of(task.prompt)
     if prompt is None:
-        raise InvalidRequestError(
-            "this stage accepts its prompt only as text, not as a conversation or token ids", reason="INVALID_PROMPT"
-        )
+        accepted = "text or as one message" if media else "text, not as a conversation or token ids"
+        raise InvalidRequestError(f"this stage accepts its prompt only as {accepted}", reason="INVALID_PROMPT")
     text: Array = np.frombuffer(prompt.encode(), np.uint8)
     return Packet({**task.tensors, "text": text})
 

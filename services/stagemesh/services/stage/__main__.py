@@ -5,8 +5,8 @@ import sys
 
 from stagemesh.common.extras import exit_without_extra
 
-# An engine's modules consist of a million objects. Searching all of them for garbage again and again would take a fifth of
-# the time in which they are imported. Processes that an engine spawns import this module first, too.
+# An engine's modules consist of a million objects. To search all of them for garbage again and again would take a fifth
+# of the time in which they are imported. Processes that an engine spawns import this module first, too.
 gc.set_threshold(700, 1000, 1000)
 
 with exit_without_extra("stage", of="a stage"):

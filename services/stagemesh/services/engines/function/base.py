@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar
 from stagemesh.common.tensors import Tensors
 from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
+from stagemesh.services.engines.base import Medium
 
 State = TypeVar("State")
 
@@ -22,6 +23,10 @@ class Call(Generic[State]):
 
     In the last call, the function can return remaining packets. If an optional tensor is absent in the request, the
     packet does not contain this tensor.
+    """
+    media: Sequence[Medium] = ()
+    """The media of the client's prompt, if the function's signature accepts media. They are not decoded yet:
+    `media_decoding` reads them. The packet contains the text of the prompt.
     """
 
 

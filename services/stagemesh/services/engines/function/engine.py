@@ -27,7 +27,7 @@ from stagemesh.common.stage_config import StageConfig
 from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.abilities import EngineAbilities
-from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Progress, Task, Usage
+from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Progress, Task, Usage, media_of
 from stagemesh.services.engines.function.base import Call, Function, OpensWithout, Saves
 from stagemesh.services.engines.function.checkpoints import RequestCheckpoints, invalid_checkpoint
 from stagemesh.services.engines.function.playout import EWMA_WEIGHT, AudioStream, AudioTensor, CallCosts, CallQueue
@@ -120,12 +120,13 @@ class FunctionEngine:
             interval_rows = self._own_options.checkpoint_rows if saver is not None else 0
             checkpoints = RequestCheckpoints(function=self._name, interval_rows=interval_rows, resumed=task.resume_from)
             state = await self._in_thread(partial(_open, self._function, task, options, checkpoints))
+            media = media_of(task.prompt)
             steps, stream = task.resume_from.steps if task.resume_from is not None else 0, AudioStream()
             async with aclosing(packets_of(task, self._descriptor.signature)) as packets:
                 async for given in packets:
                     if (packet := checkpoints.new_part(given)) is None:
                         continue
-                    for made in await self._call(Call(state, packet), stream):
+                    for made in await self._call(Call(state, packet, media), stream):
                         yield Emission(made)
                     steps += 1
                     yield Progress(steps)

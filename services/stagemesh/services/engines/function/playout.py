@@ -74,7 +74,8 @@ class CallCosts:
 
     def add(self, frames: Sequence[int], *, took_s: float, audio_s: float) -> None:
         """Adds a call whose packets had these numbers of frames, and became `audio_s` seconds of audio together."""
-        self._frames += sum(frames)
+        # Frames that do not become audio, such as those of a reference voice, do not change the mean.
+        self._frames += sum(frames) if audio_s else 0
         self._audio_s += audio_s
         if most := max(frames):
             size = 1 << (most - 1).bit_length()

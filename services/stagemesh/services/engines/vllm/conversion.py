@@ -218,6 +218,9 @@ def sampling_params(
         )
     values: dict[str, Any] = {**defaults, **_given(sampling)}
     values["max_tokens"] = _max_tokens(sampling, prompt, max_model_len=model.max_model_len, usual=defaults)
+    # vLLM has no such default of a model.
+    least = int(model.override_generation_config.get("min_new_tokens", 0))
+    values["min_tokens"] = max(sampling.min_tokens, min(least, values["max_tokens"]))
     try:
         params = CheckedParams(
             seed=task.seed,

@@ -80,6 +80,10 @@ all other tensors, if an edge or the caller requests it.
 """
 CODES = "codes"
 """The name of the tensor that contains the audio frames of a codec language model."""
+CODEC_SLOTS = "codec_slots"
+"""The name of the tensor that contains the index of each input row's code in the codec prefix, or -1."""
+ROW_CODES = "row_codes"
+"""The name of the tensor that contains the codes of each input row: those of a frame, a first code alone, or -1."""
 STATES = "states"
 """The name of the optional tensor that contains upstream states among the input rows of a codec language model."""
 

@@ -32,16 +32,21 @@ class PredictorConfig(Protocol):
 class CodePredictor(nn.Module):
     """Predicts the residual codes of the frames of a batch. All parameters are loaded by their names in checkpoints."""
 
-    def __init__(self, config: PredictorConfig) -> None:
+    def __init__(self, config: PredictorConfig, *, outer_width: int | None = None) -> None:
+        """`outer_width` is the width of the language model if it differs from the predictor's. Its states and the
+        embeddings have this width, and a projection to the predictor's follows.
+        """
         super().__init__()
         self.groups = config.num_code_groups
         residuals, width = self.groups - 1, config.hidden_size
+        outer = outer_width or width
+        self.projection = nn.Identity() if outer == width else nn.Linear(outer, width)
         self.heads, self.key_heads, self.head_width = (
             config.num_attention_heads,
             config.num_key_value_heads,
             config.head_dim,
         )
-        self.embeddings = nn.Parameter(torch.empty(residuals, config.vocab_size, width), requires_grad=False)
+        self.embeddings = nn.Parameter(torch.empty(residuals, config.vocab_size, outer), requires_grad=False)
         self.outputs = nn.Parameter(torch.empty(residuals, config.vocab_size, width), requires_grad=False)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(width, config.rms_norm_eps)
@@ -53,7 +58,7 @@ class CodePredictor(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def embed(self, residual_codes: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of the embeddings of residual codes, [frames, width].
+        """Returns the sum of the embeddings of residual codes, [frames, outer width].
 
         `residual_codes` is int64[frames, groups - 1].
         """
@@ -64,7 +69,7 @@ class CodePredictor(nn.Module):
         """Returns the residual codes of the frames, int64[frames, groups - 1].
 
         `states` contains the talker's hidden states, and `first` the embeddings of the first codes, both
-        [frames, width].
+        [frames, outer width].
         """
         cache = [_Cache(len(states), self, states.dtype, states.device) for _ in self.layers]
         rows, codes, start = torch.stack([states, first], 1), list[torch.Tensor](), 0
@@ -88,7 +93,7 @@ class CodePredictor(nn.Module):
     # -- internals
 
     def _run(self, rows: torch.Tensor, cache: list["_Cache"], start: int) -> torch.Tensor:
-        count = rows.shape[1]
+        rows, count = self.projection(rows), rows.shape[1]
         cos, sin = self.cos[start : start + count].to(rows.dtype), self.sin[start : start + count].to(rows.dtype)
         for layer, past in zip(self.layers, cache, strict=True):
             rows = layer(rows, past, cos, sin, start)
@@ -98,6 +103,9 @@ class CodePredictor(nn.Module):
         """Returns the name of a parameter, and the part of it that the checkpoint's weight `name` fills."""
         path = name.removeprefix("model.").removesuffix(".weight").split(".")
         match path:
+            case ["small_to_mtp_projection", *kind]:
+                parameter = f"projection.{'.'.join(kind) or 'weight'}"
+                return parameter, self.get_parameter(parameter).data
             case ["codec_embedding", number]:
                 return "embeddings", self.embeddings[int(number)]
             case ["lm_head", number]:

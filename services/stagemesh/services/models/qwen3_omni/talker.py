@@ -13,12 +13,15 @@ from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
 from stagemesh.services.models.codec_speech.code_predictor import CodePredictor
-from stagemesh.services.models.codec_speech.draws import Draws
+from stagemesh.services.models.codec_speech.draws import Draws, ResidualSampling
 
 _OTHERS = ("thinker.", "code2wav.")
 _TEXT_EMBEDDING = "thinker.model.embed_tokens."
 _SPECIAL_CODES = 1024
 """The number of codes at the end of the vocabulary that are never sampled, except the code that ends the audio."""
+
+
+_RESIDUALS = ResidualSampling(top_p=0.8)
 
 
 class Qwen3OmniTalker(Qwen3MoeForCausalLM, SupportsMRoPE):
@@ -72,7 +75,7 @@ class Qwen3OmniTalker(Qwen3MoeForCausalLM, SupportsMRoPE):
         greedy: torch.Tensor,
     ) -> torch.Tensor:
         """Returns the other codes of frames. See `CodecModule` of the vllm engine."""
-        draws = Draws(seeds, positions, greedy)
+        draws = Draws(seeds, positions, greedy, sampling=_RESIDUALS)
         return self.code_predictor(states, self.embed_input_ids(codes), draws)  # type: ignore[no-any-return]
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:

@@ -1,6 +1,13 @@
 """Qwen3-TTS: a prompt stage, a talker and a codec decoder. This module contains the descriptors."""
 
-from stagemesh.common.descriptors import Emitted, FunctionDescriptor, Signature
+from stagemesh.common.descriptors import (
+    CodecModelDescriptor,
+    Emitted,
+    FunctionDescriptor,
+    OptionSpec,
+    Signature,
+    TransformDescriptor,
+)
 from stagemesh.common.tensors import TensorSpec
 
 MODEL_TYPE = "qwen3_tts"
@@ -9,12 +16,66 @@ CODEC_FOLDER = "speech_tokenizer"
 """The folder in a checkpoint that contains the codec."""
 SAMPLE_RATE_HZ = 24_000
 
+_ROWS = {
+    "text_ids": TensorSpec("int32", ("tokens",)),
+    "row_codes": TensorSpec("int32", ("tokens", "groups")),
+}
 _CODES = {"codes": TensorSpec("int32", ("frames", "groups"))}
+_MAX_CHARACTERS = 2000
+_REFERENCE = {"reference_codes": TensorSpec("int32", ("frames", "groups"))}
+
+PROMPT = FunctionDescriptor(
+    signature=Signature(
+        emits={
+            **{name: Emitted(spec) for name, spec in (_ROWS | _REFERENCE).items()},
+            "states": Emitted(TensorSpec("float32", ("tokens", "hidden"))),
+        },
+        options={
+            "speaker": OptionSpec(
+                default="", maximum=64, description="Voice of a model with voices by name. Empty: the first voice."
+            ),
+            "language": OptionSpec(
+                default="auto", maximum=64, description="Language of the speech, or auto: the talker chooses it."
+            ),
+            "instruction": OptionSpec(
+                default="", maximum=_MAX_CHARACTERS, description="Description of the voice, or of how it speaks."
+            ),
+            "reference_text": OptionSpec(
+                default="",
+                maximum=_MAX_CHARACTERS,
+                description="Text of the reference voice. The talker then continues its codes; otherwise it has only "
+                "the sound of the voice.",
+            ),
+            "whole_text": OptionSpec(
+                default=False,
+                description="Whether the talker reads the whole text before it speaks. Otherwise it reads while it "
+                "speaks, and speaks sooner.",
+            ),
+        },
+        media=True,
+    ),
+    factory="stagemesh.services.models.qwen3_tts.prompt:make_prompt_writer",
+)
+
+TALKER = CodecModelDescriptor(
+    accepts=_ROWS,
+    options={},
+    factory="stagemesh.services.models.qwen3_tts.description:Talker",
+    architecture="Qwen3TTSTalker",
+    model_class="stagemesh.services.models.qwen3_tts.talker:Qwen3TTSTalker",
+)
+
+TALKER2CODEC_DECODER = TransformDescriptor(
+    takes=_CODES,
+    gives=_CODES,
+    factory="stagemesh.services.models.qwen3_tts.talker2codec_decoder:make_talker2codec_decoder",
+)
 
 CODEC_DECODER = FunctionDescriptor(
     signature=Signature(
-        accepts=_CODES,
+        accepts=_CODES | _REFERENCE,
         emits={"audio": Emitted(TensorSpec("float32", ("samples",)), kind="audio", sample_rate_hz=SAMPLE_RATE_HZ)},
+        optional=frozenset(_CODES | _REFERENCE),
     ),
-    factory="stagemesh.services.models.qwen3_tts.codec_decoder:make_codec_decoder",
+    factory="stagemesh.services.models.qwen3_tts.clone_vocoder:make_clone_vocoder",
 )

@@ -66,16 +66,23 @@ class CodecDecoder:
             rates=config.upsample_rates,
             cut_start=False,
         )
+        self.reach = _KERNEL - 1 + self._transformer.reach + self._decoder.reach
 
     def __call__(self, codes: Tensor, batch: BatchState) -> Tensor:
-        rows, frames, _ = codes.shape
+        samples = self._decoder(self._transform(codes, batch), batch)
+        batch.advance(codes.shape[1])
+        return samples
+
+    def remember(self, codes: Tensor, batch: BatchState) -> None:
+        # The convolutions are most of the work, and depend only on the last few frames.
+        self._decoder(self._transform(codes, batch)[:, -self._decoder.reach :], batch)
+        batch.advance(codes.shape[1])
+
+    def _transform(self, codes: Tensor, batch: BatchState) -> Tensor:
         # The vector of a frame is the sum of its codes' vectors.
         sums = F.embedding_bag((codes + self._offsets).flatten(0, 1), self._embedding, mode="sum")
-        mixed = self._mix(sums.view(rows, frames, -1).transpose(1, 2), batch).transpose(1, 2)
-        hidden = self._transformer(F.linear(mixed, *self._enter), batch)
-        samples = self._decoder(F.linear(hidden, *self._leave), batch)
-        batch.advance(frames)
-        return samples
+        mixed = self._mix(sums.view(*codes.shape[:2], -1).transpose(1, 2), batch).transpose(1, 2)
+        return F.linear(self._transformer(F.linear(mixed, *self._enter), batch), *self._leave)
 
 
 def _take_codebooks(weights: Weights, config: CodecDecoderConfig, *, groups: int) -> Tensor:

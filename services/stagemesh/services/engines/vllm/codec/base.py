@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 
 
 class CodecModel(Protocol):
-    """The description of a codec language model, created from the model's folder."""
+    """The description of a codec language model, created from the model's folder.
+
+    An input row is the sum of the embeddings of its parts. A row of the prompt has a text token, an upstream state, or
+    both, and may have codes: one of the codec prefix (tensor `codec_slots`), or given ones (tensor `row_codes`). The
+    model's descriptor lists the tensors that its rows consist of.
+    """
 
     groups: int
     """The number of codes of a frame."""
@@ -23,24 +28,33 @@ class CodecModel(Protocol):
     """The width of the upstream states that the model accepts."""
     text_vocabulary: int
     """The number of text tokens."""
+    code_vocabularies: Sequence[int] = ()
+    """The number of codes of each group, in the first group including special ones. Needed only if rows have
+    `row_codes`.
+    """
     hf_overrides: Callable[[Any], Any]
     """A module-level function that returns the language model's configuration from the whole model's."""
     sampling: Mapping[str, Any]
     """The default sampling parameters, by the names of `generation_config.json`."""
 
-    def codec_prefix(self, options: Mapping[str, Value]) -> Sequence[int]:
-        """Returns the codes that precede the first frame. Input rows refer to them by their index.
+    def codec_prefix(self, options: Mapping[str, Value]) -> Sequence[int]:  # noqa: ARG002
+        """Returns the codes that precede the first frame. Input rows refer to them by their index. By default none.
 
         `options` contains the request's options for the stage. Raises InvalidRequestError if an option is invalid.
         """
-        ...
+        return ()
 
-    def choose_texts(self, text_ids: npt.NDArray[np.int32], options: Mapping[str, Value]) -> npt.NDArray[np.int32]:
+    def choose_texts(
+        self,
+        text_ids: npt.NDArray[np.int32],
+        options: Mapping[str, Value],  # noqa: ARG002
+    ) -> npt.NDArray[np.int32]:
         """Returns the text tokens of rows, int32[rows], in which tokens that depend on the options are replaced.
 
-        `options` contains the request's options for the stage. Raises InvalidRequestError if an option is invalid.
+        By default returns `text_ids`. `options` contains the request's options for the stage. Raises
+        InvalidRequestError if an option is invalid.
         """
-        ...
+        return text_ids
 
 
 class CodecModule(Protocol):

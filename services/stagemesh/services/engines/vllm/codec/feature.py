@@ -28,7 +28,15 @@ from stagemesh.services.engines.vllm.features import (
     RequestHook,
     set_argument,
 )
-from stagemesh.services.engines.vllm.options import CODES, STATES, CodecOptions
+from stagemesh.services.engines.vllm.options import (
+    AXES,
+    CODEC_SLOTS,
+    CODES,
+    POSITIONS,
+    ROW_CODES,
+    STATES,
+    CodecOptions,
+)
 from stagemesh.services.engines.vllm.rows.input_memory import Column
 from stagemesh.services.engines.vllm.rows.input_rows import InputRows, RowsPrompt
 from stagemesh.services.engines.vllm.rows.row_receiver import EmittedRows, RowReceiver
@@ -99,7 +107,7 @@ class CodecRows(InputRows):
             Column("text_ids", "int32", 1),
             Column("codes", CODES_DTYPE, 1),
             Column(RESIDUALS, CODES_DTYPE, self._description.groups - 1),
-            Column("positions", "int32", 3),
+            Column(POSITIONS, "int32", AXES),
             Column(STATES, self._dtype, self._description.state_width),
         ]
 
@@ -117,17 +125,18 @@ class CodecRows(InputRows):
         for name, spec in self._specs.items():
             if name in tensors:
                 spec.check(name, tensors[name])
-        options, slots = self._options(task), tensors["codec_slots"]
+        options = self._options(task)
         text_ids = self._description.choose_texts(tensors["text_ids"].astype(np.int32, copy=False), options)
         _check_range("text_ids", text_ids, self._description.text_vocabulary)
-        prefix = np.array([-1, *self._description.codec_prefix(options)], np.int32) + CODE_OFFSET
-        _check_range("codec_slots", slots, len(prefix) - 1)
-        rows: dict[str, Array] = {
-            "text_ids": text_ids.astype(np.int32) + TEXT_OFFSET,
-            "codes": prefix[slots.astype(np.int64) + 1],
-            "positions": tensors["positions"],
-        }
-        return rows | {name: tensors[name] for name in (STATES,) if name in tensors}
+        rows: dict[str, Array] = {"text_ids": text_ids.astype(np.int32) + TEXT_OFFSET}
+        rows |= {name: tensors[name] for name in (POSITIONS, STATES) if name in tensors}
+        if CODEC_SLOTS in tensors:
+            prefix = np.array([-1, *self._description.codec_prefix(options)], np.int32) + CODE_OFFSET
+            _check_range(CODEC_SLOTS, tensors[CODEC_SLOTS], len(prefix) - 1)
+            rows["codes"] = prefix[tensors[CODEC_SLOTS].astype(np.int64) + 1]
+        if ROW_CODES in tensors:
+            rows |= self._read_codes(tensors[ROW_CODES])
+        return rows
 
     def open(self, request: EngineRequest, held: AsyncExitStack) -> RequestHook | None:
         request.params.detokenize = False
@@ -137,6 +146,16 @@ class CodecRows(InputRows):
         return super().open(request, held)
 
     # -- internals
+
+    def _read_codes(self, codes: Array) -> dict[str, Array]:
+        """Returns the columns of given codes, int32[rows, groups], which are -1 if a row does not have them."""
+        counts = self._description.code_vocabularies
+        if codes.shape[1] != len(counts):
+            raise InvalidChunkError(f"{ROW_CODES} has {codes.shape[1]} codes in each row; the model has {len(counts)}")
+        for group, count in enumerate(counts):
+            _check_range(f"group {group} of {ROW_CODES}", codes[:, group], count)
+        stored = codes.astype(np.int32) + CODE_OFFSET
+        return {"codes": stored[:, 0], RESIDUALS: stored[:, 1:]}
 
     def _restore(self, prompt: RowsPrompt, checkpoint: Checkpoint) -> None:
         """Writes the residual codes of a checkpoint into the request's rows.

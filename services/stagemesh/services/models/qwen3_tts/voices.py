@@ -1,0 +1,82 @@
+"""The voices and languages that a Qwen3-TTS checkpoint has, and the choice of a request among them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.typed_values import Value
+from stagemesh.services.models.codec_speech.speakers import choose_speaker
+
+AUTO = "auto"
+_CLONING, _NAMED = "base", "custom_voice"
+_SMALL = "0b6"
+"""The size of the models that, if they have voices by name, do not follow instructions."""
+
+
+@dataclass(frozen=True)
+class VoiceChoice:
+    """The options of a request, by which its voice is chosen."""
+
+    speaker: int | None
+    """The code of a voice by name, or None if the model has none."""
+    language: int | None
+    """The code of the language or dialect, or None if the talker chooses the language."""
+    instruction: str
+    reference_text: str
+    whole_text: bool
+
+
+class Voices:
+    """The voices of a checkpoint. `config` is the checkpoint's config."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        talker = config["talker_config"]
+        self.clones: bool = config.get("tts_model_type") == _CLONING
+        """Whether the model speaks with the voice of a reference audio."""
+        self._is_named = config.get("tts_model_type") == _NAMED
+        self._follows_instructions = not self.clones and not (self._is_named and config.get("tts_model_size") == _SMALL)
+        self._speakers: Mapping[str, int] = talker.get("spk_id") or {}
+        dialects: Mapping[str, str | bool] = talker.get("spk_is_dialect") or {}
+        self._dialects = {self._speakers[name]: dialect for name, dialect in dialects.items() if name in self._speakers}
+        self._languages: Mapping[str, int] = talker.get("codec_language_id") or {}
+
+    def choose(self, options: Mapping[str, Value]) -> VoiceChoice:
+        """Returns the choice of a request with these options.
+
+        Raises InvalidRequestError (INVALID_OPTION) if the model does not have the speaker or the language, follows no
+        instructions, or clones no voice.
+        """
+        instruction, reference_text = (str(options[name]).strip() for name in ("instruction", "reference_text"))
+        if instruction and not self._follows_instructions:
+            raise _invalid("instruction", "the model follows no instructions; omit the option, or choose another model")
+        if reference_text and not self.clones:
+            raise _invalid("reference_text", "the model clones no voices; omit the option, or choose a base model")
+        speaker = self._choose_speaker(str(options["speaker"]))
+        language = self._choose_language(str(options["language"]), speaker)
+        return VoiceChoice(speaker, language, instruction, reference_text, bool(options["whole_text"]))
+
+    # -- internals
+
+    def _choose_speaker(self, name: str) -> int | None:
+        if self._is_named:
+            return choose_speaker(self._speakers, name)
+        if name:
+            instead = "send an audio of the voice" if self.clones else "describe the voice by the option instruction"
+            raise _invalid("speaker", f"the model has no voices by name; omit the speaker {name!r}, and {instead}")
+        return None
+
+    def _choose_language(self, name: str, speaker: int | None) -> int | None:
+        """Returns the code of a language. A speaker of a dialect speaks it instead of Chinese."""
+        language = name.lower() or AUTO
+        known = [AUTO, *(each for each in self._languages if "dialect" not in each)]
+        if language not in known:
+            raise _invalid("language", f"the model has no language {name!r}; choose one of: {', '.join(sorted(known))}")
+        dialect = self._dialects.get(speaker) if speaker is not None else None
+        if isinstance(dialect, str) and language in {AUTO, "chinese"}:
+            language = dialect
+        return None if language == AUTO else self._languages[language]
+
+
+def _invalid(option: str, problem: str) -> InvalidRequestError:
+    return InvalidRequestError(problem, reason="INVALID_OPTION", metadata={"option": option})

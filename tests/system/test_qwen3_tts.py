@@ -1,0 +1,74 @@
+"""A deployed tiny Qwen3-TTS that clones voices, compared with the reference: the same codes and the same waveform."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stagemesh.client import AudioSamples, Client, Result, StageArguments
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.services.engines.base import Samples
+from stagemesh.services.models.qwen3_tts import SAMPLE_RATE_HZ
+from tests.deployment import Deployment, deployed
+from tests.models.qwen3_tts.golden import STRIDE
+from tests.models.qwen3_tts.prompts import Request, requests
+from tests.models.qwen3_tts.voice import synthesize_voice
+
+pytestmark = pytest.mark.timeout(240)
+
+EXAMPLE = Path("examples/qwen3-tts/tiny.yaml")
+OUTPUTS = "outputs: {audio: codec-decoder}"
+CLONES = [request for request in requests() if request.media]
+
+
+@pytest.fixture(scope="module")
+def tts(tiny_qwen3_tts_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    file = tmp_path_factory.mktemp("tts") / "tts.yaml"
+    text = EXAMPLE.read_text()
+    assert OUTPUTS in text
+    file.write_text(text.replace(OUTPUTS, "outputs: {audio: codec-decoder, codes: talker.codes}"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STAGEMESH_TTS", str(tiny_qwen3_tts_base))
+        with deployed(file) as deployment:
+            yield deployment
+
+
+def generate(client: Client, request: Request) -> Result:
+    (voice,) = request.media
+    assert isinstance(voice, Samples)
+    audio = AudioSamples(voice.samples.astype(np.float32), voice.sample_rate_hz)
+    talker: StageArguments = {"temperature": 0.0, "max_tokens": len(request.codes)}
+    prompt: StageArguments = {"options": request.options}
+    return client.generate([request.text, audio], stages={"prompt": prompt, "talker": talker}).result()
+
+
+def check(result: Result, request: Request) -> None:
+    assert np.concatenate([part.tensor for part in result.tensors["codes"]]).tolist() == request.codes
+    assert result.audio is not None
+    np.testing.assert_allclose(result.audio[::STRIDE], request.value("audio"), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("request_", CLONES, ids=lambda each: each.name)
+def test_a_cloned_voice_equals_the_reference(tts: Deployment, request_: Request) -> None:
+    with tts.client() as client:
+        check(generate(client, request_), request_)
+
+
+def test_eight_voices_at_once_equal_the_reference(tts: Deployment) -> None:
+    asked = [*CLONES, *CLONES][:8]
+    with tts.client() as client, ThreadPoolExecutor(len(asked)) as pool:
+        results = list(pool.map(lambda request: generate(client, request), asked))
+    for result, request in zip(results, asked, strict=True):
+        check(result, request)
+
+
+def test_a_rejected_voice_leaves_others_undisturbed(tts: Deployment) -> None:
+    short = AudioSamples(synthesize_voice(0.5), SAMPLE_RATE_HZ)
+    with tts.client() as client, ThreadPoolExecutor(1) as pool:
+        other = pool.submit(generate, client, CLONES[0])
+        with pytest.raises(InvalidRequestError, match=r"has 0\.50 s; send an audio of 1 to 60 s") as caught:
+            client.generate(["Hello", short]).result()
+        check(other.result(), CLONES[0])
+    assert caught.value.reason == "INVALID_MEDIA"
