@@ -11,8 +11,8 @@ tokens. Its audio is played as that of a real codec: each frame lasts 80 ms.
   until then lasts until the next chunk arrives.
 - An underrun is a time in which the listener, who starts at the first chunk, hears nothing before the end of the audio.
   C50 is the percentage of streams whose longest underrun is under 50 ms.
-- The hop from the talker to the vocoder begins when the talker's engine emits the last frame of a chunk and ends when
-  the vocoder is called with it. What an event loop of an otherwise idle process is late meanwhile is subtracted.
+- The hop from the talker to the vocoder begins when the talker's engine emits the frame that completes a chunk and ends
+  when the vocoder is called with it. What an event loop of an otherwise idle process is late meanwhile is subtracted.
 """
 
 import argparse
@@ -126,8 +126,9 @@ async def _run_closed(results: Results, deployments: Mapping[str, Deployment], a
     for name in deployments:
         await closed(deployments[name].client, concurrent=at_once, each=1)
     async with reporting_process("benchmarks.orchestrator_paths.idle_loop") as lateness:
-        for _ in range(options.repeats):
-            for name, deployment in deployments.items():
+        for repeat in range(options.repeats):
+            # Each repeat begins with the other one, because the second load finds warmer caches.
+            for name, deployment in list(deployments.items())[:: -1 if repeat % 2 else 1]:
                 loads[name].append(await closed(deployment.client, concurrent=at_once, each=options.each))
         results.late[at_once] = LATENESS.validate_json(await lateness())
     say(f"closed load, {_at_once(at_once)}: {loads[CHUNKED][-1].requests_per_s:.2f} requests/s")

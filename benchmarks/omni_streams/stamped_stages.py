@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -13,14 +14,31 @@ from stagemesh.common.descriptors import import_factory
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.flow.chunking import Chunker
 from stagemesh.services.engines.base import Emission, EngineEvent, Task
 from stagemesh.services.engines.function.base import Call, Function
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.models.qwen3_omni import CODE2WAV
 
+_chunks: ContextVar[Stamps] = ContextVar("chunks")
+"""The stamps of the chunks that are cut from the emissions of the running step."""
+_push = Chunker.push
+
+
+def _stamped_push(self: Chunker, packet: Packet) -> list[Packet]:
+    """Cuts chunks, and stamps them with the time of the emission that led to them."""
+    chunks = _push(self, packet)
+    if (stamps := _chunks.get(None)) is not None:
+        for chunk in chunks:
+            stamps.add(len(chunk.tensors["codes"]))
+    return chunks
+
+
+Chunker.push = _stamped_push  # type: ignore[method-assign]
+
 
 class StampedVllm(VllmEngine):
-    """The vllm engine, which also stamps the rows that it reads and emits."""
+    """The vllm engine, which also stamps the rows that it reads and emits, and the chunks that are cut from them."""
 
     def __init__(self, config: StageConfig) -> None:
         self._stage, self._folder = config.stage, Path(str(config.options[FOLDER]))
@@ -28,6 +46,10 @@ class StampedVllm(VllmEngine):
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         arrived, emitted = Stamps(f"{self._stage} in", task.seed), Stamps(f"{self._stage} out", task.seed)
+        cut = Stamps(f"{self._stage} chunks", task.seed)
+        if self._stage == "talker":
+            # The code that iterates this generator runs in the same context, and cuts the chunks.
+            _chunks.set(cut)
         inlets = {edge: _StampedInlet(packets, arrived) for edge, packets in task.inlets.items()}
         async with aclosing(super().submit(replace(task, inlets=inlets))) as events:
             async for event in events:
@@ -37,6 +59,7 @@ class StampedVllm(VllmEngine):
                 yield event
         arrived.save(self._folder)
         emitted.save(self._folder)
+        cut.save(self._folder)
 
 
 class _StampedInlet:

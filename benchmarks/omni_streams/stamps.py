@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -40,7 +40,9 @@ class Stamps:
     """The times at which the rows of one request passed a place."""
 
     place: str
-    """Where the rows passed: "STAGE out" for the rows of the engine's emissions, "STAGE in" for its inputs."""
+    """Where the rows passed: "STAGE out" for the rows of the engine's emissions, "STAGE in" for its inputs, and "STAGE
+    chunks" for the chunks into which its emissions are cut.
+    """
     seed: int
     """The seed of the request, which identifies it."""
     rows: list[int] = field(default_factory=list[int])
@@ -77,18 +79,21 @@ def read(folder: Path) -> dict[str, dict[int, Stamps]]:
 
 
 def vocoder_hops_ms(stamps: Mapping[str, Mapping[int, Stamps]], seeds: Sequence[int]) -> list[float]:
-    """Returns the time from the talker's emission of each chunk to the vocoder's call with it, in ms, sorted.
+    """Returns the time from the emission that completes each chunk to the vocoder's call with it, in ms, sorted.
 
-    The talker has emitted a chunk when it has emitted the chunk's last frame. The last chunk of a request is left out,
-    because the end of the talker completes it.
+    Under `ramp: auto`, a chunk may be completed by a later frame than its last one, because it waited for a larger
+    size. The last chunk of a request is left out, because the end of the talker completes it.
     """
-    calls, frames = stamps["code2wav in"], stamps["talker out"]
-    return sorted(
-        _ms(emitted_ns, called_ns)
-        for seed in seeds
-        for row, called_ns in list(zip(calls[seed].rows, calls[seed].times_ns, strict=True))[:-1]
-        if (emitted_ns := frames[seed].time_ns(row)) is not None
-    )
+    calls, chunks, frames = stamps["code2wav in"], stamps["talker chunks"], stamps["talker out"]
+    hops_ms: list[float] = []
+    for seed in seeds:
+        for row, called_ns in list(zip(calls[seed].rows, calls[seed].times_ns, strict=True))[:-1]:
+            cut_ns = chunks[seed].time_ns(row)
+            assert cut_ns is not None, "the vocoder is called with chunks that the talker has cut"
+            # The chunk is cut in the same step of the event loop as the emission, which comes first.
+            emitted_ns = frames[seed].times_ns[bisect_right(frames[seed].times_ns, cut_ns) - 1]
+            hops_ms.append(_ms(emitted_ns, called_ns))
+    return sorted(hops_ms)
 
 
 def token_hops_ms(stamps: Mapping[str, Mapping[int, Stamps]], seeds: Sequence[int]) -> list[float]:

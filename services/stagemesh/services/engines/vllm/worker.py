@@ -5,6 +5,7 @@ vLLM receives the name of this class in the engine argument `worker_cls`.
 
 import atexit
 import gc
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,6 +27,10 @@ else:
     from vllm.v1.worker.gpu_worker import Worker
 
 
+_NICENESS = 10
+"""The niceness of a process that computes on the processors which the event loops of the stages use, too."""
+
+
 class StageWorker(Worker):
     """vLLM's worker for a GPU or a CPU. Adds the features' mixins to its model runner."""
 
@@ -39,6 +44,8 @@ class StageWorker(Worker):
         mixins = [getattr(import_module(module), version) for module in config[RUNNER_MODULES]]
         if current_platform.is_cpu():
             mixins.append(FixesCpuRunner)
+            # The event loops of the host's stages need a processor for microseconds, but at once.
+            os.nice(_NICENESS)
         runner.__class__ = type(f"Stage{kind.__name__}", (*mixins, kind), {})
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
