@@ -21,7 +21,7 @@ export function createChunker(policy: ChunkPolicy | undefined): Chunker {
       return { add: (packet) => [packet], finish: () => [] };
     }
     case "whole":
-      return new FramesChunker({ frames: Infinity, initialFrames: 0, leftContextFrames: 0, ramp: [] });
+      return new FramesChunker({ frames: Infinity, initialFrames: 0, leftContextFrames: 0, ramp: [], pace: undefined });
     case "frames":
       if (Math.min(policy.cut.value.frames, ...policy.cut.value.ramp) < 1) {
         throw failure(status.INVALID_ARGUMENT, "INVALID_REQUEST", "a chunk policy needs at least 1 frame in each chunk");
