@@ -48,7 +48,8 @@ class TextTokens:
     def of(cls, model: Path) -> "TextTokens":
         """Returns the ids in the configs of the checkpoint folder `model`."""
         config = read_config(model)
-        thinker, ends = config["thinker_config"], read_generation_config(model).get("eos_token_id", [])
+        thinker = config["thinker_config"]
+        ends: list[int] | int = read_generation_config(model).get("eos_token_id", [])
         return cls(
             config["im_start_token_id"],
             config["user_token_id"],
