@@ -24,10 +24,6 @@ MOST_EVENTS = 24
 """An aborted request ends after at most this number of events. A whole request has about 30."""
 KEPT_S = 31.0
 """Seconds after which the orchestrator has dropped the outputs of ended requests, which it keeps for 30 s."""
-MOST_ARENA_BYTES = 16 << 10
-"""A known defect: the vocoder may retain the last packets of aborted requests until its garbage collector runs, so that
-8 KB of the talker's arena remained in use after some runs. They did not accumulate over 300 requests.
-"""
 GROWTH, GROWTH_MB = 0.02, 4.0
 """A process may grow by this fraction of its resident memory, and by this number of megabytes in addition."""
 IMAGE, SOUND = ImageFile(encoded(pixels(64, 64)), "image/png"), AudioSamples(tone(0.5), 16_000)
@@ -55,20 +51,14 @@ async def test_aborted_requests_leave_neither_memory_nor_steps(tiny_qwen3_omni: 
 def run_requests(omni: Deployment, numbers: range) -> int:
     """Runs requests, several at once, and returns the number of aborted requests.
 
-    After every 50 requests, no stage may have a step or use more than `MOST_ARENA_BYTES` of its arena.
+    After every 50 requests, no stage may have a step or use memory of its arena.
     """
     aborted = 0
     with omni.client() as client, ThreadPoolExecutor(AT_ONCE) as pool:
         for start in range(numbers.start, numbers.stop, 50):
             aborted += sum(pool.map(partial(run_request, client), range(start, start + 50)))
-            eventually(partial(is_idle, omni), timeout_s=30)
+            eventually(omni.idle, timeout_s=30)
     return aborted
-
-
-def is_idle(omni: Deployment) -> bool:
-    """Returns whether no stage has a step, and each uses at most `MOST_ARENA_BYTES` of its arena."""
-    loads = [omni.load(name) for name in omni.replicas()]
-    return all(load.running == load.queued == 0 and load.arena_used_bytes <= MOST_ARENA_BYTES for load in loads)
 
 
 def run_request(client: Client, number: int) -> bool:
