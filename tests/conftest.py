@@ -5,10 +5,12 @@ ports on the loopback interface. The longest files of tests come first.
 """
 
 import ctypes
+import gc
 import os
 import signal
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,15 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell makes its background jobs ignore Ctrl-C. The commands under test would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Disables the garbage collector: objects without references are freed at once, and reference cycles are not."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

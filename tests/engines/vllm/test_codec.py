@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -16,6 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotReadyError
 from stagemesh.common.tensors import Array
+from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
+from stagemesh.connectors.conformance.replicas import until
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import Checkpoint, Emission, SamplingOptions, Task, Usage
@@ -47,14 +50,19 @@ def expected(tiny_qwen3_omni: Path) -> Sequence[Result]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(tiny_qwen3_omni: Path) -> AsyncIterator[VllmEngine]:
-    engine = VllmEngine(stage_config("vllm", model=str(tiny_qwen3_omni), options=OPTIONS))
+async def plane() -> AsyncIterator[DataPlane]:
     plane = DataPlane(replica="a-0", pipeline="p", generation="1")
+    yield plane
+    await plane.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(tiny_qwen3_omni: Path, plane: DataPlane) -> AsyncIterator[VllmEngine]:
+    engine = VllmEngine(stage_config("vllm", model=str(tiny_qwen3_omni), options=OPTIONS))
     hand_partitions(engine, plane.arena)
     await engine.start(lambda _: None)
     yield engine
     await engine.close()
-    await plane.close()
 
 
 async def rows_of(model: Path, result: Result, *, cut: int) -> AsyncIterator[Packet]:
@@ -68,6 +76,13 @@ async def rows_of(model: Path, result: Result, *, cut: int) -> AsyncIterator[Pac
             yield rows
     for rows in transform.finish():
         yield rows
+
+
+async def endless(flow: AsyncIterator[Packet]) -> AsyncIterator[Packet]:
+    """Yields the packets of a flow, then waits until it is closed."""
+    async for packet in flow:
+        yield packet
+    await asyncio.Event().wait()
 
 
 def task(
@@ -129,6 +144,25 @@ async def test_random_codes_depend_on_the_seed_alone(
     other_seed = await codes_of(engine, replace(work[2], seed=8))
     assert together.tolist() == alone.tolist() != other_seed.tolist()
     assert alone[:-1].tolist() != expected[0].codes.tolist()
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_an_aborted_request_and_its_unread_frames_are_freed_at_once(
+    engine: VllmEngine, plane: DataPlane, tiny_qwen3_omni: Path, expected: Sequence[Result]
+) -> None:
+    whole = task(tiny_qwen3_omni, expected[3], temperature=0.9)
+    work = replace(whole, inlets={"e": endless(whole.inlets["e"])})
+    known = weakref.ref(work)
+    async with aclosing(engine.submit(work)) as events:
+        async for event in events:
+            if isinstance(event, Emission):
+                break
+        del event
+        # The engine computes further frames meanwhile.
+        await until(lambda: plane.arena.used_bytes >= 4 * PAGE_BYTES, timeout_s=10)
+    del work
+    await until(lambda: not plane.arena.used_bytes, timeout_s=5)
+    assert known() is None
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

@@ -31,6 +31,9 @@ _END_S = 25.0
 """Time limit in seconds for the process to terminate after the time for its running steps. Without the limit, the
 process might never terminate, because an engine that hangs may not release its tasks."""
 
+_GC_THRESHOLDS = 700, 10, 10
+"""The thresholds of Python's garbage collector after the engine has loaded. They are Python's own."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -82,6 +85,9 @@ async def work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -
     # Freezing excludes the loaded objects from garbage collection. Collecting them takes tens of milliseconds.
     gc.collect()
     gc.freeze()
+    # The program's start has made searches rare. Now they are cheap, and without them the garbage of thousands of
+    # requests would accumulate.
+    gc.set_threshold(*_GC_THRESHOLDS)
     # An operator may already have drained the replica.
     runtime.on_serving(runtime.state is ReplicaState.READY)
     server.set_health(CONTROL_NAME, serving=True)

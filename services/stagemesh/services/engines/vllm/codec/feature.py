@@ -224,6 +224,8 @@ class CodecFrames(RequestFeature):
     def open(self, request: EngineRequest, held: AsyncExitStack) -> RequestHook | None:
         frames = EmittedFrames(request)
         request.saved_state = frames.state
+        # Otherwise the request and its frames would reference each other after its end, and retain the arena's memory.
+        held.callback(setattr, request, "saved_state", None)
         self._rows.open(frames, held)
         return frames
 

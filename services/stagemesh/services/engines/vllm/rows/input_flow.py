@@ -78,10 +78,13 @@ class InputFlow(RequestHook):
 
     async def stop(self) -> None:
         """Stops the task that reads packets. If reading has failed, does not raise the failure's error."""
-        self._reading.cancel()
-        await asyncio.wait([self._reading])
-        if not self._reading.cancelled():
-            self._reading.exception()
+        reading = self._reading
+        reading.cancel()
+        await asyncio.wait([reading])
+        if not reading.cancelled():
+            reading.exception()
+        # The task's error references this object, and a packet that was being read.
+        del self._reading
 
     # -- internals
 
