@@ -4,7 +4,7 @@ import asyncio
 import json
 import shutil
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -78,7 +78,7 @@ async def rows_of(model: Path, result: Result, *, cut: int) -> AsyncIterator[Pac
         yield rows
 
 
-async def endless(flow: AsyncIterator[Packet]) -> AsyncIterator[Packet]:
+async def endless(flow: AsyncIterable[Packet]) -> AsyncIterator[Packet]:
     """Yields the packets of a flow, then waits until it is closed."""
     async for packet in flow:
         yield packet
