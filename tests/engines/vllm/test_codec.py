@@ -4,7 +4,7 @@ import asyncio
 import json
 import shutil
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
 from stagemesh.connectors.conformance.replicas import until
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import Packet
-from stagemesh.services.engines.base import Checkpoint, Emission, SamplingOptions, Task, Usage
+from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, SamplingOptions, Task, Usage
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.models.qwen3_omni.thinker2talker import Thinker2Talker
 from tests.engines.support import hand_partitions, stage_config
@@ -78,7 +78,14 @@ async def rows_of(model: Path, result: Result, *, cut: int) -> AsyncIterator[Pac
         yield rows
 
 
-async def endless(flow: AsyncIterator[Packet]) -> AsyncIterator[Packet]:
+async def first_emission(events: AsyncIterator[EngineEvent]) -> None:
+    """Waits for the first emission and drops it."""
+    async for event in events:
+        if isinstance(event, Emission):
+            return
+
+
+async def endless(flow: AsyncIterable[Packet]) -> AsyncIterator[Packet]:
     """Yields the packets of a flow, then waits until it is closed."""
     async for packet in flow:
         yield packet
@@ -154,10 +161,7 @@ async def test_an_aborted_request_and_its_unread_frames_are_freed_at_once(
     work = replace(whole, inlets={"e": endless(whole.inlets["e"])})
     known = weakref.ref(work)
     async with aclosing(engine.submit(work)) as events:
-        async for event in events:
-            if isinstance(event, Emission):
-                break
-        del event
+        await first_emission(events)
         # The engine computes further frames meanwhile.
         await until(lambda: plane.arena.used_bytes >= 4 * PAGE_BYTES, timeout_s=10)
     del work
