@@ -20,7 +20,7 @@ from tests.soak.operators import operating
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 WARM, REQUESTS, AT_ONCE = 400, 900, 4
-"""The first requests touch all pages of caches for the first time, and libraries prepare a kernel for each new shape."""
+"""The first requests touch all pages of caches for the first time, and libraries prepare a kernel for each shape."""
 MOST_EVENTS = 24
 """An aborted request ends after at most this number of events. A whole request has about 30."""
 KEPT_S = 31.0
