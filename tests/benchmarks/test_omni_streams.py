@@ -38,10 +38,12 @@ def test_a_listener_waits_for_late_audio_and_then_plays_all_of_it() -> None:
     assert worst_underrun_s(chunks) == pytest.approx(0.3)
 
 
-def test_a_chunk_hops_from_the_emission_of_its_last_frame_to_the_call() -> None:
+def test_a_chunk_hops_from_the_emission_that_completes_it_to_the_call() -> None:
     found = by_place(
         stamps("talker out", (0, 1), (1, 10), (2, 20), (4, 30), (6, 40), (7, 50)),
-        stamps("code2wav in", (2, 23), (5, 41), (7, 99)),
+        # The first chunk is cut when further frames have arrived.
+        stamps("talker chunks", (2, 31), (5, 40), (7, 98)),
+        stamps("code2wav in", (2, 33), (5, 41), (7, 99)),
     )
     # The end of the talker completes the last chunk, so that it has no hop.
     assert vocoder_hops_ms(found, [1]) == [1, 3]

@@ -66,7 +66,7 @@ class Play:
         (PlayoutPace(0.01, FRAME_S, GPU_S), [1, 4, 25, 25, 25]),
         (PlayoutPace(0.03, FRAME_S, {4: 0.04, 32: 0.08}), [1, 2, 4, 8, 16, 25, 25]),
         (PlayoutPace(0.03, FRAME_S, {4: 0.04, 32: 0.08}, reserve_s=0.165), [4, 4, 8, 16, 25, 25]),
-        (PlayoutPace(0.03, FRAME_S, CPU_S), [2, 4, 8, 16, 25, 25]),
+        (PlayoutPace(0.03, FRAME_S, CPU_S), [16, 25, 25]),
         (PlayoutPace(0.06, FRAME_S, GPU_S), [2, 2, 2, 2, 4, 4, 4, 8, 8, 8, 16, 16]),
         # The producer is slower than the play-out, or the consumer is.
         (PlayoutPace(0.09, FRAME_S, GPU_S), [4, *[2] * 43]),

@@ -131,11 +131,22 @@ class PlayoutSizes:
         largest = self._sizes[-1]
         return [each for each in self._sizes if each > last or each == largest or self._costs_s[each] <= each * most_s]
 
-    def _lasts(self, size: int) -> bool:
-        """Returns whether the audio of a first chunk lasts until the smallest chunk that may follow is ready."""
-        following, cost_s = self._sizes_after(size)[0], self._pace.cost_s(size)
-        next_s = max(following * self._interval_s, cost_s) + self._pace.reserve_s + self._costs_s[following]
-        return next_s <= cost_s + size * self._pace.frame_audio_s
+    def _lasts(self, first: int) -> bool:
+        """Returns whether no chunk after a first one of this size is late, if each is the smallest that may follow.
+
+        Times are relative to the end of the first chunk's last frame, at the present speed of the producer.
+        """
+        size, ready_s, complete_s = first, self._pace.cost_s(first), 0.0
+        dry_s = ready_s + first * self._pace.frame_audio_s
+        while True:
+            following = self._sizes_after(size)[0]
+            complete_s += following * self._interval_s
+            ready_s = max(complete_s, ready_s) + self._costs_s[following]
+            if ready_s + self._pace.reserve_s > dry_s:
+                return False
+            if following in {size, self._sizes[-1]}:
+                return True
+            size, dry_s = following, dry_s + following * self._pace.frame_audio_s
 
     def _cut(self, size: int, cost_s: float, now_s: float) -> int:
         """Records that a chunk is cut now. Returns its size."""
