@@ -50,7 +50,7 @@ edges:
   - from: talker
     to: code2wav
     transform: qwen3_omni.talker2code2wav
-    chunk: {{frames: 25, initial_frames: 2, ramp: auto}}
+    chunk: {{frames: 25, initial_frames: 4, ramp: auto}}
 outputs: {{text: thinker.text, audio: code2wav}}
 """
 
