@@ -1,12 +1,16 @@
 """A sleeping diffusion engine frees its memory, and generates the same images after it wakes."""
 
+import asyncio
 import gc
 import gzip
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+import multiprocessing
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import diffusers as _diffusers
 import numpy as np
@@ -27,6 +31,7 @@ from tests.engines.support import collect, controls_of, packets, stage_config
 pytestmark = pytest.mark.timeout(180)
 
 diffusers: Any = _diffusers
+T = TypeVar("T")
 
 MIB = 1 << 20
 WEIGHTS_BYTES = 200 * MIB
@@ -51,28 +56,17 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-async def test_sleep_frees_the_weights_memory_and_wake_restores_the_bits(large_model: Path, level: int) -> None:
-    async with engine(large_model) as tested:
-        with frozen():
-            expected = await image(tested)
-            awake_bytes = used_bytes()
-            await controls_of(tested).sleep.sleep(level)
-            assert used_bytes() < awake_bytes - 0.9 * WEIGHTS_BYTES
-            await controls_of(tested).sleep.wake([])
-            assert np.array_equal(await image(tested), expected)
-            assert used_bytes() < awake_bytes + 0.1 * WEIGHTS_BYTES
+def test_sleep_frees_the_weights_memory_and_wake_restores_the_bits(large_model: Path, level: int) -> None:
+    awake, asleep, woken = in_new_process(measure_sleep, large_model, level)
+    assert asleep.bytes < awake.bytes - 0.9 * WEIGHTS_BYTES
+    assert woken.bytes < awake.bytes + 0.1 * WEIGHTS_BYTES
+    assert np.array_equal(woken.image, awake.image)
 
 
-async def test_repeated_sleep_leaks_no_memory(large_model: Path) -> None:
-    async with engine(large_model) as tested:
-        await image(tested)
-        awake_bytes = used_bytes()
-        for _ in range(3):
-            await controls_of(tested).sleep.sleep(2)
-            await controls_of(tested).sleep.wake([])
-        await image(tested)
-        # Leaked weights would remain completely. The allocator also retains some memory of other tests.
-        assert used_bytes() < awake_bytes + 0.5 * WEIGHTS_BYTES
+def test_repeated_sleep_leaks_no_memory(large_model: Path) -> None:
+    before, after = in_new_process(measure_repeated_sleep, large_model)
+    # Leaked weights would remain completely.
+    assert after < before + 0.5 * WEIGHTS_BYTES
 
 
 @pytest.mark.parametrize(("level", "hits"), [(1, 1), (2, 0)])
@@ -191,15 +185,50 @@ async def image(engine: DiffusionEngine) -> Array:
     return packets(await collect(engine.submit(task)))[-1].tensors["frames"]
 
 
-@contextmanager
-def frozen() -> Iterator[None]:
-    """Freezes loaded objects, as a stage process does once its model is loaded."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+@dataclass
+class Measured:
+    """Memory in bytes, and the image that the engine then generated, which is empty while it sleeps."""
+
+    bytes: int
+    image: Array
+
+
+async def measure_sleep(model: Path, level: int) -> list[Measured]:
+    """Measures an engine awake, asleep and awake again."""
+    async with engine(model) as tested:
+        # A stage process freezes loaded objects as well.
+        gc.collect()
+        gc.freeze()
+        first = await image(tested)
+        measured = [Measured(used_bytes(), first)]
+        await controls_of(tested).sleep.sleep(level)
+        measured.append(Measured(used_bytes(), np.empty(0)))
+        await controls_of(tested).sleep.wake([])
+        again = await image(tested)
+        return [*measured, Measured(used_bytes(), again)]
+
+
+async def measure_repeated_sleep(model: Path) -> tuple[int, int]:
+    """Measures an engine before and after it slept three times."""
+    async with engine(model) as tested:
+        await image(tested)
+        before = used_bytes()
+        for _ in range(3):
+            await controls_of(tested).sleep.sleep(2)
+            await controls_of(tested).sleep.wake([])
+        await image(tested)
+        return before, used_bytes()
+
+
+def in_new_process(measure: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+    """Runs a coroutine in a process of its own, where no memory is left over from other tests."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(run_measurement, measure, args).result()
+
+
+def run_measurement(measure: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...]) -> T:
+    """Runs a coroutine. For another process, which cannot receive a coroutine."""
+    return asyncio.run(measure(*args))
 
 
 def used_bytes() -> int:
