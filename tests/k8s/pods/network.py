@@ -49,8 +49,11 @@ class Network:
         self._switch = self._stack.enter_context(HeldNamespaces())
         self._switch.run(f"ip link add hub type bridge && ip address add {DNS_ADDRESS}/{_PREFIX} dev hub")
         for node in range(self._nodes):
+            # Without "arp off", the bridge of a node would answer for the addresses of the hub with its own hardware
+            # address, which changes when a pod is plugged in or removed: pods would then lose all their packets.
             self._switch.run(
-                f"ip link add node{node} type bridge && ip link add up{node} type veth peer name down{node} && "
+                f"ip link add node{node} type bridge && ip link set node{node} arp off && "
+                f"ip link add up{node} type veth peer name down{node} && "
                 f"ip link set up{node} master hub && ip link set down{node} master node{node} && "
                 f"ip link set up{node} up && ip link set down{node} up && ip link set node{node} up"
             )
