@@ -21,7 +21,7 @@ from stagemesh.common.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from stagemesh.common.host import available_bytes
+from stagemesh.common.host import RecentMemory
 from stagemesh.common.replica_state import ReplicaState
 from stagemesh.common.request_checks import check_choice_id
 from stagemesh.common.stage_config import StageConfig
@@ -76,7 +76,7 @@ class StageRuntime:
         self.where = {"stage": config.stage, "replica": config.replica}
         """The names of the stage and of the replica, for log records and errors."""
         self._runs = RunRegistry()
-        self._frame_intervals = FrameIntervals()
+        self._frame_intervals, self._memory = FrameIntervals(), RecentMemory()
         self.states = PausedStates()
         """The states from which paused requests can resume."""
         writer = f"{config.pipeline}.{config.replica}"
@@ -318,7 +318,7 @@ class StageRuntime:
             arena_used_bytes=arena.used_bytes,
             arena_size_bytes=arena.size_bytes,
             credit_bytes=plane.consumer.credit_bytes,
-            free_memory_bytes=available_bytes() or 0,
+            free_memory_bytes=self._memory.available_bytes,
             arena_largest_free_bytes=arena.largest_free_bytes,
             arena_waiting=arena.waiting,
             landing_used_bytes=landing.used_bytes if landing else 0,
