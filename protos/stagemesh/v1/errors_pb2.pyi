@@ -454,6 +454,48 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """No stage of the pipeline has a reference implementation that accepts these requests. The message lists the stages
     that `stagemesh verify` can compare.
     """
+    ERROR_REASON_SESSION_NOT_OPEN: _ErrorReason.ValueType  # 200
+    """The first event of a call of Converse is not open, a later one is, or restore does not follow open directly. Open
+    the session first, once in each call.
+    """
+    ERROR_REASON_SESSION_CLOSED: _ErrorReason.ValueType  # 201
+    """The session was closed. Open another session."""
+    ERROR_REASON_SESSION_EXISTS: _ErrorReason.ValueType  # 202
+    """The session exists with other content. Attach to it with the content that opened it, or use another session_id."""
+    ERROR_REASON_SESSION_PARKED: _ErrorReason.ValueType  # 203
+    """The session was idle for park_s, so that its call ended. Call again with the same session_id when there is an
+    event to send.
+    """
+    ERROR_REASON_SESSION_LIMIT: _ErrorReason.ValueType  # 204
+    """The pipeline or the caller has as many sessions as its limits allow. Close a session, or retry after the delay in
+    RetryInfo.
+    """
+    ERROR_REASON_SESSION_TOO_LARGE: _ErrorReason.ValueType  # 205
+    """The input of the turn, or the transcript of the session with it, would exceed its limit. Commit or clear the
+    turn, or open another session.
+    """
+    ERROR_REASON_SESSION_REPLACED: _ErrorReason.ValueType  # 206
+    """A later call has attached to the session. The later call receives its events."""
+    ERROR_REASON_EVENT_GAP: _ErrorReason.ValueType  # 207
+    """The number of an event is not the number of the event before it plus one. Send the events in order, without gaps."""
+    ERROR_REASON_EMPTY_TURN: _ErrorReason.ValueType  # 208
+    """The open turn has no input. Append input before the commit."""
+    ERROR_REASON_TURN_RUNNING: _ErrorReason.ValueType  # 209
+    """The former turn is still being answered. Wait for its end, or interrupt it, and then commit."""
+    ERROR_REASON_TURN_ENDED: _ErrorReason.ValueType  # 210
+    """The turn has ended, or a later turn has. An event for it has no effect."""
+    ERROR_REASON_TURN_NOT_STARTED: _ErrorReason.ValueType  # 211
+    """The turn is not being answered yet. Commit its input first."""
+    ERROR_REASON_BEYOND_OUTPUT: _ErrorReason.ValueType  # 212
+    """A truncation names a position that is beyond what was sent of the output. Use the received position."""
+    ERROR_REASON_INPUT_OVER_CREDIT: _ErrorReason.ValueType  # 213
+    """A piece of input exceeds the bytes that the session has granted. Wait for a grant, and then send the piece again
+    with a new number.
+    """
+    ERROR_REASON_INVALID_RESTORE: _ErrorReason.ValueType  # 214
+    """A restored turn does not follow the one before it, or the session knows its turns already. Restore each earlier
+    turn once, in order, to an orchestrator that does not know the session.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is the catalogue of all errors. An RPC that fails ends with a gRPC status that contains one
@@ -893,6 +935,48 @@ ERROR_REASON_UNKNOWN_TINY_MODEL: ErrorReason.ValueType  # 191
 ERROR_REASON_NO_REFERENCE: ErrorReason.ValueType  # 192
 """No stage of the pipeline has a reference implementation that accepts these requests. The message lists the stages
 that `stagemesh verify` can compare.
+"""
+ERROR_REASON_SESSION_NOT_OPEN: ErrorReason.ValueType  # 200
+"""The first event of a call of Converse is not open, a later one is, or restore does not follow open directly. Open
+the session first, once in each call.
+"""
+ERROR_REASON_SESSION_CLOSED: ErrorReason.ValueType  # 201
+"""The session was closed. Open another session."""
+ERROR_REASON_SESSION_EXISTS: ErrorReason.ValueType  # 202
+"""The session exists with other content. Attach to it with the content that opened it, or use another session_id."""
+ERROR_REASON_SESSION_PARKED: ErrorReason.ValueType  # 203
+"""The session was idle for park_s, so that its call ended. Call again with the same session_id when there is an
+event to send.
+"""
+ERROR_REASON_SESSION_LIMIT: ErrorReason.ValueType  # 204
+"""The pipeline or the caller has as many sessions as its limits allow. Close a session, or retry after the delay in
+RetryInfo.
+"""
+ERROR_REASON_SESSION_TOO_LARGE: ErrorReason.ValueType  # 205
+"""The input of the turn, or the transcript of the session with it, would exceed its limit. Commit or clear the
+turn, or open another session.
+"""
+ERROR_REASON_SESSION_REPLACED: ErrorReason.ValueType  # 206
+"""A later call has attached to the session. The later call receives its events."""
+ERROR_REASON_EVENT_GAP: ErrorReason.ValueType  # 207
+"""The number of an event is not the number of the event before it plus one. Send the events in order, without gaps."""
+ERROR_REASON_EMPTY_TURN: ErrorReason.ValueType  # 208
+"""The open turn has no input. Append input before the commit."""
+ERROR_REASON_TURN_RUNNING: ErrorReason.ValueType  # 209
+"""The former turn is still being answered. Wait for its end, or interrupt it, and then commit."""
+ERROR_REASON_TURN_ENDED: ErrorReason.ValueType  # 210
+"""The turn has ended, or a later turn has. An event for it has no effect."""
+ERROR_REASON_TURN_NOT_STARTED: ErrorReason.ValueType  # 211
+"""The turn is not being answered yet. Commit its input first."""
+ERROR_REASON_BEYOND_OUTPUT: ErrorReason.ValueType  # 212
+"""A truncation names a position that is beyond what was sent of the output. Use the received position."""
+ERROR_REASON_INPUT_OVER_CREDIT: ErrorReason.ValueType  # 213
+"""A piece of input exceeds the bytes that the session has granted. Wait for a grant, and then send the piece again
+with a new number.
+"""
+ERROR_REASON_INVALID_RESTORE: ErrorReason.ValueType  # 214
+"""A restored turn does not follow the one before it, or the session knows its turns already. Restore each earlier
+turn once, in order, to an orchestrator that does not know the session.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

@@ -7,11 +7,13 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from stagemesh.v1 import chunk_pb2 as _chunk_pb2
 from stagemesh.v1 import protocol_pb2 as _protocol_pb2
 from stagemesh.v1 import request_pb2 as _request_pb2
 from stagemesh.v1 import signature_pb2 as _signature_pb2
 from stagemesh.v1 import stage_pb2 as _stage_pb2
+from stagemesh.v1 import tensor_pb2 as _tensor_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -22,6 +24,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _InputMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _InputModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_InputMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    INPUT_MODE_UNSPECIFIED: _InputMode.ValueType  # 0
+    """Means PROMPT."""
+    INPUT_MODE_PROMPT: _InputMode.ValueType  # 1
+    """The pieces become a user message of the prompt."""
+    INPUT_MODE_STREAM: _InputMode.ValueType  # 2
+    """Each piece goes at once to the stages that an edge from `@input` feeds. Rejected (UNSUPPORTED) if the pipeline has no
+    such edge for the wanted outputs.
+    """
+
+class InputMode(_InputMode, metaclass=_InputModeEnumTypeWrapper):
+    """InputMode is the way in which the input of a turn reaches the stages."""
+
+INPUT_MODE_UNSPECIFIED: InputMode.ValueType  # 0
+"""Means PROMPT."""
+INPUT_MODE_PROMPT: InputMode.ValueType  # 1
+"""The pieces become a user message of the prompt."""
+INPUT_MODE_STREAM: InputMode.ValueType  # 2
+"""Each piece goes at once to the stages that an edge from `@input` feeds. Rejected (UNSUPPORTED) if the pipeline has no
+such edge for the wanted outputs.
+"""
+Global___InputMode: _TypeAlias = InputMode  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -856,3 +886,732 @@ class OutputDescription(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OutputDescription: _TypeAlias = OutputDescription  # noqa: Y015
+
+@_typing.final
+class ConverseRequest(_message.Message):
+    """ConverseRequest is an event of a client."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_FIELD_NUMBER: _builtins.int
+    OPEN_FIELD_NUMBER: _builtins.int
+    RESTORE_FIELD_NUMBER: _builtins.int
+    APPEND_FIELD_NUMBER: _builtins.int
+    CLEAR_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
+    INTERRUPT_FIELD_NUMBER: _builtins.int
+    TRUNCATE_FIELD_NUMBER: _builtins.int
+    CLOSE_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    """The number of the event within the session, from 1 without gaps. 0 for open and restore. A session ignores an event
+    whose number is not higher than SessionOpened.accepted_seq. A gap ends the call (INVALID_ARGUMENT, EVENT_GAP).
+    """
+    @_builtins.property
+    def open(self) -> Global___SessionOpen:
+        """Opens the session. The first event of every call, and of no other. Any other first event ends the call
+        (FAILED_PRECONDITION, SESSION_NOT_OPEN).
+        """
+
+    @_builtins.property
+    def restore(self) -> Global___TurnRestore:
+        """Repeats an earlier turn to an orchestrator that does not know the session. Only directly after open."""
+
+    @_builtins.property
+    def append(self) -> Global___InputAppend:
+        """Appends a piece to the input of the open turn."""
+
+    @_builtins.property
+    def clear(self) -> Global___InputClear:
+        """Drops the input of the open turn."""
+
+    @_builtins.property
+    def commit(self) -> Global___TurnCommit:
+        """Ends the input of the open turn, so that the pipeline answers it."""
+
+    @_builtins.property
+    def interrupt(self) -> Global___TurnInterrupt:
+        """Stops the answer to a turn."""
+
+    @_builtins.property
+    def truncate(self) -> Global___TurnTruncate:
+        """Shortens the answer to a turn in the transcript to what the user has heard."""
+
+    @_builtins.property
+    def close(self) -> Global___SessionClose:
+        """Ends the session."""
+
+    def __init__(
+        self,
+        *,
+        seq: _builtins.int = ...,
+        open: Global___SessionOpen | None = ...,
+        restore: Global___TurnRestore | None = ...,
+        append: Global___InputAppend | None = ...,
+        clear: Global___InputClear | None = ...,
+        commit: Global___TurnCommit | None = ...,
+        interrupt: Global___TurnInterrupt | None = ...,
+        truncate: Global___TurnTruncate | None = ...,
+        close: Global___SessionClose | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["append", b"append", "clear", b"clear", "close", b"close", "commit", b"commit", "event", b"event", "interrupt", b"interrupt", "open", b"open", "restore", b"restore", "truncate", b"truncate"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["append", b"append", "clear", b"clear", "close", b"close", "commit", b"commit", "event", b"event", "interrupt", b"interrupt", "open", b"open", "restore", b"restore", "seq", b"seq", "truncate", b"truncate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["open", "restore", "append", "clear", "commit", "interrupt", "truncate", "close"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___ConverseRequest: _TypeAlias = ConverseRequest  # noqa: Y015
+
+@_typing.final
+class SessionOpen(_message.Message):
+    """SessionOpen opens a session, or attaches to a session again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    PIPELINE_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    INPUT_MODE_FIELD_NUMBER: _builtins.int
+    CONVERSATION_FIELD_NUMBER: _builtins.int
+    TURN_DETECTION_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
+    LINGER_S_FIELD_NUMBER: _builtins.int
+    TURN_TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    EARLIER_CALLS_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
+    NEXT_POSITIONS_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """The id of the session: 1 to 96 characters of letters, digits, '.', '_', ':' and '-'. If empty, the orchestrator
+    generates one and reports it.
+    """
+    pipeline: _builtins.str
+    """The pipeline, as in GenerateRequest."""
+    input_mode: Global___InputMode.ValueType
+    """The way of the input."""
+    priority: _builtins.int
+    """The priority of every turn, as in GenerateRequest."""
+    caller: _builtins.str
+    """The caller, as in GenerateRequest."""
+    linger_s: _builtins.int
+    """For how many seconds the session continues without a call. More than 3600 counts as 3600. A turn that is being
+    answered continues for at most 60 of them. 0 ends the session when its call ends.
+    """
+    turn_timeout_s: _builtins.float
+    """The time limit of a turn's request in seconds. 0 for PipelineLimits.max_request_s."""
+    earlier_calls: _builtins.int
+    """How many earlier calls of this session, at any orchestrator, there may have been, as in GenerateRequest."""
+    turn: _builtins.int
+    """When attaching again: the turn to whose answer next_positions belongs. 0 if no turn is being answered."""
+    generation: _builtins.str
+    """When attaching again: the generation of RequestAdmitted of `turn`, if the client has outputs of it."""
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of the wanted outputs of every turn. Empty for all outputs that the pipeline can produce from the input
+        mode.
+        """
+
+    @_builtins.property
+    def parameters(self) -> _request_pb2.Parameters:
+        """The parameters of every turn. More than one choice is rejected (INVALID_CHOICES)."""
+
+    @_builtins.property
+    def conversation(self) -> _request_pb2.Conversation:
+        """The conversation before the first turn: instructions, earlier messages, and the tools of all turns. The media of its
+        messages are inline. Rejected (UNSUPPORTED) in the mode STREAM.
+        """
+
+    @_builtins.property
+    def turn_detection(self) -> Global___TurnDetection:
+        """Who ends the turns. Unset if only the client does."""
+
+    @_builtins.property
+    def next_positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputPosition]:
+        """When attaching again: how much of each output of `turn` has been received."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        pipeline: _builtins.str = ...,
+        outputs: _abc.Iterable[_builtins.str] | None = ...,
+        parameters: _request_pb2.Parameters | None = ...,
+        input_mode: Global___InputMode.ValueType = ...,
+        conversation: _request_pb2.Conversation | None = ...,
+        turn_detection: Global___TurnDetection | None = ...,
+        priority: _builtins.int = ...,
+        caller: _builtins.str = ...,
+        linger_s: _builtins.int = ...,
+        turn_timeout_s: _builtins.float = ...,
+        earlier_calls: _builtins.int = ...,
+        turn: _builtins.int = ...,
+        next_positions: _abc.Iterable[Global___OutputPosition] | None = ...,
+        generation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "parameters", b"parameters", "turn_detection", b"turn_detection"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "conversation", b"conversation", "earlier_calls", b"earlier_calls", "generation", b"generation", "input_mode", b"input_mode", "linger_s", b"linger_s", "next_positions", b"next_positions", "outputs", b"outputs", "parameters", b"parameters", "pipeline", b"pipeline", "priority", b"priority", "session_id", b"session_id", "turn", b"turn", "turn_detection", b"turn_detection", "turn_timeout_s", b"turn_timeout_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionOpen: _TypeAlias = SessionOpen  # noqa: Y015
+
+@_typing.final
+class TurnDetection(_message.Message):
+    """TurnDetection lets the pipeline find the ends of the turns in the audio that the client appends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class OptionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> _tensor_pb2.TypedValue: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _tensor_pb2.TypedValue | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    INTERRUPTS_FIELD_NUMBER: _builtins.int
+    interrupts: _builtins.bool
+    """Whether speech of the user interrupts the answer to the former turn."""
+    @_builtins.property
+    def options(self) -> _containers.MessageMap[_builtins.str, _tensor_pb2.TypedValue]:
+        """Options of the stage that detects turns, by name, for example silence_ms. The pipeline file names the stage
+        (`sessions.turn_detection`). Rejected (UNSUPPORTED) if it names none.
+        """
+
+    def __init__(
+        self,
+        *,
+        options: _abc.Mapping[_builtins.str, _tensor_pb2.TypedValue] | None = ...,
+        interrupts: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interrupts", b"interrupts", "options", b"options"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnDetection: _TypeAlias = TurnDetection  # noqa: Y015
+
+@_typing.final
+class TurnRestore(_message.Message):
+    """TurnRestore repeats an earlier turn."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TURN_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    turn: _builtins.int
+    """The turn, from 1 without gaps."""
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_request_pb2.Message]:
+        """The messages that the turn added to the transcript: those of its input, then the answer."""
+
+    def __init__(
+        self,
+        *,
+        turn: _builtins.int = ...,
+        messages: _abc.Iterable[_request_pb2.Message] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "turn", b"turn"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnRestore: _TypeAlias = TurnRestore  # noqa: Y015
+
+@_typing.final
+class InputAppend(_message.Message):
+    """InputAppend is a piece of the input of the open turn. A turn opens with its first piece. A piece above the granted
+    credit is rejected (RESOURCE_EXHAUSTED, INPUT_OVER_CREDIT). A piece that would make the turn or the transcript larger
+    than its limit is rejected (RESOURCE_EXHAUSTED, SESSION_TOO_LARGE). In the mode STREAM, a piece of a kind that no edge
+    from `@input` carries is rejected (UNSUPPORTED), and so is every message.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def part(self) -> _request_pb2.Part:
+        """Text, an image, audio or a video of the user. Consecutive texts are joined without a separator, and consecutive
+        audio samples with the same rate and number of channels, too.
+        """
+
+    @_builtins.property
+    def message(self) -> _request_pb2.Message:
+        """A message of any role, for example the result of a tool. It ends the user message before it."""
+
+    def __init__(
+        self,
+        *,
+        part: _request_pb2.Part | None = ...,
+        message: _request_pb2.Message | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "part", b"part", "piece", b"piece"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "part", b"part", "piece", b"piece"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_piece: _TypeAlias = _typing.Literal["part", "message"]  # noqa: Y015
+    _WhichOneofArgType_piece: _TypeAlias = _typing.Literal["piece", b"piece"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_piece) -> _WhichOneofReturnType_piece | None: ...
+
+Global___InputAppend: _TypeAlias = InputAppend  # noqa: Y015
+
+@_typing.final
+class InputClear(_message.Message):
+    """InputClear drops the input of the open turn. In the mode STREAM, its request is stopped. Without input it has no effect."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InputClear: _TypeAlias = InputClear  # noqa: Y015
+
+@_typing.final
+class TurnCommit(_message.Message):
+    """TurnCommit ends the input of the open turn. Rejected without input (FAILED_PRECONDITION, EMPTY_TURN), and while the
+    former turn is still being answered (FAILED_PRECONDITION, TURN_RUNNING); the input remains then.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnCommit: _TypeAlias = TurnCommit  # noqa: Y015
+
+@_typing.final
+class TurnInterrupt(_message.Message):
+    """TurnInterrupt stops the answer to a turn. After TurnInterrupted, no output of the turn arrives."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TURN_FIELD_NUMBER: _builtins.int
+    turn: _builtins.int
+    """The turn. One that is not being answered is rejected (FAILED_PRECONDITION, TURN_ENDED, or TURN_NOT_STARTED for a turn
+    whose answer has not begun). 0 means the turn that is being answered.
+    """
+    def __init__(
+        self,
+        *,
+        turn: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["turn", b"turn"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnInterrupt: _TypeAlias = TurnInterrupt  # noqa: Y015
+
+@_typing.final
+class TurnTruncate(_message.Message):
+    """TurnTruncate shortens the answer to the newest turn that has ended, in the transcript. Later turns then contain what the
+    user has heard. Rejected for any other turn (FAILED_PRECONDITION, TURN_ENDED or TURN_NOT_STARTED), and for more than was
+    sent (INVALID_ARGUMENT, BEYOND_OUTPUT).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TURN_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    turn: _builtins.int
+    """The turn."""
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputPosition]:
+        """How much of each output the user has received, in the unit of Output.position. If it does not name the transcript's
+        text, the text is cut at the same share as the first named output, at the end of a word.
+        """
+
+    def __init__(
+        self,
+        *,
+        turn: _builtins.int = ...,
+        positions: _abc.Iterable[Global___OutputPosition] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions", "turn", b"turn"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnTruncate: _TypeAlias = TurnTruncate  # noqa: Y015
+
+@_typing.final
+class SessionClose(_message.Message):
+    """SessionClose ends the session. A turn that is being answered is stopped. The call ends with OK."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionClose: _TypeAlias = SessionClose  # noqa: Y015
+
+@_typing.final
+class ConverseResponse(_message.Message):
+    """ConverseResponse is an event of a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TURN_FIELD_NUMBER: _builtins.int
+    OPENED_FIELD_NUMBER: _builtins.int
+    GRANT_FIELD_NUMBER: _builtins.int
+    REJECTED_FIELD_NUMBER: _builtins.int
+    SPEECH_FIELD_NUMBER: _builtins.int
+    COMMITTED_FIELD_NUMBER: _builtins.int
+    GENERATED_FIELD_NUMBER: _builtins.int
+    INTERRUPTED_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
+    IGNORABLE_FIELD_NUMBER: _builtins.int
+    turn: _builtins.int
+    """The turn to which the event belongs. 0 for opened, grant and rejected."""
+    ignorable: _builtins.bool
+    """Whether a client that does not know the kind of the event ignores the event instead."""
+    @_builtins.property
+    def opened(self) -> Global___SessionOpened:
+        """The first event of a call."""
+
+    @_builtins.property
+    def grant(self) -> Global___InputGrant:
+        """The client may append more."""
+
+    @_builtins.property
+    def rejected(self) -> Global___EventRejected:
+        """An event had no effect."""
+
+    @_builtins.property
+    def speech(self) -> Global___SpeechDetected:
+        """The detection of turns has found speech, or its end."""
+
+    @_builtins.property
+    def committed(self) -> Global___TurnCommitted:
+        """The input of the turn is complete."""
+
+    @_builtins.property
+    def generated(self) -> Global___GenerateResponse:
+        """An event of the request of the turn, as Generate sends it."""
+
+    @_builtins.property
+    def interrupted(self) -> Global___TurnInterrupted:
+        """The answer was stopped. No further `generated` of the turn follows."""
+
+    @_builtins.property
+    def ended(self) -> Global___TurnEnded:
+        """The turn has ended. Every committed turn ends once."""
+
+    @_builtins.property
+    def truncated(self) -> Global___TurnTruncated:
+        """The answer was shortened."""
+
+    def __init__(
+        self,
+        *,
+        turn: _builtins.int = ...,
+        opened: Global___SessionOpened | None = ...,
+        grant: Global___InputGrant | None = ...,
+        rejected: Global___EventRejected | None = ...,
+        speech: Global___SpeechDetected | None = ...,
+        committed: Global___TurnCommitted | None = ...,
+        generated: Global___GenerateResponse | None = ...,
+        interrupted: Global___TurnInterrupted | None = ...,
+        ended: Global___TurnEnded | None = ...,
+        truncated: Global___TurnTruncated | None = ...,
+        ignorable: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "ended", b"ended", "event", b"event", "generated", b"generated", "grant", b"grant", "interrupted", b"interrupted", "opened", b"opened", "rejected", b"rejected", "speech", b"speech", "truncated", b"truncated"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "ended", b"ended", "event", b"event", "generated", b"generated", "grant", b"grant", "ignorable", b"ignorable", "interrupted", b"interrupted", "opened", b"opened", "rejected", b"rejected", "speech", b"speech", "truncated", b"truncated", "turn", b"turn"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["opened", "grant", "rejected", "speech", "committed", "generated", "interrupted", "ended", "truncated"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___ConverseResponse: _TypeAlias = ConverseResponse  # noqa: Y015
+
+@_typing.final
+class SessionOpened(_message.Message):
+    """SessionOpened answers SessionOpen."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    IS_KNOWN_FIELD_NUMBER: _builtins.int
+    ACCEPTED_SEQ_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
+    RUNNING_TURN_FIELD_NUMBER: _builtins.int
+    INPUT_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    PARK_S_FIELD_NUMBER: _builtins.int
+    TRANSCRIPT_OUTPUT_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """The session's id."""
+    is_known: _builtins.bool
+    """Whether the orchestrator knew the session already."""
+    accepted_seq: _builtins.int
+    """The number of the last event that the session has handled. The client sends those after it."""
+    turn: _builtins.int
+    """The number of the open turn, which the next piece belongs to."""
+    running_turn: _builtins.int
+    """The turn that is being answered. 0 if there is none."""
+    input_limit_bytes: _builtins.int
+    """The total number of bytes that the client may append in the session, as in InputGrant."""
+    seed: _builtins.int
+    """The seed in force, which is the seed of the first turn."""
+    park_s: _builtins.float
+    """The number of seconds without events after which the call ends with SESSION_PARKED. 0 if it never does."""
+    transcript_output: _builtins.str
+    """The output whose text is the answer in the transcript. Empty if the pipeline has none."""
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The wanted outputs."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        is_known: _builtins.bool = ...,
+        accepted_seq: _builtins.int = ...,
+        turn: _builtins.int = ...,
+        running_turn: _builtins.int = ...,
+        input_limit_bytes: _builtins.int = ...,
+        outputs: _abc.Iterable[_builtins.str] | None = ...,
+        seed: _builtins.int = ...,
+        park_s: _builtins.float = ...,
+        transcript_output: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_seq", b"accepted_seq", "input_limit_bytes", b"input_limit_bytes", "is_known", b"is_known", "outputs", b"outputs", "park_s", b"park_s", "running_turn", b"running_turn", "seed", b"seed", "session_id", b"session_id", "transcript_output", b"transcript_output", "turn", b"turn"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionOpened: _TypeAlias = SessionOpened  # noqa: Y015
+
+@_typing.final
+class InputGrant(_message.Message):
+    """InputGrant raises the number of bytes that the client may append. A piece counts with the bytes of its text, its
+    samples or its file.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INPUT_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    ACCEPTED_SEQ_FIELD_NUMBER: _builtins.int
+    input_limit_bytes: _builtins.int
+    """The total number of bytes since the session was opened for the first time."""
+    accepted_seq: _builtins.int
+    """The number of the last event that the session has handled, which the client need not keep for the order of events."""
+    def __init__(
+        self,
+        *,
+        input_limit_bytes: _builtins.int = ...,
+        accepted_seq: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_seq", b"accepted_seq", "input_limit_bytes", b"input_limit_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InputGrant: _TypeAlias = InputGrant  # noqa: Y015
+
+@_typing.final
+class EventRejected(_message.Message):
+    """EventRejected reports an event that had no effect."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    """The number of the event."""
+    @_builtins.property
+    def error(self) -> _chunk_pb2.Error:
+        """The cause."""
+
+    def __init__(
+        self,
+        *,
+        seq: _builtins.int = ...,
+        error: _chunk_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "seq", b"seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EventRejected: _TypeAlias = EventRejected  # noqa: Y015
+
+@_typing.final
+class SpeechDetected(_message.Message):
+    """SpeechDetected reports the begin or the end of speech in the appended audio."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGINS_FIELD_NUMBER: _builtins.int
+    AT_S_FIELD_NUMBER: _builtins.int
+    begins: _builtins.bool
+    """Whether speech begins. If false, it ends."""
+    at_s: _builtins.float
+    """The time in the audio of the session at which it does, in seconds."""
+    def __init__(
+        self,
+        *,
+        begins: _builtins.bool = ...,
+        at_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "begins", b"begins"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpeechDetected: _TypeAlias = SpeechDetected  # noqa: Y015
+
+@_typing.final
+class TurnCommitted(_message.Message):
+    """TurnCommitted confirms that the input of a turn is complete."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DETECTED_FIELD_NUMBER: _builtins.int
+    AUDIO_END_S_FIELD_NUMBER: _builtins.int
+    detected: _builtins.bool
+    """Whether the detection of turns has committed the turn."""
+    audio_end_s: _builtins.float
+    """The time in the audio of the session at which the turn ends, in seconds, if it was detected. Later audio belongs to
+    the next turn.
+    """
+    def __init__(
+        self,
+        *,
+        detected: _builtins.bool = ...,
+        audio_end_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audio_end_s", b"audio_end_s", "detected", b"detected"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnCommitted: _TypeAlias = TurnCommitted  # noqa: Y015
+
+@_typing.final
+class TurnInterrupted(_message.Message):
+    """TurnInterrupted confirms that the answer to a turn has stopped."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DETECTED_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    detected: _builtins.bool
+    """Whether detected speech has interrupted the turn."""
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputPosition]:
+        """How much of each output was sent."""
+
+    def __init__(
+        self,
+        *,
+        detected: _builtins.bool = ...,
+        positions: _abc.Iterable[Global___OutputPosition] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detected", b"detected", "positions", b"positions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnInterrupted: _TypeAlias = TurnInterrupted  # noqa: Y015
+
+@_typing.final
+class TurnEnded(_message.Message):
+    """TurnEnded reports the end of a turn. An interrupted turn ends without an error."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    answer: _builtins.str
+    """The answer in the transcript. Empty if the pipeline has no text output."""
+    @_builtins.property
+    def error(self) -> _chunk_pb2.Error:
+        """Why the request of the turn failed. Unset if it succeeded or was interrupted."""
+
+    def __init__(
+        self,
+        *,
+        error: _chunk_pb2.Error | None = ...,
+        answer: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "error", b"error"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnEnded: _TypeAlias = TurnEnded  # noqa: Y015
+
+@_typing.final
+class TurnTruncated(_message.Message):
+    """TurnTruncated confirms a truncation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_FIELD_NUMBER: _builtins.int
+    answer: _builtins.str
+    """The answer in the transcript from now on."""
+    def __init__(
+        self,
+        *,
+        answer: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnTruncated: _TypeAlias = TurnTruncated  # noqa: Y015

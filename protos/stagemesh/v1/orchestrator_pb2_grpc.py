@@ -45,6 +45,11 @@ class OrchestratorServiceStub(object):
                 request_serializer=stagemesh_dot_v1_dot_orchestrator__pb2.CancelRequestRequest.SerializeToString,
                 response_deserializer=stagemesh_dot_v1_dot_orchestrator__pb2.CancelRequestResponse.FromString,
                 _registered_method=True)
+        self.Converse = channel.stream_stream(
+                '/stagemesh.v1.OrchestratorService/Converse',
+                request_serializer=stagemesh_dot_v1_dot_orchestrator__pb2.ConverseRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_v1_dot_orchestrator__pb2.ConverseResponse.FromString,
+                _registered_method=True)
         self.DescribePipeline = channel.unary_unary(
                 '/stagemesh.v1.OrchestratorService/DescribePipeline',
                 request_serializer=stagemesh_dot_v1_dot_orchestrator__pb2.DescribePipelineRequest.SerializeToString,
@@ -129,6 +134,47 @@ class OrchestratorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Converse(self, request_iterator, context):
+        """Converse runs a session: a conversation whose turns are numbered from 1. A turn has an input, which the client
+        appends in pieces and commits, and an answer, which the pipeline produces as for Generate. While the pipeline answers
+        a turn, the client may append the input of the next turn, and may interrupt the answer. A session answers one turn
+        at a time.
+
+        The first event is open, and the first response is opened. An event that the session cannot accept has no effect
+        except that the response `rejected` names it; the session then continues. A turn whose request fails ends with its
+        error (TurnEnded.error), and the session continues. Only an error of the session itself ends the call.
+
+        The input of a turn takes one of two ways (SessionOpen.input_mode):
+
+        - As a prompt: the pieces become one user message. The request starts when the turn is committed, and its prompt is
+        the conversation so far.
+        - As a stream: the request starts with the first piece. Each piece goes at once to the stages that an edge from
+        `@input` feeds in the pipeline file, in order and with credit like the chunks of any edge.
+
+        Each turn is a request of its own, with the id "SESSION.TURN" and the seed of the session plus the number of the turn
+        minus 1. Admission, limits, recovery and cancellation are those of Generate. The next turn prefers the replicas of
+        the former one, whose caches may contain the conversation.
+
+        A client loses nothing and receives nothing twice if it does the following:
+
+        1. It chooses a random session_id and sets linger_s.
+        2. It numbers its events after open from 1 (ConverseRequest.seq), and keeps the events of the open turn and of the
+        turn that is being answered. Of each earlier turn it keeps the messages of the transcript: its own input, and
+        TurnEnded.answer or TurnTruncated.answer.
+        3. It calls again if the connection breaks, as described for Generate, or if the call ends with UNAVAILABLE and reason
+        NOT_RUNNING or SESSION_PARKED. It opens the session with the same content, earlier_calls increased by one, and its
+        position in the turn that is being answered (SessionOpen.turn and next_positions).
+        4. If SessionOpened.is_known is set, it sends its events after accepted_seq again. Otherwise it sends the transcript
+        as TurnRestore events, then all events that it keeps, with their former numbers.
+
+        While a session has no turn to answer and receives no event for SessionOpened.park_s, its call ends with UNAVAILABLE
+        and reason SESSION_PARKED. The orchestrator keeps the session for linger_s more. A client calls again when it has an
+        event to send.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DescribePipeline(self, request, context):
         """DescribePipeline returns the current state of the pipeline, its stages and its replicas.
         """
@@ -148,6 +194,11 @@ def add_OrchestratorServiceServicer_to_server(servicer, server):
                     servicer.CancelRequest,
                     request_deserializer=stagemesh_dot_v1_dot_orchestrator__pb2.CancelRequestRequest.FromString,
                     response_serializer=stagemesh_dot_v1_dot_orchestrator__pb2.CancelRequestResponse.SerializeToString,
+            ),
+            'Converse': grpc.stream_stream_rpc_method_handler(
+                    servicer.Converse,
+                    request_deserializer=stagemesh_dot_v1_dot_orchestrator__pb2.ConverseRequest.FromString,
+                    response_serializer=stagemesh_dot_v1_dot_orchestrator__pb2.ConverseResponse.SerializeToString,
             ),
             'DescribePipeline': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribePipeline,
@@ -210,6 +261,33 @@ class OrchestratorService(object):
             '/stagemesh.v1.OrchestratorService/CancelRequest',
             stagemesh_dot_v1_dot_orchestrator__pb2.CancelRequestRequest.SerializeToString,
             stagemesh_dot_v1_dot_orchestrator__pb2.CancelRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Converse(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/stagemesh.v1.OrchestratorService/Converse',
+            stagemesh_dot_v1_dot_orchestrator__pb2.ConverseRequest.SerializeToString,
+            stagemesh_dot_v1_dot_orchestrator__pb2.ConverseResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -98,6 +98,43 @@ class OrchestratorServiceStub:
     An orchestrator that stops accepts no new calls. A request that it still runs ends if its Generate calls are
     cancelled and its linger_s has passed.
     """
+    Converse: _grpc.StreamStreamMultiCallable[_orchestrator_pb2.ConverseRequest, _orchestrator_pb2.ConverseResponse]
+    """Converse runs a session: a conversation whose turns are numbered from 1. A turn has an input, which the client
+    appends in pieces and commits, and an answer, which the pipeline produces as for Generate. While the pipeline answers
+    a turn, the client may append the input of the next turn, and may interrupt the answer. A session answers one turn
+    at a time.
+
+    The first event is open, and the first response is opened. An event that the session cannot accept has no effect
+    except that the response `rejected` names it; the session then continues. A turn whose request fails ends with its
+    error (TurnEnded.error), and the session continues. Only an error of the session itself ends the call.
+
+    The input of a turn takes one of two ways (SessionOpen.input_mode):
+
+    - As a prompt: the pieces become one user message. The request starts when the turn is committed, and its prompt is
+      the conversation so far.
+    - As a stream: the request starts with the first piece. Each piece goes at once to the stages that an edge from
+      `@input` feeds in the pipeline file, in order and with credit like the chunks of any edge.
+
+    Each turn is a request of its own, with the id "SESSION.TURN" and the seed of the session plus the number of the turn
+    minus 1. Admission, limits, recovery and cancellation are those of Generate. The next turn prefers the replicas of
+    the former one, whose caches may contain the conversation.
+
+    A client loses nothing and receives nothing twice if it does the following:
+
+    1. It chooses a random session_id and sets linger_s.
+    2. It numbers its events after open from 1 (ConverseRequest.seq), and keeps the events of the open turn and of the
+       turn that is being answered. Of each earlier turn it keeps the messages of the transcript: its own input, and
+       TurnEnded.answer or TurnTruncated.answer.
+    3. It calls again if the connection breaks, as described for Generate, or if the call ends with UNAVAILABLE and reason
+       NOT_RUNNING or SESSION_PARKED. It opens the session with the same content, earlier_calls increased by one, and its
+       position in the turn that is being answered (SessionOpen.turn and next_positions).
+    4. If SessionOpened.is_known is set, it sends its events after accepted_seq again. Otherwise it sends the transcript
+       as TurnRestore events, then all events that it keeps, with their former numbers.
+
+    While a session has no turn to answer and receives no event for SessionOpened.park_s, its call ends with UNAVAILABLE
+    and reason SESSION_PARKED. The orchestrator keeps the session for linger_s more. A client calls again when it has an
+    event to send.
+    """
     DescribePipeline: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.DescribePipelineRequest, _orchestrator_pb2.DescribePipelineResponse]
     """DescribePipeline returns the current state of the pipeline, its stages and its replicas."""
 
@@ -170,6 +207,43 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     call of Generate; others do not know it (NOT_FOUND, UNKNOWN_REQUEST), and a client that is not sure calls them all.
     An orchestrator that stops accepts no new calls. A request that it still runs ends if its Generate calls are
     cancelled and its linger_s has passed.
+    """
+    Converse: _aio.StreamStreamMultiCallable[_orchestrator_pb2.ConverseRequest, _orchestrator_pb2.ConverseResponse]  # type: ignore[assignment]
+    """Converse runs a session: a conversation whose turns are numbered from 1. A turn has an input, which the client
+    appends in pieces and commits, and an answer, which the pipeline produces as for Generate. While the pipeline answers
+    a turn, the client may append the input of the next turn, and may interrupt the answer. A session answers one turn
+    at a time.
+
+    The first event is open, and the first response is opened. An event that the session cannot accept has no effect
+    except that the response `rejected` names it; the session then continues. A turn whose request fails ends with its
+    error (TurnEnded.error), and the session continues. Only an error of the session itself ends the call.
+
+    The input of a turn takes one of two ways (SessionOpen.input_mode):
+
+    - As a prompt: the pieces become one user message. The request starts when the turn is committed, and its prompt is
+      the conversation so far.
+    - As a stream: the request starts with the first piece. Each piece goes at once to the stages that an edge from
+      `@input` feeds in the pipeline file, in order and with credit like the chunks of any edge.
+
+    Each turn is a request of its own, with the id "SESSION.TURN" and the seed of the session plus the number of the turn
+    minus 1. Admission, limits, recovery and cancellation are those of Generate. The next turn prefers the replicas of
+    the former one, whose caches may contain the conversation.
+
+    A client loses nothing and receives nothing twice if it does the following:
+
+    1. It chooses a random session_id and sets linger_s.
+    2. It numbers its events after open from 1 (ConverseRequest.seq), and keeps the events of the open turn and of the
+       turn that is being answered. Of each earlier turn it keeps the messages of the transcript: its own input, and
+       TurnEnded.answer or TurnTruncated.answer.
+    3. It calls again if the connection breaks, as described for Generate, or if the call ends with UNAVAILABLE and reason
+       NOT_RUNNING or SESSION_PARKED. It opens the session with the same content, earlier_calls increased by one, and its
+       position in the turn that is being answered (SessionOpen.turn and next_positions).
+    4. If SessionOpened.is_known is set, it sends its events after accepted_seq again. Otherwise it sends the transcript
+       as TurnRestore events, then all events that it keeps, with their former numbers.
+
+    While a session has no turn to answer and receives no event for SessionOpened.park_s, its call ends with UNAVAILABLE
+    and reason SESSION_PARKED. The orchestrator keeps the session for linger_s more. A client calls again when it has an
+    event to send.
     """
     DescribePipeline: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.DescribePipelineRequest, _orchestrator_pb2.DescribePipelineResponse]  # type: ignore[assignment]
     """DescribePipeline returns the current state of the pipeline, its stages and its replicas."""
@@ -252,6 +326,49 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         call of Generate; others do not know it (NOT_FOUND, UNKNOWN_REQUEST), and a client that is not sure calls them all.
         An orchestrator that stops accepts no new calls. A request that it still runs ends if its Generate calls are
         cancelled and its linger_s has passed.
+        """
+
+    @_abc_1.abstractmethod
+    def Converse(
+        self,
+        request_iterator: _MaybeAsyncIterator[_orchestrator_pb2.ConverseRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_orchestrator_pb2.ConverseResponse], _abc.AsyncIterator[_orchestrator_pb2.ConverseResponse]]:
+        """Converse runs a session: a conversation whose turns are numbered from 1. A turn has an input, which the client
+        appends in pieces and commits, and an answer, which the pipeline produces as for Generate. While the pipeline answers
+        a turn, the client may append the input of the next turn, and may interrupt the answer. A session answers one turn
+        at a time.
+
+        The first event is open, and the first response is opened. An event that the session cannot accept has no effect
+        except that the response `rejected` names it; the session then continues. A turn whose request fails ends with its
+        error (TurnEnded.error), and the session continues. Only an error of the session itself ends the call.
+
+        The input of a turn takes one of two ways (SessionOpen.input_mode):
+
+        - As a prompt: the pieces become one user message. The request starts when the turn is committed, and its prompt is
+          the conversation so far.
+        - As a stream: the request starts with the first piece. Each piece goes at once to the stages that an edge from
+          `@input` feeds in the pipeline file, in order and with credit like the chunks of any edge.
+
+        Each turn is a request of its own, with the id "SESSION.TURN" and the seed of the session plus the number of the turn
+        minus 1. Admission, limits, recovery and cancellation are those of Generate. The next turn prefers the replicas of
+        the former one, whose caches may contain the conversation.
+
+        A client loses nothing and receives nothing twice if it does the following:
+
+        1. It chooses a random session_id and sets linger_s.
+        2. It numbers its events after open from 1 (ConverseRequest.seq), and keeps the events of the open turn and of the
+           turn that is being answered. Of each earlier turn it keeps the messages of the transcript: its own input, and
+           TurnEnded.answer or TurnTruncated.answer.
+        3. It calls again if the connection breaks, as described for Generate, or if the call ends with UNAVAILABLE and reason
+           NOT_RUNNING or SESSION_PARKED. It opens the session with the same content, earlier_calls increased by one, and its
+           position in the turn that is being answered (SessionOpen.turn and next_positions).
+        4. If SessionOpened.is_known is set, it sends its events after accepted_seq again. Otherwise it sends the transcript
+           as TurnRestore events, then all events that it keeps, with their former numbers.
+
+        While a session has no turn to answer and receives no event for SessionOpened.park_s, its call ends with UNAVAILABLE
+        and reason SESSION_PARKED. The orchestrator keeps the session for linger_s more. A client calls again when it has an
+        event to send.
         """
 
     @_abc_1.abstractmethod

@@ -27,8 +27,8 @@ if _version_not_supported:
 
 class StageServiceStub(object):
     """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad,
-    CancelStep and ProbeEdge. Other stages call PutChunk. Tools that run a single step call ExecuteStep, and so do
-    orchestrators if a stage does not serve ExecuteSteps.
+    CancelStep and ProbeEdge. Other stages call PutChunk, and so do orchestrators for the input that clients stream. Tools
+    that run a single step call ExecuteStep, and so do orchestrators if a stage does not serve ExecuteSteps.
     """
 
     def __init__(self, channel):
@@ -86,8 +86,8 @@ class StageServiceStub(object):
 
 class StageServiceServicer(object):
     """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad,
-    CancelStep and ProbeEdge. Other stages call PutChunk. Tools that run a single step call ExecuteStep, and so do
-    orchestrators if a stage does not serve ExecuteSteps.
+    CancelStep and ProbeEdge. Other stages call PutChunk, and so do orchestrators for the input that clients stream. Tools
+    that run a single step call ExecuteStep, and so do orchestrators if a stage does not serve ExecuteSteps.
     """
 
     def ExecuteStep(self, request, context):
@@ -125,7 +125,8 @@ class StageServiceServicer(object):
 
     def PutChunk(self, request_iterator, context):
         """PutChunk carries chunks from a producing replica, which is the caller, to a consuming replica. Each pair of
-        replicas has one long-lived stream. The first message contains Hello, and the first answer contains Welcome.
+        replicas has one long-lived stream. The first message contains Hello, and the first answer contains Welcome. An
+        orchestrator is the producer of the edges from "@input", which carry the input that a client streams.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -229,8 +230,8 @@ def add_StageServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class StageService(object):
     """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad,
-    CancelStep and ProbeEdge. Other stages call PutChunk. Tools that run a single step call ExecuteStep, and so do
-    orchestrators if a stage does not serve ExecuteSteps.
+    CancelStep and ProbeEdge. Other stages call PutChunk, and so do orchestrators for the input that clients stream. Tools
+    that run a single step call ExecuteStep, and so do orchestrators if a stage does not serve ExecuteSteps.
     """
 
     @staticmethod

@@ -28,8 +28,8 @@ GRPC_VERSION: str
 
 class StageServiceStub:
     """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad,
-    CancelStep and ProbeEdge. Other stages call PutChunk. Tools that run a single step call ExecuteStep, and so do
-    orchestrators if a stage does not serve ExecuteSteps.
+    CancelStep and ProbeEdge. Other stages call PutChunk, and so do orchestrators for the input that clients stream. Tools
+    that run a single step call ExecuteStep, and so do orchestrators if a stage does not serve ExecuteSteps.
     """
 
     @_typing.overload
@@ -59,7 +59,8 @@ class StageServiceStub:
     """
     PutChunk: _grpc.StreamStreamMultiCallable[_stage_pb2.PutChunkRequest, _stage_pb2.PutChunkResponse]
     """PutChunk carries chunks from a producing replica, which is the caller, to a consuming replica. Each pair of
-    replicas has one long-lived stream. The first message contains Hello, and the first answer contains Welcome.
+    replicas has one long-lived stream. The first message contains Hello, and the first answer contains Welcome. An
+    orchestrator is the producer of the edges from "@input", which carry the input that a client streams.
     """
     GetChunk: _grpc.UnaryStreamMultiCallable[_stage_pb2.GetChunkRequest, _stage_pb2.GetChunkResponse]
     """GetChunk reads retained chunks of an edge from a sequence number on, byte for byte, and follows the flow to its
@@ -83,8 +84,8 @@ class StageServiceStub:
 @_typing.type_check_only
 class StageServiceAsyncStub(StageServiceStub):
     """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad,
-    CancelStep and ProbeEdge. Other stages call PutChunk. Tools that run a single step call ExecuteStep, and so do
-    orchestrators if a stage does not serve ExecuteSteps.
+    CancelStep and ProbeEdge. Other stages call PutChunk, and so do orchestrators for the input that clients stream. Tools
+    that run a single step call ExecuteStep, and so do orchestrators if a stage does not serve ExecuteSteps.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -111,7 +112,8 @@ class StageServiceAsyncStub(StageServiceStub):
     """
     PutChunk: _aio.StreamStreamMultiCallable[_stage_pb2.PutChunkRequest, _stage_pb2.PutChunkResponse]  # type: ignore[assignment]
     """PutChunk carries chunks from a producing replica, which is the caller, to a consuming replica. Each pair of
-    replicas has one long-lived stream. The first message contains Hello, and the first answer contains Welcome.
+    replicas has one long-lived stream. The first message contains Hello, and the first answer contains Welcome. An
+    orchestrator is the producer of the edges from "@input", which carry the input that a client streams.
     """
     GetChunk: _aio.UnaryStreamMultiCallable[_stage_pb2.GetChunkRequest, _stage_pb2.GetChunkResponse]  # type: ignore[assignment]
     """GetChunk reads retained chunks of an edge from a sequence number on, byte for byte, and follows the flow to its
@@ -134,8 +136,8 @@ class StageServiceAsyncStub(StageServiceStub):
 
 class StageServiceServicer(metaclass=_abc_1.ABCMeta):
     """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad,
-    CancelStep and ProbeEdge. Other stages call PutChunk. Tools that run a single step call ExecuteStep, and so do
-    orchestrators if a stage does not serve ExecuteSteps.
+    CancelStep and ProbeEdge. Other stages call PutChunk, and so do orchestrators for the input that clients stream. Tools
+    that run a single step call ExecuteStep, and so do orchestrators if a stage does not serve ExecuteSteps.
     """
 
     @_abc_1.abstractmethod
@@ -184,7 +186,8 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_stage_pb2.PutChunkResponse], _abc.AsyncIterator[_stage_pb2.PutChunkResponse]]:
         """PutChunk carries chunks from a producing replica, which is the caller, to a consuming replica. Each pair of
-        replicas has one long-lived stream. The first message contains Hello, and the first answer contains Welcome.
+        replicas has one long-lived stream. The first message contains Hello, and the first answer contains Welcome. An
+        orchestrator is the producer of the edges from "@input", which carry the input that a client streams.
         """
 
     @_abc_1.abstractmethod
