@@ -4,11 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.multimodal.inputs import MultiModalFeatureSpec
+from typing import Any
 
 _QWEN2_5 = "vllm.model_executor.models.qwen2_5_omni_thinker"
 _MODULES = (_QWEN2_5, "vllm.model_executor.models.qwen3_omni_moe_thinker")
@@ -26,7 +22,7 @@ def has_audio_and_video(is_video: object, is_audio: object, num_video: int, num_
     return num_video > 0 and num_audio > 0
 
 
-def with_shared_positions(compute: "Callable[..., tuple[torch.Tensor, int]]") -> Callable[..., Any]:
+def with_shared_positions(compute: Callable[..., tuple[Any, int]]) -> Callable[..., tuple[Any, int]]:
     """Returns a function that computes the M-RoPE positions of Qwen2.5-Omni for videos with their audio tracks, too.
 
     `compute` is vLLM's method. It takes the token before such a video, which begins its audio, for the video's first
@@ -35,9 +31,7 @@ def with_shared_positions(compute: "Callable[..., tuple[torch.Tensor, int]]") ->
     """
 
     @wraps(compute)
-    def positions(
-        model: object, input_tokens: list[int], mm_features: "Sequence[MultiModalFeatureSpec]"
-    ) -> "tuple[torch.Tensor, int]":
+    def positions(model: object, input_tokens: list[int], mm_features: Sequence[Any]) -> tuple[Any, int]:
         ranges = [each.mm_position for each in mm_features if _is_video_with_audio(each)]
         moved = [
             replace(each, mm_position=replace(each.mm_position, offset=each.mm_position.offset + 1))
@@ -54,7 +48,7 @@ def with_shared_positions(compute: "Callable[..., tuple[torch.Tensor, int]]") ->
     return positions
 
 
-def _is_video_with_audio(feature: "MultiModalFeatureSpec") -> bool:
+def _is_video_with_audio(feature: Any) -> bool:
     given = feature.data and feature.data.get("use_audio_in_video")
     return feature.modality == "video" and given is not None and bool(given.data)
 
@@ -66,8 +60,8 @@ class _FixesVideosWithAudio:
         for module in filter(None, map(sys.modules.get, _MODULES)):
             assert hasattr(module, _CHECK), f"{module.__name__} has no {_CHECK}, which Stagemesh replaces"
             setattr(module, _CHECK, has_audio_and_video)
-        if (module := sys.modules.get(_QWEN2_5)) is not None:
-            model = getattr(module, _QWEN2_5_MODEL)
+        if _QWEN2_5 in sys.modules:
+            model = getattr(sys.modules[_QWEN2_5], _QWEN2_5_MODEL)
             setattr(model, _POSITIONS, with_shared_positions(getattr(model, _POSITIONS)))
 
 
