@@ -19,6 +19,7 @@ from stagemesh.common.request_checks import (
 )
 from stagemesh.common.typed_values import Value
 from stagemesh.orchestrator.request.parameters import check_parameters
+from stagemesh.orchestrator.request.streamed_input import StreamedInput
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.orchestrator.spec.conditions import Fact, Facts, InputKind
 from stagemesh.v1 import orchestrator_pb2, request_pb2
@@ -56,6 +57,8 @@ class ValidRequest:
     """The generation whose outputs the client already has. Empty if it has none, so that any generation may run."""
     index: int = 0
     """The index of the choice that a run of the request produces."""
+    stream: StreamedInput | None = None
+    """The input that the client streams while the request runs. None if the input is complete from the start."""
 
     @property
     def choices(self) -> int:
