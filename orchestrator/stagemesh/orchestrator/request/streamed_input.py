@@ -1,10 +1,10 @@
 """The input that a client streams into a running request over the edges from "@input".
 
-The orchestrator is the producer of these edges. `StreamedInput` retains the packets until the request has ended, so that
-a stage that restarts receives all of them again. `packets_of` converts a piece of input to packets.
+The orchestrator is the producer of these edges. `StreamedInput` retains the packets until the request has ended, so
+that a stage that restarts receives all of them again. `packets_of` converts a piece of input to packets.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -34,9 +34,9 @@ class StreamedInput:
     def __init__(self, on_consumed: Callable[[int], None]) -> None:
         """Creates an empty input.
 
-        `on_consumed` is called with a number of bytes when all consuming stages have accepted these further bytes. Bytes
-        that a restarted stage receives again do not count again. When the request ends, all remaining bytes count as
-        consumed, and so do bytes that are appended later.
+        `on_consumed` is called with a number of bytes when all consuming stages have accepted these further bytes.
+        Bytes that a restarted stage receives again do not count again. When the request ends, all remaining bytes count
+        as consumed, and so do bytes that are appended later.
         """
         self.size_bytes = 0
         """The number of bytes of all packets that were appended."""
@@ -54,7 +54,7 @@ class StreamedInput:
     # -- for the owner
 
     def append(self, packet: Packet) -> None:
-        """Appends a packet, which is sent as soon as the consuming stages grant credit. Do not call this after `end`."""
+        """Appends a packet, which is sent when the consuming stages grant credit. Do not call this after `end`."""
         assert not self._has_ended, "the input has ended"
         self.size_bytes += packet.size_bytes
         if self._is_closed:
@@ -85,8 +85,8 @@ class StreamedInput:
     async def send(self, outlet: Outlet, edge: Edge) -> None:
         """Sends the packets over one attempt of an edge, from the first one to the end of the input.
 
-        Omits packets without a tensor that the edge transfers. Returns when the consumer has received everything. Raises
-        the error that ended the flow, if the flow ends earlier.
+        Omits packets without a tensor that the edge transfers. Returns when the consumer has received everything.
+        Raises the error that ended the flow, if the flow ends earlier.
         """
         self._outlets.add(outlet)
         try:
@@ -131,24 +131,25 @@ class StreamedInput:
             self._on_consumed(size_bytes)
 
 
-def packets_of(part: request_pb2.Part) -> Sequence[Packet]:
+def packets_of(part: request_pb2.Part, *, kinds: Collection[str]) -> Sequence[Packet]:
     """Converts a piece of a client's input to packets of at most 256 KiB.
 
     Text becomes {"text": uint8[bytes]}, each packet with whole characters. Audio becomes {"audio": float32[samples]},
     with the mean of all channels, and the metadata value "sample_rate_hz".
 
-    Raises UnsupportedError if the piece is of another kind. Raises InvalidChunkError or InvalidRequestError
-    (INVALID_MEDIA) if its audio is invalid.
+    `kinds` contains the names of the tensors that edges of the request carry (`Route.input_tensors`). Raises
+    UnsupportedError if the piece is of another kind. Raises InvalidChunkError or InvalidRequestError (INVALID_MEDIA) if
+    its audio is invalid.
     """
     match part.WhichOneof("content"):
-        case "text":
+        case "text" if "text" in kinds:
             return _packets_of_text(part.text)
-        case "audio":
+        case "audio" if "audio" in kinds:
             return _packets_of_audio(part.audio)
         case kind:
             raise UnsupportedError(
-                f"a piece of streamed input is {kind or 'empty'}; append text or audio samples, or open the session with "
-                "the input mode PROMPT"
+                f"a piece of streamed input is {kind or 'empty'}, but the stages take {' or '.join(sorted(kinds))}; "
+                "append only this"
             )
 
 
