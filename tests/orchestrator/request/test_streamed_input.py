@@ -60,7 +60,7 @@ def test_audio_becomes_packets_of_one_channel_with_its_rate() -> None:
     stereo = np.stack([np.full(100_000, 0.5, np.float32), np.zeros(100_000, np.float32)], axis=1)
     packets = packets_of(_audio(stereo), kinds={"audio"})
     samples = np.concatenate([packet.tensors["audio"] for packet in packets])
-    assert (samples.shape, samples.dtype, set(samples)) == ((100_000,), np.float32, {0.25})
+    assert (samples.shape, samples.dtype, set(samples.tolist())) == ((100_000,), np.dtype(np.float32), {0.25})
     assert [packet.metadata for packet in packets] == [{"sample_rate_hz": 16_000}] * 2
 
 
@@ -200,7 +200,8 @@ async def test_a_generation_has_a_data_plane_while_it_has_flows(
         await sending
     second.end()
     _, text = await asyncio.gather(_send(second, planes, _replica(later, generation="later")), _received(later, planes))
-    assert (text, planes.generations) == ("", {"later"} if ends else {"g", "later"})
+    assert text == ""
+    assert planes.generations == ({"later"} if ends else {"g", "later"})
     first.end()
     await asyncio.gather(receiving, sending)
 

@@ -86,7 +86,7 @@ def _pipelines(draw: st.DrawFn) -> Pipeline:
         "first": PipelineOutput(name="first", source=f"s{count - 2}.x", kind="tensor", sample_rate_hz=0),
         "last": PipelineOutput(name="last", source=f"s{count - 1}.x", kind="tensor", sample_rate_hz=0),
     }
-    conditions = [each.condition for each in (*stages.values(), *edges)]
+    conditions = [stage.condition for stage in stages.values()] + [edge.condition for edge in edges]
     # A condition on streamed input is rejected if there is none.
     assume(input_edges or not any(term.fact.name == "stream" for condition in conditions for term in condition))
     limits = Limits(max_in_flight=1)
