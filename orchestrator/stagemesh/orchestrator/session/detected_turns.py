@@ -13,6 +13,7 @@ from stagemesh.orchestrator.session.listener import Speech
 from stagemesh.orchestrator.session.prompt_input import PromptInput, duration_s
 from stagemesh.orchestrator.session.settings import SessionSettings
 from stagemesh.orchestrator.session.tasks import Spawn
+from stagemesh.orchestrator.session.turn_input import HEARD_KINDS
 from stagemesh.orchestrator.session.turn_requests import Runner
 from stagemesh.orchestrator.session.turns import Outbox, Turns
 from stagemesh.v1 import orchestrator_pb2
@@ -63,6 +64,9 @@ class DetectedTurns(Turns):
 
     def _listen_to(self, piece: orchestrator_pb2.InputAppend, packets: Sequence[Packet]) -> None:
         if piece.part.HasField("audio"):
+            if not self._detector.listens:
+                # The client has attached again. Speech may have begun before.
+                self._hear_again(self.input.prompt)
             self._detector.hear(packets, at_s=self.input.audio_s)
 
     def _begin_turn(self, remaining: PromptInput | None) -> None:
@@ -82,9 +86,11 @@ class DetectedTurns(Turns):
         """Called when speech begins or ends in the audio of the open turn."""
         detected = orchestrator_pb2.SpeechDetected(begins=speech.begins, at_s=speech.at_s)
         self._outbox.send(self.number, speech=detected)
-        former, self._due_s = self.former_answer, None
+        former, due_s = self.former_answer, self._due_s
+        self._due_s = None
         if speech.begins:
-            self.input.prompt.drop_audio(until_s=speech.at_s)
+            if due_s is None:
+                self.input.prompt.drop_audio(until_s=speech.at_s)
             if former is not None and self._detection.interrupts:
                 self._interrupt(former, detected=True)
         elif former is None:
@@ -109,7 +115,7 @@ class DetectedTurns(Turns):
         clock_s = remaining.begins_s
         for piece in remaining.pieces:
             if piece.part.HasField("audio"):
-                self._detector.hear(packets_of(piece.part), at_s=clock_s)
+                self._detector.hear(packets_of(piece.part, kinds=HEARD_KINDS), at_s=clock_s)
             clock_s += duration_s(piece)
 
     def _fail_detection(self, error: StagemeshError | None) -> None:

@@ -13,6 +13,8 @@ from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.v1 import orchestrator_pb2
 
 PROMPT_WINDOW_BYTES, STREAM_WINDOW_BYTES = MAX_MESSAGE_BYTES, 1 << 20
+HEARD_KINDS = frozenset({"audio"})
+"""The kinds of input in which turns are detected."""
 _LARGEST_PROMPT_BYTES = MAX_MESSAGE_BYTES - (256 << 10)
 """The size of a prompt that fits into a message to a stage, together with the parameters of its request."""
 
@@ -52,10 +54,12 @@ class TurnInput:
         size_bytes = size_of(piece)
         self.credit.check(size_bytes)
         self.check_size(size_bytes, transcript_bytes=transcript_bytes)
-        if self._settings.streams:
-            return self._streamed(piece)
-        is_heard = self._settings.detection is not None and piece.part.HasField("audio")
-        return packets_of(piece.part) if is_heard else ()
+        if not self._settings.streams:
+            is_heard = self._settings.detection is not None and piece.part.HasField("audio")
+            return packets_of(piece.part, kinds=HEARD_KINDS) if is_heard else ()
+        if piece.WhichOneof("piece") == "message":
+            raise UnsupportedError("messages cannot be streamed; append parts, or use the input mode PROMPT")
+        return packets_of(piece.part, kinds=self._settings.input_tensors)
 
     def check_size(self, size_bytes: int, *, transcript_bytes: int) -> None:
         """Raises OverloadedError (SESSION_TOO_LARGE) if the session would be too large with further bytes."""
@@ -91,17 +95,6 @@ class TurnInput:
     def begin_turn(self, remaining: PromptInput | None = None) -> None:
         """Begins the input of the next turn, with the pieces that remain of the former one."""
         self.prompt, self.stream = remaining or PromptInput(self.audio_s), None
-
-    def _streamed(self, piece: orchestrator_pb2.InputAppend) -> Sequence[Packet]:
-        if piece.WhichOneof("piece") == "message":
-            raise UnsupportedError("messages cannot be streamed; append parts, or use the input mode PROMPT")
-        packets, carried = packets_of(piece.part), self._settings.input_tensors
-        for packet in packets:
-            if not packet.tensors.keys() & carried:
-                raise UnsupportedError(
-                    f"no edge from @input carries {' and '.join(packet.tensors)}; append {' or '.join(sorted(carried))}"
-                )
-        return packets
 
     def _note_consumed(self, packet_bytes: int) -> None:
         self.credit.consume(packet_bytes)
