@@ -119,10 +119,15 @@ class Chat:
         """Ends the call, as if the connection broke."""
         assert self.call is not None, "attach first"
         assert self._reading is not None, "attach first"
-        self._reading.cancel()
+        self.stop_reading()
         await asyncio.wait([self._reading])
         self.session.detach(self.call)
         await settle()
+
+    def stop_reading(self) -> None:
+        """Stops reading the events of the call."""
+        if self._reading is not None:
+            self._reading.cancel()
 
     def send(self, **event: Any) -> int:
         """Sends an event with the next number. Returns the number."""
@@ -190,7 +195,7 @@ async def chatting(
     path = folder / "pipeline.yaml"
     path.write_text(text)
     pipeline = load_pipeline(str(path))
-    opening = orchestrator_pb2.SessionOpen(session_id="s", **fields)
+    opening = orchestrator_pb2.SessionOpen(**{"session_id": "s", **fields})
     tasks = set[asyncio.Task[None]]()
 
     def spawn(work: Coroutine[object, object, None]) -> "asyncio.Task[None]":
@@ -206,6 +211,7 @@ async def chatting(
         yield chat
     finally:
         session.stop()
+        chat.stop_reading()
         for task in tasks:
             task.cancel()
         for task in tasks:
