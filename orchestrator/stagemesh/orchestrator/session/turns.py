@@ -1,0 +1,373 @@
+"""The turns of a session: the open turn, the turn that is being answered, and the transcript of ended turns."""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+from stagemesh.common.errors import (
+    CancelledRequestError,
+    InvalidRequestError,
+    NotFoundError,
+    NotReadyError,
+    StagemeshError,
+)
+from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.stream.wire import error_to_wire
+from stagemesh.orchestrator.request.output_record import NOT_RUNNING
+from stagemesh.orchestrator.request.streamed_input import StreamedInput
+from stagemesh.orchestrator.request.validation import SEEDS
+from stagemesh.orchestrator.session.answer import Answer, FailedRequest, RunningRequest
+from stagemesh.orchestrator.session.prompt_input import PromptInput
+from stagemesh.orchestrator.session.relay import AnswerRelay, ClientPosition
+from stagemesh.orchestrator.session.session_call import SessionCall
+from stagemesh.orchestrator.session.settings import SessionSettings
+from stagemesh.orchestrator.session.tasks import Spawn
+from stagemesh.orchestrator.session.transcript import (
+    Transcript,
+    TranscriptTurn,
+    restored_turn,
+    serialize_messages,
+    shorten,
+)
+from stagemesh.orchestrator.session.turn_input import TurnInput
+from stagemesh.orchestrator.session.turn_requests import Runner, TurnRequest
+from stagemesh.v1 import orchestrator_pb2, request_pb2
+
+
+class Outbox(Protocol):
+    """Receives the reports of the turns. `Session` implements this protocol."""
+
+    def send(self, turn: int, *, ends: bool = False, **event: Any) -> None:
+        """Sends an event of a turn to the client. `ends` is whether no output of the turn may follow it."""
+
+    def withdraw_end(self, turn: int) -> None:
+        """Withdraws the events with which a turn has ended, because its end is sent again."""
+
+    def consumed(self) -> None:
+        """Called after stages have consumed a part of the input."""
+
+    def turn_ended(self) -> None:
+        """Called after a turn has ended."""
+
+    def failed(self, error: StagemeshError) -> None:
+        """Called if the session cannot continue at this orchestrator."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedTurn:
+    """The newest turn that has ended.
+
+    `text` is the text of its answer that was sent, and `heard` is the part of it in the transcript. `positions` are the
+    amounts of all outputs that were sent. `is_final` is whether no further part of the answer can be sent.
+    """
+
+    turn: int
+    text: str
+    heard: str
+    positions: Mapping[str, int]
+    is_final: bool = False
+
+
+class Turns:
+    """The turns of one session. Turns are numbered from 1, and one of them is answered at a time.
+
+    Methods that handle an event of the client raise an error if the event cannot be accepted, and then have no effect.
+    """
+
+    def __init__(
+        self, settings: SessionSettings, runner: Runner, outbox: Outbox, *, spawn: Spawn, max_bytes: int
+    ) -> None:
+        self.number = 1
+        """The number of the open turn."""
+        self.answer: Answer | None = None
+        """The answer to the turn that is being answered. In the mode STREAM, this can be the open turn."""
+        self.input = TurnInput(settings, max_bytes=max_bytes, consumed=outbox.consumed)
+        """The input of the open turn."""
+        self._settings, self._runner, self._outbox = settings, runner, outbox
+        self._transcript = Transcript(settings.conversation)
+        self._newest: EndedTurn | None = None
+        self._replicas: Mapping[str, str] = {}
+        self._relay = AnswerRelay(over=self._note_over, spawn=spawn)
+
+    @property
+    def former_answer(self) -> Answer | None:
+        """The answer to the turn before the open one, or None if that turn has ended."""
+        return self.answer if self.answer is not None and self.answer.turn != self.number else None
+
+    # -- calls
+
+    def attach(self, call: SessionCall, client: ClientPosition, *, linger_s: int) -> None:
+        """Attaches a call of the client. Sends the newest answer again if the client lacks a part of it."""
+        self._relay.attach(call, client, linger_s=linger_s)
+        newest = self._newest
+        if self.answer is None and newest is not None and newest.turn == client.turn and not newest.is_final:
+            self._repeat(newest, client)
+
+    def follow(self) -> None:
+        """Begins to send the answer to the attached call."""
+        if self.answer is not None and not self.answer.is_over:
+            self._relay.relay(self.answer)
+
+    def detach(self) -> None:
+        """Detaches the call. The turn that is being answered continues for a while."""
+        self._relay.detach()
+
+    def stop(self) -> RunningRequest | None:
+        """Stops everything that runs, because the session ends. Returns the request that ends now, or None."""
+        self.detach()
+        self._relay.stop()
+        answer, self.answer = self.answer, None
+        if answer is None:
+            return None
+        answer.request.record.dismiss()
+        return answer.request
+
+    # -- events of the client
+
+    def restore(self, event: orchestrator_pb2.TurnRestore) -> None:
+        """Adds an earlier turn. Raises NotReadyError (INVALID_RESTORE) if it is not the next one."""
+        if event.turn != self.number:
+            raise NotReadyError(
+                f"turn {event.turn} is restored, but the next turn is {self.number}; restore each turn once, in order",
+                reason="INVALID_RESTORE",
+            )
+        turn, output = restored_turn(event.messages), self._settings.transcript_output
+        self.input.check_size(turn.size_bytes, transcript_bytes=self._transcript.size_bytes)
+        self._add_to_transcript(turn)
+        self._newest = EndedTurn(event.turn, turn.answer, turn.answer, {output: len(turn.answer)}, is_final=True)
+        self.number += 1
+
+    def append(self, piece: orchestrator_pb2.InputAppend) -> None:
+        """Adds a piece to the input of the open turn."""
+        packets = self.input.check(piece, transcript_bytes=self._transcript.size_bytes)
+        if self._settings.streams:
+            self._begin_stream()
+        else:
+            self._check_piece(piece)
+        self._listen_to(piece, packets)
+        self.input.add(piece, packets)
+
+    def clear(self) -> None:
+        """Drops the input of the open turn. In the mode STREAM, the turn ends if its request runs."""
+        if self.answer is not None and self.answer.turn == self.number:
+            self._interrupt(self.answer, detected=False)
+        else:
+            self.input.drop()
+            self._begin_turn(None)
+
+    def commit(self) -> None:
+        """Ends the input of the open turn."""
+        if self.former_answer is not None:
+            raise NotReadyError(
+                f"turn {self.number - 1} is being answered; wait for its end, or interrupt it", reason="TURN_RUNNING"
+            )
+        if self.input.is_empty:
+            raise NotReadyError(f"turn {self.number} has no input; append some before the commit", reason="EMPTY_TURN")
+        self._commit(self.answer or self._start_prompt(), orchestrator_pb2.TurnCommitted())
+
+    def interrupt(self, turn: int) -> None:
+        """Stops the answer to a turn. 0 means the turn that is being answered."""
+        answer = self.answer
+        if answer is not None and turn in (0, answer.turn):
+            self._interrupt(answer, detected=False)
+        elif turn >= self.number or (not turn and self._newest is None):
+            raise _not_started(turn or self.number)
+        else:
+            raise _ended(turn or self.number - 1)
+
+    def truncate(self, event: orchestrator_pb2.TurnTruncate) -> None:
+        """Shortens the answer to the newest turn that has ended to the part that the user has heard."""
+        newest = self._newest
+        if self.answer is not None and event.turn == self.answer.turn:
+            raise NotReadyError(
+                f"turn {event.turn} is being answered; interrupt it before you truncate it", reason="TURN_RUNNING"
+            )
+        if event.turn >= self.number or newest is None:
+            raise _not_started(event.turn)
+        if event.turn < newest.turn:
+            raise _ended(event.turn)
+        heard = self._heard(newest, event.positions)
+        if len(heard) < len(newest.heard):
+            self._newest = newest = replace(newest, heard=heard)
+            if not self._settings.streams:
+                self._add_to_transcript(replace(self._transcript.pop(), answer=heard))
+        self._outbox.send(newest.turn, ends=True, truncated=orchestrator_pb2.TurnTruncated(answer=newest.heard))
+
+    def proceed(self) -> None:
+        """Begins to answer the open turn if its input has waited for the end of the former turn."""
+        if self.answer is None and self.input.stream is not None:
+            self.answer = self._start_safely(partial(self._start_stream, self.input.stream))
+            self.follow()
+
+    # -- for the detection of turns
+
+    def _listen_to(self, piece: orchestrator_pb2.InputAppend, packets: Sequence[Packet]) -> None:
+        """Called before a piece is added. Raises an error if it cannot be added."""
+
+    def _begin_turn(self, remaining: PromptInput | None) -> None:
+        """Begins the next turn with the pieces that remain of the former one."""
+        self.input.begin_turn(remaining)
+
+    def _stream_failed(self, error: StagemeshError) -> None:
+        """Called if the request of the open turn has failed. The turn ends when the client commits it."""
+
+    # -- starting
+
+    def _check_piece(self, piece: orchestrator_pb2.InputAppend) -> None:
+        """Raises an error if the pipeline does not accept a part of the user's message. Its text needs no check."""
+        if piece.WhichOneof("piece") == "part" and not piece.part.HasField("text"):
+            request = self._request()
+            request.input.conversation.messages.add(role=request_pb2.ROLE_USER, parts=[piece.part])
+            self._runner.check(request)
+
+    def _begin_stream(self) -> None:
+        """Begins the input of the open turn, and its request unless the former turn is being answered."""
+        if self.answer is not None and self.answer.turn == self.number and self.answer.error is not None:
+            raise copy(self.answer.error)
+        if self.input.stream is None:
+            stream = self.input.new_stream()
+            if self.answer is None:
+                self.answer = self._start_stream(stream)
+            self.input.stream = stream
+            self.follow()
+
+    def _request(self, name: str = "") -> orchestrator_pb2.GenerateRequest:
+        """Returns the request of the open turn, without its input. `name` is added to its id."""
+        client, settings = self._relay.client, self._settings
+        request = orchestrator_pb2.GenerateRequest()
+        request.CopyFrom(settings.request)
+        request.request_id = f"{settings.session_id}.{self.number}{name}"
+        request.parameters.seed = (settings.seed + self.number - 1) % SEEDS
+        request.earlier_calls = client.earlier_calls
+        if client.turn == self.number and client.positions:
+            request.generation = client.generation
+        return request
+
+    def _turn_request(self, stream: StreamedInput | None = None, *, name: str = "") -> TurnRequest:
+        timeout_s = self._settings.turn_timeout_s
+        return TurnRequest(self._request(name), stream, preferred=self._replicas, time_left_s=timeout_s)
+
+    def _start_prompt(self) -> Answer:
+        messages = serialize_messages(self.input.prompt.messages())
+        turn = self._turn_request()
+        turn.message.input.conversation.CopyFrom(self._transcript.conversation(messages))
+        return Answer(self.number, self._runner.start(turn), messages=messages)
+
+    def _start_stream(self, stream: StreamedInput) -> Answer:
+        return Answer(self.number, self._runner.start(self._turn_request(stream)))
+
+    def _start_safely(self, start: Callable[[], Answer]) -> Answer:
+        """Starts an answer for which no event of the client can be rejected. The answer fails if it cannot start."""
+        try:
+            return start()
+        except StagemeshError as exc:
+            return self._failed_answer(exc)
+
+    def _failed_answer(self, error: StagemeshError) -> Answer:
+        if self.input.stream is not None:
+            self.input.stream.close()
+        messages = serialize_messages(self.input.prompt.messages())
+        return Answer(self.number, FailedRequest(error), messages=messages)
+
+    def _commit(
+        self, answer: Answer, committed: orchestrator_pb2.TurnCommitted, *, remaining: PromptInput | None = None
+    ) -> None:
+        """Makes the open turn the turn that is being answered, and opens the next one with the remaining input."""
+        answer.is_committed = True
+        if self.input.stream is not None:
+            self.input.stream.end()
+        self.answer = answer
+        self.number += 1
+        self._begin_turn(remaining)
+        self._outbox.send(answer.turn, committed=committed)
+        if answer.is_over:
+            self._finish(answer)
+        else:
+            self.follow()
+
+    # -- ending
+
+    def _note_over(self, answer: Answer, error: StagemeshError | None) -> None:
+        if error is not None and error.reason == NOT_RUNNING:
+            self._outbox.failed(error)
+            return
+        answer.is_over, answer.error = True, copy(error)
+        if answer.is_committed:
+            self._finish(answer)
+        elif error is not None:
+            self._stream_failed(error)
+
+    def _finish(self, answer: Answer) -> None:
+        text = answer.text(self._settings.transcript_output)
+        self._end(answer, EndedTurn(answer.turn, text, text, answer.made_positions()))
+
+    def _interrupt(self, answer: Answer, *, detected: bool) -> None:
+        self._relay.stop()
+        sent, output = answer.sent_positions(), self._settings.transcript_output
+        text = answer.text(output, length=sent.get(output, 0))
+        answer.request.stop(CancelledRequestError(f"turn {answer.turn} was interrupted"))
+        answer.error = None
+        positions = [orchestrator_pb2.OutputPosition(name=name, position=count) for name, count in sent.items()]
+        interrupted = orchestrator_pb2.TurnInterrupted(detected=detected, positions=positions)
+        self._outbox.send(answer.turn, ends=True, interrupted=interrupted)
+        self._end(answer, EndedTurn(answer.turn, text, text, sent, is_final=True))
+
+    def _end(self, answer: Answer, ended: EndedTurn) -> None:
+        self._add_to_transcript(TranscriptTurn(answer.messages, ended.text))
+        self._newest, self.answer = ended, None
+        self._replicas = answer.replicas or self._replicas
+        if answer.turn == self.number:
+            self.number += 1
+            self._begin_turn(None)
+        error = None if answer.error is None else error_to_wire(answer.error)
+        self._outbox.send(ended.turn, ends=True, ended=orchestrator_pb2.TurnEnded(error=error, answer=ended.text))
+        self._outbox.turn_ended()
+
+    def _add_to_transcript(self, turn: TranscriptTurn) -> None:
+        if not self._settings.streams:
+            self._transcript.add(turn)
+
+    def _repeat(self, newest: EndedTurn, client: ClientPosition) -> None:
+        """Answers the newest turn again, so that the client receives the part of the answer that it lacks."""
+        request = self._runner.find(f"{self._settings.session_id}.{newest.turn}")
+        self._outbox.withdraw_end(newest.turn)
+        if request is not None:
+            messages = b"" if self._settings.streams else self._transcript.pop().messages
+            self.answer = Answer(newest.turn, request, messages=messages)
+            self.answer.is_committed = True
+            return
+        error = None
+        if any(client.positions.get((name, 0), 0) < sent for name, sent in newest.positions.items()):
+            text = f"the outputs of turn {newest.turn} are not retained any longer; attach sooner"
+            error = error_to_wire(NotFoundError(text, reason="UNKNOWN_REQUEST"))
+        self._outbox.send(newest.turn, ends=True, ended=orchestrator_pb2.TurnEnded(error=error, answer=newest.heard))
+
+    def _heard(self, newest: EndedTurn, positions: Sequence[orchestrator_pb2.OutputPosition]) -> str:
+        """Returns the part of an answer that the user has heard.
+
+        Raises InvalidRequestError (BEYOND_OUTPUT) if a position is beyond the part that was sent.
+        """
+        if not positions:
+            raise InvalidRequestError("a truncation names no output; name at least one with its position")
+        for each in positions:
+            if each.position > (sent := newest.positions.get(each.name, 0)):
+                raise InvalidRequestError(
+                    f"output {each.name!r} of turn {newest.turn} is truncated at {each.position}, but {sent} were sent",
+                    reason="BEYOND_OUTPUT",
+                )
+        for each in positions:
+            if each.name == self._settings.transcript_output:
+                return newest.text[: each.position]
+        first = positions[0]
+        share = first.position / newest.positions[first.name] if first.position else 0.0
+        return shorten(newest.text, length=int(share * len(newest.text)))
+
+
+def _ended(turn: int) -> NotReadyError:
+    return NotReadyError(f"turn {turn} has ended; its answer cannot change any longer", reason="TURN_ENDED")
+
+
+def _not_started(turn: int) -> NotReadyError:
+    return NotReadyError(f"turn {turn} is not being answered yet; commit its input first", reason="TURN_NOT_STARTED")
