@@ -47,5 +47,5 @@ from stagemesh.client.responses import TokenLogprob as TokenLogprob
 from stagemesh.client.responses import TokenLogprobs as TokenLogprobs
 from stagemesh.client.responses import Tokens as Tokens
 from stagemesh.client.responses import Usage as Usage
-from stagemesh.client.session import RetryPolicy as RetryPolicy
+from stagemesh.client.retries import RetryPolicy as RetryPolicy
 from stagemesh.client.wav import WavWriter as WavWriter

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 import grpc
 import grpc.aio
 
+from stagemesh.client.calls import BaseClient, BaseGeneration, main_error
 from stagemesh.client.media_transfer import Download, OnBytes, UploadMessages, media_address, stored_file
 from stagemesh.client.requests import Content, GenerateArguments, MediaFile, build_request
 from stagemesh.client.responses import Event, Result, ResultBuilder
-from stagemesh.client.session import BaseClient, BaseGeneration, RetryPolicy, main_error
+from stagemesh.client.retries import RetryPolicy
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.versions import check_version, own_protocol
 from stagemesh.rpc import channels
@@ -42,16 +43,16 @@ class AsyncGeneration(BaseGeneration["AsyncClient"]):
 
     # Each loop gets an async generator of its own: `break` drops the generator, whose end cancels the call.
     async def __aiter__(self) -> AsyncGenerator[Event]:
-        with self._open_session() as session:
+        with self._begin_calls() as calls:
             while True:
-                timeout_s = session.begin_call()
-                call = self._client.stubs[session.endpoint].Generate(session.request(), timeout=timeout_s)
+                timeout_s = calls.begin_call()
+                call = self._client.stubs[calls.endpoint].Generate(calls.request(), timeout=timeout_s)
                 try:
                     async for response in call:
-                        for event in session.take(response):
+                        for event in calls.take(response):
                             yield event
                 except grpc.aio.AioRpcError as exc:
-                    pause_s = session.pause_s(exc)
+                    pause_s = calls.pause_s(exc)
                 else:
                     return
                 finally:
@@ -227,15 +228,15 @@ class Generation(BaseGeneration["Client"]):
 
     # Each loop gets a generator of its own: `break` drops the generator, whose end cancels the call.
     def __iter__(self) -> Generator[Event]:
-        with self._open_session() as session:
+        with self._begin_calls() as calls:
             while True:
-                timeout_s = session.begin_call()
-                call = self._client.stubs[session.endpoint].Generate(session.request(), timeout=timeout_s)
+                timeout_s = calls.begin_call()
+                call = self._client.stubs[calls.endpoint].Generate(calls.request(), timeout=timeout_s)
                 try:
                     for response in call:
-                        yield from session.take(response)
+                        yield from calls.take(response)
                 except grpc.RpcError as exc:
-                    pause_s = session.pause_s(exc)
+                    pause_s = calls.pause_s(exc)
                 else:
                     return
                 finally:
