@@ -11,8 +11,9 @@ import grpc
 import grpc.aio
 
 from stagemesh.client.calls import BaseClient, BaseGeneration, main_error
+from stagemesh.client.content import Content, MediaFile
 from stagemesh.client.media_transfer import Download, OnBytes, UploadMessages, media_address, stored_file
-from stagemesh.client.requests import Content, GenerateArguments, MediaFile, build_request
+from stagemesh.client.requests import GenerateArguments, build_request
 from stagemesh.client.responses import Event, Result, ResultBuilder
 from stagemesh.client.retries import RetryPolicy
 from stagemesh.common.errors import StagemeshError
