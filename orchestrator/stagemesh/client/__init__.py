@@ -50,4 +50,13 @@ from stagemesh.client.responses import TokenLogprobs as TokenLogprobs
 from stagemesh.client.responses import Tokens as Tokens
 from stagemesh.client.responses import Usage as Usage
 from stagemesh.client.retries import RetryPolicy as RetryPolicy
+from stagemesh.client.sessions.async_session import AsyncSession as AsyncSession
+from stagemesh.client.sessions.events import SessionEvent as SessionEvent
+from stagemesh.client.sessions.events import SessionOpened as SessionOpened
+from stagemesh.client.sessions.events import SpeechDetected as SpeechDetected
+from stagemesh.client.sessions.events import TurnCommitted as TurnCommitted
+from stagemesh.client.sessions.events import TurnEnded as TurnEnded
+from stagemesh.client.sessions.events import TurnInterrupted as TurnInterrupted
+from stagemesh.client.sessions.events import TurnTruncated as TurnTruncated
+from stagemesh.client.sessions.sync_session import Session as Session
 from stagemesh.client.wav import WavWriter as WavWriter

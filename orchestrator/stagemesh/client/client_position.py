@@ -45,13 +45,22 @@ class ClientPosition:
 
     def take(self, response: orchestrator_pb2.GenerateResponse) -> Sequence[Event]:
         """Returns the events in `response` that the caller does not have yet. Empty if their kind is unknown."""
+        rest = self.remainder(response)
+        return () if rest is None else self.events(rest)
+
+    def remainder(self, response: orchestrator_pb2.GenerateResponse) -> orchestrator_pb2.GenerateResponse | None:
+        """Returns `response` without the part of an output that has arrived before. None if nothing remains."""
+        if not response.HasField("output"):
+            return response
+        rest = self._received.remainder(response.output)
+        if rest is None or rest is response.output:
+            return None if rest is None else response
+        return orchestrator_pb2.GenerateResponse(output=rest, ignorable=response.ignorable)
+
+    def events(self, response: orchestrator_pb2.GenerateResponse) -> Sequence[Event]:
+        """Returns the events in a response that `remainder` has returned, without those that arrived before."""
         if response.HasField("admitted"):
             self._generation = response.admitted.generation
-        if response.HasField("output"):
-            rest = self._received.remainder(response.output)
-            if rest is None:
-                return ()
-            response = orchestrator_pb2.GenerateResponse(output=rest, ignorable=response.ignorable)
         return tuple(filter(self._is_new, self._decoder.decode(response)))
 
     def _is_new(self, event: Event) -> bool:

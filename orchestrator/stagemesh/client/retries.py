@@ -92,6 +92,10 @@ class Attempts:
         if is_new:
             self._losses, self._last_new_event_s = 0, time.monotonic()
 
+    def note_parked(self) -> None:
+        """Records that the server has ended an idle session's call. The next attempts may search for a server again."""
+        self._made, self._search_ends_s = 0, time.monotonic() + self._policy.reattach_s
+
     def pause_s(self, error: StagemeshError, *, broken: bool = False) -> float | None:
         """Returns the pause in seconds before the next attempt, or None if the request has failed with `error`.
 
