@@ -22,19 +22,32 @@ class RunningRequest(Protocol):
         ...
 
 
+class FailedRequest:
+    """The request of a turn that could not be started, with the error as its result."""
+
+    def __init__(self, error: StagemeshError) -> None:
+        self.record = RequestRecord()
+        self.record.timeline.end(error)
+        self.record.close(error)
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ended.set_result(None)
+
+    def stop(self, error: StagemeshError) -> None:
+        """Does nothing, because the request has ended."""
+
+
 class Answer:
     """The answer to a turn.
 
-    - `turn` is the number of the turn.
-    - `messages` are the messages of the turn's input, as a serialized Conversation.
-    - `is_committed` is whether the turn's input is complete.
+    `turn` is the number of the turn. `messages` are the messages of its input, as a serialized Conversation.
     """
 
     __slots__ = ("_positions", "_sent", "error", "is_committed", "is_over", "messages", "request", "turn")
 
-    def __init__(self, turn: int, request: RunningRequest, *, messages: bytes, is_committed: bool) -> None:
-        self.turn, self.request = turn, request
-        self.messages, self.is_committed = messages, is_committed
+    def __init__(self, turn: int, request: RunningRequest, *, messages: bytes = b"") -> None:
+        self.turn, self.request, self.messages = turn, request, messages
+        self.is_committed = False
+        """Whether the turn's input is complete."""
         self.is_over = False
         """Whether the request has ended, so that the turn ends when it is committed."""
         self.error: StagemeshError | None = None
