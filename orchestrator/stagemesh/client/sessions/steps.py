@@ -46,6 +46,7 @@ class SessionSteps:
                 yield from self._wait(lambda piece=piece: self._state.log.has_credit(piece))  # type: ignore[misc]
                 self._check()
             self._state.log.add(ConverseRequest(append=piece))
+            self._state.forget_silence()
 
     def clear(self) -> Steps[None]:
         """Drops the input of the open turn. Waits until the session has dropped it."""
