@@ -216,8 +216,7 @@ class SessionState:
                 self._take_ended(ConverseResponse(turn=number, ended=ended))
         for event in self.pending.of_kind("truncate"):
             positions = {each.name: each.position for each in event.truncate.positions}
-            sent = self.ended.received if self.ended is not None else {}
-            answer = self._transcript.shortened(positions, output=output, sent=sent)
+            answer = self._transcript.shortened(positions, output=output, sent=self.ended.received if self.ended else {})
             truncated = orchestrator_pb2.TurnTruncated(answer=answer)
             self._take_truncated(ConverseResponse(turn=event.truncate.turn, truncated=truncated))
 
