@@ -76,7 +76,8 @@ Everything that the templates derive from the values, as JSON. Refuses wrong val
   {{- $_ := set $group "shmBytes" $shmBytes -}}
 {{- end -}}
 {{- range .Values.pipeline.edges -}}
-  {{- if has (.connector | default "auto") (list "auto" "nixl") -}}
+  {{- /* Orchestrators send the input that clients stream, and only by grpc. */ -}}
+  {{- if and (ne .from "@input") (has (.connector | default "auto") (list "auto" "nixl")) -}}
     {{- range $name := list .from .to -}}
       {{- with get $plan.stages $name -}}
         {{- $_ := set . "nixl" true -}}

@@ -214,9 +214,10 @@ class SessionState:
                 self._stop(turn, ConverseResponse(turn=number, interrupted=orchestrator_pb2.TurnInterrupted()))
                 ended = orchestrator_pb2.TurnEnded(answer=turn.text(output))
                 self._take_ended(ConverseResponse(turn=number, ended=ended))
+        sent = self.ended.received if self.ended is not None else dict[str, int]()
         for event in self.pending.of_kind("truncate"):
             positions = {each.name: each.position for each in event.truncate.positions}
-            answer = self._transcript.shortened(positions, output=output, sent=self.ended.received if self.ended else {})
+            answer = self._transcript.shortened(positions, output=output, sent=sent)
             truncated = orchestrator_pb2.TurnTruncated(answer=answer)
             self._take_truncated(ConverseResponse(turn=event.truncate.turn, truncated=truncated))
 
