@@ -63,7 +63,7 @@ class SteeredRequest:
     def packets(self) -> list[Packet]:
         """The packets that were streamed into the request."""
         assert self.turn.stream is not None, "the input is not streamed"
-        return list(self.turn.stream._packets)  # noqa: SLF001
+        return list(self.turn.stream._packets)
 
 
 class FakeRunner:

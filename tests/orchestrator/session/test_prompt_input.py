@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stagemesh.common.prompt_input import PromptInput
 from stagemesh.common.request_checks import read_samples
 from stagemesh.common.tensors import inline_tensor
-from stagemesh.orchestrator.session.prompt_input import PromptInput
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 RATE_HZ = 1000
@@ -20,9 +20,7 @@ def text(content: str) -> Piece:
 def audio(*values: float, rate_hz: int = RATE_HZ, channels: int = 1) -> Piece:
     samples = np.array(values, np.float32)
     samples = samples if channels == 1 else np.stack([samples] * channels, axis=1)
-    part = request_pb2.Part(
-        audio=request_pb2.Audio(samples=inline_tensor("", samples), sample_rate_hz=rate_hz)
-    )
+    part = request_pb2.Part(audio=request_pb2.Audio(samples=inline_tensor("", samples), sample_rate_hz=rate_hz))
     return Piece(part=part)
 
 

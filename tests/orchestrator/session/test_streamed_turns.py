@@ -129,7 +129,7 @@ async def test_a_waiting_turn_that_cannot_start_fails_when_it_is_committed(tmp_p
 
 async def test_credit_returns_when_stages_consume(tmp_path: Path) -> None:
     async with chatting(tmp_path, SPEAK, input_mode=STREAM) as chat:
-        limit = chat.session._turns.input.credit.limit_bytes  # noqa: SLF001
+        limit = chat.session._turns.input.credit.limit_bytes
         chat.say("x" * limit)
         chat.say("y")
         await settle()

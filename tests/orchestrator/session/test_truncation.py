@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.orchestrator.session.transcript import Transcript, TranscriptTurn, restored_turn, shorten
+from stagemesh.common.answer_text import shorten
+from stagemesh.orchestrator.session.transcript import Transcript, TranscriptTurn, restored_turn
 from stagemesh.v1 import request_pb2
 from tests.orchestrator.session.fake_runner import chatting, settle
 from tests.orchestrator.session.scripts import ECHO
@@ -22,7 +23,16 @@ outputs: {spoken: b, text: a}
 
 @pytest.mark.parametrize(
     ("length", "heard"),
-    [(0, ""), (2, ""), (3, "one"), (4, "one"), (6, "one"), (7, "one two"), (13, "one two three"), (99, "one two three")],
+    [
+        (0, ""),
+        (2, ""),
+        (3, "one"),
+        (4, "one"),
+        (6, "one"),
+        (7, "one two"),
+        (13, "one two three"),
+        (99, "one two three"),
+    ],
 )
 def test_an_answer_is_cut_at_the_end_of_a_word(length: int, heard: str) -> None:
     assert shorten("one two three", length=length) == heard
