@@ -76,7 +76,8 @@ Everything that the templates derive from the values, as JSON. Refuses wrong val
   {{- $_ := set $group "shmBytes" $shmBytes -}}
 {{- end -}}
 {{- range .Values.pipeline.edges -}}
-  {{- if has (.connector | default "auto") (list "auto" "nixl") -}}
+  {{- /* The orchestrator sends the input of clients by gRPC. */ -}}
+  {{- if and (ne .from "@input") (has (.connector | default "auto") (list "auto" "nixl")) -}}
     {{- range $name := list .from .to -}}
       {{- with get $plan.stages $name -}}
         {{- $_ := set . "nixl" true -}}
