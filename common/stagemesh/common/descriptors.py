@@ -23,6 +23,10 @@ from stagemesh.common.typed_values import Value
 EXTERNAL = "external"
 """The value of `engine` for a stage whose replicas are not started by Stagemesh. No descriptor has this name."""
 
+INPUT = "@input"
+"""The producer of an edge that carries the input which a client streams into a running request. No stage has this name.
+"""
+
 OutputKind = Literal["text", "tokens", "audio", "image", "tensor", "media"]
 
 

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from stagemesh.common.connector_descriptors import number_of
+from stagemesh.common.connector_descriptors import GRPC, number_of
 from stagemesh.common.replica_state import ReplicaState
 from stagemesh.common.signatures import kind_to_wire, signature_to_wire
 from stagemesh.common.versions import own_protocol
@@ -40,7 +40,10 @@ def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePi
         pipeline=pipeline.name,
         generation=pipeline.generation,
         stages=[_stage(stage, replicas.get(stage.name, ())) for stage in pipeline.stages.values()],
-        edges=[describe_edge(edge, orchestrator.fleet.edge_connectors.links_of(edge)) for edge in pipeline.edges],
+        edges=[
+            *(describe_edge(edge, orchestrator.fleet.edge_connectors.links_of(edge)) for edge in pipeline.edges),
+            *(describe_edge(edge) for edge in pipeline.input_edges),
+        ],
         outputs=[
             to_message(
                 orchestrator_pb2.OutputDescription,
@@ -98,13 +101,13 @@ def reported_load(replica: Replica) -> stage_pb2.WatchLoadResponse | None:
     return replica.last_report if replica.state in _REPORTING_LOAD else None
 
 
-def describe_edge(edge: Edge, links: Sequence[EdgeLink]) -> orchestrator_pb2.EdgeDescription:
+def describe_edge(edge: Edge, links: Sequence[EdgeLink] = ()) -> orchestrator_pb2.EdgeDescription:
     """Returns a description of an edge and its links. Each link has its connector, or the error of its last probe."""
     return orchestrator_pb2.EdgeDescription(
         name=edge.name,
         from_stage=edge.producer,
         to_stage=edge.consumer,
-        connector=number_of(edge.connector),
+        connector=number_of(GRPC if edge.is_input else edge.connector),
         links=[_link(link) for link in links],
     )
 

@@ -21,9 +21,11 @@ from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.planning.chunk_policies import set_chunk_policies
 from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import Choice, Plan, Planner
+from stagemesh.orchestrator.request.input_planes import InputPlanes
 from stagemesh.orchestrator.request.lifecycle import RequestLifecycle, RequestRegistry, fingerprint
 from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.parameters import parameters_of
+from stagemesh.orchestrator.request.streamed_input import StreamedInput
 from stagemesh.orchestrator.request.timeline import History, Timeline, Totals
 from stagemesh.orchestrator.request.validation import ValidRequest, validate
 from stagemesh.orchestrator.spec import Pipeline
@@ -67,6 +69,7 @@ class Orchestrator:
         self._clock = clock
         self._planner = Planner(pipeline, fleet.registry, adapters=fleet.adapters, warm=fleet.warm, choice=choice)
         self._failover = Failover(self._planner, max_kept_state_bytes=max_kept_state_bytes)
+        self._input_planes = InputPlanes(pipeline.name)
         self._numbers = itertools.count(1)
         self.max_request_s, self._drain_s = max_request_s, drain_s
         self._group: asyncio.TaskGroup | None = None
@@ -80,6 +83,7 @@ class Orchestrator:
         """
         async with AsyncExitStack() as stack:
             stack.callback(self.requests.clear)
+            stack.push_async_callback(self._input_planes.close)
             self._group = await stack.enter_async_context(asyncio.TaskGroup())
             stack.callback(self._group.create_task(self._watch_admission(), name="watch admission").cancel)
             stack.push_async_callback(self._drain)
@@ -106,37 +110,19 @@ class Orchestrator:
             # The request is about to end, and no caller has received its result. A new request is therefore started.
             await asyncio.wait([known.ended])
         if known is None:
-            known = self._start(valid, content, time_left_s=time_left_s)
+            known = self.start(valid, content=content, time_left_s=time_left_s)
         known.record.expect(linger_s=request.linger_s)
         positions = {(each.name, each.index): each.position for each in request.next_positions}
         return known.record.follow(next_positions=positions)
 
-    async def cancel(self, request_id: str, *, when_left: bool = False) -> None:
-        """Stops a request. Returns after every stage has released the request.
+    def start(self, request: ValidRequest, *, content: bytes, time_left_s: float | None) -> RequestLifecycle:
+        """Starts a request with a new id, and passes it to admission.
 
-        If `when_left` is True, returns immediately, and the request is stopped when its last caller leaves. Raises
-        NotFoundError (UNKNOWN_REQUEST) if the request is unknown.
-        """
-        known = self.requests.find(request_id)
-        if known is None:
-            raise NotFoundError(
-                f"unknown request {request_id!r}: it never existed, it ended too long ago, or another orchestrator "
-                "runs it; call every orchestrator of the pipeline",
-                reason="UNKNOWN_REQUEST",
-                metadata={"request_id": request_id},
-            )
-        if when_left:
-            known.record.dismiss()
-            return
-        known.stop(CancelledRequestError("the request was cancelled by CancelRequest"))
-        await asyncio.wait([known.ended])
+        Raises UnavailableError (NOT_RUNNING) if the orchestrator starts or stops. If admission rejects the request
+        immediately, raises the error and does not store the request. The request is stopped if a caller has followed
+        its record (`RequestLifecycle.record`) and the last one has left.
 
-    def _start(self, request: ValidRequest, content: bytes, *, time_left_s: float | None) -> RequestLifecycle:
-        """Creates a new request and passes it to admission.
-
-        If admission rejects the request immediately, raises the error and does not store the request.
-
-        - `content` is the fingerprint of the request.
+        - `content` is a digest of what the caller has requested. A later caller with the same id must have the same.
         - `time_left_s` is the time until the caller's deadline in seconds, or None if the caller has no deadline.
         """
         if self._group is None:
@@ -163,12 +149,33 @@ class Orchestrator:
             admission_request=admission_request,
             failover=self._failover,
             facts=request.facts,
+            input_planes=self._input_planes,
             clock=self._clock,
         )
         record.stop_by(known.stop, max_unread_bytes=self.pipeline.limits.max_unread_bytes)
         self.requests.add(request.request_id, known)
         self._group.create_task(self._run(request, known), name=request.request_id)
         return known
+
+    async def cancel(self, request_id: str, *, when_left: bool = False) -> None:
+        """Stops a request. Returns after every stage has released the request.
+
+        If `when_left` is True, returns immediately, and the request is stopped when its last caller leaves. Raises
+        NotFoundError (UNKNOWN_REQUEST) if the request is unknown.
+        """
+        known = self.requests.find(request_id)
+        if known is None:
+            raise NotFoundError(
+                f"unknown request {request_id!r}: it never existed, it ended too long ago, or another orchestrator "
+                "runs it; call every orchestrator of the pipeline",
+                reason="UNKNOWN_REQUEST",
+                metadata={"request_id": request_id},
+            )
+        if when_left:
+            known.record.dismiss()
+            return
+        known.stop(CancelledRequestError("the request was cancelled by CancelRequest"))
+        await asyncio.wait([known.ended])
 
     def _plan(self, request: ValidRequest, runs: int) -> Sequence[Plan]:
         """Plans this number of runs of a request, all in one generation."""
@@ -189,7 +196,7 @@ class Orchestrator:
     async def _run(self, request: ValidRequest, known: RequestLifecycle) -> None:
         error: StagemeshError | None
         try:
-            bytes_of = partial(_made_bytes, pipeline=self.pipeline)
+            bytes_of = partial(_made_bytes, pipeline=self.pipeline, stream=request.stream)
             error = await known.run(request, partial(self._plan, request), bytes_of)
         except Exception:  # noqa: BLE001
             _log.exception("request %s failed unexpectedly", request.request_id)
@@ -258,14 +265,19 @@ def _kind_of(parameters: request_pb2.Parameters | request_pb2.StageParameters) -
     return parameters.sampling.max_tokens.bit_length(), tuple(options)
 
 
-def _made_bytes(record: RequestRecord, pipeline: Pipeline) -> int:
-    """Returns the number of bytes that a request's outputs and the chunks of its edges occupied.
+def _made_bytes(record: RequestRecord, pipeline: Pipeline, stream: StreamedInput | None) -> int:
+    """Returns the number of bytes that a request's outputs, its streamed input and the chunks of its edges occupied.
 
     The orchestrator retains all outputs of a request for callers that attach later. The chunks of an edge occupy at
     most the credit that the consumer has granted.
     """
     windows = {edge.name: pipeline.stages[edge.consumer].data_plane.window_bytes for edge in pipeline.edges}
-    return record.size_bytes + sum(min(edge.size_bytes, windows.get(edge.edge, 0)) for edge in record.edges)
+    streamed_bytes = stream.size_bytes if stream is not None else 0
+    return (
+        record.size_bytes
+        + streamed_bytes
+        + sum(min(edge.size_bytes, windows.get(edge.edge, 0)) for edge in record.edges)
+    )
 
 
 def _not_running(message: str = "the orchestrator is starting or stopping; try again") -> UnavailableError:

@@ -114,7 +114,7 @@ def _is_fed(pipeline: Pipeline, stage: Stage, incoming: tuple[Edge, ...]) -> boo
 
 def _is_accepted(pipeline: Pipeline) -> bool:
     problems = Problems({(): Origin(1, "p.yaml:1", "p.yaml:1")})
-    check_flows(CATALOG, problems, pipeline)
+    check_flows(CATALOG, problems, pipeline, pipeline.edges)
     try:
         problems.raise_any()
     except InvalidPipelineError:

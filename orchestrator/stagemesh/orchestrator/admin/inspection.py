@@ -72,7 +72,8 @@ class Inspector:
         return [self._stage(stage, totals, signals[stage.name]) for stage in self._directory.pipeline.stages.values()]
 
     def edges(self, totals: Totals) -> list[admin_pb2.EdgeStatus]:
-        return [self._edge(edge, totals) for edge in self._directory.pipeline.edges]
+        pipeline = self._directory.pipeline
+        return [self._edge(edge, totals) for edge in (*pipeline.edges, *pipeline.input_edges)]
 
     def snapshot(self, *, slowest: int) -> admin_pb2.WatchPipelineResponse:
         """Returns the status of the pipeline, its stages, its replicas, its edges and its slowest requests.
@@ -165,7 +166,8 @@ class Inspector:
         )
 
     def _edge(self, edge: Edge, totals: Totals) -> admin_pb2.EdgeStatus:
-        described = describe_edge(edge, self._orchestrator.fleet.edge_connectors.links_of(edge))
+        links = () if edge.is_input else self._orchestrator.fleet.edge_connectors.links_of(edge)
+        described = describe_edge(edge, links)
         return to_message(admin_pb2.EdgeStatus, totals.edges.get(edge.name, EdgeTotals()), edge=described)
 
     def _slowest(self, count: int) -> list[admin_pb2.RequestStatus]:

@@ -170,6 +170,10 @@ def links_table(edges: "Iterable[orchestrator_pb2.EdgeDescription]") -> "Table":
 
 
 def _link_rows(edge: "orchestrator_pb2.EdgeDescription") -> list[tuple[str, str, Cell]]:
+    from stagemesh.common.descriptors import INPUT
+
+    if edge.from_stage == INPUT:
+        return [(edge.name, "from the orchestrator", connector_name(edge.connector))]
     pairs: dict[tuple[str, str], list[str]] = {}
     for link in edge.links:
         key = (connector_name(link.connector), _link_reasons(link))

@@ -53,7 +53,8 @@ def validate(
         document = {"pipeline": pipeline.name, "generation": pipeline.generation, "source": str(pipeline.source)}
         print_json({**document, "hints": hints})
         return
-    counts = f"{len(pipeline.stages)} stages, {len(pipeline.edges)} edges, {len(pipeline.outputs)} outputs"
+    edges = len(pipeline.edges) + len(pipeline.input_edges)
+    counts = f"{len(pipeline.stages)} stages, {edges} edges, {len(pipeline.outputs)} outputs"
     typer.echo(f"{pipeline.source}: {pipeline.name} is valid ({counts})")
     for hint in hints:
         typer.echo(f"  note: {hint}")
@@ -100,7 +101,9 @@ def graph(
             {
                 "pipeline": pipeline.name,
                 "stages": list(pipeline.stages),
-                "edges": [{"from": edge.producer, "to": edge.consumer} for edge in pipeline.edges],
+                "edges": [
+                    {"from": edge.producer, "to": edge.consumer} for edge in (*pipeline.edges, *pipeline.input_edges)
+                ],
                 "outputs": {name: output.stage for name, output in pipeline.outputs.items()},
             }
         )

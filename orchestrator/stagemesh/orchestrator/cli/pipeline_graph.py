@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from rich.tree import Tree
 
+from stagemesh.common.descriptors import INPUT
 from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.orchestrator.spec import Edge, Pipeline, Stage
 from stagemesh.orchestrator.spec.conditions import Condition, describe_condition
@@ -27,7 +28,9 @@ def draw_mermaid(pipeline: Pipeline) -> str:
     lines = ["flowchart LR", "  prompt([prompt])"]
     lines += [f'  {ids[stage.name]}["{stage.name}<br/>{_stage_label(stage)}"]' for stage in pipeline.stages.values()]
     lines += [f"  prompt --> {ids[stage.name]}" for stage in _first_stages(pipeline)]
-    lines += [f'  {ids[edge.producer]} -->|"{_edge_label(edge)}"| {ids[edge.consumer]}' for edge in pipeline.edges]
+    ids[INPUT] = "input"
+    lines += ["  input([streamed input])"] if pipeline.input_edges else []
+    lines += [f'  {ids[edge.producer]} -->|"{_edge_label(edge)}"| {ids[edge.consumer]}' for edge in _edges(pipeline)]
     for number, output in enumerate(pipeline.outputs.values()):
         lines.append(f"  {ids[output.stage]} --> o{number}([{output.name}])")
     return "\n".join(lines)
@@ -40,8 +43,11 @@ def draw_dot(pipeline: Pipeline) -> str:
         label = _quoted(f"{stage.name}\n{_stage_label(stage)}")
         lines.append(f"  {_quoted('stage ' + stage.name)} [shape=box, label={label}];")
     lines += [f'  "prompt" -> {_quoted("stage " + stage.name)};' for stage in _first_stages(pipeline)]
-    for edge in pipeline.edges:
-        ends = f"{_quoted('stage ' + edge.producer)} -> {_quoted('stage ' + edge.consumer)}"
+    if pipeline.input_edges:
+        lines.append(f"  {_quoted(INPUT)} [shape=oval, label={_quoted('streamed input')}];")
+    for edge in _edges(pipeline):
+        source = INPUT if edge.is_input else f"stage {edge.producer}"
+        ends = f"{_quoted(source)} -> {_quoted('stage ' + edge.consumer)}"
         lines.append(f"  {ends} [label={_quoted(_edge_label(edge))}];")
     for output in pipeline.outputs.values():
         name = _quoted("output " + output.name)
@@ -53,10 +59,12 @@ def draw_dot(pipeline: Pipeline) -> str:
 def _stage_tree(pipeline: Pipeline, stage: Stage) -> Tree:
     count = f" x{stage.replicas}" if stage.replicas > 1 else ""
     tree = Tree(Text.assemble((stage.name, "bold cyan"), f"{count}  ", (_stage_label(stage), "dim")))
-    if not pipeline.incoming(stage.name):
+    if stage in _first_stages(pipeline):
         tree.add(Text("<- prompt"))
-    for edge in pipeline.incoming(stage.name):
-        tree.add(Text(f"<- {edge.producer}"))
+    for edge in _edges(pipeline):
+        if edge.consumer == stage.name:
+            label = _edge_label(edge) if edge.is_input else ""
+            tree.add(Text.assemble(f"<- {edge.producer}", (f"  {label}" if label else "", "dim")))
     for edge in pipeline.outgoing(stage.name):
         tree.add(Text.assemble(f"-> {edge.consumer}  ", (_edge_label(edge), "dim")))
     for output in pipeline.outputs.values():
@@ -65,8 +73,13 @@ def _stage_tree(pipeline: Pipeline, stage: Stage) -> Tree:
     return tree
 
 
+def _edges(pipeline: Pipeline) -> tuple[Edge, ...]:
+    return (*pipeline.edges, *pipeline.input_edges)
+
+
 def _first_stages(pipeline: Pipeline) -> list[Stage]:
-    return [stage for stage in pipeline.stages.values() if not pipeline.incoming(stage.name)]
+    fed = {edge.consumer for edge in _edges(pipeline)}
+    return [stage for stage in pipeline.stages.values() if stage.name not in fed]
 
 
 def _stage_label(stage: Stage) -> str:
@@ -77,6 +90,9 @@ def _stage_label(stage: Stage) -> str:
 
 def _edge_label(edge: Edge) -> str:
     apart = "apart" if edge.apart else ""
+    if edge.is_input:
+        parts = (edge.transform, " or ".join(edge.tensors), apart, _condition_label(edge.condition))
+        return ", ".join(filter(None, parts))
     transform = f"{edge.transform} at the producer" if edge.transforms_at_producer else edge.transform
     parts = (transform, edge.connector, _policy_label(edge.policy), apart, _condition_label(edge.condition))
     return ", ".join(filter(None, parts))

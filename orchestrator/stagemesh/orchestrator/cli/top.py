@@ -148,6 +148,10 @@ def _edge_columns(seconds: float) -> Sequence[Column]:
 
 
 def _connectors(edge: "admin_pb2.EdgeStatus") -> str:
+    from stagemesh.common.descriptors import INPUT
+
+    if edge.edge.from_stage == INPUT:
+        return connector_name(edge.edge.connector)
     used = sorted({connector_name(link.connector) for link in edge.edge.links})
     return ", ".join(used) or "none are ready"
 

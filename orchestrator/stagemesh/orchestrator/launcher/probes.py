@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
+from stagemesh.common.descriptors import INPUT
 from stagemesh.common.errors import NotReadyError
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
 from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
@@ -141,7 +142,9 @@ def _is_known(edge: orchestrator_pb2.EdgeDescription) -> bool:
     """Returns whether the connector of an edge is known for each pair of replicas that the edge connects.
 
     If the pipeline file sets the connector to `auto`, a pair of replicas whose probe failed also counts as known.
-    Returns False if the edge does not connect any replicas yet.
+    Returns False if the edge does not connect any replicas yet. The connector of an edge from "@input" is always known.
     """
+    if edge.from_stage == INPUT:
+        return True
     is_auto = edge.connector == chunk_pb2.CONNECTOR_AUTO
     return bool(edge.links) and all(link.connector or (is_auto and link.HasField("error")) for link in edge.links)

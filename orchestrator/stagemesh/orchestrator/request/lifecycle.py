@@ -19,6 +19,7 @@ from stagemesh.common.errors import ExistsError, StagemeshError
 from stagemesh.orchestrator.admission import Admission, AdmissionRequest, TicketState
 from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import NotReadyYetError, Plan
+from stagemesh.orchestrator.request.input_planes import InputPlanes
 from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.run import RequestRun
 from stagemesh.orchestrator.request.validation import ValidRequest
@@ -62,6 +63,7 @@ class RequestLifecycle:
         admission_request: AdmissionRequest,
         failover: Failover,
         facts: Facts = _NO_FACTS,
+        input_planes: InputPlanes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.record = record
@@ -81,7 +83,7 @@ class RequestLifecycle:
         waiting task is cancelled.
         """
         self._admission, self._admission_request = admission, admission_request
-        self._failover, self._clock = failover, clock
+        self._failover, self._input_planes, self._clock = failover, input_planes, clock
         self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stopped: StagemeshError | None = None
         self._runs: tuple[RequestRun, ...] = ()
@@ -120,6 +122,8 @@ class RequestLifecycle:
             return error
         finally:
             self._runs = ()
+            if request.stream is not None:
+                request.stream.close()
             self._admission.withdraw(self._ticket)
             if self._ticket.state is TicketState.RUNNING:
                 self._admission.release(self._ticket, made_bytes=made)
@@ -210,7 +214,13 @@ class RequestLifecycle:
         try:
             timeout_s = self._admission_request.deadline_s - self._clock()
             run = RequestRun(
-                request, plan, self.record, failover=self._failover, timeout_s=timeout_s, failed=self._note_failed
+                request,
+                plan,
+                self.record,
+                failover=self._failover,
+                timeout_s=timeout_s,
+                failed=self._note_failed,
+                input_planes=self._input_planes,
             )
             self._runs += (run,)
             if self._stopped is not None:

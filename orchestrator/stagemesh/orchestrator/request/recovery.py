@@ -182,6 +182,7 @@ class ActionKind(Enum):
     REBIND_INPUTS = "notify a running stage of the new producers on some edges"
     REBIND_OUTPUTS = "notify a stage of the new consumers on some edges"
     """Possible only if the consumers on these edges already expect the stage's data."""
+    SEND_INPUT = "send the client's input to a running stage from its start"
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class Action:
     kind: ActionKind
     stage: str
     edges: tuple[str, ...] = ()
-    """The edges to rebind. Empty unless `kind` is REBIND_INPUTS or REBIND_OUTPUTS."""
+    """The edges to rebind, or over which the client's input is sent. Empty for the other kinds of actions."""
 
 
 def carried_rows(edge: Edge, rows: Mapping[str, int]) -> Mapping[str, int]:
@@ -285,7 +286,10 @@ def _actions_of(route: Route, states: States, stage: str) -> list[Action]:
                 for edge in route.outgoing[stage]
                 if _is_stale(edge, states, stage) and _is_expected(edge, states)
             ]
+            sent = [edge.name for edge in route.inputs[stage] if state.bound.get(edge.name) != state.attempt]
             actions: list[Action] = []
+            if sent and state.phase is Phase.RUNNING:
+                actions.append(Action(ActionKind.SEND_INPUT, stage, tuple(sent)))
             if inputs and state.phase is Phase.RUNNING:
                 actions.append(Action(ActionKind.REBIND_INPUTS, stage, tuple(inputs)))
             if outputs:

@@ -10,10 +10,12 @@ from stagemesh.common.backoff import backoff_s
 from stagemesh.common.errors import DeadlineError, InternalError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.logs import bind_log_context
 from stagemesh.common.notification import Notifier
+from stagemesh.connectors.edge import EdgeKey
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import Plan
 from stagemesh.orchestrator.request.failures import NOT_REBOUND, SETTLE_S, Failures, root_cause
+from stagemesh.orchestrator.request.input_planes import InputPlanes
 from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.recovery import (
     Action,
@@ -27,6 +29,7 @@ from stagemesh.orchestrator.request.recovery import (
 from stagemesh.orchestrator.request.step_calls import StepCalls, follow_step
 from stagemesh.orchestrator.request.validation import ValidRequest
 from stagemesh.orchestrator.request.waits import ask_for_report, describe_wait
+from stagemesh.orchestrator.spec import Edge
 
 _log = logging.getLogger(__name__)
 
@@ -60,8 +63,13 @@ class RequestRun:
         failover: Failover,
         timeout_s: float,
         failed: Callable[[StagemeshError], None],
+        input_planes: InputPlanes | None = None,
     ) -> None:
-        """`failed` is called with the error if the choice fails, before its steps are cancelled."""
+        """`failed` is called with the error if the choice fails, before its steps are cancelled.
+
+        `input_planes` sends the input of a request that streams it. None if the request has no such input.
+        """
+        self._input_planes = input_planes
         self._failed = failed
         self._request, self._plan, self._record, self._failover = request, plan, record, failover
         self._timeout_s, self._deadline_s = timeout_s, 0.0
@@ -74,8 +82,16 @@ class RequestRun:
         """The notifier that wakes the loop. An `asyncio.Event` would need a kilobyte of memory."""
         self._failures = Failures(self._changed)
         self._calls = StepCalls(
-            request, plan.route, self._states, record=record, failures=self._failures, changed=self._changed
+            request,
+            plan.route,
+            self._states,
+            record=record,
+            failures=self._failures,
+            changed=self._changed,
+            input_producer=input_planes.producer if input_planes is not None else "",
         )
+        if request.stream is not None:
+            request.stream.begin(plan.route.input_edges)
         self._stopped: StagemeshError | None = None
         self._cancelling: set[asyncio.Task[None]] = set()
         """The running tasks that cancel superseded attempts on their replicas."""
@@ -171,6 +187,8 @@ class RequestRun:
             state = self._states[action.stage]
             if action.kind is ActionKind.START:
                 self._start(state)
+            elif action.kind is ActionKind.SEND_INPUT:
+                self._send_inputs(state, action)
             elif state.busy is None:
                 work = self._place(state) if action.kind is ActionKind.PLACE else self._rebind(state, action)
                 state.busy = self._spawn(work, state.tasks, name=f"{state.name}/{action.kind.name}")
@@ -281,6 +299,40 @@ class RequestRun:
             if state.phase is not Phase.FINISHED:
                 message = f"stage {state.name!r} ended its stream before it finished; see its log"
                 self._failures.add_final(state.name, InternalError(message))
+
+    # -- streamed input
+
+    def _send_inputs(self, state: StepState, action: Action) -> None:
+        for edge in self._route.inputs[state.name]:
+            if edge.name in action.edges:
+                self._spawn(self._send_input(state, edge), state.tasks, name=f"{state.name}/{edge.name}")
+        state.bound = {**state.bound, **dict.fromkeys(action.edges, state.attempt)}
+
+    async def _send_input(self, state: StepState, edge: Edge) -> None:
+        """Sends the client's input over an edge to the newest attempt of a stage, until the end of the input.
+
+        If this fails although the attempt does not fail, adds a failure of the attempt.
+        """
+        bind_log_context(stage=state.name)
+        attempt, stream, planes = state.attempt, self._request.stream, self._input_planes
+        assert stream is not None, "only such a request has edges from @input"
+        assert planes is not None, "only such a request has edges from @input"
+        try:
+            async with planes.open_outlet(
+                EdgeKey(self._request.choice_id, edge.name, attempt), state.replica
+            ) as outlet:
+                try:
+                    await stream.send(outlet, edge)
+                finally:
+                    self._record.timeline.note_input(outlet.usage)
+        except StagemeshError as exc:
+            # A step that ends with an error rejects its input. The error that the step reports is more precise.
+            await asyncio.sleep(SETTLE_S)
+            self._failures.add(state, attempt, exc)
+        except Exception:  # noqa: BLE001
+            _log.exception("sending the input of stage %s failed unexpectedly", state.name)
+            message = f"the orchestrator could not send its input to stage {state.name!r}; its log has the details"
+            self._failures.add_final(state.name, InternalError(message))
 
     # -- rebinding
 

@@ -71,7 +71,10 @@ class StepCalls:
         record: RequestRecord,
         failures: Failures,
         changed: Notifier,
+        input_producer: str = "",
     ) -> None:
+        """`input_producer` is the name by which stages know the producer of the edges from "@input"."""
+        self._input_producer = input_producer
         self._request, self._route, self._states = request, route, states
         self._record, self._failures, self._changed = record, failures, changed
         self._input_bytes = request.input.ByteSize() + request.parameters.ByteSize()
@@ -92,14 +95,18 @@ class StepCalls:
 
     def execute(self, state: StepState) -> stage_pb2.ExecuteStepRequest:
         """Returns the message that starts the newest attempt of a stage. Omits edges to finished consumers."""
+        inputs = self._route.inputs[state.name]
         return stage_pb2.ExecuteStepRequest(
             request_id=self._request.choice_id,
             step_id=self._step_id(state),
             attempt=state.attempt,
-            input=self._input(state) if not self._route.incoming[state.name] else None,
+            input=self._input(state) if self._reads_prompt(state) else None,
             parameters=parameters_of(state.step.stage, self._request.parameters),
             seed=self._request.seed,
-            inputs=map(self._input_binding, self._route.incoming[state.name]),
+            inputs=[
+                *map(self._input_binding, self._route.incoming[state.name]),
+                *(self._bind_input(edge, producer=self._input_producer, attempt=state.attempt) for edge in inputs),
+            ],
             absent=self._route.absent(state.step.stage),
             outputs=map(self._output_binding, self._open_edges(state)),
             streamed=self._streamed(state),
@@ -237,10 +244,14 @@ class StepCalls:
         return [edge for edge in self._route.outgoing[state.name] if is_open(edge, self._states)]
 
     def _input_binding(self, edge: Edge) -> stage_pb2.InputBinding:
+        producer = self._states[edge.producer].replica.name
+        return self._bind_input(edge, producer=producer, attempt=attempt_of(edge, self._states))
+
+    def _bind_input(self, edge: Edge, *, producer: str, attempt: int) -> stage_pb2.InputBinding:
         return stage_pb2.InputBinding(
             edge=edge.name,
-            producer=self._states[edge.producer].replica.name,
-            attempt=attempt_of(edge, self._states),
+            producer=producer,
+            attempt=attempt,
             transform="" if edge.transforms_at_producer else edge.transform or "",
             apart=edge.apart,
         )
@@ -263,6 +274,9 @@ class StepCalls:
             tokens=stage_pb2.TokenSelection.Value(f"TOKEN_SELECTION_{edge.tokens.upper()}"),
             transform=(edge.transforms_at_producer and edge.transform) or "",
         )
+
+    def _reads_prompt(self, state: StepState) -> bool:
+        return not (self._route.incoming[state.name] or self._route.inputs[state.name])
 
     def _input(self, state: StepState) -> request_pb2.Input:
         """Returns the request's input, without the negative prompt if the stage does not support negative prompts."""

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from stagemesh.common.errors import CancelledRequestError, StagemeshError
+from stagemesh.connectors.edge import FlowUsage
 from stagemesh.v1 import request_pb2, stage_pb2
 
 
@@ -138,6 +139,8 @@ class Timeline:
     received_at_s: float = field(default_factory=time.time)
     """The wall-clock time of receipt in seconds since the Unix epoch. Used only for display."""
     steps: list[StepNotes] = field(default_factory=list[StepNotes])
+    inputs: list[FlowUsage] = field(default_factory=list[FlowUsage])
+    """The chunks and bytes of streamed input that the orchestrator has sent, for each attempt of an edge."""
     planned_s: float | None = None
     ended_s: float | None = None
     error: StagemeshError | None = None
@@ -187,6 +190,10 @@ class Timeline:
         if self.planned_s is None:
             self.planned_s = self.elapsed_s()
 
+    def note_input(self, usage: FlowUsage) -> None:
+        """Counts the streamed input that was sent over one attempt of an edge."""
+        self.inputs.append(usage)
+
     def begin(self, stage: str, *, replica: str, attempt: int, index: int = 0) -> StepNotes:
         """Adds an entry for a new attempt of a stage to the timeline, and returns the entry.
 
@@ -235,6 +242,10 @@ class EdgeTotals:
     chunks: int = 0
     size_bytes: int = 0
 
+    def add(self, usage: request_pb2.EdgeUsage | FlowUsage) -> None:
+        self.chunks += usage.chunks
+        self.size_bytes += usage.size_bytes
+
 
 class Totals:
     """Totals over requests: the number of requests in each state, and the totals of each stage and each edge."""
@@ -250,9 +261,9 @@ class Totals:
         for notes in timeline.steps:
             self.stages.setdefault(notes.stage, StageTotals()).add(notes)
             for usage in notes.finished.edges if notes.finished is not None else ():
-                edge = self.edges.setdefault(usage.edge, EdgeTotals())
-                edge.chunks += usage.chunks
-                edge.size_bytes += usage.size_bytes
+                self.edges.setdefault(usage.edge, EdgeTotals()).add(usage)
+        for usage in timeline.inputs:
+            self.edges.setdefault(usage.edge, EdgeTotals()).add(usage)
 
     def together_with(self, running: Iterable[Timeline]) -> "Totals":
         """Returns new totals that also include the requests in `running`. Leaves these totals unchanged."""

@@ -4,7 +4,7 @@ import re
 import secrets
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, UnsupportedError
 from stagemesh.common.request_checks import (
@@ -19,6 +19,7 @@ from stagemesh.common.request_checks import (
 )
 from stagemesh.common.typed_values import Value
 from stagemesh.orchestrator.request.parameters import check_parameters
+from stagemesh.orchestrator.request.streamed_input import StreamedInput
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.orchestrator.spec.conditions import Fact, Facts, InputKind
 from stagemesh.v1 import orchestrator_pb2, request_pb2
@@ -56,6 +57,8 @@ class ValidRequest:
     """The generation whose outputs the client already has. Empty if it has none, so that any generation may run."""
     index: int = 0
     """The index of the choice that a run of the request produces."""
+    stream: StreamedInput | None = None
+    """The input that the client streams while the request runs. None if the input is complete from the start."""
 
     @property
     def choices(self) -> int:
@@ -86,12 +89,19 @@ class ValidRequest:
         return {
             **{Fact("option", name): value for name, value in self.options.items() if not isinstance(value, str)},
             **{Fact("input", kind): 1.0 for kind in _input_kinds(self.input)},
+            **({Fact("input", "stream"): 1.0} if self.stream is not None else {}),
             **{Fact("output", name): 1.0 for name in self.outputs},
         }
 
 
-def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> ValidRequest:
+def validate(
+    request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline, *, stream: StreamedInput | None = None
+) -> ValidRequest:
     """Checks a client's request, and returns it with default values added.
+
+    `stream` is the input that the client streams, or None if the request contains its input. With `stream`, the
+    request has no input of its own, and wants by default all outputs whose stages need no prompt. Otherwise, it wants
+    by default all outputs whose stages need no streamed input.
 
     Raises InvalidRequestError, NotFoundError, UnsupportedError or InvalidChunkError if the pipeline cannot run the
     request. The error message says how to fix the request.
@@ -102,10 +112,12 @@ def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> V
     _check_caller(request)
     outputs = _check_outputs(request.outputs, pipeline)
     _check_outputs((each.name for each in request.next_positions), pipeline)
-    _check_choices(request, most=pipeline.limits.largest_request)
+    _check_choices(request, most=pipeline.limits.largest_request if stream is None else 1)
     check_input(request.input)
-    if not has_prompt(request.input) and (request.input.WhichOneof("prompt") or not request.input.tensors):
-        raise empty_prompt_error()
+    if stream is None:
+        _check_prompt(request.input)
+    else:
+        assert not request.input.ByteSize(), "a streamed request has no other input"
     _check_support(request, pipeline)
     check_parameters(request.parameters, pipeline)
     parameters = request_pb2.Parameters()
@@ -115,7 +127,7 @@ def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> V
     if not parameters.HasField("seed"):
         # Half of the digits are enough, and every programming language has numbers for them.
         parameters.seed = secrets.randbits(32)
-    return ValidRequest(
+    valid = ValidRequest(
         request_id=request.request_id or uuid.uuid4().hex,
         input=request.input,
         parameters=parameters,
@@ -124,7 +136,9 @@ def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> V
         caller=request.caller,
         first_attempt=1 + _ATTEMPTS_A_CALL * request.earlier_calls,
         generation=request.generation,
+        stream=stream,
     )
+    return replace(valid, outputs=_check_fed(valid, pipeline))
 
 
 def check_pipeline(name: str, pipeline: Pipeline) -> None:
@@ -158,7 +172,38 @@ def _check_outputs(names: Iterable[str], pipeline: Pipeline) -> tuple[str, ...]:
             reason="UNKNOWN_OUTPUT",
             metadata={"output": unknown[0]},
         )
-    return tuple(dict.fromkeys(names)) or tuple(pipeline.outputs)
+    return tuple(dict.fromkeys(names))
+
+
+def _check_fed(request: ValidRequest, pipeline: Pipeline) -> tuple[str, ...]:
+    """Returns the wanted outputs of a request: those that it names, or by default all that it can have.
+
+    Raises UnsupportedError if a stage lacks its input: a prompt if the request streams its input, or streamed input if
+    it does not.
+    """
+    if request.stream is None and not pipeline.input_edges:
+        return request.outputs or tuple(pipeline.outputs)
+    available = pipeline.available_outputs(replace(request, outputs=()).facts)
+    outputs = request.outputs or available
+    unfed = pipeline.route(outputs, request.facts).unfed
+    if outputs and not unfed:
+        return outputs
+    if request.stream is None:
+        what, remedy = "streamed input", "stream the input in a session (Converse)"
+    elif not pipeline.input_edges:
+        what, remedy = "a prompt, because no edge leads from @input", "use the input mode PROMPT"
+    else:
+        what, remedy = "a prompt", "use the input mode PROMPT"
+    stages = " and ".join(repr(stage.name) for stage in unfed) or "every output"
+    raise UnsupportedError(
+        f"pipeline {pipeline.name!r} cannot make the wanted outputs: {stages} needs {what}; {remedy}, or want only "
+        f"{', '.join(available) or 'outputs of another pipeline'}"
+    )
+
+
+def _check_prompt(given: request_pb2.Input) -> None:
+    if not has_prompt(given) and (given.WhichOneof("prompt") or not given.tensors):
+        raise empty_prompt_error()
 
 
 def _check_choices(request: orchestrator_pb2.GenerateRequest, *, most: int) -> None:

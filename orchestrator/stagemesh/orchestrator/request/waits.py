@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from stagemesh.common.descriptors import INPUT
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.request.timeline import StepNotes
@@ -62,5 +63,7 @@ def _outlet_wait(outlets: Sequence[control_pb2.FlowReport]) -> str:
 def _inlet_wait(inlets: Sequence[control_pb2.FlowReport]) -> str:
     for flow in inlets:
         if not flow.ended and not flow.waiting_chunks:
+            if flow.peer.startswith(INPUT):
+                return f"input of the client on edge {flow.edge}, of which {flow.chunks} chunks have arrived"
             return f"chunk {flow.chunks} of edge {flow.edge} from {flow.peer}"
     return ""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
 
-InputKind: TypeAlias = Literal["text", "tokens", "image", "audio", "video", "tensors"]
-"""The kinds of input that a request may contain."""
+InputKind: TypeAlias = Literal["text", "tokens", "image", "audio", "video", "tensors", "stream"]
+"""The kinds of input that a request may contain. A request with the kind "stream" has no other one."""
 
 
 class Bounds(NamedTuple):
@@ -38,6 +38,8 @@ class Fact(NamedTuple):
         match self.kind:
             case "option":
                 return f"option {self.name} is {value:g}"
+            case "input" if self.name == "stream":
+                return f"the input is {'' if value else 'not '}streamed"
             case "input":
                 return f"the input has {'' if value else 'no '}{self.name}"
             case "output":
@@ -96,6 +98,10 @@ Condition: TypeAlias = tuple[Term, ...]
 def holds(condition: Condition, facts: Facts) -> bool:
     """Returns whether a condition is true for a request with these facts."""
     return all(term.holds(facts.get(term.fact, term.bounds.default)) for term in condition)
+
+
+STREAMED = Term(Fact("input", "stream"), Comparison.IS, 1.0)
+"""A term that is true if the client streams the input while the request runs."""
 
 
 def wanted(output: str) -> Term:

@@ -74,7 +74,8 @@ def load_pipeline(
     outputs = resolve_outputs(file, stages, problems, store_uri=store_uri)
     options, ambiguous = merge_options(stages, file.options, problems)
     media = any(stage.signature.media for stage in stages.values())
-    conditions = ConditionResolver(problems, options, ambiguous, file.outputs, media=media)
+    streams = any(edge.is_input for edge in file.edges)
+    conditions = ConditionResolver(problems, options, ambiguous, file.outputs, media=media, streams=streams)
     edges = EdgeResolver(catalog, problems, conditions).resolve(file, stages)
     check_all_used(file, edges, problems)
     stages = {
@@ -93,12 +94,14 @@ def load_pipeline(
     if for_kubernetes:
         check_pods(file, problems)
     problems.raise_any()
-    stages = {name: stages[name] for name in topological_order(list(stages), {edge.arc for edge in edges})}
+    between = tuple(edge for edge in edges if not edge.is_input)
+    stages = {name: stages[name] for name in topological_order(list(stages), {edge.arc for edge in between})}
     pipeline = Pipeline(
         name=file.name,
         generation=_generation(stages),
         stages=stages,
-        edges=edges,
+        edges=between,
+        input_edges=tuple(edge for edge in edges if edge.is_input),
         outputs=outputs,
         limits=file.limits,
         media=file.media,
@@ -107,7 +110,7 @@ def load_pipeline(
         explanation=tuple(_explain(file, problems.origins)),
         content=document.as_written(),
     )
-    check_flows(catalog, problems, pipeline)
+    check_flows(catalog, problems, pipeline, edges)
     problems.raise_any()
     return pipeline
 

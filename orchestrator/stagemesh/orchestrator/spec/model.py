@@ -15,7 +15,7 @@ from stagemesh.common.descriptors import EXTERNAL, OptionSpec, OutputKind, Signa
 from stagemesh.common.media_config import MediaConfig
 from stagemesh.connectors.flow.chunk_sizes import PlayoutPace
 from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy
-from stagemesh.orchestrator.spec.conditions import Condition, Fact, Facts, holds
+from stagemesh.orchestrator.spec.conditions import STREAMED, Condition, Fact, Facts, holds
 from stagemesh.orchestrator.spec.schema import EdgeEntry, Limits, OutputEntry, StageEntry
 
 
@@ -57,7 +57,7 @@ class Stage(StageEntry, frozen=True):
 
 
 class Edge(EdgeEntry, frozen=True):
-    """An edge of a pipeline. It transfers tensors from a producer stage to a consumer stage."""
+    """An edge of a pipeline. It transfers tensors from a producer stage, or from the client, to a consumer stage."""
 
     name: str = ""
     tensors: tuple[str, ...] = ()
@@ -128,10 +128,14 @@ class Route:
     edges: tuple[Edge, ...]
     outputs: Mapping[str, PipelineOutput]
     """The requested outputs, by name."""
+    input_edges: tuple[Edge, ...] = ()
+    """The edges over which the client's input is streamed. Empty unless the request streams its input."""
+    streams: bool = False
+    """Whether the client streams the request's input. Such a request has no prompt."""
 
     @cached_property
     def incoming(self) -> Mapping[str, tuple[Edge, ...]]:
-        """The edges of the route that lead to each stage, by the name of the stage."""
+        """The edges from other stages of the route that lead to each stage, by the name of the stage."""
         return {stage.name: tuple(edge for edge in self.edges if edge.consumer == stage.name) for stage in self.stages}
 
     @cached_property
@@ -139,9 +143,31 @@ class Route:
         """The edges of the route that start at each stage, by the name of the stage."""
         return {stage.name: tuple(edge for edge in self.edges if edge.producer == stage.name) for stage in self.stages}
 
+    @cached_property
+    def inputs(self) -> Mapping[str, tuple[Edge, ...]]:
+        """The input edges of each stage, by the name of the stage."""
+        return {
+            stage.name: tuple(edge for edge in self.input_edges if edge.consumer == stage.name) for stage in self.stages
+        }
+
+    @cached_property
+    def input_tensors(self) -> frozenset[str]:
+        """The names of the tensors that the input edges transfer. A client may stream only these kinds of input."""
+        return frozenset(name for edge in self.input_edges for name in edge.tensors)
+
+    @cached_property
+    def unfed(self) -> tuple[Stage, ...]:
+        """The stages that lack their input: a prompt if the input is streamed, or streamed input if it is not."""
+        return tuple(
+            stage
+            for stage in self.stages
+            if not (self.incoming[stage.name] or self.inputs[stage.name]) and (self.streams or stage.signature.accepts)
+        )
+
     def absent(self, stage: Stage) -> tuple[str, ...]:
         """Returns the names of the tensors that a stage accepts but that no edge of the route delivers."""
-        brought = {tensor for edge in self.incoming[stage.name] for tensor in edge.brings}
+        edges = (*self.incoming[stage.name], *self.inputs[stage.name])
+        brought = {tensor for edge in edges for tensor in edge.brings}
         return tuple(name for name in stage.signature.accepts if name not in brought)
 
 
@@ -158,9 +184,12 @@ class Pipeline:
     stages: Mapping[str, Stage]
     """The stages by name. Producers precede consumers."""
     edges: tuple[Edge, ...]
+    """The edges between stages, in the order of the file."""
     outputs: Mapping[str, PipelineOutput]
     limits: Limits
     source: Path
+    input_edges: tuple[Edge, ...] = ()
+    """The edges from "@input", which carry the input that a client streams."""
     media: MediaConfig | None = None
     """The locations of media files, or None if requests cannot refer to files and outputs cannot be stored."""
     options: Mapping[str, OptionSpec] = field(default_factory=dict[str, OptionSpec])
@@ -177,6 +206,8 @@ class Pipeline:
         value.
         """
         known = {**(facts or {}), **{Fact("output", name): 1.0 for name in outputs}}
+        streams = holds((STREAMED,), known)
+        inputs = self.input_edges if streams else ()
         runs = {stage.name for stage in self.stages.values() if holds(stage.condition, known)}
         open_edges = [edge for edge in self.edges if runs >= set(edge.arc) and holds(edge.condition, known)]
         wanted = {name: self.outputs[name] for name in outputs}
@@ -185,10 +216,20 @@ class Pipeline:
             stages=tuple(stage for stage in self.stages.values() if stage.name in needed),
             edges=tuple(edge for edge in open_edges if edge.consumer in needed),
             outputs=wanted,
+            input_edges=tuple(edge for edge in inputs if edge.consumer in needed and holds(edge.condition, known)),
+            streams=streams,
         )
 
+    def available_outputs(self, facts: Facts) -> tuple[str, ...]:
+        """Returns the names of the outputs that a request with these facts may want.
+
+        Of a request whose input is streamed, these are the outputs whose stages need no prompt. Of any other request,
+        they are the outputs whose stages need no streamed input. `facts` must not contain outputs.
+        """
+        return tuple(name for name in self.outputs if not self.route([name], facts).unfed)
+
     def incoming(self, stage: str) -> tuple[Edge, ...]:
-        """Returns the edges that lead to a stage."""
+        """Returns the edges that lead from other stages to a stage."""
         return tuple(edge for edge in self.edges if edge.consumer == stage)
 
     def outgoing(self, stage: str) -> tuple[Edge, ...]:

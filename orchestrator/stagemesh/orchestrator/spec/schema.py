@@ -28,13 +28,23 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from stagemesh.common.connector_descriptors import AUTO
-from stagemesh.common.descriptors import OptionSpec
+from stagemesh.common.descriptors import INPUT, OptionSpec
 from stagemesh.common.encodings import MAX_FRAME_RATE
 from stagemesh.common.media_config import MediaConfig, parse_root
 from stagemesh.common.stage_config import STALL_S, DataPlaneConfig
 from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.orchestrator.spec.conditions import Comparison, InputKind
-from stagemesh.orchestrator.spec.entry import Count, Entry, Flag, Name, Number, OptionName, OutputName, Positive, Size
+from stagemesh.orchestrator.spec.entry import (
+    Count,
+    Entry,
+    Flag,
+    Name,
+    Number,
+    OptionName,
+    OutputName,
+    Positive,
+    Size,
+)
 from stagemesh.orchestrator.spec.signature_schema import (
     AcceptedEntry,
     EmittedEntry,
@@ -280,6 +290,11 @@ class EdgeEntry(Entry, frozen=True):
     """
     name: Name | None = None
     when: When | None = None
+
+    @property
+    def is_input(self) -> bool:
+        """Whether the edge carries the input that a client streams, so that its producer is the orchestrator."""
+        return self.producer == INPUT
 
     @property
     def edge_name(self) -> str:

@@ -39,6 +39,8 @@ class ConditionResolver:
     outputs: Collection[str]
     media: bool
     """Whether at least one stage accepts media: images, audio or video."""
+    streams: bool = False
+    """Whether at least one edge carries the input that a client streams."""
 
     def resolve(self, path: KeyPath, entries: Sequence[schema.Term]) -> Condition:
         """Returns the checked condition that consists of the terms `entries`. Omits invalid terms.
@@ -58,6 +60,8 @@ class ConditionResolver:
                 return self._option_terms(path, entry.option, entry.comparisons)
             case InputTerm() if entry.input in _MEDIA and not self.media:
                 text = f"no stage accepts {entry.input}, and requests with it are rejected; remove the condition"
+            case InputTerm(input="stream") if not self.streams:
+                text = "no edge leads from @input, so that no client can stream its input; remove the condition"
             case InputTerm():
                 return (Term(Fact("input", entry.input), Comparison.IS, float(entry.given)),)
             case OutputTerm() if entry.output not in self.outputs:

@@ -4,7 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from stagemesh.common.connector_descriptors import AUTO, SHM, descriptors
+from stagemesh.common.connector_descriptors import AUTO, GRPC, SHM, descriptors
+from stagemesh.common.descriptors import INPUT
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.tensors import TensorSpec
 from stagemesh.connectors.flow.chunking import FramesPolicy
@@ -20,6 +21,13 @@ from stagemesh.orchestrator.spec.schema import (
     StageEntry,
 )
 from stagemesh.orchestrator.spec.source.problem_lines import Problems, suggest
+
+INPUT_TENSORS: Mapping[str, TensorSpec] = {
+    "text": TensorSpec.parse("uint8[bytes]"),
+    "audio": TensorSpec.parse("float32[samples]"),
+    "token_ids": TensorSpec.parse("int64[tokens]"),
+}
+"""The tensors that a client can stream. Each packet contains one of them."""
 
 
 class Endpoint(NamedTuple):
@@ -63,16 +71,16 @@ class EdgeResolver:
         mismatched = set[str]()
         for i in known:
             entry = file.edges[i]
-            producer, consumer = stages.get(entry.producer), stages.get(entry.consumer)
-            self._check_connector(i, entry, file.stages[entry.producer])
+            source, consumer = _source(entry, stages), stages.get(entry.consumer)
+            self._check_way(i, entry, file)
             self._check_transforming_end(i, entry, file)
             tensors = None
             transforms_at_producer = entry.transform is not None and _is_external(file.stages[entry.consumer])
-            if producer is not None and consumer is not None:
-                tensors = self._tensors(i, entry, producer=producer, consumer=consumer)
+            if source is not None and consumer is not None:
+                tensors = self._tensors(i, entry, source=source, consumer=consumer)
                 self._check_ramp(i, entry, consumer)
-            if producer is not None and not transforms_at_producer:
-                self._check_frames(i, entry, Endpoint(f"stage {entry.producer!r}", emitted(producer)))
+            if source is not None and not transforms_at_producer:
+                self._check_frames(i, entry, source)
             elif tensors is not None and entry.transform is not None:
                 gives = self.catalog.transform(entry.transform).gives
                 self._check_frames(i, entry, Endpoint(f"transform {entry.transform!r}", gives))
@@ -104,9 +112,10 @@ class EdgeResolver:
 
     def _check_ends(self, index: int, edge: EdgeEntry, file: PipelineFile) -> bool:
         ends = {"from": edge.producer, "to": edge.consumer}
-        missing = {key: name for key, name in ends.items() if name not in file.stages}
+        known = {"from": (*file.stages, INPUT), "to": tuple(file.stages)}
+        missing = {key: name for key, name in ends.items() if name not in known[key]}
         for key, name in missing.items():
-            self.problems.add(("edges", index, key), f"unknown stage {name!r}; {suggest(name, file.stages)}")
+            self.problems.add(("edges", index, key), f"unknown stage {name!r}; {suggest(name, known[key])}")
         return not missing
 
     def _check_names(self, edges: Sequence[EdgeEntry]) -> None:
@@ -116,11 +125,22 @@ class EdgeResolver:
                 self.problems.add(("edges", i), f"edge {name!r} exists already; give this edge another `name`")
 
     def _check_cycles(self, file: PipelineFile, known: Sequence[int]) -> None:
-        arcs = {Arc(file.edges[i].producer, file.edges[i].consumer): i for i in known}
+        edges = {i: file.edges[i] for i in known if not file.edges[i].is_input}
+        arcs = {Arc(edge.producer, edge.consumer): i for i, edge in edges.items()}
         cycle = find_cycle(list(file.stages), arcs)
         if cycle:
             last = arcs[Arc(cycle[-2], cycle[-1])]
             self.problems.add(("edges", last), f"cycle {' -> '.join(cycle)}; remove one of these edges")
+
+    def _check_way(self, index: int, edge: EdgeEntry, file: PipelineFile) -> None:
+        if not edge.is_input:
+            self._check_connector(index, edge, file.stages[edge.producer])
+        elif edge.connector not in (AUTO, GRPC):
+            text = f"the orchestrator sends the client's input by {GRPC}; remove `connector`"
+            self.problems.add(("edges", index, "connector"), text)
+        elif edge.chunk != "step" or edge.tokens != "all":
+            key, cause = ("tokens", "has no prompt") if edge.chunk == "step" else ("chunk", "is sent as it is appended")
+            self.problems.add(("edges", index, key), f"the client's input {cause}; remove `{key}`")
 
     def _check_connector(self, index: int, edge: EdgeEntry, producer: AnyStageEntry) -> None:
         known = (AUTO, *descriptors())
@@ -132,12 +152,16 @@ class EdgeResolver:
             self.problems.add(("edges", index, "connector"), text)
 
     def _check_transforming_end(self, index: int, edge: EdgeEntry, file: PipelineFile) -> None:
-        if edge.transform is not None and all(_is_external(file.stages[end]) for end in (edge.producer, edge.consumer)):
-            text = (
-                f"stages {edge.producer!r} and {edge.consumer!r} are external, so that none of them can run transform "
-                f"{edge.transform!r}; put a function stage between them"
-            )
-            self.problems.add(("edges", index, "transform"), text)
+        if edge.transform is None or not _is_external(file.stages[edge.consumer]):
+            return
+        if edge.is_input:
+            ends = f"the orchestrator runs no transforms, and stage {edge.consumer!r} is external, so that none of them"
+        elif _is_external(file.stages[edge.producer]):
+            ends = f"stages {edge.producer!r} and {edge.consumer!r} are external, so that none of them"
+        else:
+            return
+        text = f"{ends} can run transform {edge.transform!r}; put a function stage between them"
+        self.problems.add(("edges", index, "transform"), text)
 
     def _check_frames(self, index: int, edge: EdgeEntry, source: Endpoint) -> None:
         first_axes = {spec.shape[:1] for spec in source.tensors.values()}
@@ -170,12 +194,11 @@ class EdgeResolver:
             return
         self.problems.add(("stages", stage.name), text)
 
-    def _tensors(self, index: int, edge: EdgeEntry, *, producer: Stage, consumer: Stage) -> EdgeTensors | None:
+    def _tensors(self, index: int, edge: EdgeEntry, *, source: Endpoint, consumer: Stage) -> EdgeTensors | None:
         """Returns the names of the tensors on an edge, or None if the edge's tensor types or transform are invalid.
 
         `index` is the edge's position in the file's list of edges. Reports errors to `problems`.
         """
-        source = Endpoint(f"stage {producer.name!r}", emitted(producer))
         given = source if edge.transform is None else self._transformed(index, edge.transform, source)
         taken = Endpoint(f"stage {consumer.name!r}", consumer.signature.accepts)
         if given is None or not self._fits(index, given, taken):
@@ -189,7 +212,22 @@ class EdgeResolver:
             )
             return None
         carried = brought if edge.transform is None else tuple(self.catalog.transform(edge.transform).takes)
+        if edge.is_input and len(carried) > 1:
+            self._check_kinds(index, edge, carried, optional=consumer.signature.optional)
         return EdgeTensors(carried, brought)
+
+    def _check_kinds(self, index: int, edge: EdgeEntry, kinds: Sequence[str], *, optional: Collection[str]) -> None:
+        """Checks an edge from "@input" over which several kinds of input can be streamed.
+
+        Each packet contains only one of them. The consumer must therefore not require any of them.
+        """
+        required = kinds if edge.transform is not None else [name for name in kinds if name not in optional]
+        if required:
+            taker, remedy = f"stage {edge.consumer!r}", "add a transform that takes only one of them"
+            if edge.transform is not None:
+                taker, remedy = f"transform {edge.transform!r}", "choose another transform"
+            text = f"{taker} requires {' and '.join(required)}, but a packet of @input has one of {', '.join(kinds)}"
+            self.problems.add(("edges", index), f"{text}; {remedy}")
 
     def _transformed(self, index: int, name: str, given: Endpoint) -> Endpoint | None:
         try:
@@ -224,6 +262,14 @@ def _is_apart(edge: EdgeEntry, consumer: AnyStageEntry) -> bool:
     if isinstance(consumer.join, list):
         return edge.edge_name not in consumer.join and edge.producer not in consumer.join
     return consumer.join == "any"
+
+
+def _source(edge: EdgeEntry, stages: Mapping[str, Stage]) -> Endpoint | None:
+    """Returns the producer of an edge, or None if it is an invalid stage."""
+    if edge.is_input:
+        return Endpoint("the client", INPUT_TENSORS)
+    producer = stages.get(edge.producer)
+    return None if producer is None else Endpoint(f"stage {producer.name!r}", emitted(producer))
 
 
 def emitted(stage: Stage) -> Mapping[str, TensorSpec]:

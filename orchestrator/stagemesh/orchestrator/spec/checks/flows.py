@@ -4,21 +4,31 @@ from collections.abc import Sequence
 from functools import reduce
 from itertools import chain, combinations
 
-from stagemesh.orchestrator.spec.checks.request_sets import NONE, RequestSet, RequestSets, TooManyCasesError
+from stagemesh.orchestrator.spec.checks.request_sets import ALL, NONE, RequestSet, RequestSets, TooManyCasesError
 from stagemesh.orchestrator.spec.checks.stages_and_outputs import Catalog
-from stagemesh.orchestrator.spec.conditions import Condition, Facts, describe_condition, describe_facts, wanted
+from stagemesh.orchestrator.spec.conditions import (
+    STREAMED,
+    Condition,
+    Facts,
+    describe_condition,
+    describe_facts,
+    wanted,
+)
 from stagemesh.orchestrator.spec.model import Edge, Pipeline, PipelineOutput, Stage
 from stagemesh.orchestrator.spec.source.problem_lines import Problems
 
 
-def check_flows(catalog: Catalog, problems: Problems, pipeline: Pipeline) -> None:
+def check_flows(catalog: Catalog, problems: Problems, pipeline: Pipeline, edges: Sequence[Edge]) -> None:
     """Checks that the pipeline can serve every request. Reports errors to `problems`.
 
+    A request that wants an output whose stages lack the request's kind of input is rejected, and is not considered: a
+    streamed request for a stage that needs a prompt, or a request with a prompt for a stage that only "@input" feeds.
+
     Each stage, edge and output must already be valid individually. Producers must precede consumers in the pipeline's
-    stages. The edges must be in the order of the file.
+    stages. `edges` contains all edges of the pipeline in the order of the file.
     """
     try:
-        _FlowChecker(catalog, problems, pipeline).check()
+        _FlowChecker(catalog, problems, pipeline, edges).check()
     except TooManyCasesError:
         text = "the conditions (`when`) distinguish too many cases to check them; use fewer conditions"
         problems.add(("stages",), text)
@@ -30,8 +40,8 @@ class _FlowChecker:
     Reports an error if a set shows that the pipeline cannot serve a request.
     """
 
-    def __init__(self, catalog: Catalog, problems: Problems, pipeline: Pipeline) -> None:
-        self._catalog, self._problems, self._pipeline = catalog, problems, pipeline
+    def __init__(self, catalog: Catalog, problems: Problems, pipeline: Pipeline, edges: Sequence[Edge]) -> None:
+        self._catalog, self._problems, self._pipeline, self._edges = catalog, problems, pipeline, edges
         stages = pipeline.stages
         # Diagrams remain small if the facts of connected stages are close to each other in the order of facts.
         conditions = [
@@ -41,11 +51,15 @@ class _FlowChecker:
         self._sets = sets = RequestSets(chain.from_iterable(conditions))
         # The requests for which each edge carries packets, provided that its consumer runs.
         self._open = {
-            edge.name: sets.where(edge.condition + stages[edge.producer].condition) for edge in pipeline.edges
+            edge.name: sets.where(_own_condition(edge) + (() if edge.is_input else stages[edge.producer].condition))
+            for edge in edges
         }
         self._runs: dict[str, RequestSet] = {}
         for stage in reversed(list(stages.values())):
             self._runs[stage.name] = self._runs_when(stage)
+        rejected = reduce(sets.either, map(self._lacks_input, stages.values()), NONE)
+        self._accepted = sets.difference(ALL, rejected)
+        """The requests that are not rejected because a stage lacks their kind of input."""
 
     def check(self) -> None:
         """Checks all outputs and stages. Reports each error once, at the line of the file that must be changed."""
@@ -57,7 +71,18 @@ class _FlowChecker:
                 self._check_joined(stage)
 
     def _conditions_at(self, stage: Stage) -> list[Condition]:
-        return [stage.condition, *(edge.condition for edge in self._pipeline.incoming(stage.name))]
+        return [stage.condition, *map(_own_condition, self._incoming(stage))]
+
+    def _incoming(self, stage: Stage) -> list[Edge]:
+        return [edge for edge in self._edges if edge.consumer == stage.name]
+
+    def _lacks_input(self, stage: Stage) -> RequestSet:
+        """Returns the set of requests for which a stage that reads the client's input lacks this kind of input."""
+        sets, incoming = self._sets, self._incoming(stage)
+        if not self._pipeline.input_edges or not all(edge.is_input for edge in incoming):
+            return NONE
+        streamed, runs = sets.where((STREAMED,)), self._runs[stage.name]
+        return sets.difference(runs, streamed) if incoming else sets.both(runs, streamed)
 
     def _runs_when(self, stage: Stage) -> RequestSet:
         """Returns the set of requests for which a stage runs.
@@ -92,18 +117,25 @@ class _FlowChecker:
                 "contradict each other; change one",
             )
             return False
-        for index, edge in enumerate(self._pipeline.edges):
+        for index, edge in enumerate(self._edges):
             if edge.consumer == stage.name and self._find(stage, [edge]) is None:
-                self._problems.add(
-                    ("edges", index),
-                    f"edge {edge.name!r} never carries anything: its condition contradicts those of its stages; "
-                    "change one",
-                )
+                self._problems.add(("edges", index), f"edge {edge.name!r} never carries anything: {self._why(edge)}")
                 return False
         return True
 
+    def _why(self, edge: Edge) -> str:
+        """Returns the reason why an edge never carries anything, and the remedy."""
+        requests = self._sets.both(self._runs[edge.consumer], self._open[edge.name])
+        for stage in self._pipeline.stages.values():
+            if not self._incoming(stage) and self._sets.both(requests, self._runs[stage.name]) != NONE:
+                return (
+                    f"requests that use it also need stage {stage.name!r}, which reads a prompt, while streamed input "
+                    "has none; give the edges from there `when: {input: stream, given: false}`"
+                )
+        return "its condition contradicts those of its stages; change one"
+
     def _check_fed(self, stage: Stage) -> None:
-        incoming = self._pipeline.incoming(stage.name)
+        incoming = self._incoming(stage)
         facts = self._find(stage, unless=incoming) if incoming else None
         if facts is not None:
             self._problems.add(
@@ -118,8 +150,8 @@ class _FlowChecker:
 
     def _check_brought(self, stage: Stage, tensor: str) -> None:
         """Reports an error if a request could send the stage an input without the required tensor `tensor`."""
-        together = [edge for edge in self._pipeline.incoming(stage.name) if not edge.apart]
-        for edge in self._pipeline.incoming(stage.name):
+        together = [edge for edge in self._incoming(stage) if not edge.apart]
+        for edge in self._incoming(stage):
             if edge.apart and tensor not in edge.brings:
                 self._problems.add(
                     ("stages", stage.name),
@@ -140,7 +172,7 @@ class _FlowChecker:
 
     def _check_joined(self, stage: Stage) -> None:
         joins = stage.is_external or self._catalog.engine(stage.engine).joins
-        for first, second in combinations(self._pipeline.incoming(stage.name), 2):
+        for first, second in combinations(self._incoming(stage), 2):
             both = sorted(set(first.brings) & set(second.brings))
             clash = bool(both) and not first.apart and not second.apart
             if (joins and not clash) or self._find(stage, [first, second]) is None:
@@ -155,13 +187,17 @@ class _FlowChecker:
                     f"edges {first.name!r} and {second.name!r} both bring stage {stage.name!r} its {', '.join(both)}; "
                     "give it `join: any`, rename one by a transform, or give them conditions that exclude each other"
                 )
-            self._problems.add(("edges", self._pipeline.edges.index(second)), text)
+            self._problems.add(("edges", self._edges.index(second)), text)
 
     def _find(self, stage: Stage, taken: Sequence[Edge] = (), *, unless: Sequence[Edge] = ()) -> Facts | None:
         """Returns the facts of one request for which the stage runs, or None if there is no such request.
 
         For this request, every edge in `taken` carries packets, and no edge in `unless` carries packets.
         """
-        sets = self._sets
-        requests = reduce(sets.both, (self._open[edge.name] for edge in taken), self._runs[stage.name])
+        sets, runs = self._sets, self._sets.both(self._runs[stage.name], self._accepted)
+        requests = reduce(sets.both, (self._open[edge.name] for edge in taken), runs)
         return sets.find_facts(reduce(sets.difference, (self._open[edge.name] for edge in unless), requests))
+
+
+def _own_condition(edge: Edge) -> Condition:
+    return (STREAMED, *edge.condition) if edge.is_input else edge.condition

@@ -13,11 +13,18 @@ from typing import NamedTuple, TypeAlias
 
 from stagemesh.orchestrator.spec.conditions import Comparison, Condition, Fact, Facts, InputKind, Term
 
-_EXCLUDED_BY_TOKENS: Sequence[InputKind] = ("text", "image", "audio", "video")
+_EXCLUDED: Mapping[InputKind, Sequence[InputKind]] = {
+    "tokens": ("text", "image", "audio", "video"),
+    "stream": ("text", "tokens", "image", "audio", "video", "tensors"),
+}
 _IMPOSSIBLE: Sequence[Condition] = tuple(
-    tuple(Term(Fact("input", kind), Comparison.IS, 1.0) for kind in ("tokens", other)) for other in _EXCLUDED_BY_TOKENS
+    tuple(Term(Fact("input", kind), Comparison.IS, 1.0) for kind in (one, other))
+    for one, others in _EXCLUDED.items()
+    for other in others
 )
-"""Conditions that no request fulfils. A prompt consists either of tokens or of other inputs, never of both."""
+"""Conditions that no request fulfils. A prompt consists either of tokens or of other inputs, never of both. A request
+whose input is streamed has no prompt.
+"""
 MAX_NODES = 50_000
 
 RequestSet: TypeAlias = int

@@ -7,7 +7,8 @@ text is parsed. The marks in each scalar are replaced by the values of the varia
 may be used within {…}, no value can change the structure of the file, and references in comments have no effect.
 
 An override sets the value of a key, such as `--set edges.*.connector=grpc`. `*` matches every key or list index. An
-edge can be selected by its name instead of its list index. The values of overrides are YAML.
+edge can be selected by its name instead of its list index. `edges.*` omits the edges from "@input", whose connector and
+chunks cannot be chosen. The values of overrides are YAML.
 """
 
 import re
@@ -18,6 +19,7 @@ import yaml
 from yaml.constructor import SafeConstructor
 from yaml.resolver import Resolver
 
+from stagemesh.common.descriptors import INPUT
 from stagemesh.common.errors import InvalidPipelineError
 from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Origin, Problems, dotted
 
@@ -266,7 +268,12 @@ def _matching(container: Any, name: str) -> list[str | int]:
         mapping = cast("dict[str, Any]", container)
         return list(mapping) if name == "*" else [name] if name in mapping else []
     items = cast("list[object]", container) if isinstance(container, list) else []
-    return [i for i, item in enumerate(items) if name in ("*", str(i), _edge_name(item))]
+    return [i for i, item in enumerate(items) if name in (_wildcard(item), str(i), _edge_name(item))]
+
+
+def _wildcard(item: object) -> str | None:
+    """Returns the wildcard that matches an item, or None if no wildcard does."""
+    return None if isinstance(item, dict) and cast("dict[str, object]", item).get("from") == INPUT else "*"
 
 
 def _edge_name(item: object) -> object:
