@@ -239,6 +239,12 @@ def test_settings_of_ucx_become_variables() -> None:
     assert "UCX_TLS" not in release.env("acoustic")
 
 
+def test_the_input_of_clients_needs_no_nixl() -> None:
+    edges = [{"from": "@input", "to": "acoustic"}, {"from": "acoustic", "to": "vocoder", "connector": "shm"}]
+    release = Release(at("pipeline.edges", edges))
+    assert "UCX_TCP_PORT_RANGE" not in release.env("acoustic")
+
+
 def test_ucx_listens_in_the_range_that_the_network_policy_opens() -> None:
     release = Release(at("pipeline.edges", NIXL_EDGE))
     ranges = {name: release.env(name).get("UCX_TCP_PORT_RANGE") for name in ("thinker", "acoustic", "vocoder")}
