@@ -220,6 +220,13 @@ def test_rdma_gives_a_device_and_the_right_to_pin_memory() -> None:
     assert field(container, "securityContext.capabilities") == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
 
 
+def test_the_input_of_clients_reaches_a_stage_without_nixl() -> None:
+    edges = [{**edge, "connector": "grpc"} for edge in NIXL_EDGE]
+    release = Release(at("pipeline.edges", [*edges, {"from": "@input", "to": "acoustic"}]))
+    assert release.pipeline("orchestrator")["edges"][2] == {"from": "@input", "to": "acoustic"}
+    assert "UCX_TCP_PORT_RANGE" not in release.env("acoustic")
+
+
 def test_ipc_lock_can_be_refused() -> None:
     release = Release(at("pipeline.edges", NIXL_EDGE), at("stages.thinker.rdma", {**RDMA, "ipcLock": False}))
     assert field(release.container("thinker"), "securityContext.capabilities") == {"drop": ["ALL"]}
@@ -237,12 +244,6 @@ def test_settings_of_ucx_become_variables() -> None:
     release = Release(at("pipeline.edges", NIXL_EDGE), at("stages.thinker.ucx", {"UCX_TLS": "rc,tcp"}))
     assert release.env("thinker")["UCX_TLS"] == "rc,tcp"
     assert "UCX_TLS" not in release.env("acoustic")
-
-
-def test_the_input_of_clients_needs_no_nixl() -> None:
-    edges = [{"from": "@input", "to": "acoustic"}, {"from": "acoustic", "to": "vocoder", "connector": "shm"}]
-    release = Release(at("pipeline.edges", edges))
-    assert "UCX_TCP_PORT_RANGE" not in release.env("acoustic")
 
 
 def test_ucx_listens_in_the_range_that_the_network_policy_opens() -> None:

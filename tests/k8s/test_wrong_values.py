@@ -126,6 +126,10 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         [at("pipeline.edges", [*EDGES, {"from": "thinker", "to": "talker"}])],
         ["pipeline.edges[2].to", "talker", "its stages are acoustic, thinker, vocoder"],
     ),
+    "edge to the client's input": (
+        [at("pipeline.edges", [*EDGES, {"from": "thinker", "to": "@input"}])],
+        ["pipeline.edges[2].to", "@input", "its stages are acoustic, thinker, vocoder"],
+    ),
     "RDMA without a device": (
         [at("pipeline.edges", NIXL_EDGE), at("stages.thinker.rdma.enabled", True)],
         ["stages.thinker.rdma.resource is not set", "name the resource of the RDMA device plug-in"],

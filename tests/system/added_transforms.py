@@ -1,4 +1,4 @@
-"""Transforms of external packages."""
+"""Transforms and functions of external packages."""
 
 import os
 from pathlib import Path
@@ -51,9 +51,19 @@ class Doubled:
 
 def add_transform(folder: Path, monkeypatch: pytest.MonkeyPatch, *, name: str, source: str) -> None:
     """Registers a transform for all processes that are started afterwards. `source` defines its DESCRIPTOR."""
+    _add(folder, monkeypatch, name=name, source=source, group="stagemesh.transforms")
+
+
+def add_function(folder: Path, monkeypatch: pytest.MonkeyPatch, *, name: str, source: str) -> None:
+    """Registers a function like `add_transform`, and in the test's own process."""
+    _add(folder, monkeypatch, name=name, source=source, group="stagemesh.functions")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def _add(folder: Path, monkeypatch: pytest.MonkeyPatch, *, name: str, source: str, group: str) -> None:
     (folder / f"added_{name}.py").write_text(source)
     package = folder / f"added_{name}-1.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: added_{name}\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text(f"[stagemesh.transforms]\n{name} = added_{name}:DESCRIPTOR\n")
+    (package / "entry_points.txt").write_text(f"[{group}]\n{name} = added_{name}:DESCRIPTOR\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", ""))))

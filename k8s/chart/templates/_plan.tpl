@@ -76,7 +76,7 @@ Everything that the templates derive from the values, as JSON. Refuses wrong val
   {{- $_ := set $group "shmBytes" $shmBytes -}}
 {{- end -}}
 {{- range .Values.pipeline.edges -}}
-  {{- /* The orchestrator sends the input of clients by gRPC. */ -}}
+  {{- /* Orchestrators send the input that clients stream, and only by grpc. */ -}}
   {{- if and (ne .from "@input") (has (.connector | default "auto") (list "auto" "nixl")) -}}
     {{- range $name := list .from .to -}}
       {{- with get $plan.stages $name -}}

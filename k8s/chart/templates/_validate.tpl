@@ -111,7 +111,7 @@ stageDefaults.{{ $key }}
 {{- $known := keys .Values.pipeline.stages | sortAlpha -}}
 {{- range $index, $edge := .Values.pipeline.edges -}}
   {{- range $key := list "from" "to" -}}
-    {{- $isInput := and (eq $key "from") (eq $edge.from "@input") -}}
+    {{- $isInput := and (eq $key "from") (eq (get $edge $key) "@input") -}}
     {{- if not (or $isInput (has (get $edge $key) $known)) -}}
       {{- fail (printf "pipeline.edges[%d].%s is %q, which is not a stage of the pipeline; its stages are %s" $index $key (get $edge $key) (join ", " $known)) -}}
     {{- end -}}

@@ -991,7 +991,7 @@ class FlowStatus(_message.Message):
     edge: _builtins.str
     """The edge."""
     producer: _builtins.str
-    """The producing replica."""
+    """The producing replica, or a name that begins with "@input" for an orchestrator that sends the input of a client."""
     consumer: _builtins.str
     """The consuming replica."""
     index: _builtins.int

@@ -771,7 +771,7 @@ class EdgeDescription(_message.Message):
     name: _builtins.str
     """The edge's name."""
     from_stage: _builtins.str
-    """The producing stage."""
+    """The producing stage. "@input" for an edge that carries the input that clients stream. Such an edge has no links."""
     to_stage: _builtins.str
     """The consuming stage."""
     connector: _chunk_pb2.Connector.ValueType

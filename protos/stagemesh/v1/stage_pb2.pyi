@@ -284,7 +284,9 @@ class InputBinding(_message.Message):
     edge: _builtins.str
     """The edge's name."""
     producer: _builtins.str
-    """The name of the producing replica. Chunks from other replicas are rejected."""
+    """The name of the producing replica. Chunks from other replicas are rejected. For an edge from "@input", the name with
+    which the orchestrator introduces itself (Hello.replica). It begins with "@input".
+    """
     transform: _builtins.str
     """The transform that the consuming stage applies to the packets that arrive. Empty for none, and always for an
     external stage. Rejected if it is not installed (UNKNOWN_TRANSFORM).

@@ -85,6 +85,19 @@ def test_the_consumer_is_rebound_first_and_the_producer_last() -> None:
     assert next_actions(_CHAIN, states) == []
 
 
+def test_each_attempt_receives_the_clients_input_once_it_runs() -> None:
+    route = Route((cast("Stage", SimpleNamespace(name="a")),), (), {}, input_edges=(_edge("in", "@input", "a"),))
+    states = {"a": AttemptState()}
+    assert next_actions(route, states) == [Action(ActionKind.START, "a")]
+    states["a"].phase = Phase.RUNNING
+    assert next_actions(route, states) == [Action(ActionKind.SEND_INPUT, "a", ("in",))]
+    states["a"].bound = {"in": 1}
+    assert next_actions(route, states) == []
+    _apply(route, states, lost={"a"}, fresh=set())
+    states["a"].phase = Phase.RUNNING
+    assert next_actions(route, states) == [Action(ActionKind.SEND_INPUT, "a", ("in",))]
+
+
 def test_a_stage_resumes_if_its_consumers_keep_running() -> None:
     states = _running(b=AttemptState(phase=Phase.RUNNING, bound=_BOUND, checkpoint_rows={"t": 3}))
     assert plan_restarts(_CHAIN, states, lost={"b"}).restarted["b"].resumes

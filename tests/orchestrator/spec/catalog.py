@@ -8,6 +8,7 @@ from stagemesh.common.tensors import TensorSpec
 from stagemesh.orchestrator.spec import Catalog
 
 _TEXT = TensorSpec.parse("uint8[bytes]")
+_SAMPLES = TensorSpec.parse("float32[samples]")
 _FRAMES = TensorSpec.parse("float32[frames, 8]")
 _SIGNATURES = {
     "talk": Signature(emits={"text": Emitted(_TEXT, kind="text"), "token_ids": Emitted(TensorSpec.parse("int64[n]"))}),
@@ -21,6 +22,13 @@ _SIGNATURES = {
             "video": Emitted(TensorSpec.parse("float32[frames, 3, height, width]")),
             "poster": Emitted(TensorSpec.parse("uint8[bytes]"), kind="image"),
         },
+    ),
+    "hear": Signature(accepts={"audio": _SAMPLES}, emits={"speech": Emitted(TensorSpec.parse("float64[events, 2]"))}),
+    "lipread": Signature(accepts={"audio": _SAMPLES, "text": _TEXT}, emits={"speech": Emitted(_TEXT)}),
+    "listen": Signature(
+        accepts={"audio": _SAMPLES, "text": _TEXT},
+        emits={"speech": Emitted(_TEXT)},
+        optional=frozenset({"audio", "text"}),
     ),
     "wide": Signature(accepts={"frames": TensorSpec.parse("float32[frames, 16]")}, emits={"text": Emitted(_TEXT)}),
     "mix": Signature(accepts={"text": _TEXT, "frames": _FRAMES}, emits={"text": Emitted(_TEXT)}),

@@ -85,8 +85,8 @@ MISTAKES: dict[str, tuple[list[tuple[str, str]], str]] = {
         ("band.yaml:10: edges.1.when.0 is {'option': 'loud', 'output': 'text', 'over': 3}; name exactly one of "
         "option, input, output, and use a list for more")),
     "unknown input": ([("to: singer}", "to: singer, when: {input: smell}}")],
-        ("band.yaml:10: edges.1.when.0.input is 'smell'; input should be 'text', 'tokens', 'image', 'audio', 'video' "
-        "or 'tensors'")),
+        ("band.yaml:10: edges.1.when.0.input is 'smell'; input should be 'text', 'tokens', 'image', 'audio', 'video', "
+        "'tensors' or 'stream'")),
     "input that no stage takes": ([("to: singer}", "to: singer, when: {input: image}}")],
         "band.yaml:10: no stage accepts image, and requests with it are rejected; remove the condition"),
     "input that is wanted": ([("to: singer}", "to: singer, when: {input: text, wanted: true}}")],

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from stagemesh.common.descriptors import EngineDescriptor, OptionSpec, Signature
+from stagemesh.common.descriptors import INPUT, EngineDescriptor, OptionSpec, Signature
 from stagemesh.common.errors import InvalidPipelineError
 from stagemesh.common.tensors import TensorSpec
 from stagemesh.orchestrator.spec import Catalog, Edge, Limits, Pipeline, PipelineOutput, Stage
@@ -19,6 +19,8 @@ from stagemesh.orchestrator.spec.source.problem_lines import Origin, Problems
 NUMBERS = TensorSpec.parse("float32[n]")
 BOUNDS = OptionSpec(default=1.0, minimum=0.0, maximum=4.0)
 LEVELS = [n / 4 for n in range(17)]
+INPUTS = [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0)]
+"""Whether a request has images, and whether its input is streamed. No request has both."""
 CATALOG = Catalog(
     engine=lambda name: EngineDescriptor(
         factory="", signature=lambda *_: Signature(), needs_model=False, joins=name == "many"
@@ -29,7 +31,9 @@ _TERMS = st.one_of(
     st.builds(Term, st.just(Fact("option", "level")), st.sampled_from(Comparison), st.integers(0, 4), st.just(BOUNDS)),
     st.builds(
         Term,
-        st.sampled_from([Fact("input", "image"), Fact("output", "first"), Fact("output", "last")]),
+        st.sampled_from(
+            [Fact("input", "image"), Fact("input", "stream"), Fact("output", "first"), Fact("output", "last")]
+        ),
         st.just(Comparison.IS),
         st.sampled_from([0.0, 1.0]),
     ),
@@ -40,11 +44,12 @@ _FEW_CONDITIONS = st.sampled_from([False, False, False, True]).flatmap(
 )
 
 
-def _edges(producer: int, consumer: int) -> st.SearchStrategy[Edge]:
-    usual = ("x",) if producer % 2 else ("y",)
+def _edges(producer: int | None, consumer: int) -> st.SearchStrategy[Edge]:
+    """`producer` is None for an edge from the client's streamed input."""
+    usual = ("x",) if producer is None or producer % 2 else ("y",)
 
     def edge(condition: Condition, brings: tuple[str, ...], *, apart: bool) -> Edge:
-        ends = f"s{producer}", f"s{consumer}"
+        ends = INPUT if producer is None else f"s{producer}", f"s{consumer}"
         return Edge(
             name="->".join(ends), producer=ends[0], consumer=ends[1], condition=condition, apart=apart, brings=brings
         )
@@ -59,46 +64,69 @@ def _edges(producer: int, consumer: int) -> st.SearchStrategy[Edge]:
 
 @st.composite
 def _pipelines(draw: st.DrawFn) -> Pipeline:
-    """Two to four stages. Earlier stages feed each stage but the first; the last two stages make the outputs."""
+    """Two to four stages. Earlier stages feed each stage but the first; the last two stages make the outputs.
+
+    In every second pipeline, clients can stream their input to some stages, which then may have no other producer.
+    """
     count = draw(st.integers(2, 4))
     stages: dict[str, Stage] = {}
     edges: list[Edge] = []
+    input_edges: list[Edge] = []
+    streamed = draw(st.sampled_from([set[int](), draw(st.sets(st.integers(1, count - 1)))]))
     for n in range(count):
         optional = frozenset(draw(st.sampled_from(["xy", "xy", "xy", "x", ""])))
         signature = Signature(accepts=dict.fromkeys("xy", NUMBERS), optional=optional) if n else Signature()
         engine = draw(st.sampled_from(["many", "many", "many", "one"]))
         stages[f"s{n}"] = Stage(name=f"s{n}", engine=engine, signature=signature, condition=draw(_FEW_CONDITIONS))
-        producers = draw(st.sets(st.integers(0, n - 1), min_size=min(n, 2))) if n else set[int]()
+        least = draw(st.integers(0, 1)) if n in streamed else min(n, 2)
+        producers = draw(st.sets(st.integers(0, n - 1), min_size=least)) if n else set[int]()
+        input_edges += [draw(_edges(None, n))] if n in streamed else []
         edges += [draw(_edges(producer, n)) for producer in sorted(producers)]
     outputs = {
         "first": PipelineOutput(name="first", source=f"s{count - 2}.x", kind="tensor", sample_rate_hz=0),
         "last": PipelineOutput(name="last", source=f"s{count - 1}.x", kind="tensor", sample_rate_hz=0),
     }
-    return Pipeline("p", "g", stages, tuple(edges), outputs, Limits(max_in_flight=1), Path("p.yaml"))
+    conditions = [stage.condition for stage in stages.values()] + [edge.condition for edge in edges]
+    # A condition on streamed input is rejected if there is none.
+    assume(input_edges or not any(term.fact.name == "stream" for condition in conditions for term in condition))
+    limits = Limits(max_in_flight=1)
+    return Pipeline("p", "g", stages, tuple(edges), outputs, limits, Path("p.yaml"), input_edges=tuple(input_edges))
 
 
 def _requests() -> Iterator[tuple[list[str], Facts]]:
-    for level, image in product(LEVELS, (0.0, 1.0)):
+    for level, (image, stream) in product(LEVELS, INPUTS):
+        inputs = {Fact("input", "image"): image, Fact("input", "stream"): stream}
         for outputs in (["first"], ["last"], ["first", "last"]):
-            yield outputs, {Fact("option", "level"): level, Fact("input", "image"): image}
+            yield outputs, {Fact("option", "level"): level, **inputs}
 
 
 def _is_sound(pipeline: Pipeline) -> bool:
-    """Returns whether every request is served, and whether every stage and edge serves a request."""
+    """Returns whether every request is served, and whether every stage and edge serves a request.
+
+    A request is not served, but rejected, if a stage that only the client feeds lacks the request's kind of input.
+    """
     used = set[str]()
     for outputs, facts in _requests():
         route = pipeline.route(outputs, facts)
+        if any(_lacks_input(pipeline, stage, streams=route.streams) for stage in route.unfed):
+            continue
         known = {**facts, **{Fact("output", name): 1.0 for name in outputs}}
         for stage in route.stages:
-            incoming = route.incoming[stage.name]
+            incoming = (*route.incoming[stage.name], *route.inputs[stage.name])
             if not holds(stage.condition, known) or not _is_fed(pipeline, stage, incoming):
                 return False
-        used |= {stage.name for stage in route.stages} | {edge.name for edge in route.edges}
-    return used == pipeline.stages.keys() | {edge.name for edge in pipeline.edges}
+        used |= {stage.name for stage in route.stages} | {edge.name for edge in (*route.edges, *route.input_edges)}
+    return used == pipeline.stages.keys() | {edge.name for edge in (*pipeline.edges, *pipeline.input_edges)}
+
+
+def _lacks_input(pipeline: Pipeline, stage: Stage, *, streams: bool) -> bool:
+    """Returns whether only the client feeds a stage, in the other way than this request does."""
+    takes_stream = any(edge.consumer == stage.name for edge in pipeline.input_edges)
+    return not pipeline.incoming(stage.name) and takes_stream != streams
 
 
 def _is_fed(pipeline: Pipeline, stage: Stage, incoming: tuple[Edge, ...]) -> bool:
-    if not pipeline.incoming(stage.name):
+    if not stage.signature.accepts:
         return True
     needed = stage.signature.accepts.keys() - stage.signature.optional
     together = [edge for edge in incoming if not edge.apart]
@@ -114,7 +142,7 @@ def _is_fed(pipeline: Pipeline, stage: Stage, incoming: tuple[Edge, ...]) -> boo
 
 def _is_accepted(pipeline: Pipeline) -> bool:
     problems = Problems({(): Origin(1, "p.yaml:1", "p.yaml:1")})
-    check_flows(CATALOG, problems, pipeline, pipeline.edges)
+    check_flows(CATALOG, problems, pipeline, (*pipeline.edges, *pipeline.input_edges))
     try:
         problems.raise_any()
     except InvalidPipelineError:
@@ -134,10 +162,11 @@ def test_facts_are_found_if_and_only_if_some_exist(given_: Condition, unless: li
         {
             Fact("option", "level"): level,
             Fact("input", "image"): image,
+            Fact("input", "stream"): stream,
             Fact("output", "first"): first,
             Fact("output", "last"): last,
         }
-        for level, image, first, last in product(LEVELS, (0.0, 1.0), (0.0, 1.0), (0.0, 1.0))
+        for level, (image, stream), first, last in product(LEVELS, INPUTS, (0.0, 1.0), (0.0, 1.0))
     ]
     fitting = [world for world in worlds if holds(given_, world) and not any(holds(each, world) for each in unless)]
     found = find_facts(given_, unless=unless)

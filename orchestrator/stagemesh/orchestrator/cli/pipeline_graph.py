@@ -90,11 +90,9 @@ def _stage_label(stage: Stage) -> str:
 
 def _edge_label(edge: Edge) -> str:
     apart = "apart" if edge.apart else ""
-    if edge.is_input:
-        parts = (edge.transform, " or ".join(edge.tensors), apart, _condition_label(edge.condition))
-        return ", ".join(filter(None, parts))
     transform = f"{edge.transform} at the producer" if edge.transforms_at_producer else edge.transform
-    parts = (transform, edge.connector, _policy_label(edge.policy), apart, _condition_label(edge.condition))
+    way = (" or ".join(edge.tensors),) if edge.is_input else (edge.connector, _policy_label(edge.policy))
+    parts = (transform, *way, apart, _condition_label(edge.condition))
     return ", ".join(filter(None, parts))
 
 

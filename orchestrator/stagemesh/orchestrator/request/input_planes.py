@@ -33,6 +33,11 @@ class InputPlanes:
         self._flows = Counter[str]()
         """The number of open flows, by generation."""
 
+    @property
+    def generations(self) -> frozenset[str]:
+        """The generations that have a data plane."""
+        return frozenset(self._planes)
+
     @asynccontextmanager
     async def open_outlet(self, key: EdgeKey, consumer: Replica) -> AsyncGenerator[Outlet]:
         """Opens a flow to `consumer`, which must expect it. Aborts an unfinished flow at the end of the block.

@@ -262,8 +262,8 @@ class Totals:
             self.stages.setdefault(notes.stage, StageTotals()).add(notes)
             for usage in notes.finished.edges if notes.finished is not None else ():
                 self.edges.setdefault(usage.edge, EdgeTotals()).add(usage)
-        for usage in timeline.inputs:
-            self.edges.setdefault(usage.edge, EdgeTotals()).add(usage)
+        for sent in timeline.inputs:
+            self.edges.setdefault(sent.edge, EdgeTotals()).add(sent)
 
     def together_with(self, running: Iterable[Timeline]) -> "Totals":
         """Returns new totals that also include the requests in `running`. Leaves these totals unchanged."""

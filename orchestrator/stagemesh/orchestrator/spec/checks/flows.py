@@ -127,7 +127,8 @@ class _FlowChecker:
         """Returns the reason why an edge never carries anything, and the remedy."""
         requests = self._sets.both(self._runs[edge.consumer], self._open[edge.name])
         for stage in self._pipeline.stages.values():
-            if not self._incoming(stage) and self._sets.both(requests, self._runs[stage.name]) != NONE:
+            together = self._sets.both(requests, self._runs[stage.name])
+            if not self._incoming(stage) and self._sets.find_facts(together) is not None:
                 return (
                     f"requests that use it also need stage {stage.name!r}, which reads a prompt, while streamed input "
                     "has none; give the edges from there `when: {input: stream, given: false}`"
