@@ -12,6 +12,7 @@ StagemeshError
 │   └── StaleAttemptError                         stop: a newer attempt has taken over
 ├── UnsupportedError         UNIMPLEMENTED        avoid the feature, or choose another engine
 ├── OverloadedError          RESOURCE_EXHAUSTED   retry after `retry_after_s`, or send a smaller request
+├── ReplacedError            ABORTED              stop: a later call has taken over
 ├── DeadlineError            DEADLINE_EXCEEDED    allow more time
 ├── CancelledRequestError    CANCELLED            none: a caller cancelled the request
 ├── UnavailableError         UNAVAILABLE          retry: a peer is unreachable
@@ -154,6 +155,12 @@ class OverloadedError(StagemeshError):
 
     code = Code.RESOURCE_EXHAUSTED
     default_reason = "OVERLOADED"
+
+
+class ReplacedError(StagemeshError):
+    """Raised if a later call has taken the place of this call."""
+
+    code = Code.ABORTED
 
 
 class DeadlineError(StagemeshError):

@@ -28,6 +28,8 @@ from stagemesh.orchestrator.request.parameters import parameters_of
 from stagemesh.orchestrator.request.streamed_input import StreamedInput
 from stagemesh.orchestrator.request.timeline import History, Timeline, Totals
 from stagemesh.orchestrator.request.validation import ValidRequest, validate
+from stagemesh.orchestrator.session.registry import SessionRegistry
+from stagemesh.orchestrator.session.turn_requests import TurnRequests
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
@@ -63,6 +65,7 @@ class Orchestrator:
         """The name in the media service's TLS certificate, or empty if it is the host in `media_endpoint`."""
         self.admission = Admission(pipeline.limits, clock=clock)
         self.requests = RequestRegistry()
+        self.sessions = SessionRegistry(pipeline, TurnRequests(pipeline, self.requests, self.start), clock=clock)
         self.totals = Totals()
         """Totals over the requests that have ended. Running requests are not included."""
         self.history = History()
@@ -86,6 +89,7 @@ class Orchestrator:
             stack.push_async_callback(self._input_planes.close)
             self._group = await stack.enter_async_context(asyncio.TaskGroup())
             stack.callback(self._group.create_task(self._watch_admission(), name="watch admission").cancel)
+            await stack.enter_async_context(self.sessions.running())
             stack.push_async_callback(self._drain)
             yield
 
@@ -186,7 +190,9 @@ class Orchestrator:
         with ExitStack() as placed:
             plans, generation = list[Plan](), request.generation
             for _ in range(runs):
-                plans.append(self._planner.plan(route, adapters=selected, generation=generation))
+                plans.append(
+                    self._planner.plan(route, adapters=selected, generation=generation, preferred=request.preferred)
+                )
                 placed.callback(plans[-1].release)
                 set_chunk_policies(plans[-1], request.parameters)
                 generation = plans[-1].generation
@@ -221,6 +227,7 @@ class Orchestrator:
     async def _drain(self) -> None:
         self._group = None
         self.admission.close(_not_running())
+        self.sessions.drain()
         running = [known.ended for known in self.requests.running]
         if not running:
             return

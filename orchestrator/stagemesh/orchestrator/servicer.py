@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, cast
 import grpc
 
 from stagemesh.common.versions import check_version
+from stagemesh.orchestrator.converse import converse
 from stagemesh.orchestrator.describe import describe_pipeline
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.validation import check_pipeline
@@ -37,6 +38,14 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
                 async for event in events:
                     await context.write(event)
 
+    async def Converse(  # type: ignore[override] # noqa: N802
+        self,
+        requests: object,  # noqa: ARG002 - `context` reads them
+        context: _Context,
+    ) -> None:
+        async with answering(context):
+            await converse(self._orchestrator.sessions, context)
+
     async def CancelRequest(  # noqa: N802
         self, request: orchestrator_pb2.CancelRequestRequest, context: _Context
     ) -> orchestrator_pb2.CancelRequestResponse:
@@ -55,10 +64,16 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
 
 
 def add_orchestrator_service(servicer: OrchestratorServicer, server: grpc.aio.Server) -> None:
-    """Registers `servicer` with a gRPC server. Generate is registered as a method that writes serialized responses."""
-    by_stream = cast("Any", grpc.unary_stream_rpc_method_handler)
+    """Registers `servicer` with a gRPC server. Generate and Converse write serialized responses."""
+    by_stream, both_ways = (
+        cast("Any", grpc.unary_stream_rpc_method_handler),
+        cast("Any", grpc.stream_stream_rpc_method_handler),
+    )
     add_with_raw_methods(
         partial(orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server, servicer),
         server,
-        raw={"Generate": by_stream(servicer.Generate, orchestrator_pb2.GenerateRequest.FromString)},
+        raw={
+            "Generate": by_stream(servicer.Generate, orchestrator_pb2.GenerateRequest.FromString),
+            "Converse": both_ways(servicer.Converse, orchestrator_pb2.ConverseRequest.FromString),
+        },
     )

@@ -29,8 +29,11 @@ _CANDIDATES = 3
 # sending to another host or zone, which is far less than the cost of a step.
 _OTHER_HOST_S = 0.005
 _OTHER_ZONE_S = 0.02
+# The additional work in seconds that a preferred replica may have. This is about the time in which a language model
+# computes the states of a conversation of a few thousand tokens, which the preferred replica may have in its cache.
+_PREFERRED_S = 0.25
 _RETRY_AFTER_S = 1.0
-_NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
+_NONE: Mapping[str, str] = MappingProxyType({})
 _RECOVERING = frozenset({ReplicaState.LOADING, ReplicaState.UNREACHABLE})
 _WARM = frozenset({ReplicaState.ASLEEP, ReplicaState.DRAINING})
 """The states of a replica that sleeps or is about to."""
@@ -144,7 +147,14 @@ class Planner:
         self._rng = rng or random.Random()  # noqa: S311
         self._choice = choice or LeastWork(self._rng)
 
-    def plan(self, route: Route, *, adapters: Mapping[str, str] = _NO_ADAPTERS, generation: str = "") -> Plan:
+    def plan(
+        self,
+        route: Route,
+        *,
+        adapters: Mapping[str, str] = _NONE,
+        generation: str = "",
+        preferred: Mapping[str, str] = _NONE,
+    ) -> Plan:
         """Chooses a ready replica for each stage of a route. All chosen replicas belong to one generation.
 
         `adapters` maps stages of the route to the adapter that the chosen replica must have loaded. Raises
@@ -153,6 +163,9 @@ class Planner:
 
         `generation` is the generation of all chosen replicas, or empty for any. Raises NotReadyError (GENERATION_ENDED)
         if an upgrade has replaced it.
+
+        `preferred` contains names of replicas by stage. A stage uses its preferred replica if that is ready and has
+        little more work than the replica that would be chosen otherwise.
 
         Raises UnavailableError (STAGE_NOT_READY) if no generation has a ready replica of each stage. The error message
         contains the states of the replicas of a stage that has no ready replica. If one of these replicas may become
@@ -166,7 +179,7 @@ class Planner:
             replica = self._choice.choose(able, near=self._adjacent(stage.name, chosen))
             if replica is None:
                 raise self._not_ready(stage.name)
-            chosen[stage.name] = replica
+            chosen[stage.name] = _preferred(able, preferred.get(stage.name), otherwise=replica)
         steps = {stage.name: _step(stage, chosen[stage.name]) for stage in route.stages}
         return Plan(steps, route, generation, adapters)
 
@@ -302,6 +315,13 @@ class Planner:
         """
         states = _RECOVERING | _WARM if replica.stage in self._warm else _RECOVERING
         return replica.end_cause is not None or replica.state in states
+
+
+def _preferred(able: ReadyReplicas, name: str | None, *, otherwise: Replica) -> Replica:
+    if name is None or name == otherwise.name:
+        return otherwise
+    limit_s = otherwise.load.backlog_s + _PREFERRED_S
+    return next((each for each in able.all if each.name == name and each.load.backlog_s <= limit_s), otherwise)
 
 
 def _step(stage: Stage, replica: Replica) -> PlannedStep:

@@ -307,6 +307,11 @@ class RequestRegistry:
         while self._kept_bytes > self._keep_bytes:
             self._drop(next(iter(self._ended)))
 
+    def discard_ended(self, request_id: str) -> None:
+        """Drops a request if it has ended. Does nothing if the id is unknown."""
+        if request_id in self._ended:
+            self._drop(request_id)
+
     def clear(self) -> None:
         """Drops all ended requests."""
         for request_id in list(self._ended):

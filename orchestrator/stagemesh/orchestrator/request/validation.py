@@ -4,7 +4,7 @@ import re
 import secrets
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, UnsupportedError
 from stagemesh.common.request_checks import (
@@ -27,7 +27,8 @@ from stagemesh.v1 import orchestrator_pb2, request_pb2
 _CALLER = re.compile(r"[A-Za-z0-9._:@/-]{0,128}")
 _MAX_EARLIER_CALLS = 1_000_000
 _ATTEMPTS_A_CALL = 1000
-_SEEDS = 1 << 63
+SEEDS = 1 << 63
+"""The number of possible seeds."""
 _INPUT_KINDS: Mapping[str, InputKind] = {
     "text": "text",
     "image": "image",
@@ -59,6 +60,8 @@ class ValidRequest:
     """The index of the choice that a run of the request produces."""
     stream: StreamedInput | None = None
     """The input that the client streams while the request runs. None if the input is complete from the start."""
+    preferred: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The names of the replicas that stages use if they are not busier than others, by stage name."""
 
     @property
     def choices(self) -> int:
@@ -73,7 +76,7 @@ class ValidRequest:
     @property
     def seed(self) -> int:
         """The random seed of the choice with the index `index`."""
-        return (self.parameters.seed + self.index) % _SEEDS
+        return (self.parameters.seed + self.index) % SEEDS
 
     @property
     def options(self) -> Mapping[str, Value]:
@@ -122,8 +125,8 @@ def validate(
     check_parameters(request.parameters, pipeline)
     parameters = request_pb2.Parameters()
     parameters.CopyFrom(request.parameters)
-    if parameters.seed >= _SEEDS:
-        raise InvalidRequestError(f"seed is {parameters.seed}; use 0 to {_SEEDS - 1}")
+    if parameters.seed >= SEEDS:
+        raise InvalidRequestError(f"seed is {parameters.seed}; use 0 to {SEEDS - 1}")
     if not parameters.HasField("seed"):
         # Half of the digits are enough, and every programming language has numbers for them.
         parameters.seed = secrets.randbits(32)
@@ -134,11 +137,16 @@ def validate(
         outputs=outputs,
         priority=request.priority,
         caller=request.caller,
-        first_attempt=1 + _ATTEMPTS_A_CALL * request.earlier_calls,
+        first_attempt=first_attempt(request.earlier_calls),
         generation=request.generation,
         stream=stream,
     )
     return replace(valid, outputs=_check_fed(valid, pipeline))
+
+
+def first_attempt(earlier_calls: int) -> int:
+    """Returns the number of each stage's first attempt, which exceeds those that the earlier calls may have used."""
+    return 1 + _ATTEMPTS_A_CALL * earlier_calls
 
 
 def check_pipeline(name: str, pipeline: Pipeline) -> None:

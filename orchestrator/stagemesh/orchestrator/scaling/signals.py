@@ -122,7 +122,7 @@ class ScalingSignals:
 
     def _at_risk(self) -> Counter[str]:
         """Returns the number of audio streams that are about to run dry, by the name of the stage that emits them."""
-        outputs, streams = self._orchestrator.pipeline.outputs, Counter[str]()
+        outputs, streams = self._orchestrator.pipeline.all_outputs, Counter[str]()
         for known in self._orchestrator.requests.running:
             record = known.record
             now_s = record.timeline.elapsed_s()

@@ -17,6 +17,7 @@ from stagemesh.orchestrator.spec.checks.edges import EdgeResolver, topological_o
 from stagemesh.orchestrator.spec.checks.flows import check_flows
 from stagemesh.orchestrator.spec.checks.kubernetes import check_pods, check_values
 from stagemesh.orchestrator.spec.checks.media import check_media
+from stagemesh.orchestrator.spec.checks.sessions import resolve_speech
 from stagemesh.orchestrator.spec.checks.stages_and_outputs import (
     Catalog,
     StageResolver,
@@ -78,6 +79,7 @@ def load_pipeline(
     conditions = ConditionResolver(problems, options, ambiguous, file.outputs, media=media, streams=streams)
     edges = EdgeResolver(catalog, problems, conditions).resolve(file, stages)
     check_all_used(file, edges, problems)
+    speech = resolve_speech(file, stages, edges, problems)
     stages = {
         name: stage.model_copy(
             update={
@@ -104,6 +106,8 @@ def load_pipeline(
         input_edges=tuple(edge for edge in edges if edge.is_input),
         outputs=outputs,
         limits=file.limits,
+        sessions=file.sessions,
+        speech=speech,
         media=file.media,
         source=source,
         options=options,

@@ -16,7 +16,10 @@ from stagemesh.common.media_config import MediaConfig
 from stagemesh.connectors.flow.chunk_sizes import PlayoutPace
 from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy
 from stagemesh.orchestrator.spec.conditions import STREAMED, Condition, Fact, Facts, holds
-from stagemesh.orchestrator.spec.schema import EdgeEntry, Limits, OutputEntry, StageEntry
+from stagemesh.orchestrator.spec.schema import EdgeEntry, Limits, OutputEntry, SessionsEntry, StageEntry
+
+SPEECH = "@speech"
+"""The output in which the stage that detects turns reports speech. Only sessions can request it."""
 
 
 class Arc(NamedTuple):
@@ -190,6 +193,9 @@ class Pipeline:
     source: Path
     input_edges: tuple[Edge, ...] = ()
     """The edges from "@input", which carry the input that a client streams."""
+    sessions: SessionsEntry = field(default_factory=SessionsEntry)
+    speech: PipelineOutput | None = None
+    """The output `SPEECH`: the tensor `speech` of the stage that detects turns. None if no stage detects turns."""
     media: MediaConfig | None = None
     """The locations of media files, or None if requests cannot refer to files and outputs cannot be stored."""
     options: Mapping[str, OptionSpec] = field(default_factory=dict[str, OptionSpec])
@@ -198,6 +204,11 @@ class Pipeline:
     """Every value of the pipeline with its origin, including default values."""
     content: Mapping[str, object] = field(default_factory=dict[str, object], repr=False, compare=False)
     """The content of the pipeline file after overrides. Contains the references to variables, not their values."""
+
+    @cached_property
+    def all_outputs(self) -> Mapping[str, PipelineOutput]:
+        """The outputs that clients may request and the output `SPEECH`, by name."""
+        return self.outputs if self.speech is None else {**self.outputs, SPEECH: self.speech}
 
     def route(self, outputs: Collection[str], facts: Facts | None = None) -> Route:
         """Returns the stages and edges that a request for these outputs uses.
@@ -210,7 +221,7 @@ class Pipeline:
         inputs = self.input_edges if streams else ()
         runs = {stage.name for stage in self.stages.values() if holds(stage.condition, known)}
         open_edges = [edge for edge in self.edges if runs >= set(edge.arc) and holds(edge.condition, known)]
-        wanted = {name: self.outputs[name] for name in outputs}
+        wanted = {name: self.all_outputs[name] for name in outputs}
         needed = ancestors((output.stage for output in wanted.values()), {edge.arc for edge in open_edges})
         return Route(
             stages=tuple(stage for stage in self.stages.values() if stage.name in needed),

@@ -345,21 +345,26 @@ class OutputEntry(Entry, frozen=True):
 
 
 class Bounds(Entry, frozen=True):
-    """Limits on the number and the total bytes of running and of waiting requests. An omitted limit means unlimited."""
+    """Limits on the number and the total bytes of running and of waiting requests, and on the number of sessions.
+
+    An omitted limit means unlimited.
+    """
 
     max_in_flight: Positive = sys.maxsize
     max_in_flight_bytes: Size = sys.maxsize
     max_queued: Count = sys.maxsize
     max_queued_bytes: Size = sys.maxsize
+    max_sessions: Positive = sys.maxsize
 
 
 class Limits(Bounds, frozen=True):
-    """The value of `limits`: admission limits for the whole pipeline and for each caller."""
+    """The value of `limits`: limits for the whole pipeline and for each caller."""
 
     max_in_flight: Positive = 64
     max_in_flight_bytes: Size = 4 << 30
     max_queued: Count = 256
     max_queued_bytes: Size = 256 << 20
+    max_sessions: Positive = 1000
     per_caller: Annotated[Bounds, _WRITTEN] = Bounds()
     max_choices: Positive = 16
     """The maximum number of choices of a request, each of which counts as a running request."""
@@ -368,6 +373,8 @@ class Limits(Bounds, frozen=True):
 
     Only the caller that has read the most bytes is considered. The request is stopped if the maximum is exceeded.
     """
+    max_session_bytes: Size = 32 << 20
+    """The maximum number of bytes of a session's transcript together with the input of its open turn."""
 
     @property
     def largest_request(self) -> int:
@@ -394,6 +401,15 @@ class MediaEntry(MediaConfig):
     max_file_bytes: Size = MediaConfig.max_file_bytes
 
 
+class SessionsEntry(Entry, frozen=True):
+    """The value of `sessions`: how sessions park, and how their turns are detected."""
+
+    park_s: Annotated[Number, Field(ge=0)] = 60.0
+    """The time without events after which the call of an idle session ends, in seconds. 0 if it never ends."""
+    turn_detection: Name | None = None
+    """The stage that detects turns. None if sessions cannot have their turns detected."""
+
+
 class PipelineFile(Entry, frozen=True):
     """The content of a pipeline file, with the types of the schema."""
 
@@ -405,6 +421,7 @@ class PipelineFile(Entry, frozen=True):
     main_stage: Name | None = None
     """The stage that a request's sampling parameters and adapter mean if the request does not name a stage."""
     limits: Limits = Limits()
+    sessions: SessionsEntry = SessionsEntry()
     media: MediaEntry | None = None
 
 
@@ -491,6 +508,8 @@ def _known_keys(path: KeyPath) -> set[str]:
             entry = Limits
         case ("limits", "per_caller"):
             entry = Bounds
+        case ("sessions",):
+            entry = SessionsEntry
         case ("media",):
             entry = MediaEntry
         case _:

@@ -45,7 +45,7 @@ class _FlowChecker:
         stages = pipeline.stages
         # Diagrams remain small if the facts of connected stages are close to each other in the order of facts.
         conditions = [
-            *((wanted(name),) for name in pipeline.outputs),
+            *((wanted(name),) for name in pipeline.all_outputs),
             *(each for stage in stages.values() for each in self._conditions_at(stage)),
         ]
         self._sets = sets = RequestSets(chain.from_iterable(conditions))
@@ -63,7 +63,7 @@ class _FlowChecker:
 
     def check(self) -> None:
         """Checks all outputs and stages. Reports each error once, at the line of the file that must be changed."""
-        for output in self._pipeline.outputs.values():
+        for output in self._pipeline.all_outputs.values():
             self._check_made(output)
         for stage in self._pipeline.stages.values():
             if self._check_runs(stage):
@@ -91,7 +91,7 @@ class _FlowChecker:
         either for the client or for a downstream stage that runs.
         """
         sets = self._sets
-        outputs, edges = self._pipeline.outputs.values(), self._pipeline.outgoing(stage.name)
+        outputs, edges = self._pipeline.all_outputs.values(), self._pipeline.outgoing(stage.name)
         ways = [sets.where((wanted(output.name),)) for output in outputs if output.stage == stage.name]
         ways += [sets.both(self._open[edge.name], self._runs[edge.consumer]) for edge in edges]
         return sets.both(sets.where(stage.condition), reduce(sets.either, ways, NONE))

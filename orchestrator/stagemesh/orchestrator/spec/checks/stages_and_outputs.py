@@ -127,11 +127,13 @@ def resolve_outputs(
 
 
 def check_all_used(file: PipelineFile, edges: Sequence[Edge], problems: Problems) -> None:
-    """Reports an error for each stage on which no output depends.
+    """Reports an error for each stage on which no output depends, unless the stage detects turns.
 
     Does nothing if an output or an edge names an unknown stage, because that error is reported elsewhere.
     """
     targets = {entry.stage for entry in file.outputs.values()}
+    if file.sessions.turn_detection is not None:
+        targets.add(file.sessions.turn_detection)
     if len(edges) < len(file.edges) or not file.stages.keys() >= targets:
         return
     used = ancestors(targets, {edge.arc for edge in edges})

@@ -1,0 +1,285 @@
+"""One session: the calls of its client, the numbers of events, and the events that a client may have missed."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from copy import copy
+from typing import Any, NamedTuple
+
+from stagemesh.common.errors import (
+    InvalidRequestError,
+    NotReadyError,
+    ReplacedError,
+    StagemeshError,
+    UnavailableError,
+)
+from stagemesh.common.unknown_kinds import refuse_unknown
+from stagemesh.connectors.stream.wire import error_to_wire
+from stagemesh.orchestrator.request.output_record import NOT_RUNNING
+from stagemesh.orchestrator.session.answer import RunningRequest
+from stagemesh.orchestrator.session.responses import response
+from stagemesh.orchestrator.session.session_call import SessionCall
+from stagemesh.orchestrator.session.settings import SessionSettings
+from stagemesh.orchestrator.session.tasks import Spawn
+from stagemesh.orchestrator.session.turn_requests import Runner
+from stagemesh.orchestrator.session.turns import ClientPosition, Turns
+from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.v1 import orchestrator_pb2
+
+MAX_SESSION_LINGER_S = 3600
+_MAX_RECENT = 256
+"""The maximum number of events that are sent again to a client that attaches again."""
+_RETRY_AFTER_S = 1.0
+
+
+class _Recent(NamedTuple):
+    """An event that was sent. `open_turn` is the turn that was open then. `ends` is whether it ends an answer."""
+
+    data: bytes
+    turn: int
+    open_turn: int
+    ends: bool
+
+
+class Session:
+    """One conversation with a client. At most one call is attached to it at a time.
+
+    A client that attaches again may have missed events. Therefore the session sends the events of the last turns again,
+    apart from outputs, which begin at the client's position.
+    """
+
+    def __init__(
+        self,
+        settings: SessionSettings,
+        runner: Runner,
+        pipeline: Pipeline,
+        *,
+        spawn: Spawn,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.linger_s = 0
+        """For how many seconds the session continues without a call."""
+        self.is_closed = False
+        """Whether the client has closed the session."""
+        self.changed_s = clock()
+        """The time of the last event of the client, of the end of the last turn, or of the end of the last call."""
+        self._park_s = pipeline.sessions.park_s
+        self._clock = clock
+        self._turns = Turns(settings, runner, self, spawn=spawn, max_bytes=pipeline.limits.max_session_bytes)
+        self._call: SessionCall | None = None
+        self._accepted_seq = 0
+        self._is_rebuilt = False
+        """Whether an earlier call has opened the session elsewhere, and no event with a number has arrived here."""
+        self._may_restore = False
+        self._has_events = False
+        """Whether an event with a number has arrived in the present call."""
+        self._recent: deque[_Recent] = deque(maxlen=_MAX_RECENT)
+        self._is_stopping = self._input_has_ended = False
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether a call is attached."""
+        return self._call is not None
+
+    # -- calls
+
+    def attach(self, opening: orchestrator_pb2.SessionOpen, *, is_known: bool) -> SessionCall:
+        """Attaches a call, which replaces the call that is attached. Returns the call.
+
+        `is_known` is whether this is not the first call that is attached.
+        """
+        if self._call is not None:
+            self._call.end(
+                ReplacedError("a later call has attached to the session; end this one", reason="SESSION_REPLACED")
+            )
+            self._turns.detach()
+        call = self._call = SessionCall()
+        self.linger_s = min(opening.linger_s, MAX_SESSION_LINGER_S)
+        self._is_rebuilt = not is_known and opening.earlier_calls > 0
+        self._may_restore, self._has_events, self._input_has_ended = not is_known, False, False
+        self.changed_s = self._clock()
+        positions = {(each.name, each.index): each.position for each in opening.next_positions}
+        client = ClientPosition(opening.turn, positions, opening.generation, opening.earlier_calls)
+        # Events that follow from the position are sent with those before them.
+        self._call = None
+        self._turns.attach(call, client, linger_s=self.linger_s)
+        self._call = call
+        call.send(response(opened=self._opened(is_known=is_known)))
+        for event in self._recent:
+            call.send(event.data)
+        self._turns.follow()
+        return call
+
+    def detach(self, call: SessionCall) -> None:
+        """Detaches a call that has ended. Does nothing if another call is attached."""
+        if call is self._call:
+            self._call = None
+            self.changed_s = self._clock()
+            self._turns.detach()
+
+    def end_input(self, call: SessionCall) -> None:
+        """Ends a call whose client sends no further events, after the turn that is being answered."""
+        if call is self._call:
+            self._input_has_ended = True
+            self._end_call_when_idle()
+
+    def park_if_idle(self) -> None:
+        """Ends the call if the session has been idle for the time after which it parks."""
+        idle_s = self._clock() - self.changed_s
+        if self._call is not None and self._park_s and self._turns.is_idle and idle_s >= self._park_s:
+            self._call.end(
+                UnavailableError(
+                    f"the session was idle for {self._park_s:g} s; call again when there is an event to send",
+                    reason="SESSION_PARKED",
+                )
+            )
+
+    def drain(self) -> None:
+        """Ends the call after the turn that is being answered, because the orchestrator stops."""
+        self._is_stopping = True
+        self._end_call_when_idle()
+
+    def stop(self) -> RunningRequest | None:
+        """Stops everything that runs, because the session ends. Returns the request that ends now, or None."""
+        return self._turns.stop()
+
+    # -- events of the client
+
+    def handle(self, call: SessionCall, event: orchestrator_pb2.ConverseRequest) -> None:
+        """Handles an event. Ignores events of a call that is not attached any longer.
+
+        Raises InvalidRequestError (EVENT_GAP) if events are missing, and UnavailableError (NOT_RUNNING) if the
+        orchestrator stops. Such an error ends the call.
+        """
+        if call is not self._call or (event.WhichOneof("event") not in ("open", "restore") and self._has(event.seq)):
+            return
+        self.changed_s = self._clock()
+        try:
+            self._dispatch(event)
+        except StagemeshError as exc:
+            if exc.reason == NOT_RUNNING:
+                raise
+            rejected = orchestrator_pb2.EventRejected(seq=event.seq, error=error_to_wire(exc))
+            self.send(0, rejected=rejected)
+
+    def _has(self, seq: int) -> bool:
+        """Returns whether the session has handled the event with this number. Otherwise, it handles it now."""
+        if self._is_rebuilt and seq:
+            self._is_rebuilt, self._accepted_seq = False, seq - 1
+        if seq and seq <= self._accepted_seq:
+            return True
+        if seq != self._accepted_seq + 1:
+            raise InvalidRequestError(
+                f"event {seq} follows event {self._accepted_seq}; number the events from 1 without gaps",
+                reason="EVENT_GAP",
+            )
+        self._accepted_seq, self._has_events, self._may_restore = seq, True, False
+        return False
+
+    def _dispatch(self, event: orchestrator_pb2.ConverseRequest) -> None:
+        if self.is_closed:
+            raise NotReadyError("the session was closed; open another one", reason="SESSION_CLOSED")
+        match event.WhichOneof("event"):
+            case "open":
+                raise _not_open("the session is open already; send `open` once, as the first event of a call")
+            case "restore":
+                self._restore(event.restore)
+            case "append":
+                self._turns.append(event.append)
+                self.consumed()
+            case "clear":
+                self._turns.clear()
+                self.consumed()
+            case "commit":
+                self._turns.commit()
+            case "interrupt":
+                self._turns.interrupt(event.interrupt.turn)
+            case "truncate":
+                self._turns.truncate(event.truncate)
+            case "close":
+                self._close()
+            case None:
+                refuse_unknown(event, of="the client")
+                raise InvalidRequestError("an event is empty; set its kind")
+
+    def _restore(self, event: orchestrator_pb2.TurnRestore) -> None:
+        if self._has_events:
+            raise _not_open("turns are restored after other events; restore them directly after `open`")
+        if not self._may_restore:
+            raise NotReadyError(
+                "the orchestrator knows the session and its turns; send only the events after accepted_seq",
+                reason="INVALID_RESTORE",
+            )
+        self._turns.restore(event)
+
+    def _close(self) -> None:
+        self.is_closed = True
+        if not self._turns.is_idle:
+            self._turns.interrupt(0)
+        if self._call is not None:
+            self._call.end()
+
+    # -- events for the client
+
+    def send(self, turn: int, *, ends: bool = False, **event: Any) -> None:
+        data, open_turn = response(turn, **event), self._turns.number
+        while self._recent and self._recent[0].open_turn < open_turn - 1:
+            self._recent.popleft()
+        self._recent.append(_Recent(data, turn, open_turn, ends))
+        if self._call is not None:
+            self._call.send(data)
+
+    def withdraw_end(self, turn: int) -> None:
+        kept = (event for event in self._recent if not (event.ends and event.turn == turn))
+        self._recent = deque(kept, maxlen=_MAX_RECENT)
+
+    def consumed(self) -> None:
+        if self._call is not None and self._turns.credit.raise_limit():
+            grant = orchestrator_pb2.InputGrant(
+                input_limit_bytes=self._turns.credit.limit_bytes, accepted_seq=self._accepted_seq
+            )
+            self._call.send(response(grant=grant))
+
+    def turn_ended(self) -> None:
+        self.changed_s = self._clock()
+        if not (self.is_closed or self._is_stopping):
+            self._turns.proceed()
+        self._end_call_when_idle()
+
+    def failed(self, error: StagemeshError) -> None:
+        if self._call is not None:
+            self._call.end(copy(error))
+
+    def _end_call_when_idle(self) -> None:
+        if self._call is None or not self._turns.is_idle:
+            return
+        if self._is_stopping:
+            self._call.end(
+                UnavailableError(
+                    "the orchestrator stops; continue the session at another one",
+                    reason="NOT_RUNNING",
+                    retry_after_s=_RETRY_AFTER_S,
+                )
+            )
+        elif self._input_has_ended:
+            self._call.end()
+
+    def _opened(self, *, is_known: bool) -> orchestrator_pb2.SessionOpened:
+        settings, answer = self.settings, self._turns.answer
+        return orchestrator_pb2.SessionOpened(
+            session_id=settings.session_id,
+            is_known=is_known,
+            accepted_seq=self._accepted_seq,
+            turn=self._turns.number,
+            running_turn=answer.turn if answer is not None else 0,
+            input_limit_bytes=self._turns.credit.limit_bytes,
+            outputs=settings.request.outputs,
+            seed=settings.seed,
+            park_s=self._park_s,
+            transcript_output=settings.transcript_output,
+        )
+
+
+def _not_open(message: str) -> NotReadyError:
+    return NotReadyError(message, reason="SESSION_NOT_OPEN")

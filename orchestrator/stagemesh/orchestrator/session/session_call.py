@@ -1,0 +1,75 @@
+"""One call of a client that is attached to a session: the events that wait to be sent."""
+
+from collections import deque
+from collections.abc import AsyncGenerator
+from copy import copy
+
+from stagemesh.common.errors import StagemeshError
+from stagemesh.common.notification import Notifier
+from stagemesh.orchestrator.session.answer import Answer
+from stagemesh.orchestrator.session.responses import generated_response
+
+_MAX_WAITING = 4
+"""The maximum number of events of an answer that wait to be sent."""
+
+
+class SessionCall:
+    """The events for one call of a client, in order, and the end of the call."""
+
+    __slots__ = ("_changed", "_error", "_events", "_has_ended", "_waiting")
+
+    def __init__(self) -> None:
+        self._events: deque[bytes | tuple[Answer, bytes]] = deque()
+        """Serialized events, and events of an answer's request, each with its answer."""
+        self._waiting = 0
+        """The number of events of an answer in `_events`."""
+        self._has_ended = False
+        self._error: StagemeshError | None = None
+        self._changed = Notifier()
+
+    def send(self, event: bytes) -> None:
+        """Adds a serialized ConverseResponse. Ignored after the end."""
+        if not self._has_ended:
+            self._events.append(event)
+            self._changed.fire()
+
+    async def send_generated(self, answer: Answer, event: bytes) -> None:
+        """Adds an event of an answer's request. Waits while several others wait to be sent."""
+        while self._waiting >= _MAX_WAITING:
+            await self._changed.wait()
+        self._events.append((answer, event))
+        self._waiting += 1
+        self._changed.fire()
+
+    def drop_generated(self) -> None:
+        """Drops the events of answers that wait to be sent."""
+        self._events = deque(event for event in self._events if isinstance(event, bytes))
+        self._waiting = 0
+        self._changed.fire()
+
+    def end(self, error: StagemeshError | None = None) -> None:
+        """Ends the call after the events that wait. `error` is the error with which it ends. Idempotent."""
+        if not self._has_ended:
+            self._has_ended, self._error = True, error
+            self._changed.fire()
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Yields the serialized events until the call ends. Raises the error with which it ends."""
+        while True:
+            while self._events:
+                yield self._take()
+            if self._has_ended:
+                break
+            await self._changed.wait()
+        if self._error is not None:
+            raise copy(self._error)
+
+    def _take(self) -> bytes:
+        event = self._events.popleft()
+        if isinstance(event, bytes):
+            return event
+        self._waiting -= 1
+        self._changed.fire()
+        answer, generated = event
+        answer.note_sent(generated)
+        return generated_response(answer.turn, generated)
