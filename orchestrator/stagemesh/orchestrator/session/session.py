@@ -14,7 +14,6 @@ from stagemesh.common.errors import (
     UnavailableError,
 )
 from stagemesh.common.unknown_kinds import refuse_unknown
-from stagemesh.connectors.stream.wire import error_to_wire
 from stagemesh.orchestrator.request.output_record import NOT_RUNNING
 from stagemesh.orchestrator.session.answer import RunningRequest
 from stagemesh.orchestrator.session.responses import response
@@ -24,6 +23,7 @@ from stagemesh.orchestrator.session.tasks import Spawn
 from stagemesh.orchestrator.session.turn_requests import Runner
 from stagemesh.orchestrator.session.turns import ClientPosition, Turns
 from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import orchestrator_pb2
 
 MAX_SESSION_LINGER_S = 3600
@@ -190,7 +190,8 @@ class Session:
                 self.consumed()
             case "clear":
                 self._turns.clear()
-                self.consumed()
+                self._turns.credit.raise_limit()
+                self._send_grant()
             case "commit":
                 self._turns.commit()
             case "interrupt":
@@ -235,7 +236,11 @@ class Session:
         self._recent = deque(kept, maxlen=_MAX_RECENT)
 
     def consumed(self) -> None:
-        if self._call is not None and self._turns.credit.raise_limit():
+        if self._turns.credit.raise_limit():
+            self._send_grant()
+
+    def _send_grant(self) -> None:
+        if self._call is not None:
             grant = orchestrator_pb2.InputGrant(
                 input_limit_bytes=self._turns.credit.limit_bytes, accepted_seq=self._accepted_seq
             )

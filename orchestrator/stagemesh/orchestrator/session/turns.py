@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+from stagemesh.common.answer_text import shorten
 from stagemesh.common.errors import (
     CancelledRequestError,
     InternalError,
@@ -19,9 +20,9 @@ from stagemesh.common.errors import (
     UnsupportedError,
 )
 from stagemesh.common.output_position import OutputKey
+from stagemesh.common.prompt_input import PromptInput, duration_s, size_of
 from stagemesh.common.unknown_kinds import refuse_unknown
 from stagemesh.connectors.edge import Packet
-from stagemesh.connectors.stream.wire import error_to_wire
 from stagemesh.orchestrator.request.output_record import MAX_LINGER_S, NOT_RUNNING
 from stagemesh.orchestrator.request.streamed_input import StreamedInput, packets_of
 from stagemesh.orchestrator.request.validation import SEEDS
@@ -29,7 +30,6 @@ from stagemesh.orchestrator.session.answer import Answer, FailedRequest, Running
 from stagemesh.orchestrator.session.credit import Credit
 from stagemesh.orchestrator.session.detection import TurnDetector
 from stagemesh.orchestrator.session.listener import Speech
-from stagemesh.orchestrator.session.prompt_input import PromptInput, duration_s, size_of
 from stagemesh.orchestrator.session.session_call import SessionCall
 from stagemesh.orchestrator.session.settings import SessionSettings
 from stagemesh.orchestrator.session.tasks import Spawn, Task
@@ -38,15 +38,16 @@ from stagemesh.orchestrator.session.transcript import (
     TranscriptTurn,
     restored_turn,
     serialize_messages,
-    shorten,
 )
 from stagemesh.orchestrator.session.turn_requests import Runner, TurnRequest
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
+from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 _log = logging.getLogger(__name__)
 
-PROMPT_WINDOW_BYTES, STREAM_WINDOW_BYTES = MAX_MESSAGE_BYTES, 1 << 20
+PROMPT_WINDOW_BYTES, STREAM_WINDOW_BYTES = 2 * MAX_MESSAGE_BYTES, 1 << 20
+"""The input that may be ahead of the stages. A limit is raised at half of it, so that any piece fits sooner or later."""
 _LARGEST_PROMPT_BYTES = MAX_MESSAGE_BYTES - (256 << 10)
 """The size of a prompt that fits into a message to a stage, together with the parameters of its request."""
 _HEARD_SILENCE_S = 5.0
