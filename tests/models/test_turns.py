@@ -16,8 +16,7 @@ from stagemesh.services.engines.function.base import Call
 from stagemesh.services.engines.options import request_options
 from stagemesh.services.models.audio import TURNS
 from stagemesh.services.models.audio.turns import SpeechEvent, SpeechStream, Turns
-from stagemesh.services.models.hibari.acoustic import AcousticModel
-from stagemesh.services.models.hibari.vocoder import VocoderStream
+from tests.models.spoken import speak
 
 Audio = npt.NDArray[np.float32]
 
@@ -57,12 +56,7 @@ def _hum(seconds: float, frequency_hz: float, rate_hz: int = RATE_HZ) -> Audio:
 
 @pytest.fixture(scope="module")
 def speech() -> Audio:
-    """Returns two sentences with two seconds of silence before, between and after them."""
-    model, spoken = AcousticModel(None, {}), [QUIET]
-    for text in (b"Where have you been all this time?", b"Yes."):
-        ((frames,),) = model([Call(1.0, Packet({"text": np.frombuffer(text, np.uint8)}))])
-        spoken += [np.concatenate([out.tensors["audio"] for out in VocoderStream(1).push(frames)]), QUIET]
-    return np.concatenate(spoken).astype(np.float32)
+    return speak("Where have you been all this time?", "Yes.", pause_s=len(QUIET) / RATE_HZ)
 
 
 @given(cuts=st.lists(st.integers(0, 250_000), max_size=60), rate_hz=st.sampled_from([8_000, 11_025, 24_000, 44_100]))
