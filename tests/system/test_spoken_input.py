@@ -24,7 +24,7 @@ TOKEN_S = 0.05
 
 
 class Spoken:
-    """What a client heard of a turn, and when it heard its first audio and committed the turn."""
+    """The audio of a turn that a client heard, and the times of its first audio and of the commit."""
 
     def __init__(self) -> None:
         self.audio = np.zeros(0, np.float32)
