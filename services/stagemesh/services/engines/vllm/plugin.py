@@ -35,7 +35,8 @@ def register() -> None:
         platform.get_punica_wrapper = classmethod(lambda _: _PUNICA)
         # vLLM inspects a class in a process of its own, so that this one does not initialize CUDA. That process imports
         # vLLM again, which takes ten seconds.
-        registry._run_in_subprocess = _run_here  # noqa: SLF001  # vLLM has no option for it
+        inspection: Any = registry
+        inspection._run_in_subprocess = _run_here  # noqa: SLF001  # vLLM has no option for it
     for descriptor in codec_model_descriptors():
         ModelRegistry.register_model(descriptor.architecture, descriptor.model_class)
     parent = multiprocessing.parent_process()
