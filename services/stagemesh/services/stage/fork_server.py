@@ -63,7 +63,14 @@ class ForkServer:
 
     def _fork(self, request: ForkRequest) -> bool:
         """Forks a process. Returns whether the caller is this process."""
-        process_id = os.fork()
+        try:
+            process_id = os.fork()
+        except OSError as exc:
+            # The launcher starts the process itself when the pipe ends.
+            sys.stderr.write(f"cannot fork the process of {request.config}: {exc.strerror}\n")
+            os.close(request.log)
+            os.close(request.status)
+            return False
         # Both processes do this, so that neither can run ahead of it.
         os.setpgid(process_id, process_id)
         if process_id == 0:
