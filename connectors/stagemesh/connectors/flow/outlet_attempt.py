@@ -275,7 +275,7 @@ class OutletAttempt:
             self._encode(request.items.add().chunk, sent)
             used_bytes += _ITEM_BYTES if sent.regions else _ITEM_BYTES + sent.size_bytes
             if sent.tickets:
-                used_bytes += sum(len(ticket.descriptor) for ticket in sent.tickets.values())
+                used_bytes += sum(len(ticket.descriptor) for ticket in sent.offered)
         return used_bytes
 
     def take_fragment(self) -> bytes:

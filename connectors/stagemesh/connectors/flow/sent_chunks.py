@@ -6,9 +6,8 @@ have leases on them.
 
 import itertools
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from stagemesh.common.errors import InvalidChunkError
 from stagemesh.common.notification import Notifier
@@ -31,7 +30,6 @@ _lease_ids = itertools.count(1)
 
 A consumer that is reached at two addresses can therefore release a lease over either connection.
 """
-_NO_TICKETS: Mapping[str, OfferedTicket] = MappingProxyType({})
 _ARENA = 0
 """The partition number of the arena memory that is outside all workers' partitions."""
 
@@ -65,8 +63,8 @@ class SentChunk:
     """
     reader: Connector | None = None
     """The connector through which the consumer is expected to read the chunk. None if no read is expected."""
-    tickets: Mapping[str, OfferedTicket] = _NO_TICKETS
-    """The tickets of the chunk, of each of which the chunk has a reference until `_are_tickets_used`."""
+    tickets: Mapping[str, OfferedTicket] | None = None
+    """The tickets of the chunk by name, or None if it has none. The chunk has a reference to each until they are used."""
     _are_tickets_used: bool = False
 
     @property
@@ -77,18 +75,23 @@ class SentChunk:
     @property
     def can_be_sent(self) -> bool:
         """Whether a consumer can still use the chunk. False if its tickets were used or their state was released."""
-        return not self._are_tickets_used and not any(ticket.is_released for ticket in self.tickets.values())
+        return not self._are_tickets_used and not any(ticket.is_released for ticket in self.offered)
 
     @property
     def handed_over_bytes(self) -> int:
         """The size of the state for which the chunk has tickets, in bytes."""
-        return sum(ticket.size_bytes for ticket in self.tickets.values())
+        return sum(ticket.size_bytes for ticket in self.offered)
+
+    @property
+    def offered(self) -> Collection[OfferedTicket]:
+        """The tickets of the chunk. Empty if it has none."""
+        return self.tickets.values() if self.tickets else ()
 
     def use_tickets(self) -> None:
         """Releases the chunk's references to its tickets, because its consumer has read their state. Idempotent."""
         if not self._are_tickets_used:
             self._are_tickets_used = True
-            for ticket in self.tickets.values():
+            for ticket in self.offered:
                 ticket.release()
 
     def mark_read(self) -> None:
@@ -117,16 +120,15 @@ class _TicketLease:
 
     def accept(self) -> bool:
         """Restarts the time limits of the tickets. Returns False if the state of one has been released."""
-        tickets = self.chunk.tickets.values()
-        if any(ticket.is_released for ticket in tickets):
+        if any(ticket.is_released for ticket in self.chunk.offered):
             return False
-        for ticket in tickets:
+        for ticket in self.chunk.offered:
             ticket.renew()
         self.is_accepted = True
         return True
 
     def release(self) -> None:
-        for ticket in self.chunk.tickets.values():
+        for ticket in self.chunk.offered:
             ticket.release()
 
 
@@ -152,7 +154,7 @@ class Leases:
     def grant_tickets(self, chunk: SentChunk) -> int:
         """Grants a lease on the tickets of a chunk and returns its id. The lease retains the tickets until it ends."""
         lease_id = next(_lease_ids)
-        for ticket in chunk.tickets.values():
+        for ticket in chunk.offered:
             ticket.retain()
         self._tickets[lease_id] = _TicketLease(chunk)
         return lease_id

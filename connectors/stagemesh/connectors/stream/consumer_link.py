@@ -336,12 +336,14 @@ class ConsumerLink:
             flow.disconnect()
         if not isinstance(cause, UnavailableError):
             self._fail_flows(cause)
-        elif self._loop.time() - self._seen_s > GIVE_UP_S or await self._is_gone():
+        elif (is_unreachable := self._loop.time() - self._seen_s > GIVE_UP_S) or await self._is_gone():
             self._fail_flows(cause)
-            if self._watch is None:
-                # The leases of a watched process on this host do not end here, because the process may still read the
-                # arena. They end when the process releases them or terminates.
+            # The leases of a watched process on this host do not end here, because the process may still read the
+            # arena. They end when the process releases them or terminates.
+            if self._watch is None and is_unreachable:
                 self._leases.end_unreachable()
+            elif self._watch is None:
+                self._leases.end_dead()
 
     async def _is_gone(self) -> bool:
         """Returns whether the consumer's address has refused connections for more than REFUSED_S seconds.

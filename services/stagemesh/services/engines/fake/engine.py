@@ -276,12 +276,10 @@ class FakeRun:
         try:
             async with asyncio.timeout_at(await ticket.accept()):
                 return await read_state(ticket.descriptor, pause_s=self._options.state_s)
-        except TimeoutError:
-            raise expired_error(ticket.kind) from None
-        except UnavailableError:
-            if not self._options.recompute:
-                raise
-            return state_content(self._task, self._options.state_bytes)
+        except (TimeoutError, UnavailableError) as exc:
+            if self._options.recompute:
+                return state_content(self._task, self._options.state_bytes)
+            raise exc if isinstance(exc, UnavailableError) else expired_error(ticket.kind) from exc
         finally:
             ticket.release()
 

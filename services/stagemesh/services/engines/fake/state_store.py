@@ -1,7 +1,7 @@
 """The state that fake stages hand over: bytes in the producer's process, which consumers read over a unix socket.
 
-The store counts how its states are used, so that tests notice a state that is never released, and a read of a state that
-was released before the read ended.
+The store counts how its states are used, so that tests notice a state that is never released, and a state that is
+released while it is read.
 """
 
 import asyncio
@@ -126,7 +126,7 @@ async def read_state(descriptor: bytes, *, pause_s: float = 0.0) -> bytes:
 
 
 async def read_counts(process_id: int, number: int = 1) -> StateCounts:
-    """Returns the counts of the `number`-th store of another process. Raises OSError if the process does not serve it."""
+    """Returns the counts of the `number`-th store of a process. Raises OSError if the process has no such store."""
     reader, writer = await asyncio.open_unix_connection(socket_address(process_id, number))
     try:
         writer.write(b'{"counts": true}\n')
