@@ -108,6 +108,28 @@ class CodecOptions:
     """The dtype of the accepted states, independent of the model's dtype."""
 
 
+KV_CACHE = "kv_cache"
+"""The name of the ticket for the KV cache of a prompt, which a prefill stage sends to a decode stage."""
+KV_CACHE_KIND = "vllm.kv"
+"""The kind of this ticket."""
+
+
+@dataclass(frozen=True)
+class KvHandoverOptions:
+    """The stage option `kv_handover`, which makes the stage the prefill stage or the decode stage of a pair.
+
+    The key `split` of a stage in a pipeline file sets it.
+    """
+
+    __pydantic_config__: ClassVar = _NO_OTHERS
+    role: Literal["prefill", "decode"]
+    """A prefill stage computes prompts and hands their KV cache over. A decode stage receives it and samples tokens."""
+    min_tokens: Annotated[int, Field(ge=0)] = 128
+    """The decode stage computes a shorter prompt itself, because that costs less than a hand-over."""
+    wait_s: Annotated[float, Field(gt=0)] = 60.0
+    """The time for which the decode stage waits for the KV cache of a prompt. It then computes the prompt itself."""
+
+
 @dataclass(frozen=True)
 class StageOptions:
     """The options of a vllm stage that Stagemesh itself defines. All other options are engine arguments of vLLM."""
@@ -115,6 +137,7 @@ class StageOptions:
     hidden_states: HiddenStatesOptions | None = None
     embeddings: EmbeddingsOptions | None = None
     codec: CodecOptions | None = None
+    kv_handover: KvHandoverOptions | None = None
     checkpoint_tokens: Annotated[int, Field(ge=0)] = 64
     """The number of tokens between two checkpoints of a request. 0 disables checkpoints."""
     profile_dir: str | None = None
@@ -125,6 +148,18 @@ class StageOptions:
     def __post_init__(self) -> None:
         if self.profile_dir is not None and not Path(self.profile_dir).is_absolute():
             raise ValueError(f"profile_dir is {self.profile_dir!r}; it must be an absolute path")
+        if self.kv_handover is not None:
+            self._check_handover()
+
+    def _check_handover(self) -> None:
+        """Raises ValueError if the stage has an option that needs the states of prompt tokens."""
+        others = {"hidden_states": self.hidden_states, "embeddings": self.embeddings, "codec": self.codec}
+        for name, value in others.items():
+            if value is not None:
+                raise ValueError(
+                    f"a stage with {name} cannot be split, because its decode stage does not compute the tokens of the "
+                    f"prompt; remove {name}, or do not split the stage"
+                )
 
 
 _OWN = frozenset(field.name for field in fields(StageOptions))
