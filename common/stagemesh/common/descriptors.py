@@ -67,7 +67,7 @@ class OptionSpec:
 class Signature:
     """The tensors that a stage accepts and emits, and the options that a request may set for the stage.
 
-    A stage that accepts no tensors receives the client's prompt.
+    A stage that accepts no tensors, except tickets, receives the client's prompt.
     """
 
     accepts: Mapping[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
@@ -83,6 +83,21 @@ class Signature:
     """Whether a request may have a negative prompt, which describes content that the output must not show."""
     optional: frozenset[str] = frozenset()
     """The names of accepted tensors that are optional. A packet or a whole request may omit them."""
+
+    @property
+    def takes_prompt(self) -> bool:
+        """Whether the stage receives the client's prompt."""
+        return all(spec.ticket_kind for spec in self.accepts.values())
+
+    @property
+    def accepted_kinds(self) -> frozenset[str]:
+        """The kinds of the tickets that the stage accepts."""
+        return frozenset(spec.ticket_kind for spec in self.accepts.values()) - {""}
+
+    @property
+    def emitted_kinds(self) -> frozenset[str]:
+        """The kinds of the tickets that the stage emits."""
+        return frozenset(emitted.spec.ticket_kind for emitted in self.emits.values()) - {""}
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ _WIRE_NAMES: Mapping[int, str] = {
     if name != "DATA_TYPE_UNSPECIFIED"
 }
 _NAME_BY_DTYPE: Mapping[np.dtype[np.generic], str] = {dtype: name for name, dtype in DTYPES.items()}
-_KIND = re.compile(r"[a-z0-9_]+([.-][a-z0-9_]+)*")
+_KIND = re.compile(r"(?=.{1,64}$)[a-z0-9_]+([.-][a-z0-9_]+)*")
 _SPEC = re.compile(r"(?P<dtype>[a-z0-9]+)\[(?P<shape>[^\]]*)\]")
 
 
@@ -66,7 +66,7 @@ class TensorSpec:
         Raises ValueError if the form is invalid.
         """
         match = _SPEC.fullmatch(text.strip())
-        if match is not None and match["dtype"] == HANDOVER and _KIND.fullmatch(match["shape"]):
+        if match is not None and match["dtype"] == HANDOVER and is_ticket_kind(match["shape"]):
             return cls.ticket(match["shape"])
         if match is None or match["dtype"] not in DTYPES:
             raise ValueError(
@@ -110,6 +110,11 @@ class TensorSpec:
             isinstance(want, int) and want != have for want, have in zip(self.shape, tensor.shape, strict=True)
         ):
             raise InvalidChunkError(f"tensor {name!r} is {tensor.dtype}{list(tensor.shape)}; expected {self}")
+
+
+def is_ticket_kind(kind: str) -> bool:
+    """Returns whether `kind` is a valid name for the kind of a ticket, such as "vllm.kv"."""
+    return _KIND.fullmatch(kind) is not None
 
 
 def _dtypes_fit(first: str, second: str) -> bool:
@@ -169,5 +174,7 @@ def read_inline(message: tensor_pb2.Tensor) -> Array:
 
 
 def spec_to_wire(name: str, spec: TensorSpec) -> tensor_pb2.TensorSpec:
-    """Returns the protobuf message for a tensor with this name and type."""
+    """Returns the protobuf message for a tensor or ticket with this name and type."""
+    if spec.ticket_kind:
+        return tensor_pb2.TensorSpec(name=name, ticket_kind=spec.ticket_kind)
     return tensor_pb2.TensorSpec(name=name, dtype=dtype_to_wire(spec.dtype), shape=[str(dim) for dim in spec.shape])

@@ -72,6 +72,8 @@ class FlowUsage:
     connector: ConnectorName
     chunks: int
     size_bytes: int
+    handed_over_bytes: int = 0
+    """The size of the state for which the flow has sent tickets, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class FlowStatus:
     credit_bytes: int
     wanted_bytes: int
     ended: bool
+    handed_over_bytes: int
 
 
 def is_recoverable(error: StagemeshError) -> bool:

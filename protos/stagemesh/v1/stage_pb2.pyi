@@ -1273,10 +1273,10 @@ class TicketsAnswer(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    LEASE_ID_FIELD_NUMBER: _builtins.int
+    ACCEPTANCE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
-    lease_id: _builtins.int
-    """The lease."""
+    acceptance: _builtins.int
+    """The acceptance of the AcceptTickets."""
     @_builtins.property
     def error(self) -> _chunk_pb2.Error:
         """The reason why the state must not be read (TICKET_EXPIRED): it has been released. Unset if the producer keeps the
@@ -1286,12 +1286,12 @@ class TicketsAnswer(_message.Message):
     def __init__(
         self,
         *,
-        lease_id: _builtins.int = ...,
+        acceptance: _builtins.int = ...,
         error: _chunk_pb2.Error | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "error", b"error"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1819,16 +1819,22 @@ class AcceptTickets(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
+    ACCEPTANCE_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """The lease, as ChunkData.lease_id named it."""
+    acceptance: _builtins.int
+    """The number of this acceptance, different for each one that the consumer sends to this incarnation of the producer. The
+    answer repeats it, so that a delayed answer to an earlier acceptance is recognized.
+    """
     def __init__(
         self,
         *,
         lease_id: _builtins.int = ...,
+        acceptance: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "lease_id", b"lease_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -94,6 +94,7 @@ class Inlet:
             credit_bytes=attempt.credit_bytes,
             wanted_bytes=0,
             ended=packets.has_ended,
+            handed_over_bytes=packets.handed_over_bytes,
         )
 
     @property

@@ -96,7 +96,7 @@ class StepCalls:
             request_id=self._request.choice_id,
             step_id=self._step_id(state),
             attempt=state.attempt,
-            input=self._input(state) if not self._route.incoming[state.name] else None,
+            input=self._input(state) if self._takes_input(state) else None,
             parameters=parameters_of(state.step.stage, self._request.parameters),
             seed=self._request.seed,
             inputs=map(self._input_binding, self._route.incoming[state.name]),
@@ -263,6 +263,9 @@ class StepCalls:
             tokens=stage_pb2.TokenSelection.Value(f"TOKEN_SELECTION_{edge.tokens.upper()}"),
             transform=(edge.transforms_at_producer and edge.transform) or "",
         )
+
+    def _takes_input(self, state: StepState) -> bool:
+        return not self._route.incoming[state.name] or state.step.stage.signature.takes_prompt
 
     def _input(self, state: StepState) -> request_pb2.Input:
         """Returns the request's input, without the negative prompt if the stage does not support negative prompts."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from stagemesh.common.connector_descriptors import AUTO, SHM, descriptors
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.tensors import TensorSpec
-from stagemesh.connectors.flow.chunking import FramesPolicy
+from stagemesh.connectors.flow.chunking import FramesPolicy, StepPolicy
 from stagemesh.orchestrator.spec.checks.conditions import ConditionResolver
 from stagemesh.orchestrator.spec.checks.stages_and_outputs import Catalog
 from stagemesh.orchestrator.spec.model import Arc, Edge, Stage
@@ -140,13 +140,19 @@ class EdgeResolver:
             self.problems.add(("edges", index, "transform"), text)
 
     def _check_frames(self, index: int, edge: EdgeEntry, source: Endpoint) -> None:
-        first_axes = {spec.shape[:1] for spec in source.tensors.values()}
+        carried = {name: spec for name, spec in source.tensors.items() if not spec.ticket_kind}
+        first_axes = {spec.shape[:1] for spec in carried.values()}
         if isinstance(edge.policy, FramesPolicy) and (len(first_axes) > 1 or () in first_axes):
             self.problems.add(
                 ("edges", index, "chunk"),
                 f"the tensors that {source.name} emits have no common first axis to cut frames from ({source}); use "
                 "`step` or `whole`",
             )
+
+    def _check_uncut(self, index: int, edge: EdgeEntry, tickets: Mapping[str, TensorSpec]) -> None:
+        if tickets and not isinstance(edge.policy, StepPolicy):
+            text = f"the edge carries a ticket ({list_specs(tickets)}), which cannot be cut into chunks; remove `chunk`"
+            self.problems.add(("edges", index, "chunk"), text)
 
     def _check_ramp(self, index: int, edge: EdgeEntry, consumer: Stage) -> None:
         is_audio = any(emitted.kind == "audio" for emitted in consumer.signature.emits.values())
@@ -188,8 +194,11 @@ class EdgeResolver:
                 "edge",
             )
             return None
-        carried = brought if edge.transform is None else tuple(self.catalog.transform(edge.transform).takes)
-        return EdgeTensors(carried, brought)
+        tickets = {name: given.tensors[name] for name in brought if given.tensors[name].ticket_kind}
+        self._check_uncut(index, edge, tickets)
+        if edge.transform is None:
+            return EdgeTensors(brought, brought)
+        return EdgeTensors((*self.catalog.transform(edge.transform).takes, *tickets), brought)
 
     def _transformed(self, index: int, name: str, given: Endpoint) -> Endpoint | None:
         try:
@@ -202,7 +211,10 @@ class EdgeResolver:
             text = f"{taken.name} takes {taken}, but {given.name} emits {given}; choose another transform"
             self.problems.add(("edges", index, "transform"), text)
             return None
-        return Endpoint(taken.name, transform.gives) if self._fits(index, given, taken) else None
+        # A transform passes the tickets of its packets.
+        tickets = {name: spec for name, spec in given.tensors.items() if spec.ticket_kind}
+        gives = Endpoint(taken.name, {**tickets, **transform.gives})
+        return gives if self._fits(index, given, taken) else None
 
     def _fits(self, index: int, given: Endpoint, taken: Endpoint) -> bool:
         common = taken.tensors.keys() & given.tensors.keys()
