@@ -53,7 +53,7 @@ def draw_dot(pipeline: Pipeline) -> str:
 def _stage_tree(pipeline: Pipeline, stage: Stage) -> Tree:
     count = f" x{stage.replicas}" if stage.replicas > 1 else ""
     tree = Tree(Text.assemble((stage.name, "bold cyan"), f"{count}  ", (_stage_label(stage), "dim")))
-    if not pipeline.incoming(stage.name):
+    if stage.signature.takes_prompt or not pipeline.incoming(stage.name):
         tree.add(Text("<- prompt"))
     for edge in pipeline.incoming(stage.name):
         tree.add(Text(f"<- {edge.producer}"))
@@ -66,7 +66,9 @@ def _stage_tree(pipeline: Pipeline, stage: Stage) -> Tree:
 
 
 def _first_stages(pipeline: Pipeline) -> list[Stage]:
-    return [stage for stage in pipeline.stages.values() if not pipeline.incoming(stage.name)]
+    return [
+        stage for stage in pipeline.stages.values() if stage.signature.takes_prompt or not pipeline.incoming(stage.name)
+    ]
 
 
 def _stage_label(stage: Stage) -> str:

@@ -50,7 +50,7 @@ def _handover_signature(handover: KvHandoverOptions, *, adapters: bool) -> Signa
     ticket = TensorSpec.ticket(KV_CACHE_KIND)
     if handover.role == "prefill":
         return Signature(emits={KV_CACHE: Emitted(ticket)}, adapters=adapters, media=True, assists=True)
-    return Signature({KV_CACHE: ticket}, _SAMPLED, sampling=True, adapters=adapters, media=True, prompt=True)
+    return Signature({KV_CACHE: ticket}, _SAMPLED, sampling=True, adapters=adapters, media=True)
 
 
 def _codec_signature(codec: CodecOptions) -> Signature:

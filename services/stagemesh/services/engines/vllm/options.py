@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, JsonValue
 
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.options import parse_options
 
 Layer: TypeAlias = int | Literal["last", "accept"]
@@ -148,29 +149,28 @@ class StageOptions:
     def __post_init__(self) -> None:
         if self.profile_dir is not None and not Path(self.profile_dir).is_absolute():
             raise ValueError(f"profile_dir is {self.profile_dir!r}; it must be an absolute path")
-        if self.kv_handover is not None:
-            self._check_handover()
-
-    def _check_handover(self) -> None:
-        """Raises ValueError if the stage has an option that needs the states of prompt tokens."""
-        others = {"hidden_states": self.hidden_states, "embeddings": self.embeddings, "codec": self.codec}
-        for name, value in others.items():
-            if value is not None:
-                raise ValueError(
-                    f"a stage with {name} cannot be split, because its decode stage does not compute the tokens of the "
-                    f"prompt; remove {name}, or do not split the stage"
-                )
 
 
 _OWN = frozenset(field.name for field in fields(StageOptions))
+_NEEDS_PROMPT = ("hidden_states", "embeddings", "codec")
+"""The options of stages that compute every token of a prompt themselves."""
 
 
 def own_options(options: Mapping[str, JsonValue], *, stage: str = "") -> StageOptions:
     """Parses the stage options that Stagemesh itself defines. Ignores all other options.
 
-    Raises InvalidRequestError, which names the option, if a value is invalid.
+    Raises InvalidRequestError, which names the option, if a value is invalid or excludes another option.
     """
-    return parse_options(StageOptions, {name: options[name] for name in options if name in _OWN}, stage=stage)
+    own = parse_options(StageOptions, {name: options[name] for name in options if name in _OWN}, stage=stage)
+    for name in _NEEDS_PROMPT:
+        if own.kv_handover is not None and getattr(own, name) is not None:
+            raise InvalidRequestError(
+                f"option {name} excludes split and kv_handover, because a decode stage does not compute the tokens of "
+                f"the prompt; remove {name}, or do not split the stage",
+                reason="INVALID_OPTION",
+                metadata={"option": name},
+            )
+    return own
 
 
 def engine_options(options: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
