@@ -38,7 +38,7 @@ class Stage(StageEntry, frozen=True):
     is_main: bool = True
     """Whether a request's sampling parameters and adapter mean this stage if the request does not name a stage."""
     assisted: str = ""
-    """The name of the consumer whose work the stage computes a part of, such as a decode stage. Empty if there is none."""
+    """The name of the decode stage for which a prefill stage computes prompts. Empty for any other stage."""
     addresses: tuple[str, ...] = ()
     """The addresses of an external stage's replicas, each "host:port". Empty if the replicas register themselves."""
 
