@@ -87,6 +87,12 @@ class Signature:
     """Whether a request may have a negative prompt, which describes content that the output must not show."""
     optional: frozenset[str] = frozenset()
     """The names of accepted tensors that are optional. A packet or a whole request may omit them."""
+    assists: bool = False
+    """Whether the stage computes a part of its consumer's work, such as a prefill stage.
+
+    The adapter of a request for the consumer is then also the stage's adapter, and the consumer can finish without the
+    stage. Not part of the signature on the wire.
+    """
 
     @property
     def takes_prompt(self) -> bool:

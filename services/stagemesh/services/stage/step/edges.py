@@ -52,6 +52,7 @@ class StepEdges:
         self._outputs = {binding.edge: binding for binding in spec.outputs}
         self._inlets: dict[str, Inlet] = {}
         self._by_edge: dict[str, Outlet] = {}
+        self._accepts_only_tickets = False
 
     def open(self, accepts: Mapping[str, TensorSpec], on_packet: Callable[[], None]) -> dict[str, "EdgeInput"]:
         """Opens the inlets and outlets of all edges of the spec.
@@ -62,6 +63,7 @@ class StepEdges:
         Raises NotFoundError if an edge names an unknown transform.
         """
         kinds = {spec.ticket_kind for spec in accepts.values() if spec.ticket_kind}
+        self._accepts_only_tickets = all(spec.ticket_kind for spec in accepts.values())
         for binding in self._inputs.values():
             inlet = self._plane.open_inlet(
                 self._key(binding),
@@ -160,8 +162,13 @@ class StepEdges:
         """Reads the incoming edges of the pipeline to their ends and discards the packets, if the engine ended earlier.
 
         Otherwise, the producers would be rejected, their steps would fail, and the request would fail with them. Raises
-        the error of an edge that fails.
+        the error of an edge that fails. A stage that accepts only tickets does not wait for the ends, because it
+        ends early if it computes the state itself, for example when a producer is missing.
         """
+        if self._accepts_only_tickets:
+            for inlet in self._inlets.values():
+                inlet.leave()
+            return
         # At once, because a producer may wait for credit on one edge before it ends another.
         async with aclosing(merge(list(self._inlets.values()))) as packets:
             async for _ in packets:
