@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from typing import Generic, Self, TypeVar
 
 import grpc
-import grpc.aio
 
 from stagemesh.client.client_position import ClientPosition
 from stagemesh.client.responses import Event

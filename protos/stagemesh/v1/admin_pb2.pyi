@@ -217,6 +217,8 @@ class PipelineStatus(_message.Message):
     EXPECTED_WAIT_S_FIELD_NUMBER: _builtins.int
     RETURNING_FIELD_NUMBER: _builtins.int
     CALLERS_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    MAX_SESSIONS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The pipeline's name."""
     generation: _builtins.str
@@ -245,6 +247,10 @@ class PipelineStatus(_message.Message):
     """The seconds that a request of priority 0 would wait now if its caller had no other request here."""
     returning: _builtins.int
     """Rejected requests that received a time to retry and may still do so."""
+    sessions: _builtins.int
+    """Sessions, including those that wait for a call of their client."""
+    max_sessions: _builtins.int
+    """The maximum number of sessions."""
     @_builtins.property
     def callers(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallerStatus]:
         """The callers that have requests here, those with most requests first. At most 100."""
@@ -267,10 +273,12 @@ class PipelineStatus(_message.Message):
         expected_wait_s: _builtins.float = ...,
         returning: _builtins.int = ...,
         callers: _abc.Iterable[Global___CallerStatus] | None = ...,
+        sessions: _builtins.int = ...,
+        max_sessions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["callers", b"callers", "cancelled", b"cancelled", "expected_wait_s", b"expected_wait_s", "failed", b"failed", "finished", b"finished", "generation", b"generation", "in_flight", b"in_flight", "in_flight_bytes", b"in_flight_bytes", "max_in_flight", b"max_in_flight", "name", b"name", "queued", b"queued", "queued_bytes", b"queued_bytes", "ready", b"ready", "returning", b"returning", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["callers", b"callers", "cancelled", b"cancelled", "expected_wait_s", b"expected_wait_s", "failed", b"failed", "finished", b"finished", "generation", b"generation", "in_flight", b"in_flight", "in_flight_bytes", b"in_flight_bytes", "max_in_flight", b"max_in_flight", "max_sessions", b"max_sessions", "name", b"name", "queued", b"queued", "queued_bytes", b"queued_bytes", "ready", b"ready", "returning", b"returning", "sessions", b"sessions", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1005,13 +1005,16 @@ class SessionOpen(_message.Message):
     earlier_calls: _builtins.int
     """How many earlier calls of this session, at any orchestrator, there may have been, as in GenerateRequest."""
     turn: _builtins.int
-    """When attaching again: the turn to whose answer next_positions belongs. 0 if no turn is being answered."""
+    """When attaching again: the oldest turn whose TurnEnded the client has not received, whether or not its answer has
+    begun. Its answer is sent again from next_positions, also if the turn has ended. 0 means the turn that is being
+    answered, from the start of its outputs.
+    """
     generation: _builtins.str
     """When attaching again: the generation of RequestAdmitted of `turn`, if the client has outputs of it."""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The names of the wanted outputs of every turn. Empty for all outputs that the pipeline can produce from the input
-        mode.
+        mode. In the mode PROMPT, the text of the answer is sent in any case, if the stages of the wanted outputs produce it.
         """
 
     @_builtins.property
@@ -1112,7 +1115,9 @@ Global___TurnDetection: _TypeAlias = TurnDetection  # noqa: Y015
 
 @_typing.final
 class TurnRestore(_message.Message):
-    """TurnRestore repeats an earlier turn."""
+    """TurnRestore repeats an earlier turn. Its answer is the last message, of ROLE_ASSISTANT. Without that message, the answer
+    is empty.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1178,7 +1183,9 @@ Global___InputAppend: _TypeAlias = InputAppend  # noqa: Y015
 
 @_typing.final
 class InputClear(_message.Message):
-    """InputClear drops the input of the open turn. In the mode STREAM, its request is stopped. Without input it has no effect."""
+    """InputClear drops the input of the open turn. Without input it has no effect. In the mode STREAM, a turn whose request
+    runs is interrupted and ends, and the next piece opens the next turn. The session confirms it by a grant.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1221,7 +1228,8 @@ class TurnInterrupt(_message.Message):
     TURN_FIELD_NUMBER: _builtins.int
     turn: _builtins.int
     """The turn. One that is not being answered is rejected (FAILED_PRECONDITION, TURN_ENDED, or TURN_NOT_STARTED for a turn
-    whose answer has not begun). 0 means the turn that is being answered.
+    whose answer has not begun). 0 means the turn that is being answered. In the mode STREAM, this can be the open turn,
+    whose input ends then.
     """
     def __init__(
         self,
@@ -1239,8 +1247,8 @@ Global___TurnInterrupt: _TypeAlias = TurnInterrupt  # noqa: Y015
 @_typing.final
 class TurnTruncate(_message.Message):
     """TurnTruncate shortens the answer to the newest turn that has ended, in the transcript. Later turns then contain what the
-    user has heard. Rejected for any other turn (FAILED_PRECONDITION, TURN_ENDED or TURN_NOT_STARTED), and for more than was
-    sent (INVALID_ARGUMENT, BEYOND_OUTPUT).
+    user has heard. Rejected for any other turn (FAILED_PRECONDITION, TURN_ENDED, TURN_RUNNING or TURN_NOT_STARTED), and for
+    more than was sent (INVALID_ARGUMENT, BEYOND_OUTPUT). Of a restored turn, only the text of the answer counts as sent.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1439,7 +1447,9 @@ class InputGrant(_message.Message):
     INPUT_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     ACCEPTED_SEQ_FIELD_NUMBER: _builtins.int
     input_limit_bytes: _builtins.int
-    """The total number of bytes since the session was opened for the first time."""
+    """The total number of bytes since the orchestrator opened the session (SessionOpened without is_known). Pieces that were
+    rejected do not count.
+    """
     accepted_seq: _builtins.int
     """The number of the last event that the session has handled, which the client need not keep for the order of events."""
     def __init__(
@@ -1522,7 +1532,7 @@ class TurnCommitted(_message.Message):
     """Whether the detection of turns has committed the turn."""
     audio_end_s: _builtins.float
     """The time in the audio of the session at which the turn ends, in seconds, if it was detected. Later audio belongs to
-    the next turn.
+    the next turn. In the mode STREAM, this is the end of the audio that was appended.
     """
     def __init__(
         self,
@@ -1568,7 +1578,9 @@ Global___TurnInterrupted: _TypeAlias = TurnInterrupted  # noqa: Y015
 
 @_typing.final
 class TurnEnded(_message.Message):
-    """TurnEnded reports the end of a turn. An interrupted turn ends without an error."""
+    """TurnEnded reports the end of a turn. An interrupted turn ends without an error. If the request of the open turn fails in
+    the mode STREAM, further pieces are rejected with its error, and the turn ends when the client commits it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -198,7 +198,7 @@ class AsyncSession:
                 while not self._state.may_read:
                     await self._changed.wait()
         except grpc.aio.AioRpcError as exc:
-            return calls.end(exc)
+            return calls.end(_ended(exc))
         except StagemeshError:
             await self._abandon(call)
             raise
@@ -229,3 +229,16 @@ class AsyncSession:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 async for _ in call:
                     pass
+
+
+def _ended(failure: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
+    """Returns the failure of a call.
+
+    grpc.aio replaces the status of a call by INTERNAL if the call ends while an event is written. The cause is usually
+    a broken connection. Otherwise, the next call fails with the same status.
+    """
+    metadata = failure.trailing_metadata()
+    if failure.code() is not grpc.StatusCode.INTERNAL or metadata:
+        return failure
+    text = "the call ended while an event was sent"
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, failure.initial_metadata(), metadata, text)

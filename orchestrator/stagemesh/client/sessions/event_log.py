@@ -40,6 +40,8 @@ class EventLog:
         """The number of the last event that a session has handled, as far as it was reported."""
         self.is_attached = False
         """Whether the current call can send events."""
+        self.audio_s = 0.0
+        """The duration of the audio that was appended in the session, in seconds."""
         self.restored_at_s = 0.0
         """The time in the audio of the session at which the audio begins that the current orchestrator has received."""
         self._kept_from_s = 0.0
@@ -65,6 +67,7 @@ class EventLog:
         self.last += 1
         event.seq = self.last
         self._kept.append(_Kept(event, size_of(event.append), duration_s(event.append)))
+        self.audio_s += self._kept[-1].duration_s
         return self.last
 
     def next(self) -> ConverseRequest | None:
@@ -118,6 +121,23 @@ class EventLog:
         for each in self._after(after):
             if each.piece is not None and each.event.seq < before:
                 each.withdraw()
+
+    @property
+    def kept_s(self) -> float:
+        """The duration of the kept audio in seconds."""
+        return self.audio_s - self._kept_from_s
+
+    def forget_audio(self, *, before_s: float) -> None:
+        """Drops audio that the session has handled and that ends before a time in the audio of the session."""
+        at_s = self._kept_from_s
+        for kept in self._kept:
+            at_s += kept.duration_s
+            if at_s > before_s or kept.event.seq > self.accepted:
+                break
+            if kept.duration_s:
+                kept.withdraw()
+        while self._kept and self._kept[0].piece is None and self._first <= self.accepted:
+            self._pop()
 
     def end_turn(self, last: int) -> list[InputAppend]:
         """Drops the events up to the number `last`. Returns the pieces among them."""

@@ -29,7 +29,7 @@ class ReceivedTurn:
     def __init__(self, number: int, policy: RetryPolicy) -> None:
         self.number = number
         self.last_event = 0
-        """The number of the client's event that committed the turn. 0 if it is not committed, or was detected."""
+        """The number of the client's event that ended the input of the turn. 0 if it is open, or was detected."""
         self.audio_end_s: float | None = None
         """The time in the audio of the session at which the turn ends, if it was detected."""
         self.is_stopped = False
@@ -40,11 +40,6 @@ class ReceivedTurn:
         """The name and the sample rate of the first audio output. None if none has arrived."""
         self._texts: dict[str, str] = {}
         self._position = ClientPosition(GenerateRequest(), policy)
-
-    @property
-    def is_committed(self) -> bool:
-        """Whether the input of the turn is complete."""
-        return bool(self.last_event) or self.audio_end_s is not None
 
     @property
     def received(self) -> Mapping[str, int]:

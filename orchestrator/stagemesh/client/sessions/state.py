@@ -29,6 +29,9 @@ from stagemesh.v1.orchestrator_pb2 import ConverseRequest, ConverseResponse
 _READ_AHEAD = 64
 """The number of events that may wait for the program. More are received only while a call waits for a confirmation."""
 
+_HEARD_SILENCE_S = 5.0
+"""The audio without speech that is kept for another orchestrator, in seconds."""
+
 
 class Delivery(NamedTuple):
     """An event that waits for the program, and the response that contained it.
@@ -62,7 +65,7 @@ class SessionState:
         self.callers = 0
         """The number of methods that wait for the session, apart from readers of events."""
         self.committed = 0
-        """The newest turn that was committed."""
+        """The newest turn that was committed or has ended. The next one is the open turn."""
         self.turns: dict[int, ReceivedTurn] = {}
         """The turns that have not ended and that were committed or of which something has arrived, by number."""
         self.ended: ReceivedTurn | None = None
@@ -77,6 +80,8 @@ class SessionState:
         """The events to send before those of the log: the earlier turns."""
         self._speech_s = -1.0
         """The time of the last detected begin or end of speech."""
+        self._speaks = False
+        """Whether speech began at that time."""
         self._handlers = {
             "opened": self._take_opened,
             "grant": self._take_grant,
@@ -120,13 +125,11 @@ class SessionState:
         opening = orchestrator_pb2.SessionOpen()
         opening.CopyFrom(self._opening)
         opening.earlier_calls = earlier_calls
-        if self.turns:
-            turn = self.turns[min(self.turns)]
-            received = turn.request()
-            opening.turn, opening.generation = turn.number, received.generation
+        opening.turn = self._ended_number + 1
+        if opening.turn in self.turns:
+            received = self.turns[opening.turn].request()
             opening.next_positions.extend(received.next_positions)
-        elif self.pending.of_kind("commit"):
-            opening.turn = self.committed + 1
+            opening.generation = received.generation
         return ConverseRequest(open=opening)
 
     def end_call(self) -> None:
@@ -158,6 +161,15 @@ class SessionState:
         before = len(self.deliveries)
         self._handlers[kind](response)
         return len(self.deliveries) > before
+
+    def forget_silence(self) -> None:
+        """Drops old audio in which no speech was detected, as the orchestrator does.
+
+        A client may append silence for hours. Nothing is dropped without the detection of turns.
+        """
+        is_silent = self._opening.HasField("turn_detection") and not self._speaks and not self.turns
+        if is_silent and self.log.kept_s > 2 * _HEARD_SILENCE_S:
+            self.log.forget_audio(before_s=self.log.audio_s - _HEARD_SILENCE_S)
 
     def fail(self, error: StagemeshError) -> None:
         """Ends the session with an error. Does nothing if it has ended."""
@@ -198,13 +210,13 @@ class SessionState:
         interrupted = {event.interrupt.turn for event in self.pending.of_kind("interrupt")}
         output = self.opened.transcript_output if self.opened is not None else ""
         for number, turn in sorted(self.turns.items()):
-            if turn.is_committed and (turn.is_stopped or number in interrupted):
+            if turn.is_stopped or number in interrupted:
                 self._stop(turn, ConverseResponse(turn=number, interrupted=orchestrator_pb2.TurnInterrupted()))
                 ended = orchestrator_pb2.TurnEnded(answer=turn.text(output))
                 self._take_ended(ConverseResponse(turn=number, ended=ended))
+        sent = self.ended.received if self.ended is not None else dict[str, int]()
         for event in self.pending.of_kind("truncate"):
             positions = {each.name: each.position for each in event.truncate.positions}
-            sent = self.ended.received if self.ended is not None else {}
             answer = self._transcript.shortened(positions, output=output, sent=sent)
             truncated = orchestrator_pb2.TurnTruncated(answer=answer)
             self._take_truncated(ConverseResponse(turn=event.truncate.turn, truncated=truncated))
@@ -217,10 +229,8 @@ class SessionState:
         """Confirms the clears that the session has handled."""
         for event in self.pending.of_kind("clear"):
             if event.seq <= self.log.accepted:
-                after = max((turn.last_event for turn in self.turns.values()), default=0)
-                self.log.clear(after=after, before=event.seq)
+                self.log.clear(after=self._last_commit, before=event.seq)
                 self.log.withdraw(event.seq)
-                self.turns.pop(self.committed + 1, None)
                 self.pending.resolve(event.seq, None)
 
     def _take_rejected(self, response: ConverseResponse) -> None:
@@ -235,7 +245,9 @@ class SessionState:
     def _take_speech(self, response: ConverseResponse) -> None:
         at_s = response.speech.at_s + self.log.restored_at_s
         if at_s > self._speech_s:
-            self._speech_s = at_s
+            self._speech_s, self._speaks = at_s, response.speech.begins
+            if self._speaks and not self.turns:
+                self.log.forget_audio(before_s=at_s - _HEARD_SILENCE_S)
             self.deliveries.append(Delivery(response, SpeechDetected(response.turn, response.speech.begins, at_s)))
 
     def _take_committed(self, response: ConverseResponse) -> None:
@@ -256,7 +268,7 @@ class SessionState:
 
     def _take_generated(self, response: ConverseResponse) -> None:
         number = response.turn
-        if self._has_ended(number) or (number > self.committed and self.pending.of_kind("clear")):
+        if number <= self._ended_number or (number > self.committed and self.pending.of_kind("clear")):
             return
         turn = self._turn(number)
         if turn.is_stopped:
@@ -266,7 +278,7 @@ class SessionState:
             self.deliveries.append(Delivery(None if rest is None else same, event, number, output, end))
 
     def _take_interrupted(self, response: ConverseResponse) -> None:
-        if not self._has_ended(response.turn):
+        if response.turn > self._ended_number:
             self._stop(self._turn(response.turn), response)
 
     def _stop(self, turn: ReceivedTurn, response: ConverseResponse) -> None:
@@ -279,15 +291,18 @@ class SessionState:
         self.deliveries.append(Delivery(response, event))
         for sent in self.pending.of_kind("interrupt"):
             if sent.interrupt.turn in {0, turn.number}:
+                # Streamed input that was not committed ends with the interruption.
+                turn.last_event = turn.last_event or sent.seq
                 self.log.withdraw(sent.seq)
                 self.pending.resolve(sent.seq, event)
 
     def _take_ended(self, response: ConverseResponse) -> None:
         number, message = response.turn, response.ended
-        if self._has_ended(number):
+        if number <= self._ended_number:
             return
         turn = self.ended = self._turn(number)
         del self.turns[number]
+        self.committed = max(self.committed, number)
         if turn.audio_end_s is not None:
             pieces = self.log.end_detected_turn(turn.audio_end_s)
         else:
@@ -297,15 +312,23 @@ class SessionState:
         self.deliveries.append(Delivery(response, TurnEnded(number, message.answer, error)))
 
     def _take_truncated(self, response: ConverseResponse) -> None:
+        if response.turn != self._ended_number:
+            return
+        self._transcript.answer = response.truncated.answer
         for sent in self.pending.of_kind("truncate")[:1]:
-            self._transcript.answer = response.truncated.answer
             event = TurnTruncated(response.turn, response.truncated.answer)
             self.deliveries.append(Delivery(response, event))
             self.log.withdraw(sent.seq)
             self.pending.resolve(sent.seq, event)
 
-    def _has_ended(self, turn: int) -> bool:
-        return self.ended is not None and turn <= self.ended.number
+    @property
+    def _ended_number(self) -> int:
+        return self.ended.number if self.ended is not None else 0
+
+    @property
+    def _last_commit(self) -> int:
+        """The number of the last event that has committed a turn which has not ended."""
+        return max((turn.last_event for turn in self.turns.values()), default=0)
 
     def _turn(self, number: int) -> ReceivedTurn:
         if number not in self.turns:

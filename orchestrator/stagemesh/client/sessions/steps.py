@@ -18,7 +18,8 @@ from stagemesh.common.errors import NotFoundError, NotReadyError, StagemeshError
 from stagemesh.v1 import orchestrator_pb2
 from stagemesh.v1.orchestrator_pb2 import ConverseRequest, InputAppend
 
-_AUDIO_PIECE_BYTES = 256 << 10
+_PIECE_BYTES = 256 << 10
+_PIECE_CHARACTERS = _PIECE_BYTES // 4
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Callable[[], bool], None, T]
@@ -46,6 +47,7 @@ class SessionSteps:
                 yield from self._wait(lambda piece=piece: self._state.log.has_credit(piece))  # type: ignore[misc]
                 self._check()
             self._state.log.add(ConverseRequest(append=piece))
+            self._state.forget_silence()
 
     def clear(self) -> Steps[None]:
         """Drops the input of the open turn. Waits until the session has dropped it."""
@@ -130,11 +132,14 @@ class SessionSteps:
 
 
 def _pieces(content: Part | Message) -> Iterator[InputAppend]:
-    """Yields the pieces of content. Divides long audio, which then does not need all of its credit at once."""
+    """Yields the pieces of content. Divides long text and audio, which then do not need all of their credit at once."""
     if isinstance(content, Message):
         yield InputAppend(message=to_message(content))
-    elif isinstance(content, AudioSamples) and content.samples.nbytes > _AUDIO_PIECE_BYTES:
-        rows = max(1, _AUDIO_PIECE_BYTES // content.samples[:1].nbytes)
+    elif isinstance(content, str) and len(content) > _PIECE_CHARACTERS:
+        for begin in range(0, len(content), _PIECE_CHARACTERS):
+            yield InputAppend(part=to_part(content[begin : begin + _PIECE_CHARACTERS]))
+    elif isinstance(content, AudioSamples) and content.samples.nbytes > _PIECE_BYTES:
+        rows = max(1, _PIECE_BYTES // content.samples[:1].nbytes)
         for begin in range(0, len(content.samples), rows):
             part = AudioSamples(content.samples[begin : begin + rows], content.sample_rate_hz)
             yield InputAppend(part=to_part(part))

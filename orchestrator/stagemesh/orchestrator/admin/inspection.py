@@ -57,6 +57,8 @@ class Inspector:
             uptime_s=time.monotonic() - self._began_s,
             **_loads(admission.loads),
             max_in_flight=pipeline.limits.max_in_flight,
+            sessions=len(self._orchestrator.sessions),
+            max_sessions=pipeline.limits.max_sessions,
             finished=totals.requests[RequestState.FINISHED],
             failed=totals.requests[RequestState.FAILED],
             cancelled=totals.requests[RequestState.CANCELLED],

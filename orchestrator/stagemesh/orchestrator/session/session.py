@@ -16,12 +16,14 @@ from stagemesh.common.errors import (
 from stagemesh.common.unknown_kinds import refuse_unknown
 from stagemesh.orchestrator.request.output_record import NOT_RUNNING
 from stagemesh.orchestrator.session.answer import RunningRequest
+from stagemesh.orchestrator.session.detected_turns import DetectedTurns
+from stagemesh.orchestrator.session.relay import ClientPosition
 from stagemesh.orchestrator.session.responses import response
 from stagemesh.orchestrator.session.session_call import SessionCall
 from stagemesh.orchestrator.session.settings import SessionSettings
 from stagemesh.orchestrator.session.tasks import Spawn
 from stagemesh.orchestrator.session.turn_requests import Runner
-from stagemesh.orchestrator.session.turns import ClientPosition, Turns
+from stagemesh.orchestrator.session.turns import Turns
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import orchestrator_pb2
@@ -66,7 +68,8 @@ class Session:
         """The time of the last event of the client, of the end of the last turn, or of the end of the last call."""
         self._park_s = pipeline.sessions.park_s
         self._clock = clock
-        self._turns = Turns(settings, runner, self, spawn=spawn, max_bytes=pipeline.limits.max_session_bytes)
+        kind = Turns if settings.detection is None else DetectedTurns
+        self._turns = kind(settings, runner, self, spawn=spawn, max_bytes=pipeline.limits.max_session_bytes)
         self._call: SessionCall | None = None
         self._accepted_seq = 0
         self._is_rebuilt = False
@@ -81,6 +84,10 @@ class Session:
     def is_attached(self) -> bool:
         """Whether a call is attached."""
         return self._call is not None
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._turns.answer is None
 
     # -- calls
 
@@ -127,7 +134,7 @@ class Session:
     def park_if_idle(self) -> None:
         """Ends the call if the session has been idle for the time after which it parks."""
         idle_s = self._clock() - self.changed_s
-        if self._call is not None and self._park_s and self._turns.is_idle and idle_s >= self._park_s:
+        if self._call is not None and self._park_s and self._is_idle and idle_s >= self._park_s:
             self._call.end(
                 UnavailableError(
                     f"the session was idle for {self._park_s:g} s; call again when there is an event to send",
@@ -190,7 +197,7 @@ class Session:
                 self.consumed()
             case "clear":
                 self._turns.clear()
-                self._turns.credit.raise_limit()
+                self._turns.input.credit.raise_limit()
                 self._send_grant()
             case "commit":
                 self._turns.commit()
@@ -216,7 +223,7 @@ class Session:
 
     def _close(self) -> None:
         self.is_closed = True
-        if not self._turns.is_idle:
+        if not self._is_idle:
             self._turns.interrupt(0)
         if self._call is not None:
             self._call.end()
@@ -236,13 +243,13 @@ class Session:
         self._recent = deque(kept, maxlen=_MAX_RECENT)
 
     def consumed(self) -> None:
-        if self._turns.credit.raise_limit():
+        if self._turns.input.credit.raise_limit():
             self._send_grant()
 
     def _send_grant(self) -> None:
         if self._call is not None:
             grant = orchestrator_pb2.InputGrant(
-                input_limit_bytes=self._turns.credit.limit_bytes, accepted_seq=self._accepted_seq
+                input_limit_bytes=self._turns.input.credit.limit_bytes, accepted_seq=self._accepted_seq
             )
             self._call.send(response(grant=grant))
 
@@ -257,7 +264,7 @@ class Session:
             self._call.end(copy(error))
 
     def _end_call_when_idle(self) -> None:
-        if self._call is None or not self._turns.is_idle:
+        if self._call is None or not self._is_idle:
             return
         if self._is_stopping:
             self._call.end(
@@ -278,7 +285,7 @@ class Session:
             accepted_seq=self._accepted_seq,
             turn=self._turns.number,
             running_turn=answer.turn if answer is not None else 0,
-            input_limit_bytes=self._turns.credit.limit_bytes,
+            input_limit_bytes=self._turns.input.credit.limit_bytes,
             outputs=settings.request.outputs,
             seed=settings.seed,
             park_s=self._park_s,

@@ -28,10 +28,9 @@ class SessionCall:
         self._changed = Notifier()
 
     def send(self, event: bytes) -> None:
-        """Adds a serialized ConverseResponse. Ignored after the end."""
-        if not self._has_ended:
-            self._events.append(event)
-            self._changed.fire()
+        """Adds a serialized ConverseResponse. Has no effect when the client has been sent the end of the call."""
+        self._events.append(event)
+        self._changed.fire()
 
     async def send_generated(self, answer: Answer, event: bytes) -> None:
         """Adds an event of an answer's request. Waits while several others wait to be sent."""

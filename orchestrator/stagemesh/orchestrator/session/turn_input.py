@@ -1,0 +1,102 @@
+"""The input of the open turn: its checks, its credit, and its pieces."""
+
+from collections.abc import Callable, Sequence
+
+from stagemesh.common.errors import InvalidRequestError, OverloadedError, UnsupportedError
+from stagemesh.common.prompt_input import PromptInput, duration_s, size_of
+from stagemesh.common.unknown_kinds import refuse_unknown
+from stagemesh.connectors.edge import Packet
+from stagemesh.orchestrator.request.streamed_input import StreamedInput, packets_of
+from stagemesh.orchestrator.session.credit import Credit
+from stagemesh.orchestrator.session.settings import SessionSettings
+from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
+from stagemesh.v1 import orchestrator_pb2
+
+PROMPT_WINDOW_BYTES, STREAM_WINDOW_BYTES = 2 * MAX_MESSAGE_BYTES, 1 << 20
+"""The bytes that may be appended ahead of their consumption. The limit rises at half of them, where any piece fits."""
+HEARD_KINDS = frozenset({"audio"})
+"""The kinds of input in which turns are detected."""
+_LARGEST_PROMPT_BYTES = MAX_MESSAGE_BYTES - (256 << 10)
+"""The size of a prompt that fits into a message to a stage, together with the parameters of its request."""
+
+
+class TurnInput:
+    """The input of a session's open turn.
+
+    `max_bytes` limits the size of the transcript together with the input. `consumed` is called when stages have
+    consumed a part of the streamed input.
+    """
+
+    def __init__(self, settings: SessionSettings, *, max_bytes: int, consumed: Callable[[], None]) -> None:
+        self.credit = Credit(STREAM_WINDOW_BYTES if settings.streams else PROMPT_WINDOW_BYTES)
+        self.prompt = PromptInput()
+        """The pieces of the open turn in the mode PROMPT."""
+        self.stream: StreamedInput | None = None
+        """The packets of the open turn in the mode STREAM. None before the first piece."""
+        self.audio_s = 0.0
+        """The duration of the audio that the client has appended in the session, in seconds."""
+        self._settings, self._consumed = settings, consumed
+        self._max_bytes = max_bytes if settings.streams else min(max_bytes, _LARGEST_PROMPT_BYTES)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the open turn has no input."""
+        return self.stream is None and not self.prompt.pieces
+
+    def check(self, piece: orchestrator_pb2.InputAppend, *, transcript_bytes: int) -> Sequence[Packet]:
+        """Checks a piece. Returns its packets if it is streamed, or if turns are detected in it.
+
+        `transcript_bytes` is the size of the transcript. Raises OverloadedError (INPUT_OVER_CREDIT, SESSION_TOO_LARGE),
+        UnsupportedError, or the errors of `packets_of`.
+        """
+        if piece.WhichOneof("piece") is None:
+            refuse_unknown(piece, of="the client")
+            raise InvalidRequestError("a piece of input is empty; set its part or its message", reason="INVALID_PROMPT")
+        size_bytes = size_of(piece)
+        self.credit.check(size_bytes)
+        self.check_size(size_bytes, transcript_bytes=transcript_bytes)
+        if not self._settings.streams:
+            is_heard = self._settings.detection is not None and piece.part.HasField("audio")
+            return packets_of(piece.part, kinds=HEARD_KINDS) if is_heard else ()
+        if piece.WhichOneof("piece") == "message":
+            raise UnsupportedError("messages cannot be streamed; append parts, or use the input mode PROMPT")
+        return packets_of(piece.part, kinds=self._settings.input_tensors)
+
+    def check_size(self, size_bytes: int, *, transcript_bytes: int) -> None:
+        """Raises OverloadedError (SESSION_TOO_LARGE) if the session would be too large with further bytes."""
+        stream_bytes = self.stream.size_bytes if self.stream is not None else 0
+        if transcript_bytes + self.prompt.size_bytes + stream_bytes + size_bytes > self._max_bytes:
+            raise OverloadedError(
+                f"the transcript and the input of the turn would have more than {self._max_bytes:,} bytes; commit or "
+                "clear the turn, or open another session",
+                reason="SESSION_TOO_LARGE",
+            )
+
+    def new_stream(self) -> StreamedInput:
+        """Returns streamed input whose consumption raises the credit."""
+        return StreamedInput(self._note_consumed)
+
+    def add(self, piece: orchestrator_pb2.InputAppend, packets: Sequence[Packet]) -> None:
+        """Adds a piece that was checked."""
+        self.audio_s += duration_s(piece)
+        if self.stream is None:
+            self.prompt.append(piece)
+            self.credit.add(size_of(piece))
+            return
+        self.credit.add(size_of(piece), packet_bytes=sum(packet.size_bytes for packet in packets))
+        for packet in packets:
+            self.stream.append(packet)
+
+    def drop(self) -> None:
+        """Drops the input of the open turn. The request of the turn must not have begun."""
+        if self.stream is not None:
+            self.credit.consume(self.stream.size_bytes)
+        self.begin_turn()
+
+    def begin_turn(self, remaining: PromptInput | None = None) -> None:
+        """Begins the input of the next turn, with the pieces that remain of the former one."""
+        self.prompt, self.stream = remaining or PromptInput(self.audio_s), None
+
+    def _note_consumed(self, packet_bytes: int) -> None:
+        self.credit.consume(packet_bytes)
+        self._consumed()

@@ -1,0 +1,373 @@
+"""Events that a session cannot accept: each has an error of the catalogue, and the session continues if it can."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stagemesh.common.errors import InvalidRequestError, OverloadedError, StagemeshError, UnsupportedError
+from stagemesh.common.tensors import inline_tensor
+from stagemesh.orchestrator.session.turn_input import PROMPT_WINDOW_BYTES
+from stagemesh.v1 import orchestrator_pb2, request_pb2
+from tests.later_contract import later_class, today
+from tests.orchestrator.mesh import mesh
+from tests.orchestrator.session.fake_runner import Chat, Request, chatting, settle
+from tests.orchestrator.session.scripts import ECHO
+from tests.orchestrator.session.talk import Talk, talking
+from tests.orchestrator.session.test_detected_turns import LISTEN
+from tests.orchestrator.session.test_streamed_turns import SPEAK
+
+STREAM = 2
+SMALL = ECHO + "limits: {max_session_bytes: 65536}\n"
+
+
+async def answered(chat: Chat, turn: int, *texts: str) -> None:
+    """Runs a turn whose answer consists of these texts."""
+    chat.say("hello")
+    chat.send(commit={})
+    for text in texts:
+        chat.request(turn).emit(text)
+    chat.request(turn).end()
+    await settle()
+
+
+async def test_the_first_event_must_open_the_session(tmp_path: Path) -> None:
+    async with mesh(tmp_path, ECHO) as echo:
+        talk = Talk(echo.stub)
+        await talk.say("too early")
+        error = await talk.failure()
+    assert error.reason == "SESSION_NOT_OPEN"
+
+
+async def test_a_call_without_events_ends(tmp_path: Path) -> None:
+    async with mesh(tmp_path, ECHO) as echo:
+        talk = Talk(echo.stub)
+        await talk.call.done_writing()
+        error = await talk.failure()
+    assert error.reason == "SESSION_NOT_OPEN"
+
+
+async def test_a_session_is_opened_once_in_a_call(tmp_path: Path) -> None:
+    async with mesh(tmp_path, ECHO) as echo, talking(echo.stub) as talk:
+        await talk.send(seq=0, open={})
+        assert (await talk.rejection()).error.reason == "SESSION_NOT_OPEN"
+        talk.seq = 0
+        assert await talk.turn("one") == "a done"
+
+
+async def test_events_after_the_close_are_rejected(tmp_path: Path) -> None:
+    async with chatting(tmp_path, ECHO) as chat:
+        chat.send(close={})
+        chat.say("too late")
+        await settle()
+    assert chat.has_ended
+    assert chat.session.is_closed
+    assert chat.rejected == "SESSION_CLOSED"
+
+
+async def test_a_closed_session_is_forgotten(tmp_path: Path) -> None:
+    async with mesh(tmp_path, ECHO) as echo:
+        async with talking(echo.stub, session_id="s", linger_s=60) as talk:
+            await talk.close()
+            await talk.rest()
+        async with talking(echo.stub, session_id="s", linger_s=60) as again:
+            assert not again.received[0].opened.is_known
+
+
+async def test_a_second_commit_is_rejected(tmp_path: Path) -> None:
+    async with chatting(tmp_path, ECHO) as chat:
+        chat.say("one")
+        chat.send(commit={})
+        chat.send(commit={})
+        await settle()
+        assert chat.rejected == "TURN_RUNNING"
+        chat.request(1).end()
+        await settle()
+        chat.send(commit={})
+        await settle()
+    assert chat.rejected == "EMPTY_TURN"
+    assert chat.kinds(1) == ["committed", "ended"]
+
+
+async def test_the_input_remains_after_a_commit_that_came_too_early(tmp_path: Path) -> None:
+    async with chatting(tmp_path, ECHO) as chat:
+        chat.say("one")
+        chat.send(commit={})
+        chat.say("two")
+        chat.send(commit={})
+        chat.request(1).end()
+        await settle()
+        chat.send(commit={})
+        assert chat.prompt(2) == ["one", "", "two"]
+
+
+async def test_blank_input_cannot_be_committed(tmp_path: Path) -> None:
+    async with chatting(tmp_path, ECHO) as chat:
+        chat.say(" ")
+        chat.send(commit={})
+        await settle()
+        assert chat.rejected == "EMPTY_PROMPT"
+        chat.say("one")
+        chat.send(commit={})
+        assert chat.prompt(1) == [" one"]
+
+
+@pytest.mark.parametrize(("turn", "reason"), [(0, "TURN_ENDED"), (1, "TURN_ENDED"), (2, "TURN_NOT_STARTED")])
+async def test_only_a_turn_that_is_being_answered_can_be_interrupted(tmp_path: Path, turn: int, reason: str) -> None:
+    async with chatting(tmp_path, ECHO) as chat:
+        await answered(chat, 1, "answer")
+        chat.send(interrupt={"turn": turn})
+        await settle()
+    assert chat.rejected == reason
+
+
+async def test_nothing_can_be_interrupted_before_the_first_turn(tmp_path: Path) -> None:
+    async with chatting(tmp_path, ECHO) as chat:
+        chat.send(interrupt={})
+        await settle()
+    assert chat.rejected == "TURN_NOT_STARTED"
+
+
+@pytest.mark.parametrize(
+    ("truncation", "reason"),
+    [
+        ({"turn": 2, "positions": [{"name": "text", "position": 7}]}, "BEYOND_OUTPUT"),
+        ({"turn": 2, "positions": [{"name": "other", "position": 1}]}, "BEYOND_OUTPUT"),
+        ({"turn": 2}, "INVALID_REQUEST"),
+        ({"turn": 1, "positions": [{"name": "text"}]}, "TURN_ENDED"),
+        ({"turn": 3, "positions": [{"name": "text"}]}, "TURN_NOT_STARTED"),
+    ],
+)
+async def test_a_truncation_must_fit_to_the_newest_answer(
+    tmp_path: Path, truncation: Mapping[str, Any], reason: str
+) -> None:
+    async with chatting(tmp_path, ECHO) as chat:
+        await answered(chat, 1, "one")
+        await answered(chat, 2, "answer")
+        chat.send(truncate=truncation)
+        await settle()
+        assert chat.rejected == reason
+        chat.say("three")
+        chat.send(commit={})
+        assert chat.prompt(3) == ["hello", "one", "hello", "answer", "three"]
+
+
+async def test_a_running_turn_cannot_be_truncated(tmp_path: Path) -> None:
+    async with chatting(tmp_path, ECHO) as chat:
+        chat.say("one")
+        chat.send(commit={})
+        chat.send(truncate={"turn": 1, "positions": [{"name": "text"}]})
+        await settle()
+    assert chat.rejected == "TURN_RUNNING"
+
+
+async def test_input_beyond_the_credit_is_rejected(tmp_path: Path) -> None:
+    async with chatting(tmp_path, SPEAK, input_mode=STREAM) as chat:
+        for _ in range(3):
+            chat.say("x" * (400 << 10))
+        await settle()
+        assert chat.rejected == "INPUT_OVER_CREDIT"
+        chat.request(1).end()
+        chat.say("x" * (400 << 10))
+        await settle()
+        assert [each.rejected.seq for each in chat.received if each.HasField("rejected")] == [3]
+
+
+async def test_a_piece_of_the_largest_message_has_credit(tmp_path: Path) -> None:
+    async with chatting(tmp_path, ECHO) as chat:
+        for _ in range(3):
+            chat.say("x" * (PROMPT_WINDOW_BYTES // 2 - 512 * 1024))
+            chat.send(clear={})
+        await settle()
+    assert not any(each.HasField("rejected") for each in chat.received)
+
+
+async def test_a_turn_beyond_the_limit_is_rejected(tmp_path: Path) -> None:
+    async with chatting(tmp_path, SMALL) as chat:
+        chat.say("x" * 60_000)
+        chat.say("x" * 10_000)
+        await settle()
+        assert chat.rejected == "SESSION_TOO_LARGE"
+        chat.send(clear={})
+        await answered(chat, 1, "answer")
+    assert chat.last("ended").ended.answer == "answer"
+
+
+async def test_the_transcript_counts_against_the_limit(tmp_path: Path) -> None:
+    async with chatting(tmp_path, SMALL) as chat:
+        await answered(chat, 1, "x" * 60_000)
+        chat.say("x" * 10_000)
+        await settle()
+    assert chat.rejected == "SESSION_TOO_LARGE"
+
+
+async def test_an_opening_conversation_beyond_the_limit_ends_the_call(tmp_path: Path) -> None:
+    message = request_pb2.Message(role="ROLE_SYSTEM", content="x" * 70_000)
+    with pytest.raises(OverloadedError) as caught:
+        async with chatting(tmp_path, SMALL, conversation={"messages": [message]}):
+            pass
+    assert caught.value.reason == "SESSION_TOO_LARGE"
+
+
+@pytest.mark.parametrize("limits", ["max_sessions: 2", "per_caller: {max_sessions: 2}"])
+async def test_more_sessions_than_allowed_are_rejected(tmp_path: Path, limits: str) -> None:
+    async with (
+        mesh(tmp_path, f"{ECHO}limits: {{{limits}}}\n") as echo,
+        talking(echo.stub),
+        talking(echo.stub) as second,
+    ):
+        third = Talk(echo.stub)
+        await third.call.write(Request(open=orchestrator_pb2.SessionOpen()))
+        error = await third.failure()
+        await second.close()
+        await second.rest()
+        async with talking(echo.stub):
+            pass
+    assert (error.reason, error.retry_after_s) == ("SESSION_LIMIT", 1.0)
+
+
+async def test_limits_per_caller_do_not_apply_to_others(tmp_path: Path) -> None:
+    limited = f"{ECHO}limits: {{per_caller: {{max_sessions: 1}}}}\n"
+    async with mesh(tmp_path, limited) as echo, talking(echo.stub, caller="one"), talking(echo.stub, caller="two"):
+        pass
+
+
+async def test_a_gap_in_the_numbers_of_events_ends_the_call(tmp_path: Path) -> None:
+    async with mesh(tmp_path, ECHO) as echo, talking(echo.stub, session_id="s", linger_s=60) as talk:
+        await talk.say("one")
+        await talk.send(seq=3, commit={})
+        error = await talk.failure()
+        async with talking(echo.stub, session_id="s", linger_s=60, earlier_calls=1) as again:
+            assert again.received[0].opened.accepted_seq == 1
+    assert error.reason == "EVENT_GAP"
+
+
+@pytest.mark.parametrize("seq", [0, 2])
+async def test_the_first_event_of_a_new_session_has_the_number_one(tmp_path: Path, seq: int) -> None:
+    async with chatting(tmp_path, ECHO) as chat:
+        assert chat.call is not None
+        with pytest.raises(InvalidRequestError) as caught:
+            chat.session.handle(chat.call, Request(seq=seq, commit={}))
+    assert caught.value.reason == "EVENT_GAP"
+
+
+async def test_an_event_of_an_unknown_kind_is_rejected(tmp_path: Path) -> None:
+    async with chatting(tmp_path, ECHO) as chat:
+        assert chat.call is not None
+        chat.session.handle(chat.call, today(later_class("ConverseRequest")(seq=1, later="news"), Request))
+        await settle()
+        assert chat.rejected == "UNKNOWN_KIND"
+        chat.session.handle(chat.call, Request(seq=2))
+        await settle()
+    assert chat.rejected == "INVALID_REQUEST"
+
+
+async def test_a_piece_of_an_unknown_kind_is_rejected(tmp_path: Path) -> None:
+    async with chatting(tmp_path, ECHO) as chat:
+        chat.send(append=today(later_class("InputAppend")(later="news"), orchestrator_pb2.InputAppend))
+        await settle()
+        assert chat.rejected == "UNKNOWN_KIND"
+        chat.send(append={})
+        await settle()
+    assert chat.rejected == "INVALID_PROMPT"
+
+
+async def test_a_medium_that_no_stage_accepts_is_rejected(tmp_path: Path) -> None:
+    async with chatting(tmp_path, ECHO) as chat:
+        chat.send(append={"part": {"image": {"media_type": "image/png", "data": b"png"}}})
+        await settle()
+        assert chat.rejected == "UNSUPPORTED"
+        chat.hear(np.zeros(160, np.float32))
+        await settle()
+    assert chat.rejected == "UNSUPPORTED"
+
+
+async def test_a_codec_that_cannot_be_streamed_is_rejected(tmp_path: Path) -> None:
+    async with chatting(tmp_path, SPEAK, input_mode=STREAM) as chat:
+        chat.send(append={"part": {"audio_file": {"media_type": "audio/opus", "data": b"opus"}}})
+        await settle()
+    assert chat.rejected == "UNSUPPORTED"
+
+
+@pytest.mark.parametrize("rate_hz", [0, 1_000_000])
+async def test_a_rate_that_no_stage_takes_is_rejected(tmp_path: Path, rate_hz: int) -> None:
+    async with chatting(tmp_path, LISTEN, turn_detection={}) as chat:
+        chat.hear(np.zeros(160, np.float32), rate_hz=rate_hz)
+        await settle()
+    assert chat.rejected == "INVALID_MEDIA"
+
+
+async def test_audio_whose_shape_does_not_match_is_rejected(tmp_path: Path) -> None:
+    samples = inline_tensor("", np.zeros(10, np.float32))
+    samples.shape[0] = 20
+    async with chatting(tmp_path, LISTEN) as chat:
+        chat.send(append={"part": {"audio": {"samples": samples, "sample_rate_hz": 16_000}}})
+        await settle()
+    assert chat.rejected == "INVALID_CHUNK"
+
+
+async def test_turns_are_restored_in_order(tmp_path: Path) -> None:
+    async with chatting(tmp_path, ECHO) as chat:
+        chat.seq = -1
+        chat.send(restore={"turn": 2})
+        await settle()
+        assert chat.rejected == "INVALID_RESTORE"
+        chat.seq = 0
+        chat.say("one")
+        chat.seq = -1
+        chat.send(restore={"turn": 1})
+        await settle()
+    assert chat.rejected == "SESSION_NOT_OPEN"
+
+
+async def test_turns_cannot_be_restored_to_a_known_session(tmp_path: Path) -> None:
+    async with chatting(tmp_path, ECHO) as chat:
+        await answered(chat, 1, "answer")
+        await chat.leave()
+        chat.attach(is_known=True)
+        chat.seq = -1
+        chat.send(restore={"turn": 1})
+        await settle()
+    assert chat.rejected == "INVALID_RESTORE"
+
+
+OPENINGS: Mapping[str, tuple[str, Mapping[str, Any], type[StagemeshError], str]] = {
+    "id": (ECHO, {"session_id": "a b"}, InvalidRequestError, "INVALID_ID"),
+    "long id": (ECHO, {"session_id": "x" * 97}, InvalidRequestError, "INVALID_ID"),
+    "pipeline": (ECHO, {"pipeline": "other"}, StagemeshError, "UNKNOWN_PIPELINE"),
+    "caller": (ECHO, {"caller": "a b"}, InvalidRequestError, "INVALID_CALLER"),
+    "output": (ECHO, {"outputs": ["audio"]}, InvalidRequestError, "UNKNOWN_OUTPUT"),
+    "speech": (LISTEN, {"outputs": ["@speech"]}, InvalidRequestError, "UNKNOWN_OUTPUT"),
+    "position": (ECHO, {"next_positions": [{"name": "audio"}]}, InvalidRequestError, "UNKNOWN_OUTPUT"),
+    "choices": (ECHO, {"parameters": {"choices": 2}}, InvalidRequestError, "INVALID_CHOICES"),
+    "sampling": (ECHO, {"parameters": {"sampling": {"top_p": 2}}}, InvalidRequestError, "INVALID_SAMPLING"),
+    "timeout": (ECHO, {"turn_timeout_s": -1}, InvalidRequestError, "INVALID_REQUEST"),
+    "conversation": (ECHO, {"conversation": {"messages": [{}]}}, InvalidRequestError, "INVALID_PROMPT"),
+    "earlier calls": (ECHO, {"earlier_calls": 1_000_001}, InvalidRequestError, "INVALID_EARLIER_CALLS"),
+    "mode": (ECHO, {"input_mode": 9}, UnsupportedError, "UNSUPPORTED"),
+    "no input edge": (ECHO, {"input_mode": STREAM}, UnsupportedError, "UNSUPPORTED"),
+    "streamed conversation": (
+        SPEAK,
+        {"input_mode": STREAM, "conversation": {"messages": [{"role": "ROLE_SYSTEM", "content": "x"}]}},
+        UnsupportedError,
+        "UNSUPPORTED",
+    ),
+    "no detection": (ECHO, {"turn_detection": {}}, UnsupportedError, "UNSUPPORTED"),
+    "detection option": (
+        LISTEN,
+        {"turn_detection": {"options": {"loudness": {"number": 1}}}},
+        InvalidRequestError,
+        "UNKNOWN_OPTION",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPENINGS)
+async def test_a_session_with_invalid_settings_is_rejected(tmp_path: Path, name: str) -> None:
+    text, fields, kind, reason = OPENINGS[name]
+    with pytest.raises(kind) as caught:
+        async with chatting(tmp_path, text, **fields):
+            pass
+    assert caught.value.reason == reason
