@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from stagemesh.client import AudioChunk, TurnEnded
-from stagemesh.client.sessions.sync_session import Session
+from stagemesh.client import AudioChunk, Session, TurnEnded
 from stagemesh.services.models.hibari import SAMPLE_RATE_HZ
 from tests.deployment import Deployment, deployed, eventually
 

@@ -11,6 +11,7 @@ import pytest
 from stagemesh.client import (
     AudioSamples,
     Message,
+    Session,
     SpeechDetected,
     StageArguments,
     Text,
@@ -19,7 +20,6 @@ from stagemesh.client import (
     TurnEnded,
     TurnInterrupted,
 )
-from stagemesh.client.sessions.sync_session import Session
 from tests.deployment import Deployment, deployed
 from tests.models.qwen3_omni.deployment import with_torchvision
 from tests.models.spoken import speak
