@@ -60,3 +60,4 @@ from stagemesh.client.sessions.events import TurnInterrupted as TurnInterrupted
 from stagemesh.client.sessions.events import TurnTruncated as TurnTruncated
 from stagemesh.client.sessions.sync_session import Session as Session
 from stagemesh.client.wav import WavWriter as WavWriter
+from stagemesh.client.wav import read_wav as read_wav

@@ -52,6 +52,11 @@ class AsyncSession:
         assert self._state.opened is not None, "the session is opened by `async with`"
         return self._state.opened
 
+    @property
+    def turn(self) -> int:
+        """The number of the open turn, to which input is appended. Turns are numbered from 1."""
+        return self._state.committed + 1
+
     async def append(self, *content: Part | Message) -> None:
         """Appends text, audio samples, media files or messages to the input of the open turn.
 

@@ -48,6 +48,11 @@ class Session:
         assert self._state.opened is not None, "the session is opened by `with`"
         return self._state.opened
 
+    @property
+    def turn(self) -> int:
+        """The number of the open turn, to which input is appended. Turns are numbered from 1."""
+        return self._state.committed + 1
+
     def append(self, *content: Part | Message) -> None:
         """Appends content to the input of the open turn, in the same way as `AsyncSession.append`."""
         for part in content:
