@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
@@ -49,7 +50,9 @@ class TicketAcceptances:
                 self._unsent[number] = message
                 self._wake()
                 await asyncio.wait((acceptance.answer,), timeout=_REPEAT_S)
-            acceptance.answer.result()
+            if (error := acceptance.answer.exception()) is not None:
+                # Raises a copy, because a raised error refers to frames, which refer to the future, and to the ticket.
+                raise copy(error)
         finally:
             del self._waiting[number]
             self._unsent.pop(number, None)
