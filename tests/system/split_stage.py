@@ -1,4 +1,4 @@
-"""A pipeline whose `thinker` is split, beside the same model in one stage, and the checks that both agree."""
+"""A pipeline with a split stage and the same model in one stage, and the checks that both agree."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
