@@ -12,7 +12,7 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -129,25 +129,27 @@ async def measure(model: Path) -> dict[str, list[Trial]]:
     return {variant: done[1:] for variant, done in trials.items()}
 
 
+_TIMES: Mapping[str, Callable[[Trial], list[float]]] = {
+    "first token of short requests": lambda trial: trial.first_s,
+    "between tokens of short requests": lambda trial: trial.gaps_s,
+    "first token of long requests": lambda trial: trial.long_s,
+}
+
+
 def _summary(trial: Trial) -> str:
-    names = {"first token": trial.first_s, "between tokens": trial.gaps_s, "first token of long": trial.long_s}
     return ", ".join(
-        f"{name} p50 {np.percentile(values, 50):.3f} p99 {np.percentile(values, 99):.3f} s"
-        for name, values in names.items()
+        f"{name} p50 {np.percentile(times_of(trial), 50):.3f} p99 {np.percentile(times_of(trial), 99):.3f} s"
+        for name, times_of in _TIMES.items()
     )
 
 
 def figures(trials: Mapping[str, Sequence[Trial]]) -> list[Figure]:
     """Returns the percentiles of each stage as medians over the repeats, and the ratios within the repeats."""
     found: list[Figure] = []
-    for name, key in (
-        ("first token of short requests", "first_s"),
-        ("between tokens of short requests", "gaps_s"),
-        ("first token of long requests", "long_s"),
-    ):
+    for name, times_of in _TIMES.items():
         for percent in (50, 99):
             values = {
-                variant: [float(np.percentile(getattr(trial, key), percent)) for trial in done]
+                variant: [float(np.percentile(times_of(trial), percent)) for trial in done]
                 for variant, done in trials.items()
             }
             subject = f"{name}, p{percent}"
