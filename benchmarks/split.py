@@ -2,7 +2,9 @@
 
 Both are stages of one pipeline, so that both are up at once: one prefill and one decode replica, and two replicas that
 do both. Their trials alternate. In a trial, long prompts with a few tokens of output and short prompts with many tokens
-of output arrive at fixed intervals, and clients measure when each token arrives. The first trial of each is a warm-up.
+of output arrive at fixed intervals, and clients measure when each token arrives. The interval of long prompts is twice
+the time that one takes alone, so that the prefill replica computes for half of the time. The first trial of each stage
+is a warm-up.
 """
 
 import argparse
@@ -10,7 +12,7 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +29,7 @@ from stagemesh.orchestrator.spec import load_pipeline
 SPLIT, WHOLE = "split", "whole"
 LONG_TOKENS, SHORT_TOKENS = 2_000, 24
 LONG_OUTPUT, SHORT_OUTPUT = 4, 48
-LONG_INTERVAL_S, SHORT_INTERVAL_S = 2.0, 0.5
+LONG_INTERVALS, SHORT_INTERVAL_S = 2.0, 0.5
 TRIAL_S = 20.0
 REPEATS = 3
 MAX_MODEL_LEN = 2_304
@@ -66,12 +68,19 @@ class Comparison:
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._random = np.random.default_rng(0)
+        self._long_interval_s = 0.0
+
+    async def measure_interval(self) -> None:
+        """Measures how long a long prompt takes alone, and derives the interval of long prompts from it."""
+        times_s = [await self._arrivals(SPLIT, LONG_TOKENS, 1) for _ in range(3)]
+        self._long_interval_s = LONG_INTERVALS * min(end_s - start_s for start_s, end_s in times_s)
+        _console.print(f"a long prompt every {self._long_interval_s:.2f} s")
 
     async def run(self, variant: str) -> Trial:
         """Runs one trial in the stage `variant`, and waits until all of its requests have ended."""
         trial = Trial()
         async with asyncio.TaskGroup() as group:
-            for interval_s, request in ((LONG_INTERVAL_S, self._long), (SHORT_INTERVAL_S, self._short)):
+            for interval_s, request in ((self._long_interval_s, self._long), (SHORT_INTERVAL_S, self._short)):
                 for number in range(round(TRIAL_S / interval_s)):
                     group.create_task(_after(number * interval_s, request(variant, trial)))
         return trial
@@ -112,6 +121,7 @@ async def measure(model: Path) -> dict[str, list[Trial]]:
         await launcher.wait_ready()
         client = await stack.enter_async_context(AsyncClient(launcher.endpoint))
         comparison = Comparison(client)
+        await comparison.measure_interval()
         for number in range(REPEATS + 1):
             for variant, done in trials.items():
                 done.append(await comparison.run(variant))
@@ -119,25 +129,27 @@ async def measure(model: Path) -> dict[str, list[Trial]]:
     return {variant: done[1:] for variant, done in trials.items()}
 
 
+_TIMES: Mapping[str, Callable[[Trial], list[float]]] = {
+    "first token of short requests": lambda trial: trial.first_s,
+    "between tokens of short requests": lambda trial: trial.gaps_s,
+    "first token of long requests": lambda trial: trial.long_s,
+}
+
+
 def _summary(trial: Trial) -> str:
-    names = {"first token": trial.first_s, "between tokens": trial.gaps_s, "first token of long": trial.long_s}
     return ", ".join(
-        f"{name} p50 {np.percentile(values, 50):.3f} p99 {np.percentile(values, 99):.3f} s"
-        for name, values in names.items()
+        f"{name} p50 {np.percentile(times_of(trial), 50):.3f} p99 {np.percentile(times_of(trial), 99):.3f} s"
+        for name, times_of in _TIMES.items()
     )
 
 
 def figures(trials: Mapping[str, Sequence[Trial]]) -> list[Figure]:
     """Returns the percentiles of each stage as medians over the repeats, and the ratios within the repeats."""
     found: list[Figure] = []
-    for name, key in (
-        ("first token of short requests", "first_s"),
-        ("between tokens of short requests", "gaps_s"),
-        ("first token of long requests", "long_s"),
-    ):
+    for name, times_of in _TIMES.items():
         for percent in (50, 99):
             values = {
-                variant: [float(np.percentile(getattr(trial, key), percent)) for trial in done]
+                variant: [float(np.percentile(times_of(trial), percent)) for trial in done]
                 for variant, done in trials.items()
             }
             subject = f"{name}, p{percent}"

@@ -112,6 +112,23 @@ async def test_ticket_that_nobody_accepted_is_kept_until_the_flow_ends() -> None
         await eventually(lambda: offers.released == ["kv"])
 
 
+@pytest.mark.parametrize("is_sent", [False, True])
+async def test_flow_ends_by_itself_after_its_reader_has_left(is_sent: bool) -> None:
+    offers = Offers()
+    async with two_hosts() as (a, b):
+        outlet, inlet = open_ticket_flow(a, b)
+        if is_sent:
+            await offers.send(outlet)
+            await outlet.finish()
+        inlet.leave()
+        await inlet.aclose()
+        if not is_sent:
+            await offers.send(outlet)
+            await outlet.finish()
+        await eventually(lambda: outlet.is_over)
+        assert offers.released == ["kv"]
+
+
 async def test_ticket_cannot_be_accepted_after_its_time_limit() -> None:
     offers = Offers()
     async with two_hosts() as (a, b):

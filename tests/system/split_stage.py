@@ -1,5 +1,6 @@
-"""A pipeline whose `thinker` is split, beside the same model in one stage, and the checks that both agree."""
+"""A pipeline with a split stage and the same model in one stage, and the checks that both agree."""
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,12 @@ def generate(client: Client, arguments: Mapping[str, Any], sampling: StageArgume
     return client.generate(**arguments, stages={"thinker": sampling, "whole": sampling}, seed=5).result()
 
 
-def generate_with_kill(up: Deployment, client: Client, *, seed: int, victim: str, after: int) -> Result:
-    """Runs a request in both stages, and kills a replica when its stage has sampled more than `after` tokens.
+def generate_with_kill(
+    up: Deployment, client: Client, *, seed: int, victim: str, after: int, delay_s: float = 0.0
+) -> Result:
+    """Runs a request in both stages, and kills a replica when the stage has sampled more than `after` tokens.
 
-    Kills the replica at once if `after` is negative.
+    If `after` is negative, kills the replica `delay_s` seconds after the first event, which precedes all tokens.
     """
     sampling: StageArguments = {"temperature": 1.0, "max_tokens": KILLED_TOKENS, "ignore_eos": True, "logprobs": 0}
     running = client.generate(token_ids=prompt(seed, 1200), stages={"thinker": sampling, "whole": sampling}, seed=seed)
@@ -64,6 +67,7 @@ def generate_with_kill(up: Deployment, client: Client, *, seed: int, victim: str
         if isinstance(event, Tokens) and event.output == "tokens":
             count += len(event.ids)
         if not killed and count > after:
+            time.sleep(delay_s)
             up.kill(victim)
             killed = True
     assert killed

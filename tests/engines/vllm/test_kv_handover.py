@@ -44,7 +44,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     model = write_real_model(tmp_path_factory.mktemp("real"), positions=POSITIONS)
     engines = []
     for role in ("prefill", "decode"):
-        options = {**OPTIONS, "kv_handover": {"role": role, "min_tokens": 4, "wait_s": 2.0}}
+        options: Mapping[str, JsonValue] = {**OPTIONS, "kv_handover": {"role": role, "min_tokens": 4, "wait_s": 2.0}}
         engine = VllmEngine(stage_config("vllm", model=str(model), options=options))
         await engine.start(lambda _: None)
         engines.append(engine)

@@ -36,8 +36,9 @@ def test_both_stages_are_those_that_a_user_could_have_written(tmp_path: Path) ->
     pipeline = _load(tmp_path)
     prefill, decode = pipeline.stages["thinker-prefill"], pipeline.stages["thinker"]
     assert (prefill.replicas, decode.replicas) == (2, 5)
-    assert prefill.options == {**decode.options, "kv_handover": {"role": "prefill", "wait_s": 9.0}}
+    assert prefill.options["kv_handover"] == {"role": "prefill", "wait_s": 9.0}
     assert decode.options["kv_handover"] == {"role": "decode", "wait_s": 9.0}
+    assert prefill.options.keys() == {"dtype", "enable_lora", "kv_handover"} == decode.options.keys()
     assert prefill.stall_s == decode.stall_s == 7
     assert [edge.edge_name for edge in pipeline.edges] == ["thinker-prefill->thinker"]
     assert pipeline.edges[0].tensors == ("kv_cache",)
@@ -92,7 +93,7 @@ def test_prefill_stage_has_the_adapter_of_the_stage_but_no_sampling(tmp_path: Pa
 
 def test_parameters_cannot_name_the_prefill_stage(tmp_path: Path) -> None:
     parameters = request_pb2.Parameters(stages={"thinker-prefill": request_pb2.StageParameters(adapter="poet")})
-    with pytest.raises(InvalidRequestError, match="has the stages echo, thinker$"):
+    with pytest.raises(InvalidRequestError, match=r"has the stages echo, thinker$"):
         check_parameters(parameters, _load(tmp_path))
 
 
@@ -112,8 +113,8 @@ CASES: dict[str, tuple[str, str, str]] = {
     "unknown key": ("wait_s: 9", "wait: 9",
         "11: unknown key 'stages.thinker.split.wait'; did you mean 'wait_s'?"),
     "hidden states": ("dtype: float32", "hidden_states: {}",
-        ("9: option hidden_states excludes split and kv_handover, because a decode stage does not compute the tokens of "
-        "the prompt; remove hidden_states, or do not split the stage")),
+        ("9: option hidden_states excludes split and kv_handover, because a decode stage does not compute the tokens "
+        "of the prompt; remove hidden_states, or do not split the stage")),
 }  # fmt: skip
 
 

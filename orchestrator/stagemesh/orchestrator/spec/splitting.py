@@ -73,7 +73,7 @@ def _divide(document: Document, name: str, stage: dict[str, Any], split: SplitEn
         _copy_place(document, origin, (*edge, *key))
     settings = split.model_dump(include={"min_tokens", "wait_s"}, exclude_none=True)
     common = {key: value for key, value in stage.items() if key != "split"}
-    options = common.get("options") or {}
+    options = cast("dict[str, Any]", common.get("options") or {})
     divided = dict[str, dict[str, Any]]()
     for stage_name, role, replicas in ((prefill, "prefill", split.prefill), (name, "decode", split.decode)):
         handover = {"role": role, **settings}

@@ -5,6 +5,7 @@ library that is installed for the connector `nixl` is used.
 """
 
 import importlib
+import importlib.util
 import sys
 
 _NIXL = "nixl"
