@@ -1,6 +1,6 @@
 """A process with a vllm engine for a test to kill. Prints "ready", then generates forever.
 
-With the argument "forked", the engine core runs in a fork of this process.
+The arguments are the model, "spawned" or "forked", which says how the engine core starts, and the `load_format`.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ from tests.engines.support import stage_config
 from tests.engines.vllm.tiny_model import OPTIONS
 
 
-async def main(model: str) -> None:
+async def main(model: str, load_format: str) -> None:
     """Runs until the process is killed."""
-    engine = VllmEngine(stage_config("vllm", model=model, options=OPTIONS))
+    engine = VllmEngine(stage_config("vllm", model=model, options={**OPTIONS, "load_format": load_format}))
     await engine.start(lambda _: None)
     print("ready", flush=True)
     while True:
@@ -24,6 +24,7 @@ async def main(model: str) -> None:
 
 
 if __name__ == "__main__":
-    if "forked" in sys.argv:
+    _, path, start, weights = sys.argv
+    if start == "forked":
         preload()()
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(path, weights))

@@ -97,7 +97,7 @@ class _CoreProcess(SpawnProcess):
         # A queue for tensors consists of descriptors, which only a new process inherits.
         if _forked and process_obj._kwargs.get("tensor_queue") is None:  # type: ignore[attr-defined]  # noqa: SLF001
             return _Popen(process_obj, _forked.pop())
-        return SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]  # noqa: SLF001
+        return SpawnProcess._Popen(process_obj)  # noqa: SLF001
 
 
 class _Context(SpawnContext):
