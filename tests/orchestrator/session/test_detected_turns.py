@@ -117,7 +117,7 @@ async def test_long_silence_is_forgotten(tmp_path: Path) -> None:
         for value in range(30):
             chat.hear(second(value))
         await speak_and_pause(chat, 1, begin_s=28.0, end_s=30.0)
-        assert chat.session._turns.input.prompt.size_bytes == 0  # noqa: SLF001
+        assert chat.session._turns.input.prompt.size_bytes == 0
         assert heard(chat, 1) == [28.0, 29.0]
 
 

@@ -20,9 +20,7 @@ def text(content: str) -> Piece:
 def audio(*values: float, rate_hz: int = RATE_HZ, channels: int = 1) -> Piece:
     samples = np.array(values, np.float32)
     samples = samples if channels == 1 else np.stack([samples] * channels, axis=1)
-    part = request_pb2.Part(
-        audio=request_pb2.Audio(samples=inline_tensor("", samples), sample_rate_hz=rate_hz)
-    )
+    part = request_pb2.Part(audio=request_pb2.Audio(samples=inline_tensor("", samples), sample_rate_hz=rate_hz))
     return Piece(part=part)
 
 

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -112,6 +112,14 @@ class SessionModel(RuleBasedStateMachine):
 
         self.run(attach())
 
+    @rule()
+    def stop_reading(self) -> None:
+        self.chat.reads.clear()
+
+    @rule()
+    def read_again(self) -> None:
+        self.chat.reads.set()
+
     # -- the answers
 
     @precondition(lambda self: self.running)
@@ -175,17 +183,21 @@ class SessionModel(RuleBasedStateMachine):
                 pass
 
     def teardown(self) -> None:
-        if hasattr(self, "chat"):
-            self._finish()
-            self.run(self.opening.__aexit__(None, None, None))
-        self.loop.close()
-        self.folder.cleanup()
+        try:
+            if hasattr(self, "chat"):
+                self._finish()
+        finally:
+            if hasattr(self, "chat"):
+                self.run(self.opening.__aexit__(None, None, None))
+            self.loop.close()
+            self.folder.cleanup()
 
     def _finish(self) -> None:
         """Ends what runs, and compares the transcript with the client's."""
         if not self.is_attached:
             self.attach_again()
         self.chat.runner.error = None
+        self.chat.reads.set()
         self.run(settle())
         if self.running is not None:
             self.end(fails=False)
@@ -221,7 +233,12 @@ class StreamedSessionModel(SessionModel):
 
 _EXAMPLES = int(os.environ.get("SESSION_EXAMPLES", "60"))
 _SETTINGS = settings(
-    max_examples=_EXAMPLES, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=_EXAMPLES,
+    stateful_step_count=40,
+    deadline=None,
+    # Shrinking a failing example takes longer than the timeout of a test.
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
 )
 TestSession = SessionModel.TestCase
 TestSession.settings = _SETTINGS

@@ -22,7 +22,16 @@ outputs: {spoken: b, text: a}
 
 @pytest.mark.parametrize(
     ("length", "heard"),
-    [(0, ""), (2, ""), (3, "one"), (4, "one"), (6, "one"), (7, "one two"), (13, "one two three"), (99, "one two three")],
+    [
+        (0, ""),
+        (2, ""),
+        (3, "one"),
+        (4, "one"),
+        (6, "one"),
+        (7, "one two"),
+        (13, "one two three"),
+        (99, "one two three"),
+    ],
 )
 def test_an_answer_is_cut_at_the_end_of_a_word(length: int, heard: str) -> None:
     assert shorten("one two three", length=length) == heard
