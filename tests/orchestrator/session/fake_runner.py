@@ -187,7 +187,7 @@ class Chat:
 
 async def settle() -> None:
     """Lets all tasks run until they wait."""
-    for _ in range(30):
+    for _ in range(300):
         await asyncio.sleep(0)
 
 

@@ -45,9 +45,11 @@ class SessionModel(RuleBasedStateMachine):
         self.interrupted, self.committed, self.rejected = set[int](), set[int](), set[int]()
         self.failed = set[int]()
 
-    @initialize()
-    def open(self) -> None:
+    @initialize(reads=st.booleans())
+    def open(self, reads: bool) -> None:
         self.chat = self.run(self.opening.__aenter__())
+        if not reads:
+            self.chat.reads.clear()
 
     def run(self, work: Any) -> Any:
         return self.loop.run_until_complete(work)
@@ -86,7 +88,7 @@ class SessionModel(RuleBasedStateMachine):
         self.send("clear", {})
 
     @precondition(lambda self: self.is_attached)
-    @rule(turn=TURNS)
+    @rule(turn=st.just(0) | TURNS)
     def interrupt(self, turn: int) -> None:
         self.send("interrupt", {"turn": turn})
 
@@ -123,11 +125,12 @@ class SessionModel(RuleBasedStateMachine):
     # -- the answers
 
     @precondition(lambda self: self.running)
-    @rule(text=WORDS)
-    def emit(self, text: str) -> None:
+    @rule(texts=st.lists(WORDS, min_size=1, max_size=6))
+    def emit(self, texts: list[str]) -> None:
         async def emit() -> None:
             assert self.running is not None
-            self.running.emit(text)
+            for text in texts:
+                self.running.emit(text)
 
         self.run(emit())
 
@@ -146,6 +149,13 @@ class SessionModel(RuleBasedStateMachine):
 
     @rule()
     def wait(self) -> None:
+        self.run(settle())
+
+    @precondition(lambda self: self.is_attached)
+    @rule(text=WORDS)
+    def take_a_turn(self, text: str) -> None:
+        self.say(text)
+        self.commit()
         self.run(settle())
 
     # -- the properties
