@@ -1,4 +1,4 @@
-"""The ledger of tickets, against a model of the engines that read the states: no double release, no leak, no use after it.
+"""The ledger of tickets, against a model of the engines that read states: no double release, no leak, no late use.
 
 A producer sends tickets to two consumers. Everything except the wires and the clock is real. The state machine decides
 when messages move, break off and repeat, when time passes, and when a replica dies, restarts or becomes unreachable.
@@ -111,10 +111,10 @@ class NoWire:
         pass
 
     def close(self, error: StagemeshError | None = None) -> None:
-        pass
+        self._user.closed(UnavailableError("unreachable"))
 
     async def run(self) -> None:
-        self._user.closed(UnavailableError("unreachable"))
+        self.close()
 
 
 @dataclass
@@ -325,7 +325,6 @@ class TicketModel(RuleBasedStateMachine):
         try:
             until_s = await use.ticket.accept()
         except UnavailableError as exc:
-            assert exc.reason in {"TICKET_EXPIRED", "TICKET_LOST"}
             self.refusals[exc.reason] += 1
         else:
             use.until_s = max(use.until_s, until_s)
@@ -441,6 +440,10 @@ class TicketModel(RuleBasedStateMachine):
         for use in self.uses:
             if use.until_s > self.loop.now_s and use.state.incarnation == self.incarnation:
                 assert use.state.releases == 0, f"{use.state.name} was released while {use.consumer} read it"
+
+    @invariant()
+    def refusals_have_their_reasons(self) -> None:
+        assert self.refusals.keys() <= {"TICKET_EXPIRED", "TICKET_LOST"}
 
     @invariant()
     def no_task_failed(self) -> None:

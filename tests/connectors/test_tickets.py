@@ -2,9 +2,10 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,9 @@ from stagemesh.connectors.flow.chunking import FramesPolicy, StepPolicy, WholePo
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.stream import local_socket
+from stagemesh.connectors.tickets import ReceivedTicket
+from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
+from tests.connectors.handmade_producers import KEY, OPEN, peer
 from tests.connectors.hosts import Host
 from tests.connectors.offers import KIND, Offers, open_ticket_flow, take
 
@@ -423,3 +427,109 @@ async def test_offered_ticket_can_be_used_without_a_data_plane() -> None:
     with pytest.raises(StagemeshError) as refused:
         await ticket.accept()
     assert refused.value.reason == "TICKET_EXPIRED"
+
+
+# -- messages of hostile peers
+
+
+def _handover(name: str = "kv", **fields: Any) -> tensor_pb2.Tensor:
+    handover = {"kind": KIND, "state_descriptor": b"x", "size_bytes": 1, "time_limit_s": 30.0, **fields}
+    return tensor_pb2.Tensor(name=name, handover=tensor_pb2.Handover(**handover))
+
+
+_TEXT = tensor_pb2.Tensor(name="x", dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[1], inline=b"1")
+
+
+def _data(*tensors: tensor_pb2.Tensor, size_bytes: int = 0, lease_id: int = 5) -> chunk_pb2.ChunkData:
+    return chunk_pb2.ChunkData(tensors=tensors, size_bytes=size_bytes, lease_id=lease_id)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(_data(_handover(), lease_id=0), id="no lease"),
+        pytest.param(_data(_handover(), _TEXT, _handover("kv2"), size_bytes=1), id="tensor after a ticket"),
+        pytest.param(_data(_handover(), size_bytes=1), id="size of the state counted"),
+        pytest.param(_data(_handover(), _handover()), id="same name twice"),
+        pytest.param(_data(_TEXT, _handover("x"), size_bytes=1), id="name of a tensor"),
+        pytest.param(_data(*(_handover(f"kv{n}") for n in range(17))), id="too many tickets"),
+        pytest.param(_data(_handover(state_descriptor=b"x" * ((64 << 10) + 1))), id="long descriptor"),
+        pytest.param(_data(_handover(time_limit_s=0.0)), id="no time"),
+        pytest.param(_data(_handover(time_limit_s=float("nan"))), id="time that is no number"),
+        pytest.param(_data(_handover(time_limit_s=float("inf"))), id="endless time"),
+        pytest.param(
+            _data(tensor_pb2.Tensor(name="kv", shape=[3], handover=_handover().handover)), id="ticket with a shape"
+        ),
+    ],
+)
+async def test_malformed_ticket_is_rejected(data: chunk_pb2.ChunkData) -> None:
+    async with peer() as one:
+        inlet = one.host.plane.open_inlet(KEY, producer="a-0", ticket_kinds=[KIND])
+        await one.put(OPEN)
+        await one.answer("opened")
+        await one.put_data(data)
+        assert await one.reason() == "INVALID_CHUNK"
+        await inlet.aclose()
+        # No lease is retained for it.
+        for producer in one.host.plane.consumer._producers.values():
+            assert not producer.held_lease_ids
+
+
+@pytest.mark.parametrize("kind", ["", "KV", "other.kv", "a" * 65, "x\0"])
+async def test_ticket_of_another_kind_is_refused_and_its_lease_returned(kind: str) -> None:
+    async with peer() as one:
+        inlet = one.host.plane.open_inlet(KEY, producer="a-0", ticket_kinds=[KIND])
+        await one.put(OPEN)
+        await one.answer("opened")
+        await one.put_data(_data(_handover(kind=kind)))
+        assert (await one.answer("release")).release.lease_ids == [5]
+        with pytest.raises(UnsupportedError):
+            await take(inlet)
+
+
+async def test_repeated_and_unknown_answers_are_ignored() -> None:
+    async with peer() as one:
+        inlet = one.host.plane.open_inlet(KEY, producer="a-0", ticket_kinds=[KIND])
+        await one.put(OPEN)
+        await one.answer("opened")
+        await one.put_data(_data(_handover()))
+        ticket = await take(inlet)
+        accepting = asyncio.create_task(ticket.accept())
+        accept = (await one.answer("accept")).accept
+        assert accept.lease_id == 5
+        unknown = stage_pb2.TicketsAnswer(acceptance=accept.acceptance + 1)
+        answer = stage_pb2.TicketsAnswer(acceptance=accept.acceptance)
+        refusal = stage_pb2.TicketsAnswer(acceptance=accept.acceptance, error=chunk_pb2.Error(code=14))
+        for each in (unknown, answer, answer, refusal):
+            await one.put(stage_pb2.PutItem(tickets=each))
+        assert await accepting > 0
+        await inlet.aclose()
+
+
+async def test_lease_of_another_consumer_cannot_be_accepted() -> None:
+    offers = Offers()
+    async with three_hosts() as (a, b, c):
+        outlet, inlet = open_ticket_flow(a, b)
+        await offers.send(outlet)
+        ticket = await take(inlet)
+        [lease_id] = b.plane.consumer._producers["a-0", a.plane.incarnation].held_lease_ids
+        _, other = open_ticket_flow(a, c, request="r2")
+        thief = ReceivedTicket(
+            KIND,
+            b"",
+            size_bytes=1,
+            time_limit_s=30,
+            accept=partial(await _acceptances(c, a), lease_id),
+            on_release=lambda: None,
+        )
+        with pytest.raises(UnavailableError) as refused:
+            await thief.accept()
+        assert refused.value.reason == "TICKET_EXPIRED"
+        await ticket.accept()
+        await other.aclose()
+
+
+async def _acceptances(consumer: Host, producer: Host) -> Callable[[int], Awaitable[None]]:
+    key = "a-0", producer.plane.incarnation
+    await eventually(lambda: key in consumer.plane.consumer._producers)
+    return consumer.plane.consumer._producers[key].acceptances.accept

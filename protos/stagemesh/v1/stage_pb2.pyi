@@ -167,7 +167,7 @@ class ExecuteStepRequest(_message.Message):
     """Steps of a higher priority run first when steps compete."""
     @_builtins.property
     def input(self) -> _request_pb2.Input:
-        """The client's input. Unset for stages that only edges feed."""
+        """The client's input. Set for a stage without incoming edges, and for a stage that accepts only tickets."""
 
     @_builtins.property
     def parameters(self) -> _request_pb2.StageParameters:

@@ -25,8 +25,9 @@ def add_rows(rows: dict[str, int], packet: Packet) -> None:
     """
     for name, tensor in packet.tensors.items():
         rows[name] = rows.get(name, 0) + (tensor.shape[0] if tensor.ndim else 1)
-    for name in packet.tickets:
-        rows[name] = rows.get(name, 0) + 1
+    if packet.tickets:
+        for name in packet.tickets:
+            rows[name] = rows.get(name, 0) + 1
 
 
 class ReceivedRows:

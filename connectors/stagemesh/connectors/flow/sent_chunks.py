@@ -64,7 +64,10 @@ class SentChunk:
     reader: Connector | None = None
     """The connector through which the consumer is expected to read the chunk. None if no read is expected."""
     tickets: Mapping[str, OfferedTicket] | None = None
-    """The tickets of the chunk by name, or None if it has none. The chunk refers to each until they are used."""
+    """The tickets of the chunk by name, or None if it has none.
+
+    The chunk has a reference to each ticket until the tickets are used or the chunk is released.
+    """
     _are_tickets_used: bool = False
 
     @property
