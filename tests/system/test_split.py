@@ -74,7 +74,9 @@ def test_reports_name_both_stages(up: Deployment) -> None:
 def test_cancelled_requests_leave_no_blocks(up: Deployment) -> None:
     with up.client() as client:
         for number in range(6):
-            running = client.generate(token_ids=prompt(50 + number, 1500), outputs=["tokens"], max_tokens=400)
+            running = client.generate(
+                token_ids=prompt(50 + number, 1500), outputs=["tokens"], max_tokens=400, ignore_eos=True
+            )
             # Without a caller, the request is stopped.
             with closing(iter(running)) as events:
                 for _ in range(number + 1):

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -17,12 +18,19 @@ from stagemesh.services.engines.base import Checkpoint, RawPrompt, SamplingOptio
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.options import KV_CACHE
 from tests.engines.support import collect, controls_of, packets, stage_config
+from tests.engines.vllm.tiny_adapter import write_adapter
 from tests.engines.vllm.tiny_model import write_real_model
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
 POSITIONS = 1024
-OPTIONS: Mapping[str, JsonValue] = {"dtype": "float32", "kv_cache_memory_bytes": 16 << 20, "checkpoint_tokens": 8}
+OPTIONS: Mapping[str, JsonValue] = {
+    "dtype": "float32",
+    "kv_cache_memory_bytes": 16 << 20,
+    "checkpoint_tokens": 8,
+    "enable_lora": True,
+    "max_lora_rank": 8,
+}
 GREEDY = SamplingOptions(max_tokens=12, temperature=0.0, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=1.0, logprobs=2)
 BLOCK = 128
@@ -41,7 +49,7 @@ class Pair(NamedTuple):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
-    model = write_real_model(tmp_path_factory.mktemp("real"), positions=POSITIONS)
+    model = write_real_model(tmp_path_factory.mktemp("real"), positions=POSITIONS, deviation=0.2)
     engines = []
     for role in ("prefill", "decode"):
         options: Mapping[str, JsonValue] = {**OPTIONS, "kv_handover": {"role": role, "min_tokens": 4, "wait_s": 2.0}}
@@ -247,6 +255,20 @@ async def test_request_resumes_from_a_checkpoint_and_a_ticket(pair: Pair) -> Non
     sent = await prefilled(pair.prefill, each)
     rest, _ = await decoded(pair.decode, replace(each, resume_from=checkpoint), sent)
     assert [*checkpoint.token_ids, *rest] == tokens
+    await pair.check_no_blocks()
+
+
+async def test_adapter_applies_to_the_prompt(pair: Pair, tmp_path: Path) -> None:
+    plain = task("adapter", 300)
+    adapted = replace(plain, adapter="poet")
+    for engine in pair:
+        await controls_of(engine).adapters.load("poet", str(write_adapter(tmp_path / "poet")))
+    tokens = await handed_over(pair, adapted)
+    assert tokens == await alone(pair, adapted)
+    assert tokens != await alone(pair, plain)
+    # The decode engine does not compute the prompt: with the cache of the adapter, it samples other tokens.
+    mixed, _ = await decoded(pair.decode, plain, await prefilled(pair.prefill, adapted))
+    assert mixed != await alone(pair, plain)
     await pair.check_no_blocks()
 
 
