@@ -107,6 +107,9 @@ class Chat:
         self.has_ended = False
         self._reading: asyncio.Task[None] | None = None
         self.call: SessionCall | None = None
+        self.reads = asyncio.Event()
+        """Whether the client reads. If it does not, events wait to be sent."""
+        self.reads.set()
 
     def attach(self, *, is_known: bool = False, **fields: Any) -> None:
         """Attaches a call."""
@@ -176,6 +179,7 @@ class Chat:
         try:
             async for event in call.events():
                 self.received.append(Response.FromString(event))
+                await self.reads.wait()
         except StagemeshError as exc:
             self.error = exc
         self.has_ended = True
@@ -183,7 +187,7 @@ class Chat:
 
 async def settle() -> None:
     """Lets all tasks run until they wait."""
-    for _ in range(30):
+    for _ in range(300):
         await asyncio.sleep(0)
 
 

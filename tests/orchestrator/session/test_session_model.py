@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -45,9 +45,11 @@ class SessionModel(RuleBasedStateMachine):
         self.interrupted, self.committed, self.rejected = set[int](), set[int](), set[int]()
         self.failed = set[int]()
 
-    @initialize()
-    def open(self) -> None:
+    @initialize(reads=st.booleans())
+    def open(self, reads: bool) -> None:
         self.chat = self.run(self.opening.__aenter__())
+        if not reads:
+            self.chat.reads.clear()
 
     def run(self, work: Any) -> Any:
         return self.loop.run_until_complete(work)
@@ -86,7 +88,7 @@ class SessionModel(RuleBasedStateMachine):
         self.send("clear", {})
 
     @precondition(lambda self: self.is_attached)
-    @rule(turn=TURNS)
+    @rule(turn=st.just(0) | TURNS)
     def interrupt(self, turn: int) -> None:
         self.send("interrupt", {"turn": turn})
 
@@ -112,14 +114,23 @@ class SessionModel(RuleBasedStateMachine):
 
         self.run(attach())
 
+    @rule()
+    def stop_reading(self) -> None:
+        self.chat.reads.clear()
+
+    @rule()
+    def read_again(self) -> None:
+        self.chat.reads.set()
+
     # -- the answers
 
     @precondition(lambda self: self.running)
-    @rule(text=WORDS)
-    def emit(self, text: str) -> None:
+    @rule(texts=st.lists(WORDS, min_size=1, max_size=6))
+    def emit(self, texts: list[str]) -> None:
         async def emit() -> None:
             assert self.running is not None
-            self.running.emit(text)
+            for text in texts:
+                self.running.emit(text)
 
         self.run(emit())
 
@@ -138,6 +149,13 @@ class SessionModel(RuleBasedStateMachine):
 
     @rule()
     def wait(self) -> None:
+        self.run(settle())
+
+    @precondition(lambda self: self.is_attached)
+    @rule(text=WORDS)
+    def take_a_turn(self, text: str) -> None:
+        self.say(text)
+        self.commit()
         self.run(settle())
 
     # -- the properties
@@ -175,17 +193,21 @@ class SessionModel(RuleBasedStateMachine):
                 pass
 
     def teardown(self) -> None:
-        if hasattr(self, "chat"):
-            self._finish()
-            self.run(self.opening.__aexit__(None, None, None))
-        self.loop.close()
-        self.folder.cleanup()
+        try:
+            if hasattr(self, "chat"):
+                self._finish()
+        finally:
+            if hasattr(self, "chat"):
+                self.run(self.opening.__aexit__(None, None, None))
+            self.loop.close()
+            self.folder.cleanup()
 
     def _finish(self) -> None:
         """Ends what runs, and compares the transcript with the client's."""
         if not self.is_attached:
             self.attach_again()
         self.chat.runner.error = None
+        self.chat.reads.set()
         self.run(settle())
         if self.running is not None:
             self.end(fails=False)
@@ -221,7 +243,12 @@ class StreamedSessionModel(SessionModel):
 
 _EXAMPLES = int(os.environ.get("SESSION_EXAMPLES", "60"))
 _SETTINGS = settings(
-    max_examples=_EXAMPLES, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=_EXAMPLES,
+    stateful_step_count=40,
+    deadline=None,
+    # Shrinking a failing example takes longer than the timeout of a test.
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
 )
 TestSession = SessionModel.TestCase
 TestSession.settings = _SETTINGS

@@ -56,6 +56,19 @@ async def test_input_waits_for_the_end_of_the_former_turn(tmp_path: Path) -> Non
         assert words(chat, 2) == "two"
 
 
+async def test_waiting_input_is_not_answered_before_the_client_returns(tmp_path: Path) -> None:
+    async with chatting(tmp_path, SPEAK, input_mode=STREAM) as chat:
+        chat.say("one")
+        chat.send(commit={})
+        chat.say("two")
+        await chat.leave()
+        chat.request(1).end()
+        await settle()
+        assert "s.2" not in chat.runner.requests
+        chat.attach(is_known=True, linger_s=60, turn=1)
+        assert words(chat, 2) == "two"
+
+
 async def test_clearing_the_input_ends_the_turn(tmp_path: Path) -> None:
     async with chatting(tmp_path, SPEAK, input_mode=STREAM) as chat:
         chat.say("one")

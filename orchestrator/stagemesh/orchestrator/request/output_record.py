@@ -156,6 +156,15 @@ class RequestRecord:
                 if rest is not None:
                     yield rest
 
+    def events_after(self, next_positions: Mapping[OutputKey, int]) -> list[bytes]:
+        """Returns the events so far, as `follow` yields them."""
+        resumption, rest = Resumption(next_positions), list[bytes]()
+        for item in self.journal.items:
+            event = _remainder(item, resumption) if resumption.is_behind else item
+            if event is not None:
+                rest.append(event)
+        return rest
+
     def _check_read(self) -> None:
         if self.size_bytes - self._read_bytes > self._max_unread_bytes and self.journal.readers:
             limit = f"more than {self._max_unread_bytes:,} bytes (limits.max_unread_bytes)"

@@ -22,7 +22,7 @@ def generated_response(turn: int, event: bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Encodes a number as protobuf does: seven bits in each byte, lowest first. The highest bit marks a further byte."""
+    """Encodes a number as protobuf does: seven bits in each byte, lowest first, and a bit that marks further bytes."""
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)

@@ -1,10 +1,9 @@
 """One session: the calls of its client, the numbers of events, and the events that a client may have missed."""
 
 import time
-from collections import deque
 from collections.abc import Callable
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 from stagemesh.common.errors import (
     InvalidRequestError,
@@ -17,6 +16,7 @@ from stagemesh.common.unknown_kinds import refuse_unknown
 from stagemesh.orchestrator.request.output_record import NOT_RUNNING
 from stagemesh.orchestrator.session.answer import RunningRequest
 from stagemesh.orchestrator.session.detected_turns import DetectedTurns
+from stagemesh.orchestrator.session.recent_events import RecentEvents
 from stagemesh.orchestrator.session.relay import ClientPosition
 from stagemesh.orchestrator.session.responses import response
 from stagemesh.orchestrator.session.session_call import SessionCall
@@ -29,18 +29,7 @@ from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import orchestrator_pb2
 
 MAX_SESSION_LINGER_S = 3600
-_MAX_RECENT = 256
-"""The maximum number of events that are sent again to a client that attaches again."""
 _RETRY_AFTER_S = 1.0
-
-
-class _Recent(NamedTuple):
-    """An event that was sent. `open_turn` is the turn that was open then. `ends` is whether it ends an answer."""
-
-    data: bytes
-    turn: int
-    open_turn: int
-    ends: bool
 
 
 class Session:
@@ -77,7 +66,7 @@ class Session:
         self._may_restore = False
         self._has_events = False
         """Whether an event with a number has arrived in the present call."""
-        self._recent: deque[_Recent] = deque(maxlen=_MAX_RECENT)
+        self._recent = RecentEvents()
         self._is_stopping = self._input_has_ended = False
 
     @property
@@ -108,13 +97,12 @@ class Session:
         self.changed_s = self._clock()
         positions = {(each.name, each.index): each.position for each in opening.next_positions}
         client = ClientPosition(opening.turn, positions, opening.generation, opening.earlier_calls)
-        # Events that follow from the position are sent with those before them.
-        self._call = None
         self._turns.attach(call, client, linger_s=self.linger_s)
-        self._call = call
         call.send(response(opened=self._opened(is_known=is_known)))
-        for event in self._recent:
-            call.send(event.data)
+        for event in self._recent.replay(client, self._turns.rest_of):
+            call.send(event)
+        if self._is_idle:
+            self._turns.proceed()
         self._turns.follow()
         return call
 
@@ -192,9 +180,19 @@ class Session:
                 raise _not_open("the session is open already; send `open` once, as the first event of a call")
             case "restore":
                 self._restore(event.restore)
+            case "close":
+                self._close()
+            case None:
+                refuse_unknown(event, of="the client")
+                raise InvalidRequestError("an event is empty; set its kind")
+            case _:
+                self._change_turns(event)
+                self.consumed()
+
+    def _change_turns(self, event: orchestrator_pb2.ConverseRequest) -> None:
+        match event.WhichOneof("event"):
             case "append":
                 self._turns.append(event.append)
-                self.consumed()
             case "clear":
                 self._turns.clear()
                 self._turns.input.credit.raise_limit()
@@ -205,11 +203,8 @@ class Session:
                 self._turns.interrupt(event.interrupt.turn)
             case "truncate":
                 self._turns.truncate(event.truncate)
-            case "close":
-                self._close()
-            case None:
-                refuse_unknown(event, of="the client")
-                raise InvalidRequestError("an event is empty; set its kind")
+            case kind:
+                raise AssertionError(f"{kind} is handled elsewhere")
 
     def _restore(self, event: orchestrator_pb2.TurnRestore) -> None:
         if self._has_events:
@@ -230,17 +225,11 @@ class Session:
 
     # -- events for the client
 
-    def send(self, turn: int, *, ends: bool = False, **event: Any) -> None:
-        data, open_turn = response(turn, **event), self._turns.number
-        while self._recent and self._recent[0].open_turn < open_turn - 1:
-            self._recent.popleft()
-        self._recent.append(_Recent(data, turn, open_turn, ends))
+    def send(self, turn: int, **event: Any) -> None:
+        data = response(turn, **event)
+        self._recent.add(data, turn=turn, kind=next(iter(event)), open_turn=self._turns.number)
         if self._call is not None:
             self._call.send(data)
-
-    def withdraw_end(self, turn: int) -> None:
-        kept = (event for event in self._recent if not (event.ends and event.turn == turn))
-        self._recent = deque(kept, maxlen=_MAX_RECENT)
 
     def consumed(self) -> None:
         if self._turns.input.credit.raise_limit():
@@ -255,7 +244,8 @@ class Session:
 
     def turn_ended(self) -> None:
         self.changed_s = self._clock()
-        if not (self.is_closed or self._is_stopping):
+        # A request without a call to follow it would run until its deadline.
+        if self._call is not None and not (self.is_closed or self._is_stopping):
             self._turns.proceed()
         self._end_call_when_idle()
 

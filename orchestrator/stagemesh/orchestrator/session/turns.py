@@ -10,10 +10,10 @@ from stagemesh.common.answer_text import shorten
 from stagemesh.common.errors import (
     CancelledRequestError,
     InvalidRequestError,
-    NotFoundError,
     NotReadyError,
     StagemeshError,
 )
+from stagemesh.common.output_position import OutputKey
 from stagemesh.common.prompt_input import PromptInput
 from stagemesh.connectors.edge import Packet
 from stagemesh.orchestrator.request.output_record import NOT_RUNNING
@@ -39,11 +39,8 @@ from stagemesh.v1 import orchestrator_pb2, request_pb2
 class Outbox(Protocol):
     """Receives the reports of the turns. `Session` implements this protocol."""
 
-    def send(self, turn: int, *, ends: bool = False, **event: Any) -> None:
-        """Sends an event of a turn to the client. `ends` is whether no output of the turn may follow it."""
-
-    def withdraw_end(self, turn: int) -> None:
-        """Withdraws the events with which a turn has ended, because its end is sent again."""
+    def send(self, turn: int, **event: Any) -> None:
+        """Sends an event of a turn to the client. The event's kind is the name of its only argument."""
 
     def consumed(self) -> None:
         """Called after stages have consumed a part of the input."""
@@ -60,14 +57,13 @@ class EndedTurn:
     """The newest turn that has ended.
 
     `text` is the text of its answer that was sent, and `heard` is the part of it in the transcript. `positions` are the
-    amounts of all outputs that were sent. `is_final` is whether no further part of the answer can be sent.
+    amounts of all outputs that were sent.
     """
 
     turn: int
     text: str
     heard: str
     positions: Mapping[str, int]
-    is_final: bool = False
 
 
 class Turns:
@@ -99,11 +95,20 @@ class Turns:
     # -- calls
 
     def attach(self, call: SessionCall, client: ClientPosition, *, linger_s: int) -> None:
-        """Attaches a call of the client. Sends the newest answer again if the client lacks a part of it."""
+        """Attaches a call of the client."""
         self._relay.attach(call, client, linger_s=linger_s)
-        newest = self._newest
-        if self.answer is None and newest is not None and newest.turn == client.turn and not newest.is_final:
-            self._repeat(newest, client)
+
+    def rest_of(self, turn: int, positions: Mapping[OutputKey, int]) -> Sequence[bytes] | None:
+        """Returns the events of the request of a turn that has ended, without what precedes the client's positions.
+
+        Returns None if the client lacks outputs that are not retained any longer.
+        """
+        request = self._runner.find(f"{self._settings.session_id}.{turn}")
+        if request is not None:
+            return request.record.events_after(positions)
+        sent = self._newest.positions if self._newest is not None and self._newest.turn == turn else None
+        has_all = sent is not None and all(positions.get((name, 0), 0) >= count for name, count in sent.items())
+        return () if has_all else None
 
     def follow(self) -> None:
         """Begins to send the answer to the attached call."""
@@ -136,7 +141,7 @@ class Turns:
         turn, output = restored_turn(event.messages), self._settings.transcript_output
         self.input.check_size(turn.size_bytes, transcript_bytes=self._transcript.size_bytes)
         self._add_to_transcript(turn)
-        self._newest = EndedTurn(event.turn, turn.answer, turn.answer, {output: len(turn.answer)}, is_final=True)
+        self._newest = EndedTurn(event.turn, turn.answer, turn.answer, {output: len(turn.answer)})
         self.number += 1
 
     def append(self, piece: orchestrator_pb2.InputAppend) -> None:
@@ -193,7 +198,7 @@ class Turns:
             self._newest = newest = replace(newest, heard=heard)
             if not self._settings.streams:
                 self._add_to_transcript(replace(self._transcript.pop(), answer=heard))
-        self._outbox.send(newest.turn, ends=True, truncated=orchestrator_pb2.TurnTruncated(answer=newest.heard))
+        self._outbox.send(newest.turn, truncated=orchestrator_pb2.TurnTruncated(answer=newest.heard))
 
     def proceed(self) -> None:
         """Begins to answer the open turn if its input has waited for the end of the former turn."""
@@ -311,8 +316,8 @@ class Turns:
         answer.error = None
         positions = [orchestrator_pb2.OutputPosition(name=name, position=count) for name, count in sent.items()]
         interrupted = orchestrator_pb2.TurnInterrupted(detected=detected, positions=positions)
-        self._outbox.send(answer.turn, ends=True, interrupted=interrupted)
-        self._end(answer, EndedTurn(answer.turn, text, text, sent, is_final=True))
+        self._outbox.send(answer.turn, interrupted=interrupted)
+        self._end(answer, EndedTurn(answer.turn, text, text, sent))
 
     def _end(self, answer: Answer, ended: EndedTurn) -> None:
         self._add_to_transcript(TranscriptTurn(answer.messages, ended.text))
@@ -322,27 +327,12 @@ class Turns:
             self.number += 1
             self._begin_turn(None)
         error = None if answer.error is None else error_to_wire(answer.error)
-        self._outbox.send(ended.turn, ends=True, ended=orchestrator_pb2.TurnEnded(error=error, answer=ended.text))
+        self._outbox.send(ended.turn, ended=orchestrator_pb2.TurnEnded(error=error, answer=ended.text))
         self._outbox.turn_ended()
 
     def _add_to_transcript(self, turn: TranscriptTurn) -> None:
         if not self._settings.streams:
             self._transcript.add(turn)
-
-    def _repeat(self, newest: EndedTurn, client: ClientPosition) -> None:
-        """Answers the newest turn again, so that the client receives the part of the answer that it lacks."""
-        request = self._runner.find(f"{self._settings.session_id}.{newest.turn}")
-        self._outbox.withdraw_end(newest.turn)
-        if request is not None:
-            messages = b"" if self._settings.streams else self._transcript.pop().messages
-            self.answer = Answer(newest.turn, request, messages=messages)
-            self.answer.is_committed = True
-            return
-        error = None
-        if any(client.positions.get((name, 0), 0) < sent for name, sent in newest.positions.items()):
-            text = f"the outputs of turn {newest.turn} are not retained any longer; attach sooner"
-            error = error_to_wire(NotFoundError(text, reason="UNKNOWN_REQUEST"))
-        self._outbox.send(newest.turn, ends=True, ended=orchestrator_pb2.TurnEnded(error=error, answer=newest.heard))
 
     def _heard(self, newest: EndedTurn, positions: Sequence[orchestrator_pb2.OutputPosition]) -> str:
         """Returns the part of an answer that the user has heard.
