@@ -5,15 +5,15 @@ heard, the transcript and the state of the stages.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from stagemesh.client import AsyncClient, AsyncSession, AudioChunk, Text, TurnEnded, TurnInterrupted
+from stagemesh.client import AsyncClient, AsyncSession, AudioChunk, Client, Text, TurnEnded, TurnInterrupted
 from stagemesh.client.sessions.events import SessionEvent
 from stagemesh.common.errors import NotReadyError
 from stagemesh.v1.orchestrator_pb2 import ConverseResponse
@@ -23,7 +23,6 @@ from tests.soak.operators import Operator, operating
 from tests.system.conversing import joined
 
 _SAMPLE_S = 2.0
-_TURN_S = 60.0
 _RELEASE_S = 20.0
 _WORDS = ("river", "castle", "garden", "mountain", "kitchen", "library", "morning", "winter")
 
@@ -42,12 +41,12 @@ class ConversationPlan:
     kill_every: int = 20
     answer_s: float = 1.0
     """The usual duration of an answer in seconds."""
-    victims: Sequence[str] = ()
-    """The replicas that may be killed. All if it is empty."""
+    turn_s: float = 60.0
+    """The maximum duration of a turn in seconds, in which a killed process may have to start again."""
 
 
 class Expected(Protocol):
-    """The conversation as its user knows it. `ExpectedConversation` implements it for a fake pipeline."""
+    """The conversation as its user knows it. `ExpectedConversation` computes the answers of a fake pipeline."""
 
     def add(self, said: str, *, heard: str) -> None:
         """Adds a turn: what the user said, and what the user heard of the answer."""
@@ -55,6 +54,23 @@ class Expected(Protocol):
     def answer(self, said: str) -> str:
         """Returns the whole answer to the next turn."""
         ...
+
+
+class RepeatedConversation:
+    """A conversation whose answers are those of single requests with all of its messages and the same seed."""
+
+    def __init__(self, client: Client, *, seed: int, **arguments: Any) -> None:
+        """`arguments` are those of `Client.generate`."""
+        self._client, self._seed, self._arguments = client, seed, arguments
+        self._messages: list[tuple[str, str]] = []
+
+    def add(self, said: str, *, heard: str) -> None:
+        self._messages += [("user", said), ("assistant", heard)]
+
+    def answer(self, said: str) -> str:
+        seed = self._seed + len(self._messages) // 2
+        messages = [*self._messages, ("user", said)]
+        return self._client.generate(messages=messages, seed=seed, **self._arguments).result().text
 
 
 @dataclass
@@ -112,7 +128,7 @@ async def converse(
             reading = asyncio.create_task(talk.read(session))
             _watch_wire(session, talk.late)
             for number in range(1, plan.turns + 1):
-                async with asyncio.timeout(_TURN_S):
+                async with asyncio.timeout(plan.turn_s):
                     await talk.take_turn(session, number)
         await reading
         sampling.cancel()
@@ -159,7 +175,7 @@ class _Talk:
         heard = await self._until_ended(turn)
         if killing is not None:
             await killing
-        self._check_turn(line, heard, turn)
+        self._check_turn(heard, turn, expected=await asyncio.to_thread(self._expected.answer, line))
         answer = heard.text
         if heard.stopped is not None:
             answer = await self._truncate(session, heard)
@@ -213,7 +229,7 @@ class _Talk:
     async def _kill(self) -> None:
         await asyncio.sleep(self._random.uniform(0, self._plan.answer_s))
         await asyncio.to_thread(self._up.wait, Deployment.all_ready)
-        victim = self._random.choice(self._plan.victims or sorted(self._up.replicas()))
+        victim = self._random.choice(sorted(self._up.replicas()))
         before = self._up.process_id(victim)
         self._up.kill(victim)
         self.report.counts["killed stages"] += 1
@@ -246,9 +262,8 @@ class _Talk:
             await self._changed.wait()
         return heard
 
-    def _check_turn(self, line: str, heard: Heard, turn: int) -> None:
+    def _check_turn(self, heard: Heard, turn: int, *, expected: str) -> None:
         assert heard.ended is not None
-        expected = self._expected.answer(line)
         if heard.ended.error is not None:
             self._find(f"turn {turn} failed: {heard.ended.error}")
         if heard.late:
