@@ -78,7 +78,7 @@ class SessionSteps:
         if answer is not None and answer.is_stopped:
             yield from self._wait(lambda: number not in self._state.turns)
         if positions is None:
-            positions = _positions(answer, audio_s)
+            positions = self._heard(answer, audio_s)
         event = orchestrator_pb2.TurnTruncate(turn=number)
         for name, position in positions.items():
             event.positions.add(name=name, position=position)
@@ -101,6 +101,18 @@ class SessionSteps:
         if isinstance(delivery.event, TurnEnded):
             self.read_end = delivery.event.turn
         return delivery
+
+    def _heard(self, turn: ReceivedTurn | None, audio_s: float | None) -> Mapping[str, int]:
+        """Returns how much of each output the user has heard: what the program has read, or a time in the audio."""
+        if audio_s is not None:
+            if turn is None or turn.audio is None:
+                raise NotFoundError("the turn produced no audio; give positions instead", reason="NO_AUDIO")
+            output, sample_rate_hz = turn.audio
+            return {output: int(audio_s * sample_rate_hz)}
+        opened = self._state.opened
+        received = () if turn is None else turn.received
+        names = received or (opened.outputs[:1] if opened is not None else ())
+        return {name: 0 if turn is None else turn.heard.get(name, 0) for name in names}
 
     def _send(self, event: ConverseRequest) -> Steps[Confirmation]:
         """Sends an event, and returns its confirmation. Raises its error if the session rejects it."""
@@ -145,13 +157,3 @@ def _pieces(content: Part | Message) -> Iterator[InputAppend]:
             yield InputAppend(part=to_part(part))
     else:
         yield InputAppend(part=to_part(content))
-
-
-def _positions(turn: ReceivedTurn | None, audio_s: float | None) -> Mapping[str, int]:
-    """Returns how much of each output the user has heard: what the program has read, or a time in the audio."""
-    if audio_s is None:
-        return {} if turn is None else turn.heard
-    if turn is None or turn.audio is None:
-        raise NotFoundError("the turn produced no audio; give positions instead", reason="NO_AUDIO")
-    output, sample_rate_hz = turn.audio
-    return {output: int(audio_s * sample_rate_hz)}
