@@ -104,7 +104,7 @@ async def test_dropped_ticket_ends_like_a_released_one() -> None:
         await eventually(lambda: offers.released == ["kv"])
 
 
-async def test_ticket_that_nobody_accepted_is_kept_until_the_flow_ends() -> None:
+async def test_ticket_without_an_acceptance_is_kept_until_the_flow_ends() -> None:
     offers = Offers()
     async with two_hosts() as (a, b):
         outlet, inlet = open_ticket_flow(a, b)
@@ -305,7 +305,7 @@ async def test_aborted_flow_keeps_a_state_that_is_being_read() -> None:
         await eventually(lambda: offers.released == ["kv"])
 
 
-async def test_aborted_flow_releases_a_state_that_nobody_reads() -> None:
+async def test_aborted_flow_releases_a_state_without_a_reader() -> None:
     offers = Offers()
     async with two_hosts() as (a, b):
         outlet, inlet = open_ticket_flow(a, b)
