@@ -105,6 +105,7 @@ async def test_dropped_ticket_ends_like_a_released_one() -> None:
 
 
 async def test_ticket_without_acceptance_is_kept_until_the_flow_ends() -> None:
+async def test_ticket_without_an_acceptance_is_kept_until_the_flow_ends() -> None:
     offers = Offers()
     async with two_hosts() as (a, b):
         outlet, inlet = open_ticket_flow(a, b)
@@ -323,6 +324,7 @@ async def test_aborted_flow_keeps_a_state_that_is_being_read() -> None:
 
 
 async def test_aborted_flow_releases_a_state_without_readers() -> None:
+async def test_aborted_flow_releases_a_state_without_a_reader() -> None:
     offers = Offers()
     async with two_hosts() as (a, b):
         outlet, inlet = open_ticket_flow(a, b)

@@ -73,6 +73,7 @@ def test_state_is_handed_over_and_released_while_its_reader_still_runs(tmp_path:
         eventually(up.idle, timeout_s=10)
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_no_request_fails_and_no_state_leaks_when_either_side_is_killed(tmp_path: Path, recompute: bool) -> None:
     draw = random.Random(recompute)

@@ -158,6 +158,8 @@ class ReceivedTicket(Ticket):
             async with asyncio.timeout_at(min(until_s, now_s + _ANSWER_S)):
                 await self._accept()
         except TimeoutError:
+            if until_s < now_s + _ANSWER_S:
+                raise expired_error(self.kind) from None
             raise UnavailableError(
                 f"the producer of a ticket of kind {self.kind!r} did not answer in time", reason="TICKET_LOST"
             ) from None
