@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -15,6 +17,18 @@ from stagemesh.orchestrator.launcher.fork_server import ForkServer
 from stagemesh.orchestrator.launcher.supervisor import Child
 from tests.launcher.processes import ended
 
+HOLDER = """
+import asyncio, sys
+from pathlib import Path
+from stagemesh.orchestrator.launcher.fork_server import ForkServer
+
+async def main(config, log):
+    async with ForkServer.running([], log=log) as server:
+        print((await server.fork(config, log=log)).pid, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main(*map(Path, sys.argv[1:])))
+"""
 PRELOAD = "tests.launcher.test_fork_server:preload"
 
 
@@ -103,3 +117,15 @@ async def test_a_process_is_started_directly_when_the_server_has_ended(server: F
     parent.kill()
     await asyncio.to_thread(ended, parent.pid)
     assert await server.fork(_config(tmp_path), log=tmp_path / "a-0.log") is None
+
+
+def test_the_server_and_its_stages_end_with_a_killed_launcher(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(_config(tmp_path)), str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        stage = psutil.Process(int(launcher.stdout.readline()))
+        server = stage.parent()
+        assert server is not None
+        launcher.kill()
+        assert ended(server.pid)
+        assert ended(stage.pid)

@@ -17,7 +17,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from stagemesh.common.descriptors import import_factory, load_engine_descriptor
@@ -45,6 +45,7 @@ class ForkServer:
 
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
+        self._process_id = os.getpid()
         self._children: dict[int, _Child] = {}
         """The running processes, by the descriptor (pidfd) of each one."""
         self._poll = select.poll()
@@ -86,7 +87,8 @@ class ForkServer:
         return False
 
     def _become(self, request: ForkRequest) -> None:
-        """Closes the descriptors of the server in a forked process, and directs the standard streams to the log."""
+        """Binds a forked process to the server, closes the server's descriptors, and directs the output to the log."""
+        die_with_parent(self._process_id)
         for handle, child in self._children.items():
             os.close(handle)
             os.close(child.status)
@@ -121,8 +123,7 @@ def _run_stage(request: ForkRequest, after_fork: Mapping[str, Callable[[], None]
     config = load_config(StageConfig, request.config)
     if (preload := load_engine_descriptor(config.engine).preload) is not None:
         after_fork[preload]()
-    config = replace(config, parent_pid=os.getppid())
-    return run_service(partial(serve, config), parent_pid=config.parent_pid)
+    return run_service(partial(serve, config))
 
 
 def _set_title(title: str) -> None:
