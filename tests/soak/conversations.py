@@ -106,7 +106,8 @@ class ConversationReport:
     def summary(self) -> str:
         times = sorted(self.silence_s) or [0.0]
         counts = ", ".join(f"{count} {name}" for name, count in sorted(self.counts.items()))
-        return f"{counts}; interrupted after {times[len(times) // 2]:.3f} s (median), {times[-1]:.3f} s (maximum)"
+        median_s, p90_s = times[len(times) // 2], times[len(times) * 9 // 10]
+        return f"{counts}; silent after {median_s:.3f} s (median), {p90_s:.3f} s (p90), {times[-1]:.3f} s (maximum)"
 
 
 async def converse(

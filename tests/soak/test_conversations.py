@@ -9,7 +9,6 @@ import pytest
 
 from tests.deployment import deployed
 from tests.soak.conversations import ConversationPlan, ConversationReport, RepeatedConversation, converse
-from tests.soak.footprint import shared_memory
 from tests.system.conversing import ExpectedConversation, sound_of, talking
 
 STEPS, STEP_S = 24, 0.03
@@ -17,12 +16,10 @@ SEED = 7
 
 
 async def _converse(folder: Path, plan: ConversationPlan) -> ConversationReport:
-    before = shared_memory()
     with deployed(talking(folder, steps=STEPS, step_s=STEP_S, replicas=2)) as up:
         report = await converse(up, plan, ExpectedConversation(SEED, steps=STEPS), sound_of=sound_of, seed=SEED)
     print(report.summary())
     assert report.problems == []
-    assert shared_memory() <= before
     return report
 
 
