@@ -5,7 +5,7 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum, auto
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import numpy as np
@@ -21,6 +21,8 @@ from stagemesh.v1.orchestrator_pb2 import (
     AdmittedChoice,
     CancelRequestRequest,
     CancelRequestResponse,
+    ConverseRequest,
+    ConverseResponse,
     DescribePipelineRequest,
     DescribePipelineResponse,
     FinishedChoice,
@@ -52,6 +54,10 @@ class Pause(Enum):
 Script: TypeAlias = Sequence[GenerateResponse | StagemeshError | Pause]
 
 
+Talk: TypeAlias = Sequence[ConverseResponse | StagemeshError | Pause | str]
+"""The script of a call of Converse. A text is a kind of event: the script continues when the next one has arrived."""
+
+
 class ScriptedOrchestrator(OrchestratorServiceServicer):
     """Follows one script per call. The last script is repeated."""
 
@@ -59,6 +65,9 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
         self.endpoint = ""
         self.scripts: deque[Script] = deque()
         self.requests: list[GenerateRequest] = []
+        self.talks: deque[Talk] = deque()
+        self.events: list[list[ConverseRequest]] = []
+        """The events of each call of Converse."""
         self.cancels: list[CancelRequestRequest] = []
         self.deadlines_s: list[float | None] = []
         self.hung_up = asyncio.Event()
@@ -83,6 +92,25 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
                     await self._pause()
                 else:
                     yield _placed(item, positions)
+
+    @streaming
+    async def Converse(  # type: ignore[override]
+        self, _requests: object, context: RpcContext
+    ) -> AsyncIterator[ConverseResponse]:
+        async with answering(context):
+            events = list[ConverseRequest]()
+            self.events.append(events)
+            for item in self.talks.popleft() if len(self.talks) > 1 else self.talks[0]:
+                if isinstance(item, StagemeshError):
+                    raise item
+                if isinstance(item, ConverseResponse):
+                    yield item
+                elif isinstance(item, str):
+                    events += await _events_until(item, context)
+                elif item is Pause.BREAK:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+                else:
+                    await self._pause()
 
     async def CancelRequest(  # type: ignore[override]
         self, request: CancelRequestRequest, context: RpcContext
@@ -114,6 +142,17 @@ async def served() -> AsyncGenerator[ScriptedOrchestrator]:
     service.endpoint = f"127.0.0.1:{await server.start()}"
     yield service
     await server.stop(grace_s=0)
+
+
+async def _events_until(kind: str, context: Any) -> list[ConverseRequest]:
+    """Reads events up to the next one of a kind. Reads forever if the caller leaves."""
+    events = list[ConverseRequest]()
+    while not events or events[-1].WhichOneof("event") != kind:
+        event = await context.read()
+        if not isinstance(event, ConverseRequest):
+            await asyncio.Event().wait()
+        events.append(event)
+    return events
 
 
 def _placed(event: GenerateResponse, positions: Counter[OutputKey]) -> GenerateResponse:

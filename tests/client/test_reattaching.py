@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from stagemesh.client import Admitted, AsyncClient, Client, Event, Finished, Progress, RetryPolicy, Text
+from stagemesh.client.client_position import ClientPosition
 from stagemesh.client.responses import ResultBuilder
-from stagemesh.client.session import ClientPosition
 from stagemesh.common.errors import (
     CancelledRequestError,
     DeadlineError,

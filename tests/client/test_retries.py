@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from stagemesh.client.session import Attempts, RetryPolicy
+from stagemesh.client.retries import Attempts, RetryPolicy
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
 
 POLICY = RetryPolicy(attempts=4, first_pause_s=0.1, max_pause_s=0.3)

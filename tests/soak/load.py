@@ -8,7 +8,7 @@ from typing import TypeAlias
 from uuid import uuid4
 
 from stagemesh.client import AsyncClient
-from stagemesh.client.session import RetryPolicy
+from stagemesh.client.retries import RetryPolicy
 from stagemesh.common.errors import StagemeshError
 from tests.soak.delivery import Delivery
 from tests.soak.work import Work

@@ -1,4 +1,4 @@
-"""The conversion of StagemeshErrors to gRPC statuses and back.
+"""The conversion of StagemeshErrors to gRPC statuses and to messages within a stream, and back.
 
 A status contains the error's code and message, one ErrorInfo, and a RetryInfo if the error's `retry_after_s` is set.
 """
@@ -10,6 +10,7 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from grpc_status import rpc_status
 
 from stagemesh.common.errors import DeadlineError, StagemeshError, UnavailableError, error_class
+from stagemesh.v1 import chunk_pb2
 
 DOMAIN = "stagemesh"
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
@@ -50,3 +51,24 @@ def _from_status(status: status_pb2.Status) -> StagemeshError:
             retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
     kind = error_class(status.code, info.reason)
     return kind(status.message, reason=info.reason, metadata=info.metadata, retry_after_s=retry_after_s)
+
+
+def error_to_wire(error: StagemeshError) -> chunk_pb2.Error:
+    """Converts an error to its protobuf message."""
+    return chunk_pb2.Error(
+        code=int(error.code),
+        reason=error.reason,
+        message=error.message,
+        metadata=error.metadata,
+        retry_after_s=error.retry_after_s,
+    )
+
+
+def error_from_wire(message: chunk_pb2.Error) -> StagemeshError:
+    """Converts a protobuf message to the error that a peer reported."""
+    return error_class(message.code, message.reason)(
+        message.message,
+        reason=message.reason,
+        metadata=message.metadata,
+        retry_after_s=message.retry_after_s if message.HasField("retry_after_s") else None,
+    )

@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 import grpc
 import grpc.aio
 
+from stagemesh.client.calls import BaseClient, BaseGeneration, main_error
+from stagemesh.client.content import Content, MediaFile
 from stagemesh.client.media_transfer import Download, OnBytes, UploadMessages, media_address, stored_file
-from stagemesh.client.requests import Content, GenerateArguments, MediaFile, build_request
+from stagemesh.client.requests import ConverseArguments, GenerateArguments, build_open, build_request
 from stagemesh.client.responses import Event, Result, ResultBuilder
-from stagemesh.client.session import BaseClient, BaseGeneration, RetryPolicy, main_error
+from stagemesh.client.retries import RetryPolicy
+from stagemesh.client.sessions.async_session import AsyncSession
+from stagemesh.client.sessions.sync_session import Session
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.versions import check_version, own_protocol
 from stagemesh.rpc import channels
@@ -42,16 +46,16 @@ class AsyncGeneration(BaseGeneration["AsyncClient"]):
 
     # Each loop gets an async generator of its own: `break` drops the generator, whose end cancels the call.
     async def __aiter__(self) -> AsyncGenerator[Event]:
-        with self._open_session() as session:
+        with self._begin_calls() as calls:
             while True:
-                timeout_s = session.begin_call()
-                call = self._client.stubs[session.endpoint].Generate(session.request(), timeout=timeout_s)
+                timeout_s = calls.begin_call()
+                call = self._client.stubs[calls.endpoint].Generate(calls.request(), timeout=timeout_s)
                 try:
                     async for response in call:
-                        for event in session.take(response):
+                        for event in calls.take(response):
                             yield event
                 except grpc.aio.AioRpcError as exc:
-                    pause_s = session.pause_s(exc)
+                    pause_s = calls.pause_s(exc)
                 else:
                     return
                 finally:
@@ -78,6 +82,8 @@ class AsyncClient(BaseClient):
         self._channels = [grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS) for endpoint in endpoints]
         self.stubs = [OrchestratorServiceStub(channel) for channel in self._channels]
         self._leaving: set[asyncio.Task[None]] = set()
+        self.sessions: set[AsyncSession] = set()
+        """The open sessions."""
 
     def generate(
         self, prompt: Content | None = None, *, timeout_s: float | None = None, **arguments: Unpack[GenerateArguments]
@@ -95,6 +101,15 @@ class AsyncClient(BaseClient):
         argument is invalid.
         """
         return AsyncGeneration(self, request=build_request(prompt, arguments), timeout_s=timeout_s)
+
+    def converse(self, **arguments: Unpack[ConverseArguments]) -> AsyncSession:
+        """Returns a session: a conversation of numbered turns. `async with` opens it and closes it.
+
+        The client opens the session again if the connection breaks or the orchestrator stops, at the same or another
+        endpoint. The caller loses no event and receives none twice. Raises InvalidRequestError if an argument is
+        invalid.
+        """
+        return AsyncSession(self, build_open(arguments))
 
     async def cancel(self, request_id: str) -> None:
         """Stops the request. Returns when every stage has released the request.
@@ -195,7 +210,9 @@ class AsyncClient(BaseClient):
         raise main_error(errors)
 
     async def close(self) -> None:
-        """Cancels the running requests and closes the connections. Idempotent."""
+        """Cancels the running requests, and closes the sessions and the connections. Idempotent."""
+        for session in list(self.sessions):
+            await session.close()
         self._leave_all()
         if self._leaving:
             await asyncio.wait(self._leaving)
@@ -227,15 +244,15 @@ class Generation(BaseGeneration["Client"]):
 
     # Each loop gets a generator of its own: `break` drops the generator, whose end cancels the call.
     def __iter__(self) -> Generator[Event]:
-        with self._open_session() as session:
+        with self._begin_calls() as calls:
             while True:
-                timeout_s = session.begin_call()
-                call = self._client.stubs[session.endpoint].Generate(session.request(), timeout=timeout_s)
+                timeout_s = calls.begin_call()
+                call = self._client.stubs[calls.endpoint].Generate(calls.request(), timeout=timeout_s)
                 try:
                     for response in call:
-                        yield from session.take(response)
+                        yield from calls.take(response)
                 except grpc.RpcError as exc:
-                    pause_s = session.pause_s(exc)
+                    pause_s = calls.pause_s(exc)
                 else:
                     return
                 finally:
@@ -262,6 +279,8 @@ class Client(BaseClient):
         self._channels = [grpc.insecure_channel(endpoint, options=_CHANNEL_OPTIONS) for endpoint in endpoints]
         self.stubs = [OrchestratorServiceStub(channel) for channel in self._channels]
         self._leaving: set[grpc.Future[orchestrator_pb2.CancelRequestResponse]] = set()
+        self.sessions: set[Session] = set()
+        """The open sessions."""
 
     def generate(
         self, prompt: Content | None = None, *, timeout_s: float | None = None, **arguments: Unpack[GenerateArguments]
@@ -275,6 +294,14 @@ class Client(BaseClient):
         argument is invalid.
         """
         return Generation(self, request=build_request(prompt, arguments), timeout_s=timeout_s)
+
+    def converse(self, **arguments: Unpack[ConverseArguments]) -> Session:
+        """Returns a session: a conversation of numbered turns. `with` opens it and closes it.
+
+        The client continues the session in the same way as `AsyncClient`. Raises InvalidRequestError if an argument is
+        invalid.
+        """
+        return Session(self, build_open(arguments))
 
     def cancel(self, request_id: str) -> None:
         """Stops the request. Returns when every stage has released the request.
@@ -353,7 +380,9 @@ class Client(BaseClient):
         raise main_error(errors)
 
     def close(self) -> None:
-        """Cancels the running requests and closes the connections. Idempotent."""
+        """Cancels the running requests, and closes the sessions and the connections. Idempotent."""
+        for session in list(self.sessions):
+            session.close()
         self._leave_all()
         for future in list(self._leaving):
             with suppress(grpc.FutureCancelledError):

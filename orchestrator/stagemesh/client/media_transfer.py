@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import NamedTuple, Self, TypeAlias
 from uuid import uuid4
 
-from stagemesh.client.requests import MediaFile, media_type_of
+from stagemesh.client.content import MediaFile, media_type_of
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.media_checks import check_content
 from stagemesh.rpc.channels import MEDIA_PART_BYTES

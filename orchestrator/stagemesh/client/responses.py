@@ -1,6 +1,7 @@
 """The events of a request, in the order in which they happen, and the result, which contains all outputs.
 
-The `index` of an event is that of the choice to which the event belongs, from 0.
+The `index` of an event is that of the choice to which the event belongs, from 0. The `turn` of an event is that of the
+session whose turn the request answers, from 1. It is 0 for a request of `generate`.
 """
 
 import time
@@ -15,7 +16,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from stagemesh.client.requests import MediaFile
+from stagemesh.client.content import MediaFile
 from stagemesh.client.wav import WavWriter
 from stagemesh.common.errors import InternalError, NotFoundError
 from stagemesh.common.tensors import Array
@@ -23,8 +24,15 @@ from stagemesh.common.tensors import Array
 _SEEDS = 1 << 63
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RequestEvent:
+    """Base class of the events of a request."""
+
+    turn: int = 0
+
+
 @dataclass(frozen=True)
-class Queued:
+class Queued(RequestEvent):
     """An event: the request waits for admission. Sent again each time the request's position in the queue changes."""
 
     request_id: str
@@ -34,7 +42,7 @@ class Queued:
 
 
 @dataclass(frozen=True)
-class Admitted:
+class Admitted(RequestEvent):
     """An event: the request has been admitted and assigned to replicas. Only `Queued` events precede it."""
 
     request_id: str
@@ -50,7 +58,7 @@ class Admitted:
 
 
 @dataclass(frozen=True)
-class Progress:
+class Progress(RequestEvent):
     """An event: a stage has completed `steps` engine steps.
 
     `total_steps` is None if the stage cannot determine the total number in advance.
@@ -85,7 +93,7 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
-class Text:
+class Text(RequestEvent):
     """An event with text to append to a text output.
 
     `logprobs` contains one entry for each token that begins in this text, if the request asked for log-probabilities.
@@ -99,7 +107,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class Tokens(RequestEvent):
     """An event with token ids to append to a token output.
 
     `logprobs` contains one entry for each id if the request asked for log-probabilities. Otherwise, it is empty.
@@ -112,7 +120,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, eq=False)
-class AudioChunk:
+class AudioChunk(RequestEvent):
     """An event with audio samples to append to an audio output.
 
     `samples` is a read-only float32 array in [-1, 1], with shape [samples] or [samples, channels].
@@ -130,7 +138,7 @@ class AudioChunk:
 
 
 @dataclass(frozen=True)
-class Image:
+class Image(RequestEvent):
     """An event with a complete encoded image. A preview shows an earlier state of the image that follows it."""
 
     output: str
@@ -141,7 +149,7 @@ class Image:
 
 
 @dataclass(frozen=True)
-class MediaChunk:
+class MediaChunk(RequestEvent):
     """An event with bytes to append to an output that is one encoded audio or video file.
 
     `offset` is the number of bytes of the file before them.
@@ -155,7 +163,7 @@ class MediaChunk:
 
 
 @dataclass(frozen=True)
-class StoredFile:
+class StoredFile(RequestEvent):
     """An event with an output, or one image of an output, that a stage has stored in the pipeline's object store."""
 
     output: str
@@ -164,7 +172,7 @@ class StoredFile:
 
 
 @dataclass(frozen=True, eq=False)
-class TensorOutput:
+class TensorOutput(RequestEvent):
     """An event with a tensor of an output that is not text, tokens, audio or an image. The tensor is read-only."""
 
     output: str
@@ -174,7 +182,7 @@ class TensorOutput:
 
 
 @dataclass(frozen=True)
-class OutputFinished:
+class OutputFinished(RequestEvent):
     """An event: an output has ended.
 
     `reason` is "end" if the output is complete, "stop" if `stop_text` or `stop_token_id` stopped it, "length" if it
@@ -248,7 +256,7 @@ class StageReport:
 
 
 @dataclass(frozen=True)
-class Finished:
+class Finished(RequestEvent):
     """The last event of a request. Contains the reports of the stages that started, and the times of the request.
 
     If the request failed or was cancelled, the iteration raises the error after this event.

@@ -1,4 +1,4 @@
-"""A writer of WAV files with 16-bit PCM samples, to which audio samples are appended as they arrive."""
+"""WAV files with 16-bit PCM samples: reads them, and writes them while the samples arrive."""
 
 import wave
 from pathlib import Path
@@ -7,7 +7,29 @@ from typing import BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
+from stagemesh.client.content import AudioSamples
 from stagemesh.common.errors import InvalidRequestError
+
+_SAMPLE_BYTES = 2
+_SCALE = np.float32(1 / 32768)
+
+
+def read_wav(path: Path | str) -> AudioSamples:
+    """Returns the samples of a WAV file.
+
+    Raises InvalidRequestError (INVALID_MEDIA) if the file cannot be read, or if its samples are not 16-bit PCM.
+    """
+    try:
+        with wave.open(str(path), "rb") as file:
+            channels, width, rate, frames = file.getparams()[:4]
+            data = file.readframes(frames)
+    except (OSError, EOFError, wave.Error) as exc:
+        raise InvalidRequestError(f"cannot read {path} as a WAV file: {exc}", reason="INVALID_MEDIA") from exc
+    if width != _SAMPLE_BYTES:
+        text = f"the samples of {path} have {8 * width} bits; convert them to 16-bit PCM"
+        raise InvalidRequestError(text, reason="INVALID_MEDIA")
+    samples = np.frombuffer(data, np.dtype("<i2")).astype(np.float32) * _SCALE
+    return AudioSamples(samples.reshape(-1, channels) if channels > 1 else samples, rate)
 
 
 class WavWriter:

@@ -9,12 +9,13 @@ from stagemesh.common.connector_descriptors import GRPC, number_of
 from stagemesh.common.replica_state import ReplicaState
 from stagemesh.common.signatures import kind_to_wire, signature_to_wire
 from stagemesh.common.versions import own_protocol
-from stagemesh.connectors.stream.wire import error_to_wire, probe_to_wire
+from stagemesh.connectors.stream.wire import probe_to_wire
 from stagemesh.orchestrator.fleet.edge_connectors import EdgeLink
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.spec import Edge, Stage
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
+from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import orchestrator_pb2, stage_pb2
 
 _Message = TypeVar("_Message", bound=Message)

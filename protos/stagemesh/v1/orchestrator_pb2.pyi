@@ -1184,7 +1184,7 @@ Global___InputAppend: _TypeAlias = InputAppend  # noqa: Y015
 @_typing.final
 class InputClear(_message.Message):
     """InputClear drops the input of the open turn. Without input it has no effect. In the mode STREAM, a turn whose request
-    runs is interrupted and ends, and the next piece opens the next turn.
+    runs is interrupted and ends, and the next piece opens the next turn. The session confirms it by a grant.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

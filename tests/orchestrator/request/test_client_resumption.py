@@ -17,7 +17,7 @@ from stagemesh.client import (
     Text,
     Tokens,
 )
-from stagemesh.client.session import ClientPosition
+from stagemesh.client.client_position import ClientPosition
 from stagemesh.common.output_position import length_of
 from stagemesh.common.tensors import inline_tensor
 from stagemesh.orchestrator.request.output_record import Resumption

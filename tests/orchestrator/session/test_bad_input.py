@@ -178,7 +178,7 @@ async def test_input_beyond_the_credit_is_rejected(tmp_path: Path) -> None:
 async def test_a_piece_of_the_largest_message_has_credit(tmp_path: Path) -> None:
     async with chatting(tmp_path, ECHO) as chat:
         for _ in range(3):
-            chat.say("x" * (PROMPT_WINDOW_BYTES - 512 * 1024))
+            chat.say("x" * (PROMPT_WINDOW_BYTES // 2 - 512 * 1024))
             chat.send(clear={})
         await settle()
     assert not any(each.HasField("rejected") for each in chat.received)

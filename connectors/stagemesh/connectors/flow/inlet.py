@@ -16,6 +16,7 @@ from stagemesh.connectors.base import MemoryAccount
 from stagemesh.connectors.edge import NOT_READ, EdgeKey, FlowStatus, Packet, ReadyQueue, is_recoverable
 from stagemesh.connectors.flow.packet_queue import Credit, PacketQueue
 from stagemesh.connectors.stream import wire
+from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 LOST_PRODUCER_S = 15.0
@@ -320,7 +321,7 @@ class InletAttempt:
             self.reject(error)
             return
         self.phase = Phase.RESYNCING
-        resync = stage_pb2.EdgeResync(key=self.wire_key, error=wire.error_to_wire(error))
+        resync = stage_pb2.EdgeResync(key=self.wire_key, error=error_to_wire(error))
         if failed is not None:
             resync.failed = number_of(failed)
         self._reply(stage_pb2.PutReply(resync=resync))
@@ -515,7 +516,7 @@ class InletAttempt:
             self.queue.add(self)
 
     def _reject(self, error: StagemeshError) -> None:
-        rejected = stage_pb2.EdgeRejected(key=self.wire_key, error=wire.error_to_wire(error))
+        rejected = stage_pb2.EdgeRejected(key=self.wire_key, error=error_to_wire(error))
         self._reply(stage_pb2.PutReply(rejected=rejected))
 
     def _reply(self, reply: stage_pb2.PutReply) -> None:

@@ -18,6 +18,7 @@ from stagemesh.connectors.flow.chunking import Chunker, ChunkPolicy, StepPolicy
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt, Phase
 from stagemesh.connectors.flow.sent_chunks import Retention, SentChunk, SentChunks
 from stagemesh.connectors.stream import wire
+from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import chunk_pb2
 
 BULK_BYTES = 256 << 10
@@ -141,7 +142,7 @@ class Outlet:
         elif not chunks.ended:
             # The attempt continues until the Abort has arrived.
             chunks.drop_beyond(self.attempt.limit_bytes)
-            self._append(SentChunk(chunks.next_seq, tail=chunk_pb2.ChunkAbort(error=wire.error_to_wire(error))))
+            self._append(SentChunk(chunks.next_seq, tail=chunk_pb2.ChunkAbort(error=error_to_wire(error))))
         self._error = CancelledRequestError(f"edge {edge} was aborted: {error.message}", reason="ABORTED")
         self._end()
 

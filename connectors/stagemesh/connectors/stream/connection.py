@@ -27,9 +27,10 @@ from stagemesh.connectors.base import Connector
 from stagemesh.connectors.edge import ReadyQueue
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
 from stagemesh.connectors.replica_connectors import ReplicaConnectors
-from stagemesh.connectors.stream import local_socket, wire
+from stagemesh.connectors.stream import local_socket
 from stagemesh.connectors.stream.wire import EdgeProbe
 from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.error_mapping import error_from_wire
 from stagemesh.rpc.message_streams import ClientStream, LocalStream, MessageStream
 from stagemesh.v1 import stage_pb2
 
@@ -344,7 +345,7 @@ class Connection:
             return
         self._offering.pop(name).cancel()
         if offer_answer.HasField("error"):
-            self._refuse(name, wire.error_from_wire(offer_answer.error))
+            self._refuse(name, error_from_wire(offer_answer.error))
         else:
             self._negotiated[name] = self._connectors.get(name)
             self._peer.worked.add(name)

@@ -16,6 +16,7 @@ from stagemesh.connectors.replica_connectors import ReplicaConnectors
 from stagemesh.connectors.stream import local_socket, wire
 from stagemesh.connectors.stream.connection import Connection, Peer
 from stagemesh.connectors.stream.wire import EdgeProbe
+from stagemesh.rpc.error_mapping import error_from_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 GIVE_UP_S = 15.0
@@ -268,7 +269,7 @@ class ConsumerLink:
             case "commit":
                 flow.commit()
             case "rejected":
-                flow.fail(wire.error_from_wire(reply.rejected.error))
+                flow.fail(error_from_wire(reply.rejected.error))
             case "resync":
                 self._resync(flow, reply.resync)
             case _:
@@ -290,7 +291,7 @@ class ConsumerLink:
             flow.fail(error)
 
     def _resync(self, flow: OutletAttempt, resync: stage_pb2.EdgeResync) -> None:
-        error = wire.error_from_wire(resync.error)
+        error = error_from_wire(resync.error)
         _log.warning("%s asks to reopen edge %s: %s", self._peer.consumer, flow.key.edge, error.message)
         if resync.failed != chunk_pb2.CONNECTOR_UNSPECIFIED and self._connection is not None:
             self._connection.fail(name_of(resync.failed), error)

@@ -23,6 +23,7 @@ from stagemesh.connectors.stream import wire
 from stagemesh.connectors.stream.consumer import Consumer, ProducerState
 from stagemesh.connectors.stream.fragment_assembly import FragmentAssembler
 from stagemesh.connectors.stream.local_socket import LocalProducer
+from stagemesh.rpc.error_mapping import error_from_wire, error_to_wire
 from stagemesh.rpc.message_streams import MessageStream
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
@@ -235,7 +236,7 @@ class ConsumerSession:
                     del self._flows[key]
                     flow.reject(exc)
             else:
-                rejected = stage_pb2.EdgeRejected(key=message, error=wire.error_to_wire(exc))
+                rejected = stage_pb2.EdgeRejected(key=message, error=error_to_wire(exc))
                 self._reply(stage_pb2.PutReply(rejected=rejected))
 
     def _flow(self, message: chunk_pb2.EdgeKey) -> InletAttempt | None:
@@ -310,7 +311,7 @@ class ConsumerSession:
             arena_fd = self._local.arena_fd if self._local is not None else None
             await self._producer.accept_offer(name_of(offer.connector), offer.offer, arena_fd=arena_fd)
         except StagemeshError as exc:
-            answer.error.CopyFrom(wire.error_to_wire(exc))
+            answer.error.CopyFrom(error_to_wire(exc))
         self._reply(stage_pb2.PutReply(offer_answer=answer))
 
     # -- chunks
@@ -346,7 +347,7 @@ class ConsumerSession:
             case "end":
                 flow.deliver_end(chunk.end)
             case "abort":
-                flow.deliver_abort(wire.error_from_wire(chunk.abort.error))
+                flow.deliver_abort(error_from_wire(chunk.abort.error))
             case _:
                 refuse_unknown(chunk, of=self._name)
                 raise InvalidChunkError(f"chunk {chunk.seq} of edge {flow.key.edge} is empty")

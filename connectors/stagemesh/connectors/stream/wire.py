@@ -10,13 +10,14 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from stagemesh.common.connector_descriptors import ConnectorName, name_of, number_of
-from stagemesh.common.errors import InvalidChunkError, StagemeshError, error_class
+from stagemesh.common.errors import InvalidChunkError, StagemeshError
 from stagemesh.common.tensors import Array, Tensors, checked_layout, dtype_name, dtype_to_wire, read_inline
 from stagemesh.common.typed_values import fill_message, from_message
 from stagemesh.common.unknown_kinds import refuse_unknown
 from stagemesh.connectors.arena.memory_file import layout_of
 from stagemesh.connectors.base import ArenaRange, Bytes, InPlaceReader
 from stagemesh.connectors.edge import EdgeKey, MetadataValue, Packet
+from stagemesh.rpc.error_mapping import error_from_wire, error_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 
 FRAGMENT_BYTES = 256 << 10
@@ -55,27 +56,6 @@ def key_to_wire(key: EdgeKey) -> chunk_pb2.EdgeKey:
 def key_from_wire(message: chunk_pb2.EdgeKey) -> EdgeKey:
     """Converts a protobuf message to a flow key."""
     return EdgeKey(message.request_id, message.edge, message.attempt)
-
-
-def error_to_wire(error: StagemeshError) -> chunk_pb2.Error:
-    """Converts an error to its protobuf message."""
-    return chunk_pb2.Error(
-        code=int(error.code),
-        reason=error.reason,
-        message=error.message,
-        metadata=error.metadata,
-        retry_after_s=error.retry_after_s,
-    )
-
-
-def error_from_wire(message: chunk_pb2.Error) -> StagemeshError:
-    """Converts a protobuf message to the error that a peer reported."""
-    return error_class(message.code, message.reason)(
-        message.message,
-        reason=message.reason,
-        metadata=message.metadata,
-        retry_after_s=message.retry_after_s if message.HasField("retry_after_s") else None,
-    )
 
 
 @dataclass(frozen=True)

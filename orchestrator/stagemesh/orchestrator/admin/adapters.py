@@ -5,10 +5,10 @@ from collections.abc import Collection, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from stagemesh.common.errors import ExistsError, NotFoundError, StagemeshError, UnavailableError
-from stagemesh.connectors.stream.wire import error_to_wire
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.stage_adapters import StageAdapters, list_adapters, load_adapter, unload_adapter
+from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import admin_pb2, control_pb2
 
 _Answer = TypeVar("_Answer")

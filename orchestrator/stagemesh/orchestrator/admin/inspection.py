@@ -8,7 +8,6 @@ from heapq import nlargest, nsmallest
 from stagemesh.common.errors import NotFoundError, NotReadyError
 from stagemesh.common.replica_state import ReplicaState
 from stagemesh.common.request_checks import choice_id
-from stagemesh.connectors.stream.wire import error_to_wire
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admission.queue import Caller, Loads
 from stagemesh.orchestrator.describe import describe_edge, replica_status, reported_load, to_message
@@ -17,6 +16,7 @@ from stagemesh.orchestrator.request.timeline import EdgeTotals, RequestState, St
 from stagemesh.orchestrator.request.waits import ask_for_report, describe_wait
 from stagemesh.orchestrator.scaling.signals import ScalingSignals, StageSignals
 from stagemesh.orchestrator.spec import Edge, Stage
+from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import admin_pb2, control_pb2, stage_pb2
 
 _REPORT_TIMEOUT_S = 2.0

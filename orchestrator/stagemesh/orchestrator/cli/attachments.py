@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from stagemesh.client import Client, MediaFile, Medium, read_media
-from stagemesh.client.requests import media_type_of
+from stagemesh.client.content import media_type_of
 
 _MAX_INLINE_BYTES = 6 << 20
 """The maximum size of all files within a request. A request may have 8 MiB."""

@@ -2,7 +2,18 @@
 
 import typer
 
-from stagemesh.orchestrator.cli import admin, cancel, generate, models, pipeline, probe_transport, stages, top, version
+from stagemesh.orchestrator.cli import (
+    admin,
+    cancel,
+    converse,
+    generate,
+    models,
+    pipeline,
+    probe_transport,
+    stages,
+    top,
+    version,
+)
 from stagemesh.orchestrator.cli.contexts import commands as contexts
 from stagemesh.orchestrator.cli.error_output import ErrorGroup
 from stagemesh.orchestrator.cli.k8s import commands as k8s
@@ -22,6 +33,7 @@ app = typer.Typer(
 
 app.command("up")(up.up)
 app.command("generate")(with_parameters(generate.generate, generate.PARAMETERS))
+app.command("converse")(with_parameters(converse.converse, converse.PARAMETERS))
 app.command("cancel")(with_parameters(cancel.cancel, cancel.PARAMETERS))
 app.add_typer(pipeline.app, name="pipeline")
 app.add_typer(k8s.app, name="k8s")

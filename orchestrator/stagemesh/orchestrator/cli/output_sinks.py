@@ -61,7 +61,7 @@ class Sinks(ExitStack):
         self._texts = defaultdict[OutputKey, str](str)
         """The incomplete texts of several choices."""
         self.files: dict[OutputKey, list[Path]] = {}
-        self.callback(self._end_texts)
+        self.callback(self.end_texts)
 
     def write(self, event: Event) -> None:
         """Writes an event of a request: an output to stdout or to a file, and a queue position to stderr."""
@@ -84,7 +84,7 @@ class Sinks(ExitStack):
             case TensorOutput() if self._folder is not None:
                 self._write_tensor(event, self._folder)
             case Finished():
-                self._end_texts()
+                self.end_texts()
             case _:
                 pass
 
@@ -123,7 +123,8 @@ class Sinks(ExitStack):
         sys.stdout.write(f"choice {key[1]}:\n{text}" + "\n" * (not text.endswith("\n")))
         sys.stdout.flush()
 
-    def _end_texts(self) -> None:
+    def end_texts(self) -> None:
+        """Writes the incomplete texts of choices, and ends the line of text on stdout."""
         for key in list(self._texts):
             self._end_text(key)
         if self._mid_line:

@@ -24,9 +24,9 @@ from stagemesh.common.errors import (
 )
 from stagemesh.common.unknown_kinds import unknown_kind
 from stagemesh.common.versions import own_protocol
-from stagemesh.connectors.stream.wire import EdgeProbe, error_from_wire, probe_from_wire
+from stagemesh.connectors.stream.wire import EdgeProbe, probe_from_wire
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
-from stagemesh.rpc.error_mapping import from_rpc_error
+from stagemesh.rpc.error_mapping import error_from_wire, from_rpc_error
 from stagemesh.rpc.message_streams import ClientStream
 from stagemesh.v1 import control_pb2, stage_pb2, stage_pb2_grpc
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from copy import copy
 
 from stagemesh.common.errors import StagemeshError
+from stagemesh.common.prompt_input import PromptInput, duration_s
 from stagemesh.connectors.edge import Packet
 from stagemesh.orchestrator.request.output_record import NOT_RUNNING
 from stagemesh.orchestrator.request.streamed_input import StreamedInput, packets_of
 from stagemesh.orchestrator.session.answer import RunningRequest
 from stagemesh.orchestrator.session.detection import TurnDetector
 from stagemesh.orchestrator.session.listener import Speech
-from stagemesh.orchestrator.session.prompt_input import PromptInput, duration_s
 from stagemesh.orchestrator.session.settings import SessionSettings
 from stagemesh.orchestrator.session.tasks import Spawn
 from stagemesh.orchestrator.session.turn_input import HEARD_KINDS

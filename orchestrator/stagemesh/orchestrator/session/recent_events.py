@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from stagemesh.common.errors import NotFoundError
 from stagemesh.common.output_position import OutputKey
-from stagemesh.connectors.stream.wire import error_to_wire
 from stagemesh.orchestrator.session.relay import ClientPosition
 from stagemesh.orchestrator.session.responses import generated_response
+from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import orchestrator_pb2
 
 _MAX_EVENTS, _EARLIER_EVENTS = 256, 32

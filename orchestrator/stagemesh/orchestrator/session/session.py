@@ -13,7 +13,6 @@ from stagemesh.common.errors import (
     UnavailableError,
 )
 from stagemesh.common.unknown_kinds import refuse_unknown
-from stagemesh.connectors.stream.wire import error_to_wire
 from stagemesh.orchestrator.request.output_record import NOT_RUNNING
 from stagemesh.orchestrator.session.answer import RunningRequest
 from stagemesh.orchestrator.session.detected_turns import DetectedTurns
@@ -26,6 +25,7 @@ from stagemesh.orchestrator.session.tasks import Spawn
 from stagemesh.orchestrator.session.turn_requests import Runner
 from stagemesh.orchestrator.session.turns import Turns
 from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import orchestrator_pb2
 
 MAX_SESSION_LINGER_S = 3600
@@ -195,6 +195,8 @@ class Session:
                 self._turns.append(event.append)
             case "clear":
                 self._turns.clear()
+                self._turns.input.credit.raise_limit()
+                self._send_grant()
             case "commit":
                 self._turns.commit()
             case "interrupt":
@@ -230,7 +232,11 @@ class Session:
             self._call.send(data)
 
     def consumed(self) -> None:
-        if self._call is not None and self._turns.input.credit.raise_limit():
+        if self._turns.input.credit.raise_limit():
+            self._send_grant()
+
+    def _send_grant(self) -> None:
+        if self._call is not None:
             grant = orchestrator_pb2.InputGrant(
                 input_limit_bytes=self._turns.input.credit.limit_bytes, accepted_seq=self._accepted_seq
             )

@@ -64,17 +64,6 @@ def restored_turn(messages: Sequence[request_pb2.Message]) -> TranscriptTurn:
     return TranscriptTurn(serialize_messages(messages[:-1]), last.content)
 
 
-def shorten(answer: str, *, length: int) -> str:
-    """Returns the first `length` characters of an answer, without a word that is cut in the middle."""
-    if length >= len(answer):
-        return answer
-    heard = answer[:length]
-    if not answer[length].isspace():
-        cut = max((index for index, character in enumerate(heard) if character.isspace()), default=0)
-        heard = heard[:cut]
-    return heard.rstrip()
-
-
 def _serialize_answer(answer: str) -> bytes:
     # A message without text is added, too, because some chat templates reject two messages of the user in a row.
     return serialize_messages([request_pb2.Message(role=request_pb2.ROLE_ASSISTANT, content=answer)])

@@ -3,16 +3,17 @@
 from collections.abc import Callable, Sequence
 
 from stagemesh.common.errors import InvalidRequestError, OverloadedError, UnsupportedError
+from stagemesh.common.prompt_input import PromptInput, duration_s, size_of
 from stagemesh.common.unknown_kinds import refuse_unknown
 from stagemesh.connectors.edge import Packet
 from stagemesh.orchestrator.request.streamed_input import StreamedInput, packets_of
 from stagemesh.orchestrator.session.credit import Credit
-from stagemesh.orchestrator.session.prompt_input import PromptInput, duration_s, size_of
 from stagemesh.orchestrator.session.settings import SessionSettings
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.v1 import orchestrator_pb2
 
-PROMPT_WINDOW_BYTES, STREAM_WINDOW_BYTES = MAX_MESSAGE_BYTES, 1 << 20
+PROMPT_WINDOW_BYTES, STREAM_WINDOW_BYTES = 2 * MAX_MESSAGE_BYTES, 1 << 20
+"""The bytes that may be appended ahead of their consumption. The limit rises at half of them, where any piece fits."""
 HEARD_KINDS = frozenset({"audio"})
 """The kinds of input in which turns are detected."""
 _LARGEST_PROMPT_BYTES = MAX_MESSAGE_BYTES - (256 << 10)

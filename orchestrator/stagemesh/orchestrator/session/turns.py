@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+from stagemesh.common.answer_text import shorten
 from stagemesh.common.errors import (
     CancelledRequestError,
     InvalidRequestError,
@@ -13,13 +14,12 @@ from stagemesh.common.errors import (
     StagemeshError,
 )
 from stagemesh.common.output_position import OutputKey
+from stagemesh.common.prompt_input import PromptInput
 from stagemesh.connectors.edge import Packet
-from stagemesh.connectors.stream.wire import error_to_wire
 from stagemesh.orchestrator.request.output_record import NOT_RUNNING
 from stagemesh.orchestrator.request.streamed_input import StreamedInput
 from stagemesh.orchestrator.request.validation import SEEDS
 from stagemesh.orchestrator.session.answer import Answer, FailedRequest, RunningRequest
-from stagemesh.orchestrator.session.prompt_input import PromptInput
 from stagemesh.orchestrator.session.relay import AnswerRelay, ClientPosition
 from stagemesh.orchestrator.session.session_call import SessionCall
 from stagemesh.orchestrator.session.settings import SessionSettings
@@ -29,10 +29,10 @@ from stagemesh.orchestrator.session.transcript import (
     TranscriptTurn,
     restored_turn,
     serialize_messages,
-    shorten,
 )
 from stagemesh.orchestrator.session.turn_input import TurnInput
 from stagemesh.orchestrator.session.turn_requests import Runner, TurnRequest
+from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 

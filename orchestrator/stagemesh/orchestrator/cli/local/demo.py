@@ -9,7 +9,7 @@ import typer
 
 from stagemesh.common.errors import InternalError
 from stagemesh.common.exit_codes import ExitCode
-from stagemesh.orchestrator.cli import generate
+from stagemesh.orchestrator.cli import generate, request_options, result_output
 from stagemesh.orchestrator.cli.error_output import AsJson
 from stagemesh.orchestrator.cli.local.up import run_until_signal
 from stagemesh.orchestrator.cli.options import (
@@ -45,7 +45,7 @@ def demo(**values: Any) -> None:
     overrides = read_overrides(values["settings"], values["replicas"])
     loaded = load_pipeline(values["pipeline"], overrides=overrides)
     prompt, audio, image, as_json = values["prompt"], values["audio"], values["image"], values["as_json"]
-    arguments = generate.client_arguments(values)
+    arguments = request_options.client_arguments(values)
     display = make_display(as_json=as_json)
     with Sinks(folder=None, audio=audio, image=image, quiet=as_json) as sinks:
         try:
@@ -63,7 +63,7 @@ def demo(**values: Any) -> None:
             display.close()
     if result is None:
         raise typer.Exit(ExitCode.INTERRUPTED)
-    generate.show_result(result, sinks, as_json=as_json)
+    result_output.show_result(result, sinks, as_json=as_json)
     for kind, path, produced in (("audio", audio, result.audios), ("image", image, result.images)):
         if path is not None and not produced:
             raise InternalError(

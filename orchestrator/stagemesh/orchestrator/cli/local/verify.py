@@ -18,7 +18,8 @@ from stagemesh.orchestrator.cli.output import Cell, Column, fields, make_table, 
 
 if TYPE_CHECKING:
     from stagemesh.client import GenerateArguments
-    from stagemesh.client.requests import Medium, StageArguments
+    from stagemesh.client.content import Medium
+    from stagemesh.client.requests import StageArguments
     from stagemesh.common.tensors import Array
     from stagemesh.common.verification import Comparison, VerificationRequest
     from stagemesh.orchestrator.cli.local.verification import ComparedOutputs, ReferenceGroup

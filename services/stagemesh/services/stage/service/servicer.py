@@ -18,8 +18,9 @@ from stagemesh.common.logs import bind_log_context
 from stagemesh.common.signatures import signature_to_wire
 from stagemesh.common.unknown_kinds import unknown_kind
 from stagemesh.common.versions import OFFERS, check_version, own_protocol
-from stagemesh.connectors.stream.wire import error_to_wire, key_from_wire, probe_to_wire
+from stagemesh.connectors.stream.wire import key_from_wire, probe_to_wire
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
+from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.rpc.handlers import answered, checked_time_left_s, streaming, time_left_s, to_error
 from stagemesh.rpc.message_streams import ServerStream
 from stagemesh.services.stage.replica.runtime import StageRuntime

@@ -1,11 +1,12 @@
-"""The input of a turn that becomes a part of a prompt: pieces, which are joined to messages."""
+"""The input of a turn that becomes a part of a prompt: pieces, which are joined to messages.
+
+An orchestrator and its clients use the same rules, so that a session continues elsewhere with the same conversation.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from stagemesh.common.request_checks import read_samples
-from stagemesh.common.tensors import inline_tensor
-from stagemesh.v1 import orchestrator_pb2, request_pb2
+from stagemesh.v1 import orchestrator_pb2, request_pb2, tensor_pb2
 
 
 class PromptInput:
@@ -138,12 +139,17 @@ def _halves(
 ) -> tuple[orchestrator_pb2.InputAppend, orchestrator_pb2.InputAppend]:
     """Divides a piece of audio samples at a time since its begin."""
     audio = piece.part.audio
-    samples, middle = read_samples(audio), round(at_s * audio.sample_rate_hz)
-    first, second = (
-        request_pb2.Audio(sample_rate_hz=audio.sample_rate_hz, samples=inline_tensor("", half))
-        for half in (samples[:middle], samples[middle:])
+    middle = round(at_s * audio.sample_rate_hz)
+    return _rows(audio, 0, middle), _rows(audio, middle, audio.samples.shape[0])
+
+
+def _rows(audio: request_pb2.Audio, begin: int, end: int) -> orchestrator_pb2.InputAppend:
+    samples = audio.samples
+    row_bytes = len(samples.inline) // samples.shape[0]
+    rows = tensor_pb2.Tensor(
+        dtype=samples.dtype,
+        shape=(end - begin, *samples.shape[1:]),
+        inline=samples.inline[begin * row_bytes : end * row_bytes],
     )
-    return (
-        orchestrator_pb2.InputAppend(part=request_pb2.Part(audio=first)),
-        orchestrator_pb2.InputAppend(part=request_pb2.Part(audio=second)),
-    )
+    part = request_pb2.Part(audio=request_pb2.Audio(samples=rows, sample_rate_hz=audio.sample_rate_hz))
+    return orchestrator_pb2.InputAppend(part=part)

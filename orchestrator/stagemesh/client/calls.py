@@ -1,0 +1,198 @@
+"""The calls to the orchestrators of one pipeline: which endpoint is called next, and the requests that run."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Generic, Self, TypeVar
+
+import grpc
+
+from stagemesh.client.client_position import ClientPosition
+from stagemesh.client.responses import Event
+from stagemesh.client.retries import Attempts, RetryPolicy, is_broken
+from stagemesh.common.errors import (
+    CancelledRequestError,
+    NotFoundError,
+    StagemeshError,
+    UnavailableError,
+    UnsupportedError,
+)
+from stagemesh.common.unknown_kinds import UNKNOWN_KIND
+from stagemesh.rpc.error_mapping import from_rpc_error
+from stagemesh.v1 import orchestrator_pb2
+
+_LEFT_EARLY = (GeneratorExit, KeyboardInterrupt, asyncio.CancelledError)
+
+
+class BaseClient:
+    """Base class of the clients. Stores the endpoints of one pipeline and the running requests.
+
+    A subclass implements `_send_leave`.
+    """
+
+    def __init__(self, *endpoints: str, retry_policy: RetryPolicy | None = None) -> None:
+        if not endpoints:
+            raise ValueError("a client needs at least one endpoint")
+        self.endpoints = endpoints
+        self.retry_policy = retry_policy or RetryPolicy()
+        self.closed = False
+        self.latest = 0
+        """The index of the last called endpoint.
+
+        New requests start with this endpoint, to avoid endpoints that failed.
+        """
+        self.running: set[RequestCalls] = set()
+
+    @property
+    def endpoint(self) -> str:
+        """The address of the endpoint that was called last, as "host:port"."""
+        return self.endpoints[self.latest]
+
+    def endpoints_in_turn(self) -> Iterator[int]:
+        """Yields the index of each endpoint once, beginning with the endpoint that was called last."""
+        return ((self.latest + offset) % len(self.endpoints) for offset in range(len(self.endpoints)))
+
+    def error_of(self, failure: grpc.RpcError, *, endpoint: int, anywhere: bool) -> StagemeshError:
+        """Returns the error of a failed unary call, so that the caller can try another endpoint.
+
+        Raises the error instead if no other endpoint can help. Another endpoint can help if this endpoint is
+        unreachable. If `anywhere` is True, another endpoint can also help if this endpoint reports NOT_FOUND.
+        """
+        peer = self.endpoints[endpoint]
+        error = from_rpc_error(failure, peer=peer)
+        if not (is_broken(failure, error, peer=peer) or (anywhere and isinstance(error, NotFoundError))):
+            raise error from failure
+        return error
+
+    def leave(self, calls: "RequestCalls") -> None:
+        """Asks the server to stop a request whose caller has stopped reading before the last event."""
+        # Without reattaching, the server stops a request as soon as its call ends.
+        if not self.closed and self.retry_policy.reattach_s:
+            request = orchestrator_pb2.CancelRequestRequest(request_id=calls.request_id, when_left=True)
+            self._send_leave(calls.endpoint, request)
+
+    def _leave_all(self) -> None:
+        for calls in list(self.running):
+            self.leave(calls)
+        self.closed = True
+
+    def _send_leave(self, endpoint: int, request: orchestrator_pb2.CancelRequestRequest) -> None:
+        """Sends a CancelRequest call in the background.
+
+        If the call fails, the server still stops the request after the number of seconds in the request's `linger_s`.
+        """
+        raise NotImplementedError
+
+
+class CallSequence:
+    """Calls to the orchestrators of a pipeline that continue each other. Decides when and where to call next."""
+
+    def __init__(self, client: BaseClient, *, timeout_s: float | None) -> None:
+        self.endpoint = self._next_endpoint = client.latest
+        """The index of the endpoint that was called last, in the client's list of endpoints."""
+        self._client = client
+        self._attempts = Attempts(client.retry_policy, timeout_s=timeout_s, endpoints=len(client.endpoints))
+
+    def begin_call(self) -> float | None:
+        """Starts a call. Returns the call's timeout in seconds, or None if there is no timeout.
+
+        Raises DeadlineError if the timeout has passed, and CancelledRequestError if the client is closed.
+        """
+        timeout_s = self._attempts.begin()
+        if self._client.closed:
+            raise CancelledRequestError("the client was closed", reason="CLIENT_CLOSED")
+        self._client.latest = self.endpoint = self._next_endpoint
+        return timeout_s
+
+    def pause_s(self, failure: grpc.RpcError) -> float:
+        """Records a failed call. Returns the number of seconds to wait before the next call.
+
+        Raises the call's error if a further call cannot help.
+        """
+        peer = self._client.endpoints[self.endpoint]
+        error = from_rpc_error(failure, peer=peer)
+        broken = is_broken(failure, error, peer=peer)
+        pause_s = self._attempts.pause_s(error, broken=broken)
+        if pause_s is None or self._client.closed:
+            raise error from failure
+        if self._attempts.answered or broken:
+            self._note_lost()
+        if broken or isinstance(error, UnavailableError):
+            self._next_endpoint = (self.endpoint + 1) % len(self._client.endpoints)
+        return pause_s
+
+    def _note_lost(self) -> None:
+        """Records that a call ended which the orchestrator may have accepted."""
+        raise NotImplementedError
+
+
+class RequestCalls(CallSequence):
+    """The calls of one request. Decides which received events are new to the caller.
+
+    Use it as a context manager. If the block ends with GeneratorExit, KeyboardInterrupt, a cancellation, or an event of
+    a kind that this client does not know, the server is asked to stop the request.
+    """
+
+    def __init__(
+        self, client: BaseClient, request: orchestrator_pb2.GenerateRequest, *, timeout_s: float | None
+    ) -> None:
+        super().__init__(client, timeout_s=timeout_s)
+        self.request_id = request.request_id
+        self._position = ClientPosition(request, client.retry_policy)
+
+    def request(self) -> orchestrator_pb2.GenerateRequest:
+        """Returns the request to send with the next call, which asks for the outputs that are still missing."""
+        return self._position.request()
+
+    def take(self, response: orchestrator_pb2.GenerateResponse) -> Sequence[Event]:
+        """Returns the events in `response` that the caller does not have yet. Empty if their kind is unknown."""
+        events = self._position.take(response)
+        if response.WhichOneof("event") != "queued":
+            self._attempts.note_answer(is_new=bool(events))
+        return events
+
+    def _note_lost(self) -> None:
+        self._position.note_lost()
+
+    def __enter__(self) -> Self:
+        self._client.running.add(self)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._client.running.discard(self)
+        if isinstance(error, _LEFT_EARLY) or (isinstance(error, UnsupportedError) and error.reason == UNKNOWN_KIND):
+            self._client.leave(self)
+
+
+ClientT = TypeVar("ClientT", bound=BaseClient)
+
+
+class BaseGeneration(Generic[ClientT]):
+    """A request and its events. The request is sent when the iteration over the events starts."""
+
+    def __init__(self, client: ClientT, *, request: orchestrator_pb2.GenerateRequest, timeout_s: float | None) -> None:
+        self._client = client
+        self._request = request
+        self._timeout_s = timeout_s
+        self._is_begun = False
+
+    @property
+    def request_id(self) -> str:
+        """The id that identifies the request in every service and log."""
+        return self._request.request_id
+
+    def _begin_calls(self) -> RequestCalls:
+        if self._is_begun:
+            raise RuntimeError(
+                "a generation can be iterated only once, and `result()` iterates over it; call `generate` again to "
+                "send another request"
+            )
+        self._is_begun = True
+        return RequestCalls(self._client, self._request, timeout_s=self._timeout_s)
+
+
+def main_error(errors: Sequence[StagemeshError]) -> StagemeshError:
+    """Returns the error to raise after the calls to all endpoints have failed.
+
+    Returns the first NotFoundError, or the first error if there is no NotFoundError.
+    """
+    return next((error for error in errors if isinstance(error, NotFoundError)), errors[0])

@@ -1,0 +1,1 @@
+"""Sessions: conversations of numbered turns, which outlive broken connections and orchestrators."""
