@@ -32,9 +32,9 @@ class Offers:
             on_release=lambda: self.released.append(name),
         )
 
-    async def send(self, outlet: Outlet, *names: str, **offer: float) -> None:
+    async def send(self, outlet: Outlet, *names: str, time_limit_s: float = LIMIT_S) -> None:
         """Sends one packet with a small tensor and a ticket for each name, as an engine's step does."""
-        tickets = {name: self.offer(name, **offer) for name in names or ("kv",)}
+        tickets = {name: self.offer(name, time_limit_s=time_limit_s) for name in names or ("kv",)}
         try:
             await outlet.send(Packet({"first_token": np.array([7], np.int32)}, {"step": 0}, tickets))
         finally:

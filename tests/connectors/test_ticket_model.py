@@ -228,6 +228,7 @@ class TicketModel(RuleBasedStateMachine):
         tickets = {f"s{companion}": self._offer(time_limit_s) for companion in range(companions)}
         fan_out = self.planes["a"].fan_out()
         for flow in flows:
+            assert flow is not None
             fan_out.add(flow.outlet)
         self._spawn(_send(fan_out.send(Packet({}, tickets=tickets)), list(tickets.values())))
 

@@ -104,7 +104,6 @@ async def test_dropped_ticket_ends_like_a_released_one() -> None:
         await eventually(lambda: offers.released == ["kv"])
 
 
-async def test_ticket_without_acceptance_is_kept_until_the_flow_ends() -> None:
 async def test_ticket_without_an_acceptance_is_kept_until_the_flow_ends() -> None:
     offers = Offers()
     async with two_hosts() as (a, b):
@@ -115,23 +114,6 @@ async def test_ticket_without_an_acceptance_is_kept_until_the_flow_ends() -> Non
         assert offers.released == []
         await finish(outlet, inlet)
         await eventually(lambda: offers.released == ["kv"])
-
-
-@pytest.mark.parametrize("is_sent", [False, True])
-async def test_flow_ends_by_itself_after_its_reader_has_left(is_sent: bool) -> None:
-    offers = Offers()
-    async with two_hosts() as (a, b):
-        outlet, inlet = open_ticket_flow(a, b)
-        if is_sent:
-            await offers.send(outlet)
-            await outlet.finish()
-        inlet.leave()
-        await inlet.aclose()
-        if not is_sent:
-            await offers.send(outlet)
-            await outlet.finish()
-        await eventually(lambda: outlet.is_over)
-        assert offers.released == ["kv"]
 
 
 async def test_ticket_cannot_be_accepted_after_its_time_limit() -> None:
@@ -323,7 +305,6 @@ async def test_aborted_flow_keeps_a_state_that_is_being_read() -> None:
         await eventually(lambda: offers.released == ["kv"])
 
 
-async def test_aborted_flow_releases_a_state_without_readers() -> None:
 async def test_aborted_flow_releases_a_state_without_a_reader() -> None:
     offers = Offers()
     async with two_hosts() as (a, b):

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 from pydantic import JsonValue
 
-from stagemesh.services.engines.base import ChatMessage, Conversation, MediaFile, SamplingOptions, Task
+from stagemesh.services.engines.base import ChatMessage, Conversation, MediaFile, Part, SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.options import KV_CACHE
 from tests.engines.support import collect, packets, stage_config, text_of
@@ -42,7 +42,7 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Seq
 
 
 def task(*images: MediaFile) -> Task:
-    parts = ["what is ", *images, " this? " * 20]
+    parts: list[Part] = ["what is ", *images, " this? " * 20]
     return Task("images", 3, Conversation([ChatMessage("user", parts=parts)]), sampling=SAMPLING)
 
 

@@ -17,7 +17,7 @@ from stagemesh.connectors.stream import local_socket, wire
 from stagemesh.connectors.stream.connection import Connection, Peer
 from stagemesh.connectors.stream.wire import EdgeProbe
 from stagemesh.connectors.tickets import expired_error
-from stagemesh.rpc.error_mapping import error_from_wire
+from stagemesh.rpc.error_mapping import error_from_wire, error_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 GIVE_UP_S = 15.0
@@ -274,7 +274,7 @@ class ConsumerLink:
     def _answer_acceptance(self, accept: stage_pb2.AcceptTickets) -> None:
         is_kept = self.accept_tickets(accept.lease_id) or self._accept_elsewhere(accept.lease_id)
         answer = stage_pb2.TicketsAnswer(
-            acceptance=accept.acceptance, error=None if is_kept else wire.error_to_wire(expired_error())
+            acceptance=accept.acceptance, error=None if is_kept else error_to_wire(expired_error())
         )
         self._answers.append(stage_pb2.PutItem(tickets=answer))
         self._send_answers()

@@ -201,7 +201,7 @@ class ConsumerSession:
                 self._negotiate(item.offer)
             case "tickets":
                 answer = item.tickets
-                error = wire.error_from_wire(answer.error) if answer.HasField("error") else None
+                error = error_from_wire(answer.error) if answer.HasField("error") else None
                 self._producer.acceptances.answered(answer.acceptance, error)
             case _:
                 self._refuse_unknown(item)
