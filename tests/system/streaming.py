@@ -16,7 +16,8 @@ from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.streamed_input import StreamedInput
 from stagemesh.orchestrator.request.validation import validate
 from stagemesh.orchestrator.spec import load_pipeline
-from stagemesh.v1 import orchestrator_pb2
+from stagemesh.rpc.channels import open_channel
+from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from tests.deployment import Deployment
 
 READY_S, END_S = 20.0, 30.0
@@ -26,10 +27,12 @@ READY_S, END_S = 20.0, 30.0
 async def orchestrating(file: Path, up: Deployment) -> AsyncGenerator[Orchestrator]:
     """Runs a second orchestrator over the replicas of a deployment. `file` is the deployment's pipeline file."""
     pipeline = load_pipeline(str(file))
-    endpoints = {name: status["endpoint"] for name, status in up.statuses.items() if status["stage"]}
+    async with open_channel(up.endpoint) as channel:
+        stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+        described = await stub.DescribePipeline(orchestrator_pb2.DescribePipelineRequest(), timeout=10)
     replicas = {
-        stage: tuple(ReplicaAddress(name, endpoints[name]) for name in endpoints if up.statuses[name]["stage"] == stage)
-        for stage in pipeline.stages
+        stage.name: tuple(ReplicaAddress(replica.name, replica.endpoint) for replica in stage.replicas)
+        for stage in described.stages
     }
     fleet, changed = Fleet(pipeline, [StaticSource(replicas)]), asyncio.Event()
     orchestrator = Orchestrator(pipeline, fleet, max_request_s=END_S, drain_s=0.1)

@@ -9,6 +9,7 @@ import pytest
 from stagemesh.common.errors import CancelledRequestError, InvalidRequestError
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.inspection import Inspector
+from tests.cli.commands import stagemesh
 from tests.deployment import Deployment, deployed
 from tests.system.streaming import Turn, orchestrating
 
@@ -131,3 +132,8 @@ async def test_an_operator_sees_what_the_input_waits_for(file: Path, up: Deploym
         await turn.result()
         edge = next(each for each in inspector.edges(orchestrator.totals) if each.edge.name == "@input->echo")
         assert (edge.edge.from_stage, edge.chunks, edge.size_bytes) == ("@input", 2, 8)
+
+
+async def test_the_command_line_shows_who_sends_the_input(up: Deployment) -> None:
+    ran = await stagemesh("stages", "--server", up.endpoint)
+    assert ["@input->echo", "from", "the", "orchestrator", "grpc"] in [line.split() for line in ran.stdout.splitlines()]

@@ -12,6 +12,7 @@ from stagemesh.client import Result, Text
 from stagemesh.client.responses import ResultBuilder
 from stagemesh.orchestrator.launcher.ports import PortPicker
 from tests.deployment import Deployment, deployed, eventually
+from tests.system.streaming import Turn, orchestrating
 from tests.typescript.nodes import program
 
 STEPS = 24
@@ -33,7 +34,8 @@ stages:
   python: {{engine: function, function: upper}}
   python-frames: {{engine: fake, function: frames}}
 edges:
-  - {{from: writer, to: upper}}
+  - {{from: writer, to: upper, when: {{input: stream, given: false}}}}
+  - {{from: "@input", to: upper}}
   - {{from: upper, to: frames}}
   - {{from: writer, to: python}}
   - {{from: python, to: python-frames}}
@@ -44,8 +46,8 @@ outputs: {{text: upper, frames: frames, python_text: python, python_frames: pyth
 class Both:
     """The running pipeline, and its replica in TypeScript."""
 
-    def __init__(self, up: Deployment, command: list[str]) -> None:
-        self.up = up
+    def __init__(self, file: Path, up: Deployment, command: list[str]) -> None:
+        self.file, self.up = file, up
         self._command = command
         self.replica = subprocess.Popen(command)
 
@@ -68,7 +70,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     with _python_function(folder), deployed(path, "--admin-port", admin.rpartition(":")[2], until=_waits) as up:
         generation = up.statuses[UPPER]["detail"].partition("generation ")[2].partition(",")[0]
         arguments = ("--pipeline", "both", "--generation", generation, "--register", admin)
-        both = Both(up, [*program("upper"), *arguments])
+        both = Both(path, up, [*program("upper"), *arguments])
         try:
             up.wait(Deployment.all_ready)
             yield both
@@ -84,13 +86,14 @@ def _waits(up: Deployment) -> bool:
 
 @contextmanager
 def _python_function(folder: Path) -> Iterator[None]:
-    """Registers the function "upper" for all processes that are started within the block."""
+    """Registers the function "upper" for this process, and for all that are started within the block."""
     package = folder / "python_upper-1.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: python_upper\nVersion: 1.0\n")
     (package / "entry_points.txt").write_text("[stagemesh.functions]\nupper = tests.typescript.python_upper:UPPER\n")
     root = Path(__file__).parents[2]
     with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
         patch.setenv("PYTHONPATH", os.pathsep.join((str(folder), str(root), os.environ.get("PYTHONPATH", ""))))
         yield
 
@@ -134,6 +137,15 @@ def test_killed_neighbour_changes_nothing(both: Both, victim: str) -> None:
     process_id = both.up.process_id(victim)
     _check(_run(both, at=lambda: both.up.kill(victim)))
     both.up.wait(lambda up: not up.runs(victim, process_id) and up.all_ready())
+
+
+async def test_input_that_a_client_streams_arrives(both: Both) -> None:
+    async with orchestrating(both.file, both.up) as orchestrator:
+        turn = Turn(orchestrator, "streamed", "text")
+        for word in ("one ", "two " * 2_000, "three"):
+            turn.say(word)
+            await turn.until_heard("text", word.upper())
+        assert await turn.result() == {"text": f"ONE {'TWO ' * 2_000}THREE"}
 
 
 def test_killed_replica_in_typescript_is_replaced(both: Both) -> None:

@@ -205,6 +205,8 @@ class _Mesh:
                 self._rebind_inputs(action.stage, action.edges)
             case ActionKind.REBIND_OUTPUTS:
                 self._rebind_outputs(action.stage, action.edges, kept=kept)
+            case ActionKind.SEND_INPUT:
+                raise AssertionError("no route of the model has streamed input")
 
     def _start(self, stage: str) -> None:
         state = self.states[stage]

@@ -43,7 +43,8 @@ class SessionModel(RuleBasedStateMachine):
         self.texts: dict[int, str] = {}
         self.answers: dict[int, str] = {}
         self.interrupted, self.committed, self.rejected = set[int](), set[int](), set[int]()
-        self.failed = set[int]()
+        self.blind_changes = 0
+        """The number of events that can end a turn since the client has read an event."""
 
     @initialize(reads=st.booleans())
     def open(self, reads: bool) -> None:
@@ -56,6 +57,7 @@ class SessionModel(RuleBasedStateMachine):
 
     def send(self, kind: str, value: Any, text: str = "") -> None:
         async def send() -> None:
+            self.blind_changes += kind in ("commit", "clear", "interrupt")
             self.sent[self.chat.send(**{kind: value})] = (text, kind)
 
         self.run(send())
@@ -70,6 +72,11 @@ class SessionModel(RuleBasedStateMachine):
         request = next(reversed(self.chat.runner.requests.values()), None)
         return request if request is not None and not request.ended.done() else None
 
+    @property
+    def may_change_turns(self) -> bool:
+        """Whether the client may send an event that can end a turn. It does not send many without reading."""
+        return self.is_attached and self.blind_changes < 8
+
     # -- the client
 
     @precondition(lambda self: self.is_attached)
@@ -77,17 +84,17 @@ class SessionModel(RuleBasedStateMachine):
     def say(self, text: str) -> None:
         self.send("append", {"part": {"text": text}}, text)
 
-    @precondition(lambda self: self.is_attached)
+    @precondition(lambda self: self.may_change_turns)
     @rule()
     def commit(self) -> None:
         self.send("commit", {})
 
-    @precondition(lambda self: self.is_attached)
+    @precondition(lambda self: self.may_change_turns)
     @rule()
     def clear(self) -> None:
         self.send("clear", {})
 
-    @precondition(lambda self: self.is_attached)
+    @precondition(lambda self: self.may_change_turns)
     @rule(turn=st.just(0) | TURNS)
     def interrupt(self, turn: int) -> None:
         self.send("interrupt", {"turn": turn})
@@ -151,7 +158,7 @@ class SessionModel(RuleBasedStateMachine):
     def wait(self) -> None:
         self.run(settle())
 
-    @precondition(lambda self: self.is_attached)
+    @precondition(lambda self: self.may_change_turns)
     @rule(text=WORDS)
     def take_a_turn(self, text: str) -> None:
         self.say(text)
@@ -165,6 +172,7 @@ class SessionModel(RuleBasedStateMachine):
         """Lets the client process the events that have arrived."""
         for event in self.chat.received[self.read :] if hasattr(self, "chat") else ():
             self.read += 1
+            self.blind_changes = 0
             self._take(event)
 
     def _take(self, event: orchestrator_pb2.ConverseResponse) -> None:

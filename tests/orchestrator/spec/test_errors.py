@@ -49,7 +49,8 @@ CASES: dict[str, tuple[str, str, str]] = {
     "unknown engine": ("engine: plain, function: read", "engine: plane, function: read",
         "song.yaml:4: unknown engine 'plane'; known: heavy, lone, plain"),
     "unknown function": ("function: read", "function: reed",
-        "song.yaml:4: unknown function 'reed'; known: blend, drawl, film, mix, read, sing, talk, wide"),
+        ("song.yaml:4: unknown function 'reed'; known: blend, drawl, film, hear, lipread, listen, mix, read, sing, "
+        "talk, wide")),
     "function left out": ("{engine: plain, function: read}", "{engine: plain}",
         "song.yaml:4: engine 'plain' runs a function; add `function: NAME`"),
     "unknown stage option": ("function: read", "function: read, options: {maxlen: 3}",

@@ -59,7 +59,7 @@ class InputPlanes:
             try:
                 yield outlet
             finally:
-                outlet.abort(CancelledRequestError("the request stopped before the end of its input", reason="ABORTED"))
+                outlet.abort(CancelledRequestError("the request stopped before the end of its input"))
         finally:
             self._flows[generation] -= 1
 

@@ -203,8 +203,12 @@ def carried_rows(edge: Edge, rows: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def attempt_of(edge: Edge, states: States) -> int:
-    """Returns the attempt number of an edge's flow: the higher of the producer's and the consumer's attempt number."""
-    return max(states[edge.producer].attempt, states[edge.consumer].attempt)
+    """Returns the attempt number of an edge's flow: the higher of the producer's and the consumer's attempt number.
+
+    Each attempt of a stage that receives the client's streamed input has a flow of its own.
+    """
+    attempt = states[edge.consumer].attempt
+    return attempt if edge.is_input else max(states[edge.producer].attempt, attempt)
 
 
 def is_checkpoint_useful(route: Route, states: States, stage: str, rows: Mapping[str, int]) -> bool:
@@ -286,7 +290,7 @@ def _actions_of(route: Route, states: States, stage: str) -> list[Action]:
                 for edge in route.outgoing[stage]
                 if _is_stale(edge, states, stage) and _is_expected(edge, states)
             ]
-            sent = [edge.name for edge in route.inputs[stage] if state.bound.get(edge.name) != state.attempt]
+            sent = [edge.name for edge in route.inputs[stage] if _is_stale(edge, states, stage)]
             actions: list[Action] = []
             if sent and state.phase is Phase.RUNNING:
                 actions.append(Action(ActionKind.SEND_INPUT, stage, tuple(sent)))

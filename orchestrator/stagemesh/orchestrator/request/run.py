@@ -305,8 +305,8 @@ class RequestRun:
     def _send_inputs(self, state: StepState, action: Action) -> None:
         for edge in self._route.inputs[state.name]:
             if edge.name in action.edges:
+                state.bound = {**state.bound, edge.name: state.attempt}
                 self._spawn(self._send_input(state, edge), state.tasks, name=f"{state.name}/{edge.name}")
-        state.bound = {**state.bound, **dict.fromkeys(action.edges, state.attempt)}
 
     async def _send_input(self, state: StepState, edge: Edge) -> None:
         """Sends the client's input over an edge to the newest attempt of a stage, until the end of the input.
@@ -318,9 +318,8 @@ class RequestRun:
         assert stream is not None, "only such a request has edges from @input"
         assert planes is not None, "only such a request has edges from @input"
         try:
-            async with planes.open_outlet(
-                EdgeKey(self._request.choice_id, edge.name, attempt), state.replica
-            ) as outlet:
+            key = EdgeKey(self._request.choice_id, edge.name, attempt)
+            async with planes.open_outlet(key, state.replica) as outlet:
                 try:
                     await stream.send(outlet, edge)
                 finally:

@@ -95,18 +95,15 @@ class StepCalls:
 
     def execute(self, state: StepState) -> stage_pb2.ExecuteStepRequest:
         """Returns the message that starts the newest attempt of a stage. Omits edges to finished consumers."""
-        inputs = self._route.inputs[state.name]
+        incoming = (*self._route.incoming[state.name], *self._route.inputs[state.name])
         return stage_pb2.ExecuteStepRequest(
             request_id=self._request.choice_id,
             step_id=self._step_id(state),
             attempt=state.attempt,
-            input=self._input(state) if self._reads_prompt(state) else None,
+            input=self._input(state) if not incoming else None,
             parameters=parameters_of(state.step.stage, self._request.parameters),
             seed=self._request.seed,
-            inputs=[
-                *map(self._input_binding, self._route.incoming[state.name]),
-                *(self._bind_input(edge, producer=self._input_producer, attempt=state.attempt) for edge in inputs),
-            ],
+            inputs=map(self._input_binding, incoming),
             absent=self._route.absent(state.step.stage),
             outputs=map(self._output_binding, self._open_edges(state)),
             streamed=self._streamed(state),
@@ -244,14 +241,10 @@ class StepCalls:
         return [edge for edge in self._route.outgoing[state.name] if is_open(edge, self._states)]
 
     def _input_binding(self, edge: Edge) -> stage_pb2.InputBinding:
-        producer = self._states[edge.producer].replica.name
-        return self._bind_input(edge, producer=producer, attempt=attempt_of(edge, self._states))
-
-    def _bind_input(self, edge: Edge, *, producer: str, attempt: int) -> stage_pb2.InputBinding:
         return stage_pb2.InputBinding(
             edge=edge.name,
-            producer=producer,
-            attempt=attempt,
+            producer=self._input_producer if edge.is_input else self._states[edge.producer].replica.name,
+            attempt=attempt_of(edge, self._states),
             transform="" if edge.transforms_at_producer else edge.transform or "",
             apart=edge.apart,
         )
@@ -274,9 +267,6 @@ class StepCalls:
             tokens=stage_pb2.TokenSelection.Value(f"TOKEN_SELECTION_{edge.tokens.upper()}"),
             transform=(edge.transforms_at_producer and edge.transform) or "",
         )
-
-    def _reads_prompt(self, state: StepState) -> bool:
-        return not (self._route.incoming[state.name] or self._route.inputs[state.name])
 
     def _input(self, state: StepState) -> request_pb2.Input:
         """Returns the request's input, without the negative prompt if the stage does not support negative prompts."""

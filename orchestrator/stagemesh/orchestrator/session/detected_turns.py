@@ -132,7 +132,7 @@ class DetectedTurns(Turns):
     def _fail_turn(self, error: StagemeshError) -> None:
         """Commits the open turn, and ends it with an error."""
         answer = self.answer or self._failed_answer(error)
-        self._relay.stop()
+        self._relay.stop(answer)
         answer.request.stop(error)
         answer.is_over, answer.error = True, copy(error)
         committed = orchestrator_pb2.TurnCommitted(detected=True, audio_end_s=self.input.audio_s)

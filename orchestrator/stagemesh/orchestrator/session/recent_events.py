@@ -11,7 +11,7 @@ from stagemesh.orchestrator.session.responses import generated_response
 from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import orchestrator_pb2
 
-_MAX_EVENTS = 256
+_MAX_EVENTS, _EARLIER_EVENTS = 256, 32
 INTERRUPTED, ENDED = "interrupted", "ended"
 
 RestOf = Callable[[int, Mapping[OutputKey, int]], Sequence[bytes] | None]
@@ -28,9 +28,9 @@ class _Recent(NamedTuple):
 
 
 class RecentEvents:
-    """The events of the open turn and of the two turns before it, apart from the events of their requests.
+    """The events of the open turn and of the turn before it, apart from the events of their requests.
 
-    Contains at most 256 events, and drops the oldest.
+    Contains at most 256 of them, and earlier events if these are at most 32 altogether.
     """
 
     __slots__ = ("_events",)
@@ -39,8 +39,8 @@ class RecentEvents:
         self._events: deque[_Recent] = deque(maxlen=_MAX_EVENTS)
 
     def add(self, data: bytes, *, turn: int, kind: str, open_turn: int) -> None:
-        """Adds an event, and drops those of earlier turns."""
-        while self._events and self._events[0].open_turn < open_turn - 1:
+        """Adds an event, and drops earlier ones."""
+        while len(self._events) >= _EARLIER_EVENTS and self._events[0].open_turn < open_turn - 1:
             self._events.popleft()
         self._events.append(_Recent(data, turn, kind, open_turn))
 

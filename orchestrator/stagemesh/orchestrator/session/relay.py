@@ -60,16 +60,18 @@ class AnswerRelay:
     def relay(self, answer: Answer) -> None:
         """Relays an answer from the client's position on, now or when a call is attached. Idempotent."""
         if self._answer is not answer:
-            self._stop_task()
+            assert self._task is None, "the former answer is over"
             self._answer = answer
             answer.request.ended.add_done_callback(lambda _: self._note_end(answer))
         if self._call is not None and self._task is None:
             positions = self.client.positions if self.client.turn == answer.turn else {}
             self._task = self._spawn(self._run(answer, self._call, positions))
 
-    def stop(self) -> None:
-        """Stops relaying the answer, and drops what was not sent yet."""
+    def stop(self, answer: Answer) -> None:
+        """Stops relaying an answer, and drops its events that were not sent yet."""
         self._stop_task()
+        if self._call is not None:
+            self._call.drop(answer)
         self._answer = None
 
     async def _run(self, answer: Answer, call: SessionCall, positions: Mapping[OutputKey, int]) -> None:
@@ -95,5 +97,3 @@ class AnswerRelay:
         if self._task is not None:
             self._task.cancel()
             self._task = None
-        if self._call is not None:
-            self._call.drop_generated()

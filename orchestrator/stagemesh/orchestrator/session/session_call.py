@@ -40,10 +40,11 @@ class SessionCall:
         self._waiting += 1
         self._changed.fire()
 
-    def drop_generated(self) -> None:
-        """Drops the events of answers that wait to be sent."""
-        self._events = deque(event for event in self._events if isinstance(event, bytes))
-        self._waiting = 0
+    def drop(self, answer: Answer) -> None:
+        """Drops the events of an answer that wait to be sent."""
+        kept = deque(event for event in self._events if isinstance(event, bytes) or event[0] is not answer)
+        self._waiting -= len(self._events) - len(kept)
+        self._events = kept
         self._changed.fire()
 
     def end(self, error: StagemeshError | None = None) -> None:

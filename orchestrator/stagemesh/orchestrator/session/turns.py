@@ -122,10 +122,10 @@ class Turns:
     def stop(self) -> RunningRequest | None:
         """Stops everything that runs, because the session ends. Returns the request that ends now, or None."""
         self.detach()
-        self._relay.stop()
         answer, self.answer = self.answer, None
         if answer is None:
             return None
+        self._relay.stop(answer)
         answer.request.record.dismiss()
         return answer.request
 
@@ -309,7 +309,7 @@ class Turns:
         self._end(answer, EndedTurn(answer.turn, text, text, answer.made_positions()))
 
     def _interrupt(self, answer: Answer, *, detected: bool) -> None:
-        self._relay.stop()
+        self._relay.stop(answer)
         sent, output = answer.sent_positions(), self._settings.transcript_output
         text = answer.text(output, length=sent.get(output, 0))
         answer.request.stop(CancelledRequestError(f"turn {answer.turn} was interrupted"))
