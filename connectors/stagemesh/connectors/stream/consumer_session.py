@@ -371,6 +371,7 @@ class ConsumerSession:
         reader = self._producer.reader(flow.connector)
         if reader is None:
             if not self._producer.has_negotiated(flow.connector):
+                wire.refuse_unknown_locations(data, of=self._name)
                 raise InvalidChunkError("a chunk arrived by a connector that was not negotiated")
             self._resync_failed(flow)
             return False

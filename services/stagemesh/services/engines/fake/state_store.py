@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import json
 import os
+import socket
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
@@ -115,7 +116,7 @@ async def read_state(descriptor: bytes, *, pause_s: float = 0.0) -> bytes:
     """
     address, number = _parsed(descriptor)
     try:
-        reader, writer = await asyncio.open_unix_connection(address)
+        reader, writer = await _connect(address)
         try:
             writer.write(json.dumps({"state": number, "pause_s": pause_s}).encode() + b"\n")
             length = await reader.readexactly(8)
@@ -130,12 +131,24 @@ async def read_state(descriptor: bytes, *, pause_s: float = 0.0) -> bytes:
 
 async def read_counts(process_id: int, number: int = 1) -> StateCounts:
     """Returns the counts of the `number`-th store of a process. Raises OSError if the process has no such store."""
-    reader, writer = await asyncio.open_unix_connection(socket_address(process_id, number))
+    reader, writer = await _connect(socket_address(process_id, number))
     try:
         writer.write(b'{"counts": true}\n')
         return StateCounts(**json.loads(await reader.read()))
     finally:
         writer.close()
+
+
+async def _connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    # uvloop connects only sockets of its own to addresses in the file system.
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, address)
+        return await asyncio.open_unix_connection(sock=connection)
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _parsed(descriptor: bytes) -> tuple[str, int]:
