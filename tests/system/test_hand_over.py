@@ -18,8 +18,7 @@ stages:
   decode:
     engine: fake
     function: decode
-    options:
-      {{steps: 20, step_s: 0.01, state_s: {state_s}, recompute: {recompute}, max_running: 2, prefetch: {prefetch}}}
+    options: {{steps: 20, step_s: 0.01, state_s: {state_s}, recompute: {recompute}, max_running: 2}}
 edges: [{{from: prefill, to: decode, connector: {connector}}}]
 outputs: {{text: decode}}
 """
@@ -31,7 +30,6 @@ def split(
     limit_s: float = 30.0,
     state_s: float = 0.2,
     recompute: bool = False,
-    prefetch: int = 0,
     connector: str = "auto",
 ) -> Path:
     """Writes the pipeline prefill → decode."""
@@ -41,7 +39,6 @@ def split(
             limit_s=limit_s,
             state_s=state_s,
             recompute=str(recompute).lower(),
-            prefetch=prefetch,
             connector=connector,
         )
     )
@@ -116,14 +113,3 @@ def test_ticket_that_expires_in_the_queue_is_recomputed(tmp_path: Path) -> None:
         assert set(results) == {alone}
         assert counts(up).cut_reads == 0
         eventually(lambda: all_released(up), timeout_s=5)
-
-
-def test_waiting_requests_read_their_states_before_they_run(tmp_path: Path) -> None:
-    with (
-        deployed(split(tmp_path, limit_s=0.5, prefetch=8)) as up,
-        up.client() as client,
-        ThreadPoolExecutor(8) as pool,
-    ):
-        results = list(pool.map(lambda seed: client.generate("hello", seed=seed).result(), range(8)))
-        assert len({result.text for result in results}) == 8
-        assert counts(up) == StateCounts(offered=8, released=8)
