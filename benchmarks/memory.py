@@ -19,13 +19,13 @@ def growth(process_ids: Mapping[str, int]) -> Generator[Callable[[str], int]]:
     Yields a function that returns the growth of a process in bytes: its highest memory so far, minus its memory at the
     start of the block.
     """
-    before = {name: _memory_bytes(each) for name, each in process_ids.items()}
+    before = {name: memory_bytes(each) for name, each in process_ids.items()}
     most, is_over = dict(before), threading.Event()
 
     def sample() -> None:
         while not is_over.wait(_SAMPLE_S):
             for name, each in process_ids.items():
-                most[name] = max(most[name], _memory_bytes(each))
+                most[name] = max(most[name], memory_bytes(each))
 
     sampler = threading.Thread(target=sample)
     sampler.start()
@@ -36,6 +36,7 @@ def growth(process_ids: Mapping[str, int]) -> Generator[Callable[[str], int]]:
         sampler.join()
 
 
-def _memory_bytes(process_id: int) -> int:
+def memory_bytes(process_id: int) -> int:
+    """Returns the memory of a process in bytes."""
     status = Path(f"/proc/{process_id}/status").read_text()
     return sum(1024 * int(kib) for kib in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", status, re.MULTILINE))

@@ -19,7 +19,7 @@ class Talk:
     """One call of Converse."""
 
     def __init__(self, stub: "orchestrator_pb2_grpc.OrchestratorServiceAsyncStub", *, seq: int = 0) -> None:
-        self.call: Any = stub.Converse(timeout=30)
+        self.call: Any = stub.Converse(timeout=60)
         self.seq = seq
         """The number of the last event."""
         self.received: list[Response] = []
@@ -53,7 +53,7 @@ class Talk:
 
     async def next(self, kind: str, where: Callable[[Response], bool] = lambda _: True) -> Response:
         """Returns the next event of this kind for which `where` is true."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while True:
                 event = await self.call.read()
                 assert isinstance(event, Response), f"the call ended before {kind}: {self.received}"
@@ -77,7 +77,7 @@ class Talk:
 
     async def rest(self) -> Sequence[Response]:
         """Returns the remaining events until the call ends."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while isinstance(event := await self.call.read(), Response):
                 self.received.append(event)
         return self.received

@@ -110,7 +110,7 @@ async def test_the_text_of_the_main_stage_is_preferred(tmp_path: Path) -> None:
 
 
 def test_the_size_of_a_transcript_follows_its_turns() -> None:
-    transcript = Transcript(request_pb2.Conversation())
+    transcript = Transcript()
     turn = TranscriptTurn(b"12", "é")
     transcript.add(turn)
     assert transcript.size_bytes == 4

@@ -1,7 +1,5 @@
 """The number of bytes that a client may append to a session."""
 
-from collections import deque
-
 from stagemesh.common.errors import OverloadedError
 
 
@@ -20,7 +18,8 @@ class Credit:
         """The total number of bytes that the client may append, as it was reported to the client."""
         self._consumed = 0
         self._window_bytes = window_bytes
-        self._pieces: deque[tuple[int, int]] = deque()
+        # A deque would need a kilobyte of memory in each idle session.
+        self._pieces: list[tuple[int, int]] = []
         """For each piece that is not consumed: the bytes of its packets that are not consumed, and its size."""
 
     def check(self, size_bytes: int) -> None:
@@ -45,13 +44,15 @@ class Credit:
 
     def consume(self, packet_bytes: int) -> None:
         """Records that the stages have consumed this number of bytes of packets, oldest first."""
-        while packet_bytes and self._pieces:
-            left, size_bytes = self._pieces.popleft()
+        done = 0
+        for left, size_bytes in self._pieces:
             if packet_bytes < left:
-                self._pieces.appendleft((left - packet_bytes, size_bytes))
-                return
+                self._pieces[done] = (left - packet_bytes, size_bytes)
+                break
             packet_bytes -= left
             self._consumed += size_bytes
+            done += 1
+        del self._pieces[:done]
 
     def raise_limit(self) -> bool:
         """Raises the limit if the client has used at least half of the window. Returns whether it is higher now."""

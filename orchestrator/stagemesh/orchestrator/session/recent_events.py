@@ -1,6 +1,5 @@
 """The events of the last turns, which a client that attaches again may have missed."""
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -36,13 +35,15 @@ class RecentEvents:
     __slots__ = ("_events",)
 
     def __init__(self) -> None:
-        self._events: deque[_Recent] = deque(maxlen=_MAX_EVENTS)
+        # A deque would need a kilobyte of memory in each idle session.
+        self._events: list[_Recent] = []
 
     def add(self, data: bytes, *, turn: int, kind: str, open_turn: int) -> None:
         """Adds an event, and drops earlier ones."""
-        while len(self._events) >= _EARLIER_EVENTS and self._events[0].open_turn < open_turn - 1:
-            self._events.popleft()
-        self._events.append(_Recent(data, turn, kind, open_turn))
+        events = self._events
+        while len(events) >= _MAX_EVENTS or (len(events) >= _EARLIER_EVENTS and events[0].open_turn < open_turn - 1):
+            del events[0]
+        events.append(_Recent(data, turn, kind, open_turn))
 
     def replay(self, client: ClientPosition, rest_of: RestOf) -> Iterator[bytes]:
         """Yields the serialized events that a client may have missed, in order.

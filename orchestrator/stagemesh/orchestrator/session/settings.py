@@ -32,8 +32,8 @@ class SessionSettings:
     """Whether each piece of the input goes to the stages at once (STREAM). Otherwise it becomes a prompt (PROMPT)."""
     input_tensors: frozenset[str]
     """The kinds of input that the client may stream, as names of tensors. Empty in the mode PROMPT."""
-    conversation: request_pb2.Conversation
-    """The conversation before the first turn."""
+    conversation: bytes
+    """The conversation before the first turn, serialized."""
     turn_timeout_s: float | None
     """The time limit of a turn's request in seconds. None for the orchestrator's own limit."""
     transcript_output: str
@@ -69,7 +69,7 @@ def read_settings(opening: orchestrator_pb2.SessionOpen, pipeline: Pipeline) -> 
         ),
         streams=streams,
         input_tensors=pipeline.route(valid.outputs, valid.facts).input_tensors,
-        conversation=opening.conversation,
+        conversation=opening.conversation.SerializeToString(),
         turn_timeout_s=opening.turn_timeout_s or None,
         transcript_output=output if output in outputs else "",
         detection=detection,

@@ -28,8 +28,9 @@ class Transcript:
 
     __slots__ = ("_opening", "_turns", "size_bytes")
 
-    def __init__(self, opening: request_pb2.Conversation) -> None:
-        self._opening = opening.SerializeToString()
+    def __init__(self, opening: bytes = b"") -> None:
+        """`opening` is the conversation before the first turn, serialized."""
+        self._opening = opening
         self._turns: list[TranscriptTurn] = []
         self.size_bytes = len(self._opening)
         """The number of bytes of all messages."""
