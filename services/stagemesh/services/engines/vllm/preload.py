@@ -23,6 +23,8 @@ def preload() -> Callable[[], None]:
     """
     prepare_environment()
     try:
+        # First, because vLLM decorates functions of these modules with the compiler that the plugin replaces.
+        import_module("vllm.plugins").load_general_plugins()
         for module in _MODULES:
             import_module(module)
     except ImportError:
