@@ -32,6 +32,9 @@ def test_no_request_fails_and_no_block_is_leaked(tmp_path: Path) -> None:
             result = generate_with_kill(up, client, seed=number, victim=victim, after=after, delay_s=delay_s)
             check_equal(result)
             times_s.setdefault(victim, []).append(result.total_s)
+            print(
+                f"kill {number}, {victim} after {after} tokens and {delay_s:.2f} s: {result.total_s:.1f} s", flush=True
+            )
         up.wait(Deployment.all_ready, timeout_s=400)
         check_no_blocks(up)
     for victim, each in times_s.items():

@@ -90,8 +90,7 @@ class Signature:
     assists: bool = False
     """Whether the stage computes a part of its consumer's work, such as a prefill stage.
 
-    The adapter of a request for the consumer is then also the stage's adapter, and the consumer can finish without the
-    stage. Not part of the signature on the wire.
+    The adapter of a request for the consumer is then also the stage's adapter. Not part of the signature on the wire.
     """
 
     @property

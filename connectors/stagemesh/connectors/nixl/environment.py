@@ -9,9 +9,11 @@ _RDMA_DEVICES = Path("/sys/class/infiniband")
 _SEGMENT_BYTES = "256k"
 """The size of UCX's TCP segments. With UCX's default of 8 KiB, UCX is a third slower than a plain TCP socket."""
 _SEGMENTS = ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE")
-_CONNECT_WITHOUT_BLOCKING = "TCP_CONN_NB=y"
-"""Connects while the thread continues. With UCX's default, the thread would wait for minutes for a host that has
-vanished, and reads from other hosts would wait with it."""
+_SETTINGS = {**dict.fromkeys(_SEGMENTS, _SEGMENT_BYTES), "TCP_CONN_NB": "y"}
+"""The UCX settings that differ from the defaults. With `TCP_CONN_NB`, UCX connects while the thread continues.
+
+Otherwise, the thread would wait for minutes for a host that has vanished, and reads from other hosts would wait, too.
+"""
 
 
 def quiet() -> None:
@@ -27,8 +29,16 @@ def backend_options() -> dict[str, str]:
 
     Environment variables that the user has set take precedence over these options.
     """
-    settings = [*(f"{name}={_SEGMENT_BYTES}" for name in _SEGMENTS), _CONNECT_WITHOUT_BLOCKING]
-    return {"engine_config": ",".join(settings)}
+    return {"engine_config": ",".join(f"{name}={value}" for name, value in _SETTINGS.items())}
+
+
+def set_variables() -> None:
+    """Sets the options as environment variables, for a library that creates agents of its own, such as vLLM.
+
+    Call this function before nixl is loaded. Variables that are already set do not change.
+    """
+    quiet()
+    set_library_variables({f"UCX_{name}": value for name, value in _SETTINGS.items()})
 
 
 def shared_settings() -> str:

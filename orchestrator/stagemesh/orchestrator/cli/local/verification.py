@@ -52,7 +52,7 @@ def find_groups(pipeline: "Pipeline", *, media: Sequence[str]) -> list[Reference
             stage.model_path,
             stage.options,
             {name: spec.default for name, spec in stage.signature.options.items()},
-            frozenset(stage.signature.accepts),
+            frozenset(name for name, spec in stage.signature.accepts.items() if not spec.ticket_kind),
             frozenset(stage.signature.emits),
         )
         for stage in pipeline.stages.values()

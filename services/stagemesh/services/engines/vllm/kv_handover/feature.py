@@ -20,7 +20,7 @@ from stagemesh.common.extras import needs_extra
 from stagemesh.common.settings import set_library_variables
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.edge import Packet, is_recoverable
-from stagemesh.connectors.nixl.environment import quiet
+from stagemesh.connectors.nixl.environment import set_variables
 from stagemesh.connectors.tickets import OfferedTicket, Ticket
 from stagemesh.services.engines.base import Emission, Task
 from stagemesh.services.engines.vllm.conversion import CheckedParams
@@ -80,7 +80,7 @@ class _KvHandover(RequestFeature):
             raise self._invalid("kv_transfer_config and kv_handover exclude each other; remove kv_transfer_config")
         if arguments.data_parallel_size > 1:
             raise self._invalid("data_parallel_size must be 1 with kv_handover; use more replicas")
-        quiet()
+        set_variables()
         # vLLM would set it when it loads the library.
         set_library_variables({"UCX_RCACHE_MAX_UNRELEASED": "1024"})
         with needs_extra("nixl", of=f"stage {self._stage}: kv_handover"):
@@ -173,8 +173,8 @@ class Prefill(_KvHandover):
         except UnavailableError:
             # The KV cache has ended with vLLM's engine core, and `VllmEngine.wait_failed` reports that.
             self._released.clear()
-        except StagemeshError:
-            _log.exception("stage %s: cannot free the KV cache of prompts", self._stage)
+        except StagemeshError as exc:
+            _log.warning("stage %s: cannot free the KV cache of prompts: %s", self._stage, exc.message)
         finally:
             self._sending = None
 
