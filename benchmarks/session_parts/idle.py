@@ -91,8 +91,8 @@ async def measure_delays(count: int, *, rounds: int) -> list[Delays]:
 
 async def _until_none(deployment: Deployment) -> None:
     async with asyncio.timeout(_PARKING_S):
-        while (await _status(deployment)).sessions:
-            await asyncio.sleep(1)  # noqa: ASYNC110  # the orchestrator sends no event for it
+        while (await _status(deployment)).sessions:  # noqa: ASYNC110  # the orchestrator sends no event for it
+            await asyncio.sleep(1)
 
 
 async def _measure_open(count: int) -> float:
