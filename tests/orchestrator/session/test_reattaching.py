@@ -169,11 +169,14 @@ async def test_a_session_continues_at_another_orchestrator(tmp_path: Path) -> No
 
 
 async def test_a_later_call_replaces_the_attached_one(tmp_path: Path) -> None:
-    async with mesh(tmp_path, ECHO) as echo, talking(echo.stub, session_id="s") as talk:
-        async with talking(echo.stub, session_id="s", earlier_calls=1) as again:
-            error = await talk.failure()
-            assert error.reason == "SESSION_REPLACED"
-            assert await again.turn("one") == "a done"
+    async with (
+        mesh(tmp_path, ECHO) as echo,
+        talking(echo.stub, session_id="s") as talk,
+        talking(echo.stub, session_id="s", earlier_calls=1) as again,
+    ):
+        error = await talk.failure()
+        assert error.reason == "SESSION_REPLACED"
+        assert await again.turn("one") == "a done"
 
 
 @pytest.mark.parametrize("fields", [{"outputs": ["text"]}, {"parameters": {"seed": 1}}, {"caller": "other"}])

@@ -15,7 +15,7 @@ _MAX_WAITING = 4
 class SessionCall:
     """The events for one call of a client, in order, and the end of the call."""
 
-    __slots__ = ("_changed", "_error", "_events", "_has_ended", "_waiting")
+    __slots__ = ("_changed", "_error", "_events", "_waiting", "has_ended")
 
     def __init__(self) -> None:
         # A deque would need a kilobyte of memory in each idle session.
@@ -23,7 +23,8 @@ class SessionCall:
         """Serialized events, and events of an answer's request, each with its answer."""
         self._waiting = 0
         """The number of events of an answer in `_events`."""
-        self._has_ended = False
+        self.has_ended = False
+        """Whether the call ends when the waiting events have been sent."""
         self._error: StagemeshError | None = None
         self._changed = Notifier()
 
@@ -49,8 +50,8 @@ class SessionCall:
 
     def end(self, error: StagemeshError | None = None) -> None:
         """Ends the call after the events that wait. `error` is the error with which it ends. Idempotent."""
-        if not self._has_ended:
-            self._has_ended, self._error = True, error
+        if not self.has_ended:
+            self.has_ended, self._error = True, error
             self._changed.fire()
 
     async def events(self) -> AsyncGenerator[bytes]:
@@ -58,7 +59,7 @@ class SessionCall:
         while True:
             while self._events:
                 yield self._take()
-            if self._has_ended:
+            if self.has_ended:
                 break
             await self._changed.wait()
         if self._error is not None:
