@@ -10,6 +10,8 @@ from stagemesh.orchestrator.session.responses import generated_response
 
 _MAX_WAITING = 4
 """The maximum number of events of an answer that wait to be sent."""
+_MAX_UNREAD = 256
+"""The number of events that wait to be sent above which no further event of the client is read."""
 
 
 class SessionCall:
@@ -41,6 +43,11 @@ class SessionCall:
         self._waiting += 1
         self._changed.fire()
 
+    async def wait_for_space(self) -> None:
+        """Waits while the client leaves too many events unread, for example rejections of its own events."""
+        while len(self._events) > _MAX_UNREAD:
+            await self._changed.wait()
+
     def drop(self, answer: Answer) -> None:
         """Drops the events of an answer that wait to be sent."""
         kept = [event for event in self._events if isinstance(event, bytes) or event[0] is not answer]
@@ -67,10 +74,10 @@ class SessionCall:
 
     def _take(self) -> bytes:
         event = self._events.pop(0)
+        self._changed.fire()
         if isinstance(event, bytes):
             return event
         self._waiting -= 1
-        self._changed.fire()
         answer, generated = event
         answer.note_sent(generated)
         return generated_response(answer.turn, generated)
