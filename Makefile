@@ -99,6 +99,7 @@ bench: models ## Measure the speech pipeline, an omni model, the edges, the stag
 	python -m benchmarks.speech --json out/bench-speech.json
 	python -m benchmarks.edges --json out/bench-edges.json
 	python -m benchmarks.ar_stage --json out/bench-ar-stage.json
+	python -m benchmarks.split --json out/bench-split.json
 	python -m benchmarks.omni --json out/bench-omni.json
 	python -m benchmarks.diffusion_stage --json out/bench-diffusion-stage.json
 	python -m benchmarks.orchestrator --json out/bench-orchestrator.json

@@ -28,7 +28,7 @@ SMALLER = Shape("1.3 M", layers=3, width=128, inner_width=512, vocabulary=4_096,
 """A model whose cost is the host's alone. In float32, because a processor without bfloat16 would emulate it."""
 
 
-def write_model(folder: Path, shape: Shape) -> Path:
+def write_model(folder: Path, shape: Shape, *, max_model_len: int = MAX_MODEL_LEN) -> Path:
     """Writes a folder for load_format="dummy". No token ends a text, so that a request makes all tokens it may."""
     folder.mkdir(parents=True)
     tokenizer = _tokenizer(shape.vocabulary)
@@ -45,7 +45,7 @@ def write_model(folder: Path, shape: Shape) -> Path:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": shape.width // 4,
-        "max_position_embeddings": MAX_MODEL_LEN,
+        "max_position_embeddings": max_model_len,
         "tie_word_embeddings": shape.tied,
     }
     _write(folder / "config.json", config)

@@ -22,6 +22,7 @@ from stagemesh.orchestrator.spec import load_pipeline
 WHOLE = {"edges.talker->code2wav.chunk": "whole"}
 TORCHVISION = Path(sys.prefix) / "torchvision"
 """The folder into which `make venv` installs torchvision, which the thinker imports."""
+FORK_SERVER = "fork server"
 _MB = 1 << 20
 _PIPELINE = """
 pipeline: omni
@@ -65,18 +66,23 @@ class Deployment:
     ready_s: float
     """The time from the start of the first process until all are ready."""
     processes: Mapping[str, psutil.Process]
-    """The orchestrator's process and that of each replica. vLLM's processes are their children."""
+    """The orchestrator's process, that of each replica, and the fork server. vLLM's processes are their children."""
 
     def cpu_s(self) -> dict[str, float]:
         """Returns the processor time of each process and its children so far."""
-        return {name: sum(map(cpu_s, _family(each))) for name, each in self.processes.items()}
+        return {name: sum(map(cpu_s, self._family(each))) for name, each in self.processes.items()}
 
     def memory_mb(self) -> dict[str, float]:
         """Returns the resident memory of each process and its children. Shared pages count in each process."""
         return {
-            name: sum(member.memory_info().rss for member in _family(each)) / _MB
+            name: sum(member.memory_info().rss for member in self._family(each)) / _MB
             for name, each in self.processes.items()
         }
+
+    def _family(self, process: psutil.Process) -> list[psutil.Process]:
+        """Returns a process and its children, without those that have a name of their own."""
+        named = self.processes.values()
+        return [process, *(each for child in process.children() if child not in named for each in self._family(child))]
 
 
 @asynccontextmanager
@@ -93,6 +99,9 @@ async def deployed(folder: Path, *, name: str, overrides: Mapping[str, str]) -> 
         processes = {
             status.stage or status.name: psutil.Process(status.process_id) for status in launcher.processes.values()
         }
+        for each in list(processes.values()):
+            if (parent := each.parent()) is not None and parent.pid != os.getpid():
+                processes[FORK_SERVER] = parent
         async with AsyncClient(launcher.endpoint) as client:
             yield Deployment(client, stamp_folder, ready_s, processes)
 
@@ -111,7 +120,3 @@ async def prepare(folder: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TORCHVISION), os.environ.get("PYTHONPATH")]))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     stamps.register(folder)
-
-
-def _family(process: psutil.Process) -> list[psutil.Process]:
-    return [process, *process.children(recursive=True)]

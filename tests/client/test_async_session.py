@@ -326,6 +326,15 @@ async def _all(session: AsyncSession) -> list[SessionEvent]:
     return [event async for event in session]
 
 
+async def test_a_session_is_opened_once(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
+    orchestrator.talks.append([opened(), "close"])
+    async with client.converse() as session:
+        pass
+    with pytest.raises(RuntimeError, match="call `converse` again"):
+        async with session:
+            pass
+
+
 async def test_closing_drops_what_waits_for_credit(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
     orchestrator.talks.append([opened(limit=1), "close"])
     async with client.converse() as session:

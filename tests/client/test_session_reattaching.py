@@ -20,7 +20,7 @@ from stagemesh.client import (
     TurnEnded,
     TurnInterrupted,
 )
-from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
+from stagemesh.common.errors import NotReadyError, OverloadedError, StagemeshError, UnavailableError
 from stagemesh.v1.orchestrator_pb2 import ConverseRequest, ConverseResponse
 from stagemesh.v1.request_pb2 import ROLE_ASSISTANT, ROLE_USER
 from tests.client.scripted import Pause, ScriptedOrchestrator, Talk, admitted, audio
@@ -214,6 +214,35 @@ async def test_an_orchestrator_that_knows_an_older_state_forgets_it_first(
             await _say(session, line)
     assert numbered(orchestrator.events[1]) == {3: "close"}
     assert [turn[-1] for turn in _restored(orchestrator.events[2])] == [(ROLE_ASSISTANT, "Hi"), (ROLE_ASSISTANT, "Yo")]
+
+
+async def test_a_full_orchestrator_continues_a_turn_later(
+    orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator
+) -> None:
+    full = OverloadedError("full", reason="ADMISSION_LIMIT", retry_after_s=0.01)
+    again: Talk = ["open", opened(), "commit", committed(2), text(2, "!", position=2), turn_ended(2, "Yo!"), "close"]
+    first: Talk = [opened(), *FIRST_TURN, "commit", committed(2), text(2, "Yo"), Pause.BREAK]
+    orchestrator.talks.extend([first, again])
+    other.talks.append([opened(), "commit", rejected(4, full), "close"])
+    async with _session(orchestrator, other) as session:
+        await _say(session, "one")
+        assert _text_of(await _say(session, "two")) == "Yo!"
+    assert len(_restored(orchestrator.events[1])) == 1
+    assert orchestrator.events[1][0].open.earlier_calls == 2
+
+
+async def test_a_turn_that_cannot_continue_ends_with_its_error(
+    orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator
+) -> None:
+    ended = NotReadyError("the generation has ended", reason="GENERATION_ENDED")
+    orchestrator.talks.append([opened(), "commit", committed(1), text(1, "Hi"), Pause.BREAK])
+    again: Talk = [opened(), "commit", committed(2), text(2, "Yo"), turn_ended(2, "Yo"), "close"]
+    other.talks.extend([[opened(), "commit", rejected(2, ended), "close"], again])
+    async with _session(orchestrator, other) as session:
+        with pytest.raises(NotReadyError, match="the generation has ended"):
+            await _say(session, "one")
+        assert _text_of(await _say(session, "two")) == "Yo"
+    assert _restored(other.events[1]) == [[(ROLE_USER, "one"), (ROLE_ASSISTANT, "Hi")]]
 
 
 async def test_a_parked_session_calls_again_with_its_next_event(orchestrator: ScriptedOrchestrator) -> None:

@@ -1,5 +1,6 @@
 """The digest of a flow: the test vectors of the contract, and its definition in the fewest lines."""
 
+import asyncio
 import hashlib
 import itertools
 import json
@@ -13,14 +14,22 @@ import pytest
 from stagemesh.common.tensors import DTYPES
 from stagemesh.connectors.edge import Packet
 from stagemesh.connectors.stream.wire import FlowDigest, PacketShape
+from stagemesh.connectors.tickets import ReceivedTicket
 from stagemesh.v1 import tensor_pb2
 
 VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parents[2] / "protos/digest_vectors.json").read_text())
 
 
 def _packet(chunk: dict[str, Any]) -> Packet:
-    tensors = chunk["tensors"]
-    return Packet({each["name"]: np.empty(each["shape"], DTYPES[each["data_type"].lower()]) for each in tensors})
+    types = {each["name"]: (each["data_type"].lower(), each["shape"]) for each in chunk["tensors"]}
+    tensors = {name: np.empty(shape, DTYPES[dtype]) for name, (dtype, shape) in types.items() if dtype in DTYPES}
+    return Packet(tensors, tickets={name: _ticket() for name in types if name not in tensors})
+
+
+def _ticket() -> ReceivedTicket:
+    return ReceivedTicket(
+        "test.state", b"", size_bytes=1, time_limit_s=1, accept=lambda: asyncio.sleep(0), on_release=lambda: None
+    )
 
 
 def _described(chunk: dict[str, Any]) -> bytes:

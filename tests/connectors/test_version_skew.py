@@ -108,9 +108,10 @@ def _later_chunk() -> Any:
     return later_class("PutItem")(chunk=later_class("Chunk")(key=later(key_to_wire(_key("r"))), later="?"))
 
 
-def _later_location() -> Any:
+def _later_location(*, lease_id: int = 0) -> Any:
     item = later(ITEM(chunk=chunk_pb2.Chunk(key=key_to_wire(_key("r")), data=_data())))
     item.chunk.data.tensors[0].later = "elsewhere"
+    item.chunk.data.lease_id = lease_id
     return item
 
 
@@ -126,9 +127,10 @@ def _later_dtype() -> Any:
         (lambda: _later_item(_key("r")), "UNKNOWN_KIND", "sent a PutItem of an unknown kind (field 1000"),
         (_later_chunk, "UNKNOWN_KIND", "sent a Chunk of an unknown kind (field 1000"),
         (_later_location, "UNKNOWN_KIND", "sent a Tensor of an unknown kind (field 1000"),
+        (lambda: _later_location(lease_id=5), "UNKNOWN_KIND", "sent a Tensor of an unknown kind (field 1000"),
         (_later_dtype, "INVALID_CHUNK", "unknown dtype 900"),
     ],
-    ids=["item", "content", "location", "dtype"],
+    ids=["item", "content", "location", "location with a lease", "dtype"],
 )
 async def test_a_consumer_refuses_an_unknown_kind_of_one_flow_only(
     make: Callable[[], Any], reason: str, message: str

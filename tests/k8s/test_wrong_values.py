@@ -44,6 +44,10 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         [at("pipeline.stages.vocoder.replicas", 2)],
         ["pipeline.stages.vocoder.replicas is 2", "group voice has 1", "the same number"],
     ),
+    "stage that is not divided yet": (
+        [at("pipeline.stages.thinker.split", {"prefill": 1, "decode": 2})],
+        ["pipeline.stages.thinker.split is set", "write the values by `stagemesh k8s render`"],
+    ),
     "two stages on one port": (
         [at("stages.vocoder.port", 50131)],
         ["stages.vocoder.port is 50131, which stage acoustic of the same pod uses", "set another port"],

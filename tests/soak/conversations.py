@@ -106,7 +106,8 @@ class ConversationReport:
     def summary(self) -> str:
         times = sorted(self.silence_s) or [0.0]
         counts = ", ".join(f"{count} {name}" for name, count in sorted(self.counts.items()))
-        return f"{counts}; interrupted after {times[len(times) // 2]:.3f} s (median), {times[-1]:.3f} s (maximum)"
+        median_s, p90_s = times[len(times) // 2], times[len(times) * 9 // 10]
+        return f"{counts}; silent after {median_s:.3f} s (median), {p90_s:.3f} s (p90), {times[-1]:.3f} s (maximum)"
 
 
 async def converse(
@@ -228,12 +229,12 @@ class _Talk:
 
     async def _kill(self) -> None:
         await asyncio.sleep(self._random.uniform(0, self._plan.answer_s))
-        await asyncio.to_thread(self._up.wait, Deployment.all_ready)
+        await self._until(Deployment.all_ready)
         victim = self._random.choice(sorted(self._up.replicas()))
         before = self._up.process_id(victim)
         self._up.kill(victim)
         self.report.counts["killed stages"] += 1
-        await asyncio.to_thread(self._up.wait, lambda up: not up.runs(victim, before))
+        await self._until(lambda up: not up.runs(victim, before))
 
     # -- the findings
 
@@ -255,6 +256,9 @@ class _Talk:
                 heard.ended = event
             case _:
                 pass
+
+    async def _until(self, condition: Callable[[Deployment], bool]) -> None:
+        await asyncio.to_thread(self._up.wait, condition, timeout_s=self._plan.turn_s)
 
     async def _until_ended(self, turn: int) -> Heard:
         while (heard := self._heard.get(turn)) is None or heard.ended is None:
@@ -289,7 +293,7 @@ class _Talk:
 
     async def _held(self) -> list[str]:
         """Returns what stages and the orchestrator still hold some time after the end of the conversation."""
-        await asyncio.to_thread(self._up.wait, Deployment.all_ready)
+        await self._until(Deployment.all_ready)
         held, until_s = [""], time.monotonic() + _RELEASE_S
         while held and time.monotonic() < until_s:
             await asyncio.sleep(0.2)

@@ -13,8 +13,7 @@ from tests.deployment import Deployment, deployed
 from tests.models.qwen2_5_omni.reference import SEED
 from tests.models.qwen3_omni import reference
 from tests.models.qwen3_omni.reference import TORCHVISION
-from tests.system.test_qwen3_omni import Case
-from tests.system.test_qwen3_omni import cases as all_cases
+from tests.system.test_qwen3_omni import Case, cases
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -52,11 +51,6 @@ edges:
   - {{from: talker, to: token2wav, transform: qwen2_5_omni.talker2token2wav, chunk: {{frames: 8, initial_frames: 3}}}}
 outputs: {{text: thinker, tokens: thinker.token_ids, codes: talker.codes, audio: token2wav}}
 """
-
-
-def cases() -> Sequence[Case]:
-    """A video with its sound is a known defect: the tokens differ from those of transformers."""
-    return [each for each in all_cases() if not each.expected.use_audio_in_video]
 
 
 @pytest.fixture(scope="module")

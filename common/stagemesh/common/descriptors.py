@@ -71,7 +71,7 @@ class OptionSpec:
 class Signature:
     """The tensors that a stage accepts and emits, and the options that a request may set for the stage.
 
-    A stage that accepts no tensors receives the client's prompt.
+    A stage that accepts no tensors, except tickets, receives the client's prompt.
     """
 
     accepts: Mapping[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
@@ -87,6 +87,27 @@ class Signature:
     """Whether a request may have a negative prompt, which describes content that the output must not show."""
     optional: frozenset[str] = frozenset()
     """The names of accepted tensors that are optional. A packet or a whole request may omit them."""
+    assists: bool = False
+    """Whether the stage computes a part of its consumer's work, such as a prefill stage.
+
+    The adapter of a request for the consumer is then also the stage's adapter, and the consumer can finish without the
+    stage. Not part of the signature on the wire.
+    """
+
+    @property
+    def takes_prompt(self) -> bool:
+        """Whether the stage receives the client's prompt."""
+        return all(spec.ticket_kind for spec in self.accepts.values())
+
+    @property
+    def accepted_kinds(self) -> frozenset[str]:
+        """The kinds of the tickets that the stage accepts."""
+        return frozenset(spec.ticket_kind for spec in self.accepts.values()) - {""}
+
+    @property
+    def emitted_kinds(self) -> frozenset[str]:
+        """The kinds of the tickets that the stage emits."""
+        return frozenset(emitted.spec.ticket_kind for emitted in self.emits.values()) - {""}
 
 
 @dataclass(frozen=True)
@@ -149,6 +170,12 @@ class EngineDescriptor:
     """The names of the allowed `options` of a stage, or None if the factory checks the options."""
     joins: bool = True
     """Whether a stage may receive tensors from several edges in one request."""
+    preload: str | None = None
+    """The "module:function" that imports the engine's libraries into a process that forks stages (`fork_server`).
+
+    The function returns another one, which each forked process calls before it starts a thread. None if processes of
+    stages must not be forked.
+    """
 
 
 _Descriptor = TypeVar("_Descriptor", EngineDescriptor, FunctionDescriptor, TransformDescriptor, CodecModelDescriptor)

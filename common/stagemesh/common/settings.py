@@ -81,5 +81,11 @@ def set_library_variables(values: Mapping[str, str], *, replace: bool = False) -
             os.environ[name] = value
 
 
+def replace_variables(values: Mapping[str, str]) -> None:
+    """Replaces all environment variables, for example in a forked process with those of its parent."""
+    os.environ.clear()
+    os.environ.update(values)
+
+
 def _invalid(name: str, value: str, allowed: str) -> InvalidRequestError:
     return InvalidRequestError(f"{name} is {value!r}; it must be {allowed}", reason="INVALID_SETTING")

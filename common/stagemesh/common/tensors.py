@@ -32,6 +32,8 @@ DTYPES: Mapping[str, np.dtype[np.generic]] = {
 }
 FLOAT = "float"
 """Any floating-point dtype, in a `TensorSpec`."""
+HANDOVER = "handover"
+"""The dtype of a ticket in a `TensorSpec`. The kind of the ticket is in the place of the shape: `handover[vllm.kv]`."""
 _FLOATS = frozenset({FLOAT, "float16", "bfloat16", "float32", "float64"})
 MAX_DIMENSIONS = 16
 
@@ -41,6 +43,7 @@ _WIRE_NAMES: Mapping[int, str] = {
     if name != "DATA_TYPE_UNSPECIFIED"
 }
 _NAME_BY_DTYPE: Mapping[np.dtype[np.generic], str] = {dtype: name for name, dtype in DTYPES.items()}
+_KIND = re.compile(r"(?=.{1,64}$)[a-z0-9_]+([.-][a-z0-9_]+)*")
 _SPEC = re.compile(r"(?P<dtype>[a-z0-9]+)\[(?P<shape>[^\]]*)\]")
 
 
@@ -48,11 +51,12 @@ _SPEC = re.compile(r"(?P<dtype>[a-z0-9]+)\[(?P<shape>[^\]]*)\]")
 class TensorSpec:
     """A tensor type, which consists of a dtype and a shape, for example `float32[frames, 601]`.
 
-    Each dimension is either a fixed length or a symbol that stands for any length.
+    Each dimension is either a fixed length or a symbol that stands for any length. `handover[vllm.kv]` is not a tensor,
+    but a ticket of the kind `vllm.kv` for state that engines hand over themselves.
     """
 
     dtype: str
-    """A key of `DTYPES`, or `FLOAT` in the descriptor of a transform that works with any floating-point dtype."""
+    """A key of `DTYPES`, `HANDOVER`, or `FLOAT` in the descriptor of a transform for any floating-point dtype."""
     shape: tuple[int | str, ...]
 
     @classmethod
@@ -62,6 +66,8 @@ class TensorSpec:
         Raises ValueError if the form is invalid.
         """
         match = _SPEC.fullmatch(text.strip())
+        if match is not None and match["dtype"] == HANDOVER and is_ticket_kind(match["shape"]):
+            return cls.ticket(match["shape"])
         if match is None or match["dtype"] not in DTYPES:
             raise ValueError(
                 f"{text!r} is not a tensor type; write one like float32[frames, 601]; dtypes: {', '.join(DTYPES)}"
@@ -69,11 +75,23 @@ class TensorSpec:
         dims = [dim.strip() for dim in match["shape"].split(",") if dim.strip()]
         return cls(match["dtype"], tuple(int(dim) if dim.isdigit() else dim for dim in dims))
 
+    @classmethod
+    def ticket(cls, kind: str) -> "TensorSpec":
+        """Returns the type of tickets of this kind, such as "vllm.kv"."""
+        return cls(HANDOVER, (kind,))
+
+    @property
+    def ticket_kind(self) -> str:
+        """The kind of the ticket, or "" if this is the type of a tensor."""
+        return str(self.shape[0]) if self.dtype == HANDOVER else ""
+
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
     def accepts(self, other: "TensorSpec") -> bool:
-        """Returns whether each tensor of the type `other` also has this type."""
+        """Returns whether each tensor or ticket of the type `other` also has this type."""
+        if HANDOVER in (self.dtype, other.dtype):
+            return self == other
         return (
             _dtypes_fit(self.dtype, other.dtype)
             and len(self.shape) == len(other.shape)
@@ -92,6 +110,11 @@ class TensorSpec:
             isinstance(want, int) and want != have for want, have in zip(self.shape, tensor.shape, strict=True)
         ):
             raise InvalidChunkError(f"tensor {name!r} is {tensor.dtype}{list(tensor.shape)}; expected {self}")
+
+
+def is_ticket_kind(kind: str) -> bool:
+    """Returns whether `kind` is a valid name for the kind of a ticket, such as "vllm.kv"."""
+    return _KIND.fullmatch(kind) is not None
 
 
 def _dtypes_fit(first: str, second: str) -> bool:
@@ -151,5 +174,7 @@ def read_inline(message: tensor_pb2.Tensor) -> Array:
 
 
 def spec_to_wire(name: str, spec: TensorSpec) -> tensor_pb2.TensorSpec:
-    """Returns the protobuf message for a tensor with this name and type."""
+    """Returns the protobuf message for a tensor or ticket with this name and type."""
+    if spec.ticket_kind:
+        return tensor_pb2.TensorSpec(name=name, ticket_kind=spec.ticket_kind)
     return tensor_pb2.TensorSpec(name=name, dtype=dtype_to_wire(spec.dtype), shape=[str(dim) for dim in spec.shape])

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 
 from stagemesh.common.connector_descriptors import AUTO, ConnectorName, descriptor_of
@@ -172,7 +172,9 @@ class DataPlane:
 
     # -- consuming
 
-    def open_inlet(self, key: EdgeKey, *, producer: str, rebind_s: float = 0.0) -> Inlet:
+    def open_inlet(
+        self, key: EdgeKey, *, producer: str, rebind_s: float = 0.0, ticket_kinds: Collection[str] = ()
+    ) -> Inlet:
         """Returns the consumer side of a flow that `producer` will open. Does not wait for the producer.
 
         Raises ExistsError if the flow is already open.
@@ -182,8 +184,9 @@ class DataPlane:
             producer: The producer's replica name.
             rebind_s: Time limit, in seconds, for a call of `rebind_inlet` after the producer has become unreachable.
                 If it is 0, the flow fails immediately.
+            ticket_kinds: The kinds of tickets that the reader accepts. A flow with another kind is rejected.
         """
-        return self.consumer.open(key, producer=producer, rebind_s=rebind_s)
+        return self.consumer.open(key, producer=producer, rebind_s=rebind_s, ticket_kinds=ticket_kinds)
 
     def rebind_inlet(self, inlet: Inlet, key: EdgeKey, *, producer: str, first_rows: Mapping[str, int]) -> None:
         """Continues a flow with another producer. Call `Inlet.check_rebindable` first.
@@ -229,6 +232,7 @@ class DataPlane:
                 inline_limit_bytes=self._inline_limit_bytes,
                 on_idle=self._drop_link,
                 on_released_elsewhere=partial(self._end_leases, consumer),
+                accept_elsewhere=partial(self._accept_tickets, consumer),
             )
         return link
 
@@ -237,6 +241,10 @@ class DataPlane:
         for (name, *_), link in self._links.items():
             if name == consumer:
                 link.end_leases(lease_ids)
+
+    def _accept_tickets(self, consumer: str, lease_id: int) -> bool:
+        """Accepts the tickets of a consumer's lease, on whichever of its links it was granted."""
+        return any(link.accept_tickets(lease_id) for (name, *_), link in self._links.items() if name == consumer)
 
     def _drop_link(self, link: ConsumerLink) -> None:
         """Closes and removes a disconnected link that no flow needs.

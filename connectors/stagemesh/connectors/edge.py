@@ -14,6 +14,7 @@ from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.common.errors import CancelledRequestError, StagemeshError, UnavailableError
 from stagemesh.common.tensors import Tensors
 from stagemesh.common.typed_values import Value
+from stagemesh.connectors.tickets import Ticket
 
 MetadataValue: TypeAlias = Value
 
@@ -34,17 +35,28 @@ class EdgeKey(NamedTuple):
 
 
 _NO_METADATA: Mapping[str, MetadataValue] = MappingProxyType({})
+NO_TICKETS: Mapping[str, Ticket] = MappingProxyType({})
 
 
 class Packet:
-    """Tensors and metadata values that are sent together. Immutable. The tensors may be read-only."""
+    """Tensors, tickets and metadata values that are sent together. Immutable. The tensors may be read-only."""
 
     # Not a frozen dataclass, because a packet is created for every chunk and a dataclass would be four times slower.
-    __slots__ = ("metadata", "size_bytes", "tensors")
+    __slots__ = ("metadata", "size_bytes", "tensors", "tickets")
 
-    def __init__(self, tensors: Tensors, metadata: Mapping[str, MetadataValue] = _NO_METADATA) -> None:
+    def __init__(
+        self,
+        tensors: Tensors,
+        metadata: Mapping[str, MetadataValue] = _NO_METADATA,
+        tickets: Mapping[str, Ticket] = NO_TICKETS,
+    ) -> None:
         self.tensors = tensors
         self.metadata = metadata
+        self.tickets = tickets
+        """The tickets for state that engines hand over themselves, by name. No tensor has the same name.
+
+        The tickets of a packet are accepted and released together. Their state does not count in `size_bytes`.
+        """
         size_bytes = 0
         for tensor in tensors.values():
             size_bytes += tensor.nbytes
@@ -60,6 +72,8 @@ class FlowUsage:
     connector: ConnectorName
     chunks: int
     size_bytes: int
+    handed_over_bytes: int = 0
+    """The size of the state for which the flow has sent tickets, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +89,7 @@ class FlowStatus:
     credit_bytes: int
     wanted_bytes: int
     ended: bool
+    handed_over_bytes: int
 
 
 def is_recoverable(error: StagemeshError) -> bool:

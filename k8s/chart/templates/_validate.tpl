@@ -12,6 +12,7 @@ that names the value and the remedy.
 {{- include "stagemesh.rule.edgeEnds" . -}}
 {{- include "stagemesh.rule.groupNames" . -}}
 {{- include "stagemesh.rule.externalStages" . -}}
+{{- include "stagemesh.rule.splitStages" . -}}
 {{- end -}}
 
 {{/* All other rules. Arguments: (list root plan). */}}
@@ -152,6 +153,14 @@ stageDefaults.{{ $key }}
     {{- end -}}
   {{- else if $own.external -}}
     {{- fail (printf "stages.%s.external is only for stages with `engine: external`; remove it" $name) -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.splitStages" -}}
+{{- range $name, $entry := .Values.pipeline.stages -}}
+  {{- if hasKey $entry "split" -}}
+    {{- fail (printf "pipeline.stages.%s.split is set, but the chart starts one group of replicas for each stage; write the values by `stagemesh k8s render`, which divides the stage" $name) -}}
   {{- end -}}
 {{- end -}}
 {{- end -}}

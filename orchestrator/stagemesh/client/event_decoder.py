@@ -142,7 +142,8 @@ def _audio(message: request_pb2.Output) -> AudioChunk:
 def _report(message: stage_pb2.StepFinished) -> StageReport:
     usage = Usage(**{name: getattr(message.usage, name) for name in Usage.__annotations__})
     edges = tuple(
-        EdgeUsage(edge.edge, _connector_name(edge.connector), edge.chunks, edge.size_bytes) for edge in message.edges
+        EdgeUsage(edge.edge, _connector_name(edge.connector), edge.chunks, edge.size_bytes, edge.handed_over_bytes)
+        for edge in message.edges
     )
     reason = _reason_name(message.finish) if message.HasField("finish") else None
     return StageReport(usage, _timings(message.timings), edges, reason)

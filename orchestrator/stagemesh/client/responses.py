@@ -239,6 +239,8 @@ class EdgeUsage:
     connector: str
     chunks: int
     size_bytes: int
+    handed_over_bytes: int = 0
+    """The size of the state for which the edge transferred hand-over tickets, in bytes."""
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,8 @@ class Attempts:
         if is_new:
             self._losses, self._last_new_event_s = 0, time.monotonic()
 
-    def note_parked(self) -> None:
-        """Records that the server has ended an idle session's call. The next attempts may search for a server again."""
+    def begin_search(self) -> None:
+        """Starts a search for a server, because the caller continues after it has had no call for a while."""
         self._made, self._search_ends_s = 0, time.monotonic() + self._policy.reattach_s
 
     def pause_s(self, error: StagemeshError, *, broken: bool = False) -> float | None:

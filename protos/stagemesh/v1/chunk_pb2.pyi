@@ -164,8 +164,9 @@ class ChunkData(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
-    """The lease on the regions that the tensors refer to. The consumer returns it once, by LeaseRelease. 0 if no tensor
-    is in the producer's arena. Unique within the producer's incarnation.
+    """The lease on the regions or on the tickets that the tensors refer to. The consumer returns it once, by LeaseRelease.
+    0 if no tensor is in the producer's arena or a ticket, and in answers of GetChunk, whose tickets cannot be accepted.
+    Unique within the producer's incarnation.
     """
     size_bytes: _builtins.int
     """The number of bytes by which this chunk reduces its flow's credit."""

@@ -843,6 +843,7 @@ class FlowReport(_message.Message):
     CREDIT_BYTES_FIELD_NUMBER: _builtins.int
     WANTED_BYTES_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_BYTES_FIELD_NUMBER: _builtins.int
     edge: _builtins.str
     """The edge."""
     peer: _builtins.str
@@ -865,6 +866,8 @@ class FlowReport(_message.Message):
     """The size of a chunk that waits for more credit than is left. 0 if none waits. Set at the producer only."""
     ended: _builtins.bool
     """Whether End or Abort is among the chunks."""
+    handed_over_bytes: _builtins.int
+    """The size of the state for which the chunks have tickets, in bytes."""
     def __init__(
         self,
         *,
@@ -878,10 +881,11 @@ class FlowReport(_message.Message):
         credit_bytes: _builtins.int = ...,
         wanted_bytes: _builtins.int = ...,
         ended: _builtins.bool = ...,
+        handed_over_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "connected", b"connected", "connector", b"connector", "credit_bytes", b"credit_bytes", "edge", b"edge", "ended", b"ended", "peer", b"peer", "waiting_bytes", b"waiting_bytes", "waiting_chunks", b"waiting_chunks", "wanted_bytes", b"wanted_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "connected", b"connected", "connector", b"connector", "credit_bytes", b"credit_bytes", "edge", b"edge", "ended", b"ended", "handed_over_bytes", b"handed_over_bytes", "peer", b"peer", "waiting_bytes", b"waiting_bytes", "waiting_chunks", b"waiting_chunks", "wanted_bytes", b"wanted_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

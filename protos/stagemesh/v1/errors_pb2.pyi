@@ -496,6 +496,25 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A restored turn does not follow the one before it, or the session knows its turns already. Restore each earlier
     turn once, in order, to an orchestrator that does not know the session.
     """
+    ERROR_REASON_TICKET_EXPIRED: _ErrorReason.ValueType  # 220
+    """The state of a hand-over ticket was released before the ticket was accepted: the consumer was too slow, or the flow
+    has ended. The orchestrator restarts the steps. If it happens often, let the producer's engine keep its state longer,
+    or add replicas of the consumer.
+    """
+    ERROR_REASON_TICKET_LOST: _ErrorReason.ValueType  # 221
+    """The replica that keeps the state of a hand-over ticket terminated, restarted or does not answer. The orchestrator
+    restarts the steps.
+    """
+    ERROR_REASON_INVALID_TICKET: _ErrorReason.ValueType  # 222
+    """The engine cannot read the descriptor of a hand-over ticket. Run the same version of the engine, with the same
+    options for its transport, in both stages.
+    """
+    ERROR_REASON_TICKET_REFUSED: _ErrorReason.ValueType  # 223
+    """A flow has a hand-over ticket of a kind that the stage does not accept. Compare the signatures of both stages."""
+    ERROR_REASON_HANDOVER_UNAVAILABLE: _ErrorReason.ValueType  # 224
+    """The engine cannot hand over or accept the kinds of state that the stage's signature names. The message says what is
+    missing.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is the catalogue of all errors. An RPC that fails ends with a gRPC status that contains one
@@ -977,6 +996,25 @@ with a new number.
 ERROR_REASON_INVALID_RESTORE: ErrorReason.ValueType  # 214
 """A restored turn does not follow the one before it, or the session knows its turns already. Restore each earlier
 turn once, in order, to an orchestrator that does not know the session.
+"""
+ERROR_REASON_TICKET_EXPIRED: ErrorReason.ValueType  # 220
+"""The state of a hand-over ticket was released before the ticket was accepted: the consumer was too slow, or the flow
+has ended. The orchestrator restarts the steps. If it happens often, let the producer's engine keep its state longer,
+or add replicas of the consumer.
+"""
+ERROR_REASON_TICKET_LOST: ErrorReason.ValueType  # 221
+"""The replica that keeps the state of a hand-over ticket terminated, restarted or does not answer. The orchestrator
+restarts the steps.
+"""
+ERROR_REASON_INVALID_TICKET: ErrorReason.ValueType  # 222
+"""The engine cannot read the descriptor of a hand-over ticket. Run the same version of the engine, with the same
+options for its transport, in both stages.
+"""
+ERROR_REASON_TICKET_REFUSED: ErrorReason.ValueType  # 223
+"""A flow has a hand-over ticket of a kind that the stage does not accept. Compare the signatures of both stages."""
+ERROR_REASON_HANDOVER_UNAVAILABLE: ErrorReason.ValueType  # 224
+"""The engine cannot hand over or accept the kinds of state that the stage's signature names. The message says what is
+missing.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

@@ -1204,6 +1204,7 @@ class EdgeUsage(_message.Message):
     CONNECTOR_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_BYTES_FIELD_NUMBER: _builtins.int
     edge: _builtins.str
     """The edge."""
     connector: _chunk_pb2.Connector.ValueType
@@ -1212,6 +1213,8 @@ class EdgeUsage(_message.Message):
     """Data chunks sent."""
     size_bytes: _builtins.int
     """Payload bytes sent."""
+    handed_over_bytes: _builtins.int
+    """The size of the state for which tickets were sent, in bytes. The engines transfer it themselves."""
     def __init__(
         self,
         *,
@@ -1219,10 +1222,11 @@ class EdgeUsage(_message.Message):
         connector: _chunk_pb2.Connector.ValueType = ...,
         chunks: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
+        handed_over_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "connector", b"connector", "edge", b"edge", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "connector", b"connector", "edge", b"edge", "handed_over_bytes", b"handed_over_bytes", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -92,7 +92,9 @@ class Signature(_message.Message):
     """Whether a step can resume from a checkpoint (ExecuteStepRequest.resume_from)."""
     @_builtins.property
     def accepts(self) -> _containers.RepeatedCompositeFieldContainer[Global___AcceptedTensor]:
-        """The tensors that the stage accepts from edges. Empty for a stage that accepts the client's input."""
+        """The tensors that the stage accepts from edges. A stage that accepts none, or tickets alone, receives the client's
+        input.
+        """
 
     @_builtins.property
     def emits(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmittedTensor]:

@@ -167,7 +167,7 @@ class ExecuteStepRequest(_message.Message):
     """Steps of a higher priority run first when steps compete."""
     @_builtins.property
     def input(self) -> _request_pb2.Input:
-        """The client's input. Unset for stages that only edges feed."""
+        """The client's input. Set for a stage without incoming edges, and for a stage that accepts only tickets."""
 
     @_builtins.property
     def parameters(self) -> _request_pb2.StageParameters:
@@ -1212,6 +1212,7 @@ class PutItem(_message.Message):
     FRAGMENT_FIELD_NUMBER: _builtins.int
     DEMAND_FIELD_NUMBER: _builtins.int
     OFFER_FIELD_NUMBER: _builtins.int
+    TICKETS_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     IGNORABLE_FIELD_NUMBER: _builtins.int
     ignorable: _builtins.bool
@@ -1237,6 +1238,10 @@ class PutItem(_message.Message):
         """A connector can read the producer's arena. Sent only if the consumer supports the feature "offers"."""
 
     @_builtins.property
+    def tickets(self) -> Global___TicketsAnswer:
+        """Whether the tickets of a lease may be used."""
+
+    @_builtins.property
     def key(self) -> _chunk_pb2.EdgeKey:
         """The flow of an item of a kind that was added after version 1, so that a consumer that does not know the kind rejects
         this flow alone. Unset for the kinds above, which name their flows, and for a kind that belongs to no flow.
@@ -1250,18 +1255,49 @@ class PutItem(_message.Message):
         fragment: _chunk_pb2.ChunkFragment | None = ...,
         demand: Global___CreditDemand | None = ...,
         offer: Global___Offer | None = ...,
+        tickets: Global___TicketsAnswer | None = ...,
         key: _chunk_pb2.EdgeKey | None = ...,
         ignorable: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "fragment", b"fragment", "item", b"item", "key", b"key", "offer", b"offer", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "fragment", b"fragment", "item", b"item", "key", b"key", "offer", b"offer", "open", b"open", "tickets", b"tickets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "fragment", b"fragment", "ignorable", b"ignorable", "item", b"item", "key", b"key", "offer", b"offer", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "fragment", b"fragment", "ignorable", b"ignorable", "item", b"item", "key", b"key", "offer", b"offer", "open", b"open", "tickets", b"tickets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["open", "chunk", "fragment", "demand", "offer"]  # noqa: Y015
+    _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["open", "chunk", "fragment", "demand", "offer", "tickets"]  # noqa: Y015
     _WhichOneofArgType_item: _TypeAlias = _typing.Literal["item", b"item"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_item) -> _WhichOneofReturnType_item | None: ...
 
 Global___PutItem: _TypeAlias = PutItem  # noqa: Y015
+
+@_typing.final
+class TicketsAnswer(_message.Message):
+    """TicketsAnswer answers an AcceptTickets."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACCEPTANCE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    acceptance: _builtins.int
+    """The acceptance of the AcceptTickets."""
+    @_builtins.property
+    def error(self) -> _chunk_pb2.Error:
+        """The reason why the state must not be read (TICKET_EXPIRED): it has been released. Unset if the producer keeps the
+        state for the time limit of each ticket from now.
+        """
+
+    def __init__(
+        self,
+        *,
+        acceptance: _builtins.int = ...,
+        error: _chunk_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "error", b"error"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TicketsAnswer: _TypeAlias = TicketsAnswer  # noqa: Y015
 
 @_typing.final
 class Offer(_message.Message):
@@ -1487,6 +1523,7 @@ class PutReply(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     OFFER_ANSWER_FIELD_NUMBER: _builtins.int
     RESYNC_FIELD_NUMBER: _builtins.int
+    ACCEPT_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     IGNORABLE_FIELD_NUMBER: _builtins.int
     ignorable: _builtins.bool
@@ -1524,6 +1561,10 @@ class PutReply(_message.Message):
         """The producer must open the flow again."""
 
     @_builtins.property
+    def accept(self) -> Global___AcceptTickets:
+        """The tickets of a lease are to be used. Sent only to a producer that has sent them."""
+
+    @_builtins.property
     def key(self) -> _chunk_pb2.EdgeKey:
         """The flow of a reply of a kind that was added after version 1, so that a producer that does not know the kind fails
         this flow alone. Unset for the kinds above, which name their flows, and for a kind that belongs to no flow.
@@ -1540,14 +1581,15 @@ class PutReply(_message.Message):
         release: Global___LeaseRelease | None = ...,
         offer_answer: Global___OfferAnswer | None = ...,
         resync: Global___EdgeResync | None = ...,
+        accept: Global___AcceptTickets | None = ...,
         key: _chunk_pb2.EdgeKey | None = ...,
         ignorable: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commit", b"commit", "credit", b"credit", "key", b"key", "offer_answer", b"offer_answer", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply", "resync", b"resync"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accept", b"accept", "ack", b"ack", "commit", b"commit", "credit", b"credit", "key", b"key", "offer_answer", b"offer_answer", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply", "resync", b"resync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commit", b"commit", "credit", b"credit", "ignorable", b"ignorable", "key", b"key", "offer_answer", b"offer_answer", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply", "resync", b"resync"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept", b"accept", "ack", b"ack", "commit", b"commit", "credit", b"credit", "ignorable", b"ignorable", "key", b"key", "offer_answer", b"offer_answer", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply", "resync", b"resync"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["opened", "ack", "credit", "commit", "rejected", "release", "offer_answer", "resync"]  # noqa: Y015
+    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["opened", "ack", "credit", "commit", "rejected", "release", "offer_answer", "resync", "accept"]  # noqa: Y015
     _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_reply) -> _WhichOneofReturnType_reply | None: ...
 
@@ -1768,6 +1810,37 @@ class LeaseRelease(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeaseRelease: _TypeAlias = LeaseRelease  # noqa: Y015
+
+@_typing.final
+class AcceptTickets(_message.Message):
+    """AcceptTickets asks a producer to keep the state of the tickets of a chunk (Handover), because the consumer's engine is
+    about to read it, or continues to read it. It may be sent on any stream to the producer, and again if no answer arrived.
+    Answered by TicketsAnswer. It has no effect on a lease that has ended, which the producer refuses.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    ACCEPTANCE_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.int
+    """The lease, as ChunkData.lease_id named it."""
+    acceptance: _builtins.int
+    """The number of this acceptance, different for each one that the consumer sends to this incarnation of the producer. The
+    answer repeats it, so that a delayed answer to an earlier acceptance is recognized.
+    """
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.int = ...,
+        acceptance: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "lease_id", b"lease_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AcceptTickets: _TypeAlias = AcceptTickets  # noqa: Y015
 
 @_typing.final
 class GetChunkRequest(_message.Message):

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19stagemesh/v1/tensor.proto\x12\x0cstagemesh.v1\"\xc4\x01\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x05\x64type\x18\x02 \x01(\x0e\x32\x16.stagemesh.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x10\n\x06inline\x18\x04 \x01(\x0cH\x00\x12&\n\x03shm\x18\x05 \x01(\x0b\x32\x17.stagemesh.v1.ShmRegionH\x00\x12\x30\n\x08streamed\x18\x06 \x01(\x0b\x32\x1c.stagemesh.v1.StreamedRegionH\x00\x42\n\n\x08location\"C\n\tShmRegion\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\"I\n\x0eStreamedRegion\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"P\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x05\x64type\x18\x02 \x01(\x0e\x32\x16.stagemesh.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\t\"Y\n\nTypedValue\x12\x11\n\x07integer\x18\x01 \x01(\x03H\x00\x12\x10\n\x06number\x18\x02 \x01(\x01H\x00\x12\x0e\n\x04\x66lag\x18\x03 \x01(\x08H\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x42\x06\n\x04kind*\xfe\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44\x41TA_TYPE_BOOL\x10\x01\x12\x13\n\x0f\x44\x41TA_TYPE_UINT8\x10\x02\x12\x12\n\x0e\x44\x41TA_TYPE_INT8\x10\x03\x12\x13\n\x0f\x44\x41TA_TYPE_INT16\x10\x04\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x05\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x06\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x07\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x08\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\t\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT64\x10\nB.\n\x10\x63om.stagemesh.v1P\x01Z\x18stagemesh/v1;stagemeshv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19stagemesh/v1/tensor.proto\x12\x0cstagemesh.v1\"\xf0\x01\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x05\x64type\x18\x02 \x01(\x0e\x32\x16.stagemesh.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x10\n\x06inline\x18\x04 \x01(\x0cH\x00\x12&\n\x03shm\x18\x05 \x01(\x0b\x32\x17.stagemesh.v1.ShmRegionH\x00\x12\x30\n\x08streamed\x18\x06 \x01(\x0b\x32\x1c.stagemesh.v1.StreamedRegionH\x00\x12*\n\x08handover\x18\x07 \x01(\x0b\x32\x16.stagemesh.v1.HandoverH\x00\x42\n\n\x08location\"\\\n\x08Handover\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x18\n\x10state_descriptor\x18\x02 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x14\n\x0ctime_limit_s\x18\x04 \x01(\x01\"C\n\tShmRegion\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\"I\n\x0eStreamedRegion\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"e\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x05\x64type\x18\x02 \x01(\x0e\x32\x16.stagemesh.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\t\x12\x13\n\x0bticket_kind\x18\x04 \x01(\t\"Y\n\nTypedValue\x12\x11\n\x07integer\x18\x01 \x01(\x03H\x00\x12\x10\n\x06number\x18\x02 \x01(\x01H\x00\x12\x0e\n\x04\x66lag\x18\x03 \x01(\x08H\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x42\x06\n\x04kind*\xfe\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44\x41TA_TYPE_BOOL\x10\x01\x12\x13\n\x0f\x44\x41TA_TYPE_UINT8\x10\x02\x12\x12\n\x0e\x44\x41TA_TYPE_INT8\x10\x03\x12\x13\n\x0f\x44\x41TA_TYPE_INT16\x10\x04\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x05\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x06\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x07\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x08\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\t\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT64\x10\nB.\n\x10\x63om.stagemesh.v1P\x01Z\x18stagemesh/v1;stagemeshv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,16 +32,18 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagemesh.v1.tensor_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\020com.stagemesh.v1P\001Z\030stagemesh/v1;stagemeshv1'
-  _globals['_DATATYPE']._serialized_start=560
-  _globals['_DATATYPE']._serialized_end=814
+  _globals['_DATATYPE']._serialized_start=719
+  _globals['_DATATYPE']._serialized_end=973
   _globals['_TENSOR']._serialized_start=44
-  _globals['_TENSOR']._serialized_end=240
-  _globals['_SHMREGION']._serialized_start=242
-  _globals['_SHMREGION']._serialized_end=309
-  _globals['_STREAMEDREGION']._serialized_start=311
-  _globals['_STREAMEDREGION']._serialized_end=384
-  _globals['_TENSORSPEC']._serialized_start=386
-  _globals['_TENSORSPEC']._serialized_end=466
-  _globals['_TYPEDVALUE']._serialized_start=468
-  _globals['_TYPEDVALUE']._serialized_end=557
+  _globals['_TENSOR']._serialized_end=284
+  _globals['_HANDOVER']._serialized_start=286
+  _globals['_HANDOVER']._serialized_end=378
+  _globals['_SHMREGION']._serialized_start=380
+  _globals['_SHMREGION']._serialized_end=447
+  _globals['_STREAMEDREGION']._serialized_start=449
+  _globals['_STREAMEDREGION']._serialized_end=522
+  _globals['_TENSORSPEC']._serialized_start=524
+  _globals['_TENSORSPEC']._serialized_end=625
+  _globals['_TYPEDVALUE']._serialized_start=627
+  _globals['_TYPEDVALUE']._serialized_end=716
 # @@protoc_insertion_point(module_scope)

@@ -77,7 +77,9 @@ Global___DataType: _TypeAlias = DataType  # noqa: Y015
 
 @_typing.final
 class Tensor(_message.Message):
-    """Tensor is a named, dense, C-contiguous, little-endian array, and the location of its bytes."""
+    """Tensor is a named, dense, C-contiguous, little-endian array, and the location of its bytes. With the location
+    `handover` it is a ticket: state of the producer's engine, which need not be an array.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -87,16 +89,17 @@ class Tensor(_message.Message):
     INLINE_FIELD_NUMBER: _builtins.int
     SHM_FIELD_NUMBER: _builtins.int
     STREAMED_FIELD_NUMBER: _builtins.int
+    HANDOVER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name that producer and consumer use for it. Unique within its chunk."""
     dtype: Global___DataType.ValueType
-    """The element type."""
+    """The element type. Not set for a ticket."""
     inline: _builtins.bytes
     """The bytes themselves, in chunks that are no larger than the receiver's inline_limit_bytes."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The length of each dimension. No length is negative. Empty for a scalar. The product of the lengths times the
-        element size is the number of bytes. A tensor whose location has another size is rejected (INVALID_CHUNK).
+        """The length of each dimension. No length is negative. Empty for a scalar and for a ticket. The product of the lengths
+        times the element size is the number of bytes. A tensor whose location has another size is rejected (INVALID_CHUNK).
         """
 
     @_builtins.property
@@ -109,6 +112,10 @@ class Tensor(_message.Message):
     def streamed(self) -> Global___StreamedRegion:
         """Bytes that were sent before this message, as fragments on the same stream."""
 
+    @_builtins.property
+    def handover(self) -> Global___Handover:
+        """State that the consumer's engine reads by itself."""
+
     def __init__(
         self,
         *,
@@ -118,16 +125,73 @@ class Tensor(_message.Message):
         inline: _builtins.bytes = ...,
         shm: Global___ShmRegion | None = ...,
         streamed: Global___StreamedRegion | None = ...,
+        handover: Global___Handover | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["inline", b"inline", "location", b"location", "shm", b"shm", "streamed", b"streamed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handover", b"handover", "inline", b"inline", "location", b"location", "shm", b"shm", "streamed", b"streamed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "inline", b"inline", "location", b"location", "name", b"name", "shape", b"shape", "shm", b"shm", "streamed", b"streamed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "handover", b"handover", "inline", b"inline", "location", b"location", "name", b"name", "shape", b"shape", "shm", b"shm", "streamed", b"streamed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_location: _TypeAlias = _typing.Literal["inline", "shm", "streamed"]  # noqa: Y015
+    _WhichOneofReturnType_location: _TypeAlias = _typing.Literal["inline", "shm", "streamed", "handover"]  # noqa: Y015
     _WhichOneofArgType_location: _TypeAlias = _typing.Literal["location", b"location"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_location) -> _WhichOneofReturnType_location | None: ...
 
 Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
+
+@_typing.final
+class Handover(_message.Message):
+    """Handover is a ticket: the right to read state that the producer's engine keeps, such as pages of a key-value cache.
+    The engines transfer the state by a transport of their own. The data plane carries the ticket, and tells the
+    producer's engine once when it may free the state.
+
+    The tickets of a chunk follow its other tensors, whose bytes are inline and have at most 64 KiB in total. They share
+    the lease ChunkData.lease_id, so that they are accepted and released together. A ticket counts as one row and as no
+    bytes of credit.
+
+    A consumer accepts the lease (AcceptTickets) before its engine reads the state. The producer keeps the state for
+    time_limit_s after it was offered, and for time_limit_s after each acceptance that it has confirmed. The consumer must
+    have ended its reading 0.99 * time_limit_s after it sent a confirmed acceptance, on its own clock; it may accept the
+    lease again before that. The producer's time begins later than the consumer's and therefore ends later, so that no
+    clocks are compared, and no state is read after its release. The hundredth allows for clocks of different speeds.
+
+    The producer frees the state once, at this deadline or earlier: when each consumer of the chunk has returned a lease
+    that it had accepted, or when the flow has ended and no lease is left. A lease that ends in another way, because the
+    consumer died or returned it without an acceptance, leaves the ticket for another consumer until the flow has ended.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    STATE_DESCRIPTOR_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    TIME_LIMIT_S_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """The kind of the state and of the engines' transport, such as "vllm.kv": words of lower-case letters, digits and '_',
+    separated by '.' or '-', at most 64 characters. A consumer rejects a flow with a kind that its stage does not
+    accept (TICKET_REFUSED).
+    """
+    state_descriptor: _builtins.bytes
+    """The data by which the consumer's engine finds the state, in the format of the kind. At most 64 KiB. It must not
+    contain code or pickled objects. An engine that cannot read it ends its own step with an error (INVALID_TICKET).
+    """
+    size_bytes: _builtins.int
+    """The memory that the state occupies at the producer, in bytes. For reports."""
+    time_limit_s: _builtins.float
+    """The time in seconds for which the producer keeps the state after the offer and after each acceptance. More than 0."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        state_descriptor: _builtins.bytes = ...,
+        size_bytes: _builtins.int = ...,
+        time_limit_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "size_bytes", b"size_bytes", "state_descriptor", b"state_descriptor", "time_limit_s", b"time_limit_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Handover: _TypeAlias = Handover  # noqa: Y015
 
 @_typing.final
 class ShmRegion(_message.Message):
@@ -193,20 +257,23 @@ Global___StreamedRegion: _TypeAlias = StreamedRegion  # noqa: Y015
 
 @_typing.final
 class TensorSpec(_message.Message):
-    """TensorSpec describes a tensor that a stage emits or accepts."""
+    """TensorSpec describes a tensor or a ticket that a stage emits or accepts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
+    TICKET_KIND_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """The tensor's name."""
+    """The name of the tensor or ticket."""
     dtype: Global___DataType.ValueType
-    """The element type."""
+    """The element type. Not set for a ticket."""
+    ticket_kind: _builtins.str
+    """The kind of the ticket (Handover.kind). Empty for a tensor."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """For each dimension, a length or a symbol, for example ["frames", "601"]."""
+        """For each dimension, a length or a symbol, for example ["frames", "601"]. Empty for a ticket."""
 
     def __init__(
         self,
@@ -214,10 +281,11 @@ class TensorSpec(_message.Message):
         name: _builtins.str = ...,
         dtype: Global___DataType.ValueType = ...,
         shape: _abc.Iterable[_builtins.str] | None = ...,
+        ticket_kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "shape", b"shape", "ticket_kind", b"ticket_kind"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,23 +50,43 @@ def cores(process: psutil.Process) -> list[psutil.Process]:
     return [child for child, command in commands_of_children(process).items() if "resource_tracker" not in command]
 
 
+def _command(model: Path, start: str, load_format: str) -> list[str]:
+    return [sys.executable, "-m", "tests.engines.vllm.engine_process", str(model), start, load_format]
+
+
 @contextmanager
-def host(model: Path) -> Iterator[psutil.Process]:
-    """Starts a process with a running engine."""
-    command = [sys.executable, "-m", "tests.engines.vllm.engine_process", str(model)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+def host(model: Path, *, start: str) -> Iterator[psutil.Process]:
+    """Starts a process with a running engine. `start` is "spawned" or "forked", the way its engine core starts."""
+    with subprocess.Popen(_command(model, start, "dummy"), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert "ready\n" in iter(process.stdout.readline, "")
         yield psutil.Process(process.pid)
         process.kill()
 
 
-def test_no_process_outlives_a_killed_stage(model: Path) -> None:
+@pytest.mark.parametrize("start", ["spawned", "forked"])
+def test_no_process_outlives_a_killed_stage(model: Path, start: str) -> None:
     before = set(Path("/dev/shm").iterdir())
-    with host(model) as process:
+    with host(model, start=start) as process:
         children = process.children(recursive=True)
         assert children
         process.kill()
         _, alive = psutil.wait_procs(children, timeout=3)
     assert alive == []
     assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def test_a_dead_forked_core_ends_its_stage(model: Path) -> None:
+    with host(model, start="forked") as process:
+        # A spawned core would have a resource tracker as its sibling.
+        (core,) = process.children()
+        core.kill()
+        assert process.wait(timeout=20) == 1
+
+
+def test_a_forked_core_tells_its_stage_why_it_cannot_load(model: Path) -> None:
+    ran = subprocess.run(_command(model, "forked", "auto"), stderr=subprocess.PIPE, text=True, check=False)
+    assert ran.returncode == 1
+    last = ran.stderr.splitlines()[-1]
+    assert "NotReadyError: stage tested: vLLM cannot load" in last
+    assert "RuntimeError: Cannot find any model weights" in last

@@ -54,13 +54,20 @@ def _write(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content))
 
 
-def write_real_model(folder: Path, *, layers: int = 2, positions: int = MAX_MODEL_LEN) -> Path:
-    """Writes a model with random weights, for both vLLM and transformers."""
+def write_real_model(folder: Path, *, layers: int = 2, positions: int = MAX_MODEL_LEN, deviation: float = 0.02) -> Path:
+    """Writes a model with random weights, for both vLLM and transformers.
+
+    `deviation` is the standard deviation of the weights. With 0.2, each token depends on all tokens before it.
+    """
     import torch
     from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
     write_tiny_model(folder, positions=positions)
-    config = {**json.loads((folder / "config.json").read_text()), "num_hidden_layers": layers}
+    config = {
+        **json.loads((folder / "config.json").read_text()),
+        "num_hidden_layers": layers,
+        "initializer_range": deviation,
+    }
     torch.manual_seed(0)
     model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**config))  # type: ignore[no-untyped-call]
     model.save_pretrained(folder)

@@ -17,6 +17,7 @@ from stagemesh.orchestrator.request.recovery import (
     Phase,
     Restart,
     attempt_of,
+    find_superfluous,
     is_checkpoint_useful,
     is_open,
     next_actions,
@@ -69,6 +70,15 @@ def _apply(route: Route, states: dict[str, AttemptState], *, lost: set[str], fre
 
 def test_only_the_lost_stage_restarts() -> None:
     assert plan_restarts(_CHAIN, _running(), lost={"b"}).restarted == {"b": Restart(2, resumes=False)}
+
+
+@pytest.mark.parametrize("phase", [Phase.UNPLACED, Phase.PLACED])
+def test_a_stage_that_waits_ends_when_its_consumers_have_finished_without_it(phase: Phase) -> None:
+    states = _running(b=AttemptState(2, phase))
+    assert find_superfluous(_CHAIN, states) == []
+    states["c"].phase = Phase.FINISHED
+    assert find_superfluous(_CHAIN, states) == ["b"]
+    assert find_superfluous(_CHAIN, _running(a=AttemptState(2, phase), b=AttemptState(phase=Phase.FINISHED))) == []
 
 
 def test_the_consumer_is_rebound_first_and_the_producer_last() -> None:

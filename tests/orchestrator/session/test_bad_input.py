@@ -26,7 +26,7 @@ SMALL = ECHO + "limits: {max_session_bytes: 65536}\n"
 async def answered(chat: Chat, turn: int, *texts: str) -> None:
     """Runs a turn whose answer consists of these texts."""
     chat.say("hello")
-    chat.send(commit={})
+    chat.send(commit=orchestrator_pb2.TurnCommit())
     for text in texts:
         chat.request(turn).emit(text)
     chat.request(turn).end()
@@ -79,13 +79,13 @@ async def test_a_closed_session_is_forgotten(tmp_path: Path) -> None:
 async def test_a_second_commit_is_rejected(tmp_path: Path) -> None:
     async with chatting(tmp_path, ECHO) as chat:
         chat.say("one")
-        chat.send(commit={})
-        chat.send(commit={})
+        chat.send(commit=orchestrator_pb2.TurnCommit())
+        chat.send(commit=orchestrator_pb2.TurnCommit())
         await settle()
         assert chat.rejected == "TURN_RUNNING"
         chat.request(1).end()
         await settle()
-        chat.send(commit={})
+        chat.send(commit=orchestrator_pb2.TurnCommit())
         await settle()
     assert chat.rejected == "EMPTY_TURN"
     assert chat.kinds(1) == ["committed", "ended"]
@@ -94,23 +94,23 @@ async def test_a_second_commit_is_rejected(tmp_path: Path) -> None:
 async def test_the_input_remains_after_a_commit_that_came_too_early(tmp_path: Path) -> None:
     async with chatting(tmp_path, ECHO) as chat:
         chat.say("one")
-        chat.send(commit={})
+        chat.send(commit=orchestrator_pb2.TurnCommit())
         chat.say("two")
-        chat.send(commit={})
+        chat.send(commit=orchestrator_pb2.TurnCommit())
         chat.request(1).end()
         await settle()
-        chat.send(commit={})
+        chat.send(commit=orchestrator_pb2.TurnCommit())
         assert chat.prompt(2) == ["one", "", "two"]
 
 
 async def test_blank_input_cannot_be_committed(tmp_path: Path) -> None:
     async with chatting(tmp_path, ECHO) as chat:
         chat.say(" ")
-        chat.send(commit={})
+        chat.send(commit=orchestrator_pb2.TurnCommit())
         await settle()
         assert chat.rejected == "EMPTY_PROMPT"
         chat.say("one")
-        chat.send(commit={})
+        chat.send(commit=orchestrator_pb2.TurnCommit())
         assert chat.prompt(1) == [" one"]
 
 
@@ -150,14 +150,14 @@ async def test_a_truncation_must_fit_to_the_newest_answer(
         await settle()
         assert chat.rejected == reason
         chat.say("three")
-        chat.send(commit={})
+        chat.send(commit=orchestrator_pb2.TurnCommit())
         assert chat.prompt(3) == ["hello", "one", "hello", "answer", "three"]
 
 
 async def test_a_running_turn_cannot_be_truncated(tmp_path: Path) -> None:
     async with chatting(tmp_path, ECHO) as chat:
         chat.say("one")
-        chat.send(commit={})
+        chat.send(commit=orchestrator_pb2.TurnCommit())
         chat.send(truncate={"turn": 1, "positions": [{"name": "text"}]})
         await settle()
     assert chat.rejected == "TURN_RUNNING"
@@ -204,7 +204,7 @@ async def test_the_transcript_counts_against_the_limit(tmp_path: Path) -> None:
 
 
 async def test_an_opening_conversation_beyond_the_limit_ends_the_call(tmp_path: Path) -> None:
-    message = request_pb2.Message(role="ROLE_SYSTEM", content="x" * 70_000)
+    message = request_pb2.Message(role=request_pb2.ROLE_SYSTEM, content="x" * 70_000)
     with pytest.raises(OverloadedError) as caught:
         async with chatting(tmp_path, SMALL, conversation={"messages": [message]}):
             pass
@@ -237,7 +237,7 @@ async def test_limits_per_caller_do_not_apply_to_others(tmp_path: Path) -> None:
 async def test_a_gap_in_the_numbers_of_events_ends_the_call(tmp_path: Path) -> None:
     async with mesh(tmp_path, ECHO) as echo, talking(echo.stub, session_id="s", linger_s=60) as talk:
         await talk.say("one")
-        await talk.send(seq=3, commit={})
+        await talk.send(seq=3, commit=orchestrator_pb2.TurnCommit())
         error = await talk.failure()
         async with talking(echo.stub, session_id="s", linger_s=60, earlier_calls=1) as again:
             assert again.received[0].opened.accepted_seq == 1
@@ -249,7 +249,7 @@ async def test_the_first_event_of_a_new_session_has_the_number_one(tmp_path: Pat
     async with chatting(tmp_path, ECHO) as chat:
         assert chat.call is not None
         with pytest.raises(InvalidRequestError) as caught:
-            chat.session.handle(chat.call, Request(seq=seq, commit={}))
+            chat.session.handle(chat.call, Request(seq=seq, commit=orchestrator_pb2.TurnCommit()))
     assert caught.value.reason == "EVENT_GAP"
 
 

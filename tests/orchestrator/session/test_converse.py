@@ -20,7 +20,7 @@ async def test_a_turn_is_answered(tmp_path: Path) -> None:
 
 
 async def test_the_prompt_contains_the_transcript(tmp_path: Path) -> None:
-    opening = request_pb2.Conversation(messages=[request_pb2.Message(role="ROLE_SYSTEM", content="be brief")])
+    opening = request_pb2.Conversation(messages=[request_pb2.Message(role=request_pb2.ROLE_SYSTEM, content="be brief")])
     async with mesh(tmp_path) as chain, talking(chain.stub, session_id="s", conversation=opening) as talk:
         await talk.turn("one")
         await talk.turn("two")

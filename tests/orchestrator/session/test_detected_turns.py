@@ -41,7 +41,7 @@ def detect(listener: SteeredRequest, *, begins: bool, at_s: float) -> None:
 def heard(chat: Chat, turn: int) -> list[float]:
     """Returns the first sample of each second in the prompt of a turn."""
     messages = chat.request(turn).message.input.conversation.messages
-    return [float(value) for value in read_samples(messages[-1].parts[0].audio)[::RATE_HZ]]  # type: ignore[arg-type]
+    return [float(value) for value in read_samples(messages[-1].parts[0].audio)[::RATE_HZ]]
 
 
 async def speak_and_pause(chat: Chat, turn: int, *, begin_s: float, end_s: float) -> None:

@@ -1,6 +1,7 @@
 """A client whose connection broke attaches to its session again, or to another orchestrator."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -153,8 +154,8 @@ async def test_a_session_continues_at_another_orchestrator(tmp_path: Path) -> No
         fields = {"earlier_calls": 1, "turn": 2, "next_positions": positions(2), "parameters": {"seed": seed}}
         async with talking(second.stub, session_id="s", seq=2, **fields) as again:
             messages = [
-                request_pb2.Message(role="ROLE_USER", content="one"),
-                request_pb2.Message(role="ROLE_ASSISTANT", content="a done"),
+                request_pb2.Message(role=request_pb2.ROLE_USER, content="one"),
+                request_pb2.Message(role=request_pb2.ROLE_ASSISTANT, content="a done"),
             ]
             await again.send(seq=0, restore={"turn": 1, "messages": messages})
             await again.send(seq=3, append={"part": {"text": "two"}})
@@ -180,7 +181,7 @@ async def test_a_later_call_replaces_the_attached_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"outputs": ["text"]}, {"parameters": {"seed": 1}}, {"caller": "other"}])
-async def test_a_session_with_other_content_is_rejected(tmp_path: Path, fields: dict[str, object]) -> None:
+async def test_a_session_with_other_content_is_rejected(tmp_path: Path, fields: dict[str, Any]) -> None:
     async with mesh(tmp_path, ECHO) as echo, talking(echo.stub, session_id="s", parameters={"seed": 7}):
         other = Talk(echo.stub)
         await other.call.write(

@@ -64,9 +64,13 @@ class Chunker:
     def push(self, packet: Packet) -> list[Packet]:
         """Adds a packet. Returns the chunks that are now complete, or an empty list if no chunk is complete.
 
-        Raises InvalidChunkError if the packet's tensors have different lengths along their first axis, or if their
-        names differ from the names of earlier tensors.
+        Raises InvalidChunkError if the packet's tensors have different lengths along their first axis, if their names
+        differ from the names of earlier tensors, or if the packet has tickets.
         """
+        if packet.tickets:
+            raise InvalidChunkError(
+                f"tickets ({', '.join(packet.tickets)}) cannot be cut into chunks; remove the edge's `chunk`"
+            )
         frames = _frames(packet)
         self._waiting.append(packet)
         self._waiting_frames += frames

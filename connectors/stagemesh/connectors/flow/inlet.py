@@ -95,6 +95,7 @@ class Inlet:
             credit_bytes=attempt.credit_bytes,
             wanted_bytes=0,
             ended=packets.has_ended,
+            handed_over_bytes=packets.handed_over_bytes,
         )
 
     @property
@@ -118,6 +119,18 @@ class Inlet:
         else:
             error = CancelledRequestError(f"the consumer of edge {edge} stopped reading", reason=NOT_READ)
         self.attempt.close(error)
+
+    def leave(self) -> None:
+        """Discards the packets that have not been read. The flow then ends by itself when its producer has finished.
+
+        Call `aclose` afterwards.
+        """
+        self._packets.clear()
+        attempt = self.attempt
+        if attempt.phase is Phase.ENDED:
+            attempt.is_read = True
+        elif attempt.error is None and not attempt.is_closed:
+            attempt.discard()
 
     def check_rebindable(self, first_rows: Mapping[str, int]) -> None:
         """Raises NotReadyError (ROWS_MISSING) if a producer that begins at `first_rows` would omit rows that are

@@ -18,6 +18,7 @@ from stagemesh.connectors.flow.chunking import Chunker, ChunkPolicy, StepPolicy
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt, Phase
 from stagemesh.connectors.flow.sent_chunks import Retention, SentChunk, SentChunks
 from stagemesh.connectors.stream import wire
+from stagemesh.connectors.tickets import OfferedTicket
 from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import chunk_pb2
 
@@ -81,7 +82,13 @@ class Outlet:
     def usage(self) -> FlowUsage:
         """The numbers of chunks and of payload bytes that the flow has sent."""
         attempt, chunks = self.attempt, self.chunks
-        return FlowUsage(attempt.key.edge, attempt.connector, chunks.next_seq - chunks.ended, chunks.sent_bytes)
+        return FlowUsage(
+            edge=attempt.key.edge,
+            connector=attempt.connector,
+            chunks=chunks.next_seq - chunks.ended,
+            size_bytes=chunks.sent_bytes,
+            handed_over_bytes=chunks.handed_over_bytes,
+        )
 
     @property
     def status(self) -> FlowStatus:
@@ -97,6 +104,7 @@ class Outlet:
             credit_bytes=max(0, attempt.limit_bytes - chunks.sent_bytes),
             wanted_bytes=chunks.wanted_bytes,
             ended=chunks.ended,
+            handed_over_bytes=chunks.handed_over_bytes,
         )
 
     @property
@@ -111,7 +119,8 @@ class Outlet:
     async def send(self, packet: Packet) -> None:
         """Sends a packet. Waits for credit and for free arena memory, but does not wait for the delivery.
 
-        Raises the error that ended the flow, if the flow has ended.
+        The flow adds its own references to the packet's tickets. Raises the error that ended the flow, if the flow has
+        ended, and InvalidChunkError if the policy would cut a packet with tickets.
         """
         for part in self.transform.push(packet) if self.transform else (packet,):
             await self._cut(part)
@@ -151,9 +160,10 @@ class Outlet:
     def check_rebindable(self) -> None:
         """Checks that another consumer can receive the flow from its first chunk.
 
-        Raises NotReadyError (CHUNK_GONE) if the flow has ended, or if some of its chunks are no longer retained.
+        Raises NotReadyError (CHUNK_GONE) if the flow has ended, or if some of its chunks or the state of some of its
+        tickets are no longer retained.
         """
-        if self.is_over or self.chunks.retained_from(0) is None:
+        if self.is_over or not self.chunks.can_restart:
             edge = self.attempt.key.edge
             raise NotReadyError(
                 f"the first chunks of edge {edge} are no longer retained; run its producer again",
@@ -217,7 +227,9 @@ class Outlet:
         size_bytes = shape.size_bytes
         if not self.has_credit(size_bytes):
             await self._wait_for_credit(size_bytes)
-        if size_bytes <= self.attempt.inline_limit_bytes:
+        if packet.tickets:
+            sent = self._with_tickets(packet, shape)
+        elif size_bytes <= self.attempt.inline_limit_bytes:
             copies = {name: tensor.copy() for name, tensor in packet.tensors.items()}
             sent = SentChunk(self.chunks.next_seq, shape, copies, packet.metadata)
         elif (found := self._found(packet, shape)) is not None:
@@ -230,6 +242,17 @@ class Outlet:
                 self._check_error()
         self._digest.add(shape)
         self._append(sent)
+
+    def _with_tickets(self, packet: Packet, shape: wire.PacketShape) -> SentChunk:
+        """Returns a chunk that has a reference to each ticket of `packet`, and copies of the tensors."""
+        tickets: dict[str, OfferedTicket] = {}
+        for name, ticket in packet.tickets.items():
+            assert isinstance(ticket, OfferedTicket), "a stage sends the tickets of its own engine"
+            tickets[name] = ticket
+        for ticket in tickets.values():
+            ticket.retain()
+        copies = {name: tensor.copy() for name, tensor in packet.tensors.items()}
+        return SentChunk(self.chunks.next_seq, shape, copies, packet.metadata, tickets=tickets)
 
     async def _wait_for_credit(self, size_bytes: int) -> None:
         self.chunks.wanted_bytes = size_bytes
@@ -329,11 +352,12 @@ class FanOut:
         if all(self._arena.find(tensor) for tensor in packet.tensors.values() if tensor.nbytes):
             return packet
         written = await self._arena.write(packet.tensors, self._account)
-        return Packet(written.held(), packet.metadata)
+        return Packet(written.held(), packet.metadata, packet.tickets)
 
 
 def _only(packet: Packet, names: Collection[str]) -> Packet:
-    return Packet({name: tensor for name, tensor in packet.tensors.items() if name in names}, packet.metadata)
+    tensors = {name: tensor for name, tensor in packet.tensors.items() if name in names}
+    return Packet(tensors, packet.metadata, packet.tickets)
 
 
 async def _run_together(sends: Sequence[Coroutine[object, object, None]]) -> None:

@@ -274,6 +274,8 @@ class OutletAttempt:
             sent = pending.popleft()
             self._encode(request.items.add().chunk, sent)
             used_bytes += _ITEM_BYTES if sent.regions else _ITEM_BYTES + sent.size_bytes
+            if sent.tickets:
+                used_bytes += sum(len(ticket.descriptor) for ticket in sent.offered)
         return used_bytes
 
     def take_fragment(self) -> bytes:
@@ -341,6 +343,9 @@ class OutletAttempt:
         data = chunk.data
         if not sent.regions:
             wire.fill_inline(data, sent.tensors, sent.shape)
+            if sent.tickets:
+                sent.lease_id = self._leases.grant_tickets(sent)
+                wire.add_tickets(data, sent.tickets, lease_id=sent.lease_id)
         elif self._reader is None:
             wire.fill_streamed(data, sent.shape, transfer_id=transfer_id)
         else:

@@ -4,7 +4,7 @@ The queue drops rows that have already arrived from a previous producer.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError
 from stagemesh.common.notification import Notifier
@@ -21,10 +21,13 @@ the token to which the packet's first row belongs.
 def add_rows(rows: dict[str, int], packet: Packet) -> None:
     """Adds the packet's rows to `rows`, which maps each tensor name to a number of rows.
 
-    The number of rows of a tensor is its length along the first axis, or 1 if it has no axes.
+    The number of rows of a tensor is its length along the first axis, or 1 if it has no axes. A ticket is one row.
     """
     for name, tensor in packet.tensors.items():
         rows[name] = rows.get(name, 0) + (tensor.shape[0] if tensor.ndim else 1)
+    if packet.tickets:
+        for name in packet.tickets:
+            rows[name] = rows.get(name, 0) + 1
 
 
 class ReceivedRows:
@@ -85,12 +88,13 @@ class ReceivedRows:
         if self._replayed is None:
             add_rows(self._counted, packet)
             return packet
-        already = {name: self._counted.get(name, 0) - self._replayed.get(name, 0) for name in packet.tensors}
+        sent: dict[str, int] = {}
+        add_rows(sent, packet)
+        already = {name: self._counted.get(name, 0) - self._replayed.get(name, 0) for name in sent}
         add_rows(self._replayed, packet)
         skips: dict[str, int] = {}
         has_new = False
-        for name, tensor in packet.tensors.items():
-            rows = tensor.shape[0] if tensor.ndim else 1
+        for name, rows in sent.items():
             skips[name] = skip = min(rows, max(0, already[name]))
             has_new = has_new or rows > skip
             self._counted[name] = max(self._counted.get(name, 0), self._replayed[name])
@@ -119,11 +123,13 @@ class ReceivedRows:
             for name, tensor in packet.tensors.items()
             if tensor.ndim or not skips[name]
         }
+        tickets = {name: ticket for name, ticket in packet.tickets.items() if not skips[name]}
         metadata: Mapping[str, MetadataValue] = packet.metadata
         start = metadata.get(TOKEN_START)
-        if isinstance(start, int) and len(set(skips.values())) == 1:
-            metadata = {**metadata, TOKEN_START: start + next(iter(skips.values()))}
-        return Packet(tensors, metadata)
+        skipped = {skips[name] for name in packet.tensors}
+        if isinstance(start, int) and len(skipped) == 1:
+            metadata = {**metadata, TOKEN_START: start + skipped.pop()}
+        return Packet(tensors, metadata, tickets)
 
     def _attempts_differ(self, difference: str) -> InvalidChunkError:
         return InvalidChunkError(
@@ -139,8 +145,12 @@ class PacketQueue(ReceivedRows):
     The queue contains only rows that no earlier producer of the edge has sent.
     """
 
-    def __init__(self, *, edge: str) -> None:
+    def __init__(self, *, edge: str, ticket_kinds: Collection[str] = ()) -> None:
         super().__init__(edge=edge)
+        self.ticket_kinds = ticket_kinds
+        """The kinds of tickets that the reader accepts."""
+        self.handed_over_bytes = 0
+        """The total size of the state for which tickets have arrived, in bytes."""
         self.has_ended = False
         """Whether all packets of the edge have arrived. Packets may still be unread."""
         self.changed = Notifier()
@@ -165,6 +175,8 @@ class PacketQueue(ReceivedRows):
             consume: Called with the packet's size in bytes when the packet is read, or immediately if no row is new.
         """
         new = self.new_part(packet)
+        if packet.tickets:
+            self.handed_over_bytes += sum(ticket.size_bytes for ticket in packet.tickets.values())
         if new is None:
             consume(packet.size_bytes)
         else:

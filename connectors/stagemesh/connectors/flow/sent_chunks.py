@@ -6,7 +6,7 @@ have leases on them.
 
 import itertools
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from stagemesh.common.errors import InvalidChunkError
@@ -16,6 +16,7 @@ from stagemesh.connectors.arena.arena import Arena, Region
 from stagemesh.connectors.base import ArenaRange, Connector
 from stagemesh.connectors.edge import MetadataValue
 from stagemesh.connectors.stream import wire
+from stagemesh.connectors.tickets import OfferedTicket
 from stagemesh.v1 import chunk_pb2
 
 RETAINED_FRACTION = 4
@@ -62,11 +63,39 @@ class SentChunk:
     """
     reader: Connector | None = None
     """The connector through which the consumer is expected to read the chunk. None if no read is expected."""
+    tickets: Mapping[str, OfferedTicket] | None = None
+    """The tickets of the chunk by name, or None if it has none.
+
+    The chunk has a reference to each ticket until the tickets are used or the chunk is released.
+    """
+    _are_tickets_used: bool = False
 
     @property
     def size_bytes(self) -> int:
         """The number of payload bytes of the chunk. 0 for an End or Abort message."""
         return self.shape.size_bytes if self.shape else 0
+
+    @property
+    def can_be_sent(self) -> bool:
+        """Whether a consumer can still use the chunk. False if its tickets were used or their state was released."""
+        return not self._are_tickets_used and not any(ticket.is_released for ticket in self.offered)
+
+    @property
+    def handed_over_bytes(self) -> int:
+        """The size of the state for which the chunk has tickets, in bytes."""
+        return sum(ticket.size_bytes for ticket in self.offered)
+
+    @property
+    def offered(self) -> Collection[OfferedTicket]:
+        """The tickets of the chunk. Empty if it has none."""
+        return self.tickets.values() if self.tickets else ()
+
+    def use_tickets(self) -> None:
+        """Releases the chunk's references to its tickets, because its consumer has read their state. Idempotent."""
+        if not self._are_tickets_used:
+            self._are_tickets_used = True
+            for ticket in self.offered:
+                ticket.release()
 
     def mark_read(self) -> None:
         """Records that the consumer has read the chunk or will not read it, so that no read is expected."""
@@ -75,23 +104,47 @@ class SentChunk:
             self.reader = None
 
     def release(self) -> None:
-        """Releases the chunk's tensors and its references to regions. Leases may still retain the regions."""
+        """Releases the chunk's tensors and its references to regions and tickets. Leases may still retain them."""
         self.mark_read()
         self.tensors = None
         regions, self.regions = self.regions, ()
         for region in regions:
             region.release()
+        if self.tickets:
+            self.use_tickets()
+
+
+@dataclass(eq=False, slots=True)
+class _TicketLease:
+    """A consumer's lease on the tickets of a chunk. Has a reference to each ticket."""
+
+    chunk: SentChunk
+    is_accepted: bool = False
+
+    def accept(self) -> bool:
+        """Restarts the time limits of the tickets. Returns False if the state of one has been released."""
+        if any(ticket.is_released for ticket in self.chunk.offered):
+            return False
+        for ticket in self.chunk.offered:
+            ticket.renew()
+        self.is_accepted = True
+        return True
+
+    def release(self) -> None:
+        for ticket in self.chunk.offered:
+            ticket.release()
 
 
 class Leases:
-    """The leases of one consumer on regions of this replica's arena."""
+    """The leases of one consumer on regions of this replica's arena, and on tickets for state of its engine."""
 
     def __init__(self) -> None:
         self._regions: dict[int, Sequence[Region]] = {}
+        self._tickets: dict[int, _TicketLease] = {}
 
     def __bool__(self) -> bool:
         """Returns whether the consumer has at least one lease."""
-        return bool(self._regions)
+        return bool(self._regions or self._tickets)
 
     def grant(self, regions: Sequence[Region]) -> int:
         """Grants a lease on `regions` and returns its id. The lease retains the regions until the lease ends."""
@@ -101,17 +154,66 @@ class Leases:
         self._regions[lease_id] = regions
         return lease_id
 
+    def grant_tickets(self, chunk: SentChunk) -> int:
+        """Grants a lease on the tickets of a chunk and returns its id. The lease retains the tickets until it ends."""
+        lease_id = next(_lease_ids)
+        for ticket in chunk.offered:
+            ticket.retain()
+        self._tickets[lease_id] = _TicketLease(chunk)
+        return lease_id
+
+    def accept(self, lease_id: int) -> bool:
+        """Keeps the state of a lease's tickets for another time limit, because the consumer reads it.
+
+        Returns False if there is no such lease, or if the state has been released.
+        """
+        lease = self._tickets.get(lease_id)
+        return lease is not None and lease.accept()
+
     def end(self, lease_id: int) -> bool:
-        """Ends the lease `lease_id` and releases its regions. Returns False if there is no such lease."""
+        """Ends the lease `lease_id`, which the consumer does not use any more. Returns False if there is no such lease.
+
+        Releases the regions or tickets of the lease. The chunk of tickets that were accepted releases them, too.
+        """
         regions = self._regions.pop(lease_id, None)
-        for region in regions or ():
+        if regions is None:
+            return self._end_tickets(lease_id)
+        for region in regions:
             region.release()
-        return regions is not None
+        return True
 
     def end_all(self, *, except_ids: Container[int] = ()) -> None:
-        """Ends all leases of the consumer, except the leases whose ids are in `except_ids`."""
-        for lease_id in [each for each in self._regions if each not in except_ids]:
+        """Ends all leases of the consumer, which does not use them any more, except those in `except_ids`."""
+        for lease_id in [each for each in (*self._regions, *self._tickets) if each not in except_ids]:
             self.end(lease_id)
+
+    def end_dead(self) -> None:
+        """Ends all leases, because the consumer has died. Chunks retain their tickets for another consumer."""
+        for lease in self._tickets.values():
+            lease.release()
+        self._tickets.clear()
+        self.end_all()
+
+    def end_unreachable(self) -> None:
+        """Ends all leases, because the consumer is unreachable.
+
+        The consumer may still read the state of accepted tickets, which is therefore kept until their time limit.
+        """
+        for lease in self._tickets.values():
+            if not lease.is_accepted:
+                lease.release()
+        self._tickets.clear()
+        self.end_all()
+
+    def _end_tickets(self, lease_id: int) -> bool:
+        lease = self._tickets.pop(lease_id, None)
+        if lease is None:
+            return False
+        # A chunk that is bound to another consumer keeps its tickets for that one.
+        if lease.is_accepted and lease.chunk.lease_id == lease_id:
+            lease.chunk.use_tickets()
+        lease.release()
+        return True
 
 
 class SentChunks:
@@ -124,6 +226,8 @@ class SentChunks:
         self.next_seq = self.acked = 0
         self.sent_bytes = 0
         """The total number of payload bytes of all appended chunks, whether sent or pending."""
+        self.handed_over_bytes = 0
+        """The total size of the state for which chunks with tickets were appended, in bytes."""
         self.ended = self.is_aborted = False
         """Whether an End or Abort message has been appended, and whether that message is an Abort."""
         self.is_bulk = False
@@ -151,6 +255,8 @@ class SentChunks:
         """Adds the next chunk of the flow. The chunk's number must equal `next_seq`."""
         self.next_seq += 1
         self.sent_bytes += sent.size_bytes
+        if sent.tickets:
+            self.handed_over_bytes += sent.handed_over_bytes
         self.ended, self.is_aborted = sent.tail is not None, isinstance(sent.tail, chunk_pb2.ChunkAbort)
         sent.end_bytes = self.sent_bytes
         self.unacked.append(sent)
@@ -211,6 +317,11 @@ class SentChunks:
         for sent in self.unacked:
             # The link to the previous consumer ends that consumer's leases.
             sent.lease_id = 0
+
+    @property
+    def can_restart(self) -> bool:
+        """Whether another consumer can receive all chunks, from the first one on."""
+        return self.retained_from(0) is not None and all(sent.can_be_sent for sent in (*self._kept, *self.unacked))
 
     def retained_from(self, first_seq: int) -> list[SentChunk] | None:
         """Returns the chunks with numbers of at least `first_seq`, in order.

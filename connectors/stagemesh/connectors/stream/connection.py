@@ -288,6 +288,10 @@ class Connection:
             self._bulk_wanted.set_result(None)
         return self._bulk
 
+    def send(self, item: stage_pb2.PutItem) -> None:
+        """Sends an item that belongs to no flow over the main stream."""
+        self._main.send(item)
+
     async def serve(self, check: Callable[[], None]) -> StagemeshError:
         """Calls `check` about every _CHECK_S seconds until a stream ends. Returns the error that ended the stream.
 

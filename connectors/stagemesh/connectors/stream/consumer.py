@@ -1,11 +1,12 @@
 """The consumer side of a replica: its expected flows, the state of its producers, and the memory for fetched chunks."""
 
 import asyncio
+import itertools
 import logging
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from copy import copy
 from functools import partial
 from typing import TypeAlias
@@ -22,7 +23,10 @@ from stagemesh.connectors.flow.inlet import Inlet, InletAttempt
 from stagemesh.connectors.flow.packet_queue import Credit, PacketQueue
 from stagemesh.connectors.replica_connectors import ReplicaConnectors
 from stagemesh.connectors.stream.local_socket import DeathWatch, watch_peer
-from stagemesh.v1 import stage_pb2
+from stagemesh.connectors.stream.ticket_acceptance import TicketAcceptances
+from stagemesh.connectors.stream.wire import MakeTicket
+from stagemesh.connectors.tickets import ReceivedTicket
+from stagemesh.v1 import stage_pb2, tensor_pb2
 
 REMEMBERED_FLOWS = 4096
 """The maximum number of committed flows whose keys are retained.
@@ -99,6 +103,8 @@ class ProducerState:
         """The ids of ended leases that have not been sent to the producer yet."""
         self._streams: list[ReadyQueue[InletAttempt]] = []
         """The ready queue of each stream of the producer. A lease can be released over any of these streams."""
+        self.acceptances = TicketAcceptances(replica, self._wake)
+        """The acceptances of the producer's tickets, which can be sent over any of these streams, too."""
 
     # -- reading
 
@@ -149,27 +155,51 @@ class ProducerState:
         `stream` is the ready queue of the stream.
         """
         self._streams.append(stream)
-        if self._released_ids:
-            stream.wake()
+        self.acceptances.send_again()
+        self._wake()
 
     def detach(self, stream: ReadyQueue[InletAttempt]) -> None:
         """Removes a stream that has ended. The ids of ended leases are then sent over the newest remaining stream."""
         if stream in self._streams:
             self._streams.remove(stream)
-        if self._streams and self._released_ids:
-            self._streams[-1].wake()
+        self.acceptances.send_again()
+        self._wake()
 
     def hold(self, lease_id: int, views: list[Bytes]) -> None:
         """Retains a lease until all arrays in `views`, and all arrays derived from them, are deleted."""
         self.held_lease_ids.add(lease_id)
-        when_gone(views, lambda: self._views_gone(lease_id))
+        when_gone(views, lambda: self._release_on_loop(lease_id))
+
+    def hold_tickets(self, lease_id: int, number: int) -> MakeTicket:
+        """Returns the function that makes the `number` tickets of a chunk.
+
+        The tickets retain the lease until all of them have been released or deleted.
+        """
+        ended = itertools.count(1)
+
+        def end_one() -> None:
+            # `next` is atomic between threads, so exactly one call is the last one.
+            if next(ended) == number:
+                self._release_on_loop(lease_id)
+
+        def make(handover: tensor_pb2.Handover) -> ReceivedTicket:
+            self.held_lease_ids.add(lease_id)
+            return ReceivedTicket(
+                handover.kind,
+                handover.state_descriptor,
+                size_bytes=handover.size_bytes,
+                time_limit_s=handover.time_limit_s,
+                accept=partial(self.acceptances.accept, lease_id),
+                on_release=end_one,
+            )
+
+        return make
 
     def release(self, lease_id: int) -> None:
         """Ends a lease and sends the lease's id to the producer over the newest stream."""
         self.held_lease_ids.discard(lease_id)
         self._released_ids.append(lease_id)
-        if self._streams:
-            self._streams[-1].wake()
+        self._wake()
 
     def release_unless_held(self, lease_id: int) -> None:
         """Ends the lease of a chunk that was not accepted.
@@ -180,13 +210,18 @@ class ProducerState:
         if lease_id and lease_id not in self.held_lease_ids:
             self.release(lease_id)
 
-    def take_released(self) -> list[int]:
-        """Removes and returns the ids of ended leases that have not been sent to the producer yet."""
-        released, self._released_ids = self._released_ids, []
-        return released
+    def report(self, response: stage_pb2.PutChunkResponse) -> None:
+        """Adds the ids of ended leases and the acceptances that have not been sent yet to `response`."""
+        if self._released_ids:
+            response.replies.add().release.lease_ids.extend(self._released_ids)
+            self._released_ids = []
+        if self.acceptances.has_unsent:
+            for accept in self.acceptances.take_unsent():
+                response.replies.add().accept.CopyFrom(accept)
 
     async def close(self) -> None:
-        """Closes the readers and stops watching the producer's process. Idempotent."""
+        """Closes the readers, stops watching the producer's process, and fails the acceptances. Idempotent."""
+        self.acceptances.lose()
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -196,10 +231,15 @@ class ProducerState:
 
     # -- inner workings
 
-    def _views_gone(self, lease_id: int) -> None:
+    def _wake(self) -> None:
+        """Lets the newest stream send the ids of ended leases and the acceptances."""
+        if self._streams:
+            self._streams[-1].wake()
+
+    def _release_on_loop(self, lease_id: int) -> None:
         """Ends a lease on the thread of the event loop.
 
-        Called on the thread that has deleted the last view of the lease's memory.
+        Called on the thread that has deleted the last view of the lease's memory, or the last ticket.
         """
         if threading.get_ident() == self._thread:
             self.release(lease_id)
@@ -252,13 +292,14 @@ class Consumer:
         """The number of payload bytes that all producers together may still send to this replica."""
         return sum(flow.credit_bytes for flow in self._flows.values())
 
-    def open(self, key: EdgeKey, *, producer: str, rebind_s: float) -> Inlet:
+    def open(self, key: EdgeKey, *, producer: str, rebind_s: float, ticket_kinds: Collection[str]) -> Inlet:
         """Registers a flow that is expected from `producer`, and returns the flow's inlet.
 
-        `rebind_s` is the time in seconds for which a reader without a producer waits for `rebind`. Raises ExistsError
-        if the flow is already open.
+        `rebind_s` is the time in seconds for which a reader without a producer waits for `rebind`. `ticket_kinds` are
+        the kinds of tickets that the reader accepts. Raises ExistsError if the flow is already open.
         """
-        return Inlet(self._expect(key, producer, PacketQueue(edge=key.edge)), rebind_s=rebind_s)
+        packets = PacketQueue(edge=key.edge, ticket_kinds=ticket_kinds)
+        return Inlet(self._expect(key, producer, packets), rebind_s=rebind_s)
 
     def rebind(self, inlet: Inlet, key: EdgeKey, *, producer: str, first_rows: Mapping[str, int]) -> None:
         """Continues `inlet` with a flow from another producer. `key` identifies the new flow.

@@ -16,7 +16,8 @@ from stagemesh.connectors.replica_connectors import ReplicaConnectors
 from stagemesh.connectors.stream import local_socket, wire
 from stagemesh.connectors.stream.connection import Connection, Peer
 from stagemesh.connectors.stream.wire import EdgeProbe
-from stagemesh.rpc.error_mapping import error_from_wire
+from stagemesh.connectors.tickets import expired_error
+from stagemesh.rpc.error_mapping import error_from_wire, error_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 GIVE_UP_S = 15.0
@@ -47,6 +48,7 @@ class ConsumerLink:
         inline_limit_bytes: int,
         on_idle: Callable[["ConsumerLink"], None],
         on_released_elsewhere: Callable[[Sequence[int]], None],
+        accept_elsewhere: Callable[[int], bool],
     ) -> None:
         """Creates a link that is not connected.
 
@@ -57,14 +59,18 @@ class ConsumerLink:
             on_idle: Called when the link has been disconnected and has nothing to do.
             on_released_elsewhere: Called with the ids of leases that the consumer has released over this link, but that
                 this link has not granted.
+            accept_elsewhere: Accepts the tickets of a lease that this link has not granted. Returns whether the state
+                is kept.
         """
         self._peer, self._connectors = peer, connectors
         self._inline_limit_bytes, self._on_idle = inline_limit_bytes, on_idle
-        self._on_released_elsewhere = on_released_elsewhere
+        self._on_released_elsewhere, self._accept_elsewhere = on_released_elsewhere, accept_elsewhere
         self._flows: dict[EdgeKey, OutletAttempt] = {}
         self._to_open: dict[OutletAttempt, None] = {}
         self._probes: dict[asyncio.Future[EdgeProbe], ConnectorName] = {}
         self._leases = Leases()
+        self._answers: list[stage_pb2.PutItem] = []
+        """The answers to acceptances that have not been sent."""
         self._incarnation = ""
         self._connection: Connection | None = None
         self._watch: local_socket.DeathWatch | None = None
@@ -103,6 +109,10 @@ class ConsumerLink:
     def end_leases(self, lease_ids: Iterable[int]) -> list[int]:
         """Ends the leases that this link has granted. Returns the ids of the others."""
         return [lease_id for lease_id in lease_ids if not self._leases.end(lease_id)]
+
+    def accept_tickets(self, lease_id: int) -> bool:
+        """Keeps the state of a lease's tickets for another time limit. Returns False if it is not kept any more."""
+        return self._leases.accept(lease_id)
 
     async def close(self) -> None:
         """Ends the connection and all flows. Idempotent."""
@@ -169,6 +179,7 @@ class ConsumerLink:
                 self._watch = watch
             self._connection = connection
             self._to_open = dict.fromkeys(self._flows.values())
+            self._send_answers()
             self._negotiated()
             return await connection.serve(self._check_silence)
 
@@ -185,6 +196,7 @@ class ConsumerLink:
             restarted = UnavailableError(f"replica {self._peer.consumer} was restarted", reason="PEER_LOST")
             self._fail_flows(restarted, opened_only=True)
             self._peer.worked.clear()
+            self._leases.end_dead()
         # Ends the leases of chunks whose messages never arrived.
         self._leases.end_all(except_ids=set(welcome.held_lease_ids))
         self._incarnation = welcome.incarnation
@@ -247,6 +259,8 @@ class ConsumerLink:
         elif kind == "offer_answer":
             if self._connection is not None:
                 self._connection.answer(reply.offer_answer)
+        elif kind == "accept":
+            self._answer_acceptance(reply.accept)
         elif kind is None:
             self._refuse_unknown(reply)
         else:
@@ -256,6 +270,21 @@ class ConsumerLink:
                     self._apply(flow, reply, kind)
                 except StagemeshError as exc:
                     flow.fail(exc)
+
+    def _answer_acceptance(self, accept: stage_pb2.AcceptTickets) -> None:
+        is_kept = self.accept_tickets(accept.lease_id) or self._accept_elsewhere(accept.lease_id)
+        answer = stage_pb2.TicketsAnswer(
+            acceptance=accept.acceptance, error=None if is_kept else error_to_wire(expired_error())
+        )
+        self._answers.append(stage_pb2.PutItem(tickets=answer))
+        self._send_answers()
+
+    def _send_answers(self) -> None:
+        """Sends the answers to acceptances, some of which arrive while the connection is being made."""
+        if self._connection is not None:
+            for answer in self._answers:
+                self._connection.send(answer)
+            self._answers.clear()
 
     def _apply(self, flow: OutletAttempt, reply: stage_pb2.PutReply, kind: str) -> None:
         match kind:
@@ -308,12 +337,14 @@ class ConsumerLink:
             flow.disconnect()
         if not isinstance(cause, UnavailableError):
             self._fail_flows(cause)
-        elif self._loop.time() - self._seen_s > GIVE_UP_S or await self._is_gone():
+        elif (is_unreachable := self._loop.time() - self._seen_s > GIVE_UP_S) or await self._is_gone():
             self._fail_flows(cause)
-            if self._watch is None:
-                # The leases of a watched process on this host do not end here, because the process may still read the
-                # arena. They end when the process releases them or terminates.
-                self._leases.end_all()
+            # The leases of a watched process on this host do not end here, because the process may still read the
+            # arena. They end when the process releases them or terminates.
+            if self._watch is None and is_unreachable:
+                self._leases.end_unreachable()
+            elif self._watch is None:
+                self._leases.end_dead()
 
     async def _is_gone(self) -> bool:
         """Returns whether the consumer's address has refused connections for more than REFUSED_S seconds.
@@ -341,7 +372,7 @@ class ConsumerLink:
         self._watch = None
         died = UnavailableError(f"replica {self._peer.consumer} died", reason="PEER_LOST")
         self._fail_flows(died, opened_only=True)
-        self._leases.end_all()
+        self._leases.end_dead()
 
     def _stop_watching(self) -> None:
         if self._watch is not None:

@@ -14,6 +14,7 @@ from stagemesh.common.errors import (
     NotReadyError,
     StagemeshError,
     UnavailableError,
+    UnsupportedError,
 )
 from stagemesh.common.unknown_kinds import refuse_unknown, unknown_kind
 from stagemesh.connectors.base import FetchingReader, InPlaceReader
@@ -142,8 +143,8 @@ class ConsumerSession:
             if flow.queue is self._ready:
                 flow.report(response)
             self._check_carried(flow)
-        if self._producer_state is not None and (released := self._producer_state.take_released()):
-            response.replies.add().release.lease_ids.extend(released)
+        if self._producer_state is not None:
+            self._producer_state.report(response)
         if response.replies:
             self._stream.write(response.SerializeToString())
 
@@ -198,6 +199,10 @@ class ConsumerSession:
                 self._guarded(item.demand.key, self._demand, item.demand)
             case "offer":
                 self._negotiate(item.offer)
+            case "tickets":
+                answer = item.tickets
+                error = error_from_wire(answer.error) if answer.HasField("error") else None
+                self._producer.acceptances.answered(answer.acceptance, error)
             case _:
                 self._refuse_unknown(item)
 
@@ -360,9 +365,13 @@ class ConsumerSession:
         if not data.lease_id:
             flow.deliver(wire.packet_of(data, self._transfers.take(flow.key, data), location="streamed"))
             return False
+        if wire.has_tickets(data):
+            self._tickets(flow, data)
+            return True
         reader = self._producer.reader(flow.connector)
         if reader is None:
             if not self._producer.has_negotiated(flow.connector):
+                wire.refuse_unknown_locations(data, of=self._name)
                 raise InvalidChunkError("a chunk arrived by a connector that was not negotiated")
             self._resync_failed(flow)
             return False
@@ -382,6 +391,21 @@ class ConsumerSession:
             fetching.add_done_callback(lambda _: self._producer.release(data.lease_id))
             flow.deliver_later(fetching, size_bytes=data.size_bytes)
         return True
+
+    def _tickets(self, flow: InletAttempt, data: chunk_pb2.ChunkData) -> None:
+        """Delivers a chunk with tickets, which retain the chunk's lease.
+
+        Raises UnsupportedError (TICKET_REFUSED) if the reader does not accept the kind of a ticket.
+        """
+        handovers = [tensor.handover for tensor in data.tensors if tensor.HasField("handover")]
+        accepted = flow.packets.ticket_kinds
+        for handover in handovers:
+            if handover.kind not in accepted:
+                raise UnsupportedError(
+                    f"a ticket is of kind {handover.kind[:64]!r}; this stage accepts {', '.join(accepted) or 'none'}",
+                    reason="TICKET_REFUSED",
+                )
+        flow.deliver(wire.read_with_tickets(data, self._producer.hold_tickets(data.lease_id, len(handovers))))
 
     async def _fetched(self, flow: InletAttempt, reader: FetchingReader, data: chunk_pb2.ChunkData) -> Packet:
         """Fetches the bytes of a chunk and returns the chunk's packet. Drops the reader if the reader has failed.

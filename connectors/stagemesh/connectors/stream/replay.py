@@ -57,6 +57,7 @@ def _chunk_messages(key: EdgeKey, sent: SentChunk) -> Iterator[stage_pb2.GetChun
     wire.fill_metadata(chunk.data, sent.metadata or {})
     if shape.size_bytes <= wire.FRAGMENT_BYTES:
         wire.fill_inline(chunk.data, tensors, shape)
+        wire.add_tickets(chunk.data, sent.tickets or {}, lease_id=0)
         yield stage_pb2.GetChunkResponse(chunk=chunk)
         return
     for region in regions:

@@ -1,8 +1,9 @@
 """Converts packets and flow data to and from protobuf messages, and checks the messages that a peer has sent."""
 
 import hashlib
+import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -11,12 +12,21 @@ from google.protobuf.message import DecodeError
 
 from stagemesh.common.connector_descriptors import ConnectorName, name_of, number_of
 from stagemesh.common.errors import InvalidChunkError, StagemeshError
-from stagemesh.common.tensors import Array, Tensors, checked_layout, dtype_name, dtype_to_wire, read_inline
+from stagemesh.common.tensors import (
+    Array,
+    Tensors,
+    checked_layout,
+    dtype_name,
+    dtype_to_wire,
+    is_ticket_kind,
+    read_inline,
+)
 from stagemesh.common.typed_values import fill_message, from_message
 from stagemesh.common.unknown_kinds import refuse_unknown
 from stagemesh.connectors.arena.memory_file import layout_of
 from stagemesh.connectors.base import ArenaRange, Bytes, InPlaceReader
 from stagemesh.connectors.edge import EdgeKey, MetadataValue, Packet
+from stagemesh.connectors.tickets import MAX_DESCRIPTOR_BYTES, Ticket
 from stagemesh.rpc.error_mapping import error_from_wire, error_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 
@@ -34,6 +44,9 @@ PAYLOAD_ALIGNMENT = 16
 """The alignment, in bytes, of a fragment's payload within its message. The largest alignment that a dtype requires."""
 MAX_TENSORS = 1024
 MAX_METADATA = 64
+MAX_TICKETS = 16
+MAX_BESIDE_TICKETS_BYTES = 64 << 10
+"""The maximum total size, in bytes, of the tensors of a chunk with tickets. They are always sent inline."""
 
 Location: TypeAlias = Literal["shm", "streamed"]
 """The name of the protobuf field that contains a tensor's location.
@@ -117,13 +130,16 @@ class PacketShape:
     A flow reuses the shape of its previous packet if possible, because consecutive packets usually have the same shape.
     """
 
-    __slots__ = ("_shapes", "digested", "fields", "layout", "size_bytes")
+    __slots__ = ("_shapes", "_tickets", "digested", "fields", "layout", "size_bytes")
 
     def __init__(self, packet: Packet) -> None:
-        """Describes the tensors of `packet`.
+        """Describes the tensors and tickets of `packet`.
 
-        Raises InvalidChunkError if the packet has more than MAX_TENSORS tensors, or if a tensor's dtype cannot be sent.
+        Raises InvalidChunkError if the packet has more than MAX_TENSORS tensors, if a tensor's dtype cannot be sent, or
+        if the packet's tickets cannot be sent.
         """
+        if packet.tickets:
+            _check_tickets(packet)
         if len(packet.tensors) > MAX_TENSORS:
             raise InvalidChunkError(f"{len(packet.tensors)} tensors in a chunk; at most {MAX_TENSORS} are sent")
         self._shapes = [(name, tensor.dtype, tensor.shape) for name, tensor in packet.tensors.items()]
@@ -133,20 +149,35 @@ class PacketShape:
         )
         self.layout = layout_of(packet.tensors)
         self.size_bytes = packet.size_bytes
-        self.digested = _U32.pack(len(self.fields)) + b"".join(
-            _digested(name.encode(), dtype, dims) for name, dtype, dims, _ in self.fields
-        )
+        self._tickets = tuple(packet.tickets)
+        digested = [_digested(name.encode(), dtype, dims) for name, dtype, dims, _ in self.fields]
+        digested += [_digested(name.encode(), tensor_pb2.DATA_TYPE_UNSPECIFIED, ()) for name in self._tickets]
+        self.digested = _U32.pack(len(digested)) + b"".join(digested)
         """The bytes that describe these tensors in a flow's digest. ChunkEnd.digest in the API defines them."""
 
     def fits(self, packet: Packet) -> bool:
-        """Returns whether `packet` has tensors with these names, dtypes and shapes in this order."""
+        """Returns whether `packet` has tensors with these names, dtypes and shapes in this order, and these tickets."""
         if len(self._shapes) != len(packet.tensors):
+            return False
+        if (packet.tickets or self._tickets) and tuple(packet.tickets) != self._tickets:
             return False
         # Runs once for each chunk at each end of a flow. A loop needs a third of the time of a generator.
         for (name, dtype, shape), (other, tensor) in zip(self._shapes, packet.tensors.items(), strict=True):
             if name != other or tensor.shape != shape or tensor.dtype != dtype:
                 return False
         return True
+
+
+def _check_tickets(packet: Packet) -> None:
+    if len(packet.tickets) > MAX_TICKETS:
+        raise InvalidChunkError(f"{len(packet.tickets)} tickets in a chunk; at most {MAX_TICKETS} are sent")
+    if packet.tickets.keys() & packet.tensors.keys():
+        raise InvalidChunkError(f"a ticket and a tensor of a chunk have the same name: {', '.join(packet.tickets)}")
+    if packet.size_bytes > MAX_BESIDE_TICKETS_BYTES:
+        raise InvalidChunkError(
+            f"the tensors of a packet with tickets have {packet.size_bytes} bytes; at most {MAX_BESIDE_TICKETS_BYTES} "
+            "are sent; emit them in a packet of their own"
+        )
 
 
 def _digested(name: bytes, dtype: int, dims: tuple[int, ...]) -> bytes:
@@ -206,6 +237,15 @@ def fill_streamed(data: chunk_pb2.ChunkData, shape: PacketShape, *, transfer_id:
             region = message.streamed
             region.transfer_id, region.offset, region.size_bytes = transfer_id, offset, size_bytes
         offset += size_bytes
+
+
+def add_tickets(data: chunk_pb2.ChunkData, tickets: Mapping[str, Ticket], *, lease_id: int) -> None:
+    """Adds a packet's tickets to `data`, after its tensors. `lease_id` identifies the consumer's lease on them."""
+    data.lease_id = lease_id
+    for name, ticket in tickets.items():
+        handover = data.tensors.add(name=name).handover
+        handover.kind, handover.state_descriptor = ticket.kind, ticket.descriptor
+        handover.size_bytes, handover.time_limit_s = ticket.size_bytes, ticket.time_limit_s
 
 
 class Fragment(NamedTuple):
@@ -331,9 +371,61 @@ def packet_of(data: chunk_pb2.ChunkData, contents: Sequence[Bytes], *, location:
     return _checked(data, tensors)
 
 
-def _checked(data: chunk_pb2.ChunkData, tensors: dict[str, Array]) -> Packet:
+def refuse_unknown_locations(data: chunk_pb2.ChunkData, *, of: str) -> None:
+    """Raises UnsupportedError (UNKNOWN_KIND) if a tensor has a location of an unknown kind. `of` names the sender."""
+    for message in data.tensors:
+        refuse_unknown(message, of=of)
+
+
+def has_tickets(data: chunk_pb2.ChunkData) -> bool:
+    """Returns whether a chunk has tickets, which follow its tensors."""
+    return bool(data.tensors) and data.tensors[-1].HasField("handover")
+
+
+MakeTicket: TypeAlias = Callable[[tensor_pb2.Handover], Ticket]
+
+
+def read_with_tickets(data: chunk_pb2.ChunkData, make_ticket: MakeTicket) -> Packet:
+    """Returns the packet of a chunk that has tickets. `make_ticket` converts each ticket.
+
+    Raises InvalidChunkError if the fields of the chunk contradict each other.
+    """
+    tensors: dict[str, Array] = {}
+    handovers: dict[str, tensor_pb2.Handover] = {}
+    for message in data.tensors:
+        if message.HasField("handover"):
+            handovers[message.name] = _checked_handover(message)
+        elif handovers:
+            raise InvalidChunkError("a chunk has a tensor after a ticket")
+        else:
+            tensors[message.name] = _tensor(message, None)
+    if len(handovers) > MAX_TICKETS or data.size_bytes > MAX_BESIDE_TICKETS_BYTES:
+        raise InvalidChunkError("a chunk has too many tickets, or too large tensors in addition to its tickets")
+    if tensors.keys() & handovers.keys():
+        raise InvalidChunkError("a ticket and a tensor of a chunk have the same name")
+    packet = _checked(data, tensors, tickets=len(handovers))
+    # A ticket holds the chunk's lease, and therefore is made only for a valid chunk.
+    tickets = {name: make_ticket(each) for name, each in handovers.items()}
+    return Packet(tensors, packet.metadata, tickets)
+
+
+def _checked_handover(message: tensor_pb2.Tensor) -> tensor_pb2.Handover:
+    handover = message.handover
+    if not is_ticket_kind(handover.kind):
+        raise InvalidChunkError(f"ticket {message.name!r} has the kind {handover.kind[:64]!r}, which is not a name")
+    if len(handover.state_descriptor) > MAX_DESCRIPTOR_BYTES:
+        raise InvalidChunkError(f"the descriptor of ticket {message.name!r} has more than {MAX_DESCRIPTOR_BYTES} bytes")
+    if not 0 < handover.time_limit_s < math.inf:
+        raise InvalidChunkError(f"ticket {message.name!r} has a time limit of {handover.time_limit_s} s")
+    if message.dtype or message.shape:
+        raise InvalidChunkError(f"ticket {message.name!r} has a dtype or a shape")
+    return handover
+
+
+def _checked(data: chunk_pb2.ChunkData, tensors: dict[str, Array], *, tickets: int = 0) -> Packet:
+    """Returns a packet with `tensors`. `tickets` is the number of tickets with different names in the chunk."""
     packet = Packet(tensors, metadata_from_wire(data.metadata) if data.metadata else {})
-    if len(tensors) != len(data.tensors) or packet.size_bytes != data.size_bytes:
+    if len(tensors) + tickets != len(data.tensors) or packet.size_bytes != data.size_bytes:
         raise InvalidChunkError("a chunk's tensors share a name, or their size differs from the size of the chunk")
     return packet
 
@@ -344,6 +436,8 @@ def _tensor(message: tensor_pb2.Tensor, content: Bytes | None) -> Array:
         return content.view(dtype).reshape(shape)
     if message.HasField("inline"):
         return read_inline(message)
+    if message.HasField("handover"):
+        raise InvalidChunkError(f"ticket {message.name!r} has no lease, or is before a tensor")
     if message.WhichOneof("location") is not None:
         raise InvalidChunkError(f"tensor {message.name!r} uses a connector that was not negotiated")
     try:

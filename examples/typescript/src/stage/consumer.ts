@@ -118,6 +118,8 @@ export class Consumer {
       session.reply({ $case: "offerAnswer", value: { connector: item.value.connector, error } });
       return;
     }
+    // Answers an acceptance of tickets, which this stage never sends.
+    if (item?.$case === "tickets") return;
     const kind = item === undefined ? unknownKind(rest) : undefined;
     if (item === undefined && (kind === undefined || ignorable)) return;
     const key = item === undefined ? keyOfLaterKind : (item.value.key ?? EdgeKey.create());

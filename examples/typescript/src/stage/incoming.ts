@@ -291,6 +291,8 @@ export class IncomingFlow {
       }
       case "shm":
         throw invalidChunk(`tensor ${name} is in an arena, which the connector grpc cannot read`);
+      case "handover":
+        throw failure(status.UNIMPLEMENTED, "TICKET_REFUSED", `this stage accepts no tickets, such as ${name}`);
       case undefined: {
         const kind = unknownKind(rest);
         if (kind !== undefined && sizeOf({ name, dtype, shape }) > 0) throw unknownKindError(this.producer, "Tensor", kind);

@@ -217,7 +217,7 @@ export class OutgoingFlow {
   }
 
   /** Handles a reply about this flow. */
-  take(reply: Exclude<NonNullable<PutReply["reply"]>, { $case: "offerAnswer" | "release" }>): void {
+  take(reply: Exclude<NonNullable<PutReply["reply"]>, { $case: "offerAnswer" | "release" | "accept" }>): void {
     this.#heardAt = Date.now();
     this.#silenceMs = this.link.silenceMs;
     switch (reply.$case) {

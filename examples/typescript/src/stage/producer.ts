@@ -172,7 +172,9 @@ class ConsumerLink implements Link {
       if (keyOfLaterKind === undefined) throw error;
       this.#flows.get(idOf(keyOfLaterKind))?.fail(error);
     }
-    if (reply === undefined || reply.$case === "offerAnswer" || reply.$case === "release") return;
+    if (reply === undefined) return;
+    // This stage offers no connector, and sends neither leases nor tickets.
+    if (reply.$case === "offerAnswer" || reply.$case === "release" || reply.$case === "accept") return;
     const { key } = reply.value;
     const flow = key && this.#flows.get(idOf(key));
     if (reply.$case === "opened" && flow) flow.incarnation = this.#incarnation;

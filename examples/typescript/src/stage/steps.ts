@@ -2,7 +2,7 @@ import { isDeepStrictEqual } from "node:util";
 import { type ServerWritableStream, status } from "@grpc/grpc-js";
 import { errorToStatus, failure, type StagemeshError, toStagemeshError } from "../errors.js";
 import { Connector } from "../gen/stagemesh/v1/chunk.js";
-import { Finish, FinishReason, Usage } from "../gen/stagemesh/v1/request.js";
+import { EdgeUsage, Finish, FinishReason, Usage } from "../gen/stagemesh/v1/request.js";
 import {
   type CancelStepRequest,
   CancelStepResponse,
@@ -253,7 +253,9 @@ class Step {
 
   #emitFinished(): void {
     const timings = { startedS: 0, firstOutputS: this.#firstOutputS, finishedS: this.#elapsedS() };
-    const edges = [...this.#outgoing.values()].map(({ name, usage }) => ({ edge: name, connector: Connector.GRPC, ...usage }));
+    const edges = [...this.#outgoing.values()].map(({ name, usage }) =>
+      EdgeUsage.create({ edge: name, connector: Connector.GRPC, ...usage }),
+    );
     const finish = Finish.create({ reason: FinishReason.END });
     this.#emit({ $case: "finished", value: { usage: this.usage, timings, edges, finish } });
   }

@@ -136,6 +136,8 @@ class AsyncSession:
         self._changed.fire()
 
     async def __aenter__(self) -> Self:
+        if self._task is not None:
+            raise RuntimeError("a session can be opened only once; call `converse` again to open another one")
         self._client.sessions.add(self)
         self._task = asyncio.create_task(self._connect())
         try:
@@ -186,8 +188,8 @@ class AsyncSession:
                 while calls.is_parked and not self._state.needs_call:
                     await self._changed.wait()
                 await asyncio.sleep(pause_s)
-        except StagemeshError as exc:
-            self._state.fail(exc)
+        except Exception as exc:  # noqa: BLE001 - the methods of the session raise it
+            calls.fail(exc)
         finally:
             self._changed.fire()
 

@@ -100,6 +100,11 @@ class EventLog:
             if each.piece is None:
                 each.size_bytes, each.duration_s = 0, 0.0
 
+    def has_content(self, number: int) -> bool:
+        """Returns whether an event is kept and was not withdrawn."""
+        is_kept = self._first <= number <= self.last
+        return is_kept and self._kept[number - self._first].event.WhichOneof("event") is not None
+
     def reject(self, number: int) -> InputAppend | None:
         """Withdraws an event that the session has rejected. Returns the piece that it appended, or None."""
         if not self._first <= number <= self.last:

@@ -3,8 +3,8 @@
 import grpc
 
 from stagemesh.client.calls import BaseClient, CallSequence
-from stagemesh.client.sessions.state import SessionState
-from stagemesh.common.errors import InternalError
+from stagemesh.client.sessions.state import Restart, SessionState
+from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1.orchestrator_pb2 import ConverseRequest, ConverseResponse
 
@@ -23,8 +23,10 @@ class SessionCalls(CallSequence):
 
     def begin(self) -> ConverseRequest:
         """Starts a call, and returns its first event. Raises CancelledRequestError if the client is closed."""
+        if self.is_parked:
+            self._attempts.begin_search()
+            self.is_parked = False
         self.begin_call()
-        self.is_parked = False
         return self._state.begin_call(earlier_calls=self._earlier_calls)
 
     def take(self, response: ConverseResponse) -> None:
@@ -43,18 +45,35 @@ class SessionCalls(CallSequence):
             return self._end_well()
         if self._attempts.answered and self._is_parked(failure):
             self.is_parked = True
-            self._attempts.note_parked()
             self._note_lost()
             return 0.0
         return self.pause_s(failure)
 
+    def fail(self, exc: Exception) -> None:
+        """Ends the session with the error of its connection."""
+        if not isinstance(exc, StagemeshError):
+            error = InternalError(f"the session failed unexpectedly: {exc!r}; report this as a defect")
+            error.__cause__ = exc
+            exc = error
+        self._state.fail(exc)
+
     def _end_well(self) -> float:
-        if self._state.is_outdated:
-            return 0.0
+        if self._state.restart is not None:
+            return self._pause_before_restart(self._state.restart)
         if not self._state.is_closing:
             raise InternalError("the orchestrator ended a session that was not closed; report this as a defect")
         self._state.is_closed = True
         return 0.0
+
+    def _pause_before_restart(self, restart: Restart) -> float:
+        self._note_lost()
+        if restart.error is None:
+            return 0.0
+        pause_s = self._attempts.pause_s(restart.error, broken=True)
+        if pause_s is None:
+            raise restart.error
+        self._next_endpoint = (self.endpoint + 1) % len(self._client.endpoints)
+        return max(pause_s, restart.error.retry_after_s or 0.0)
 
     def _is_parked(self, failure: grpc.RpcError) -> bool:
         return from_rpc_error(failure, peer=self._client.endpoints[self.endpoint]).reason == _PARKED

@@ -22,7 +22,7 @@ from stagemesh.client.sessions.received_turn import ReceivedTurn
 from stagemesh.client.sessions.transcript import ClientTranscript
 from stagemesh.common.errors import ExistsError, StagemeshError
 from stagemesh.common.unknown_kinds import refuse_unknown
-from stagemesh.rpc.error_mapping import error_from_wire
+from stagemesh.rpc.error_mapping import error_from_wire, error_to_wire
 from stagemesh.v1 import orchestrator_pb2
 from stagemesh.v1.orchestrator_pb2 import ConverseRequest, ConverseResponse
 
@@ -48,6 +48,12 @@ class Delivery(NamedTuple):
     """The position in the output that the program has reached with this event."""
 
 
+class Restart(NamedTuple):
+    """The reason to restore a session. `error` is the error because of which the next call waits, or None."""
+
+    error: StagemeshError | None
+
+
 class SessionState:
     """The state of a session. Drops responses that arrive again."""
 
@@ -60,8 +66,8 @@ class SessionState:
         """Whether the session has ended without an error."""
         self.is_closing = False
         """Whether the program has closed the session."""
-        self.is_outdated = False
-        """Whether the current call reaches an orchestrator that knows only an earlier state of the session."""
+        self.restart: Restart | None = None
+        """The reason why the orchestrator of the current call must forget the session, or None."""
         self.callers = 0
         """The number of methods that wait for the session, apart from readers of events."""
         self.committed = 0
@@ -120,7 +126,7 @@ class SessionState:
 
     def begin_call(self, *, earlier_calls: int) -> ConverseRequest:
         """Returns the first event of a call."""
-        self.is_outdated = False
+        self.restart = None
         self._first.clear()
         opening = orchestrator_pb2.SessionOpen()
         opening.CopyFrom(self._opening)
@@ -194,9 +200,8 @@ class SessionState:
             self.opened = SessionOpened(message.session_id, message.seed, outputs, message.transcript_output)
             self.deliveries.append(Delivery(response, self.opened))
         if message.is_known and accepted < self.log.accepted:
-            # Another orchestrator has handled later events. This one forgets the session, which is then restored.
-            self.is_outdated = True
-            self._first.append(_close_event(accepted + 1))
+            # Another orchestrator has handled later events.
+            self._restart(Restart(None), accepted)
         elif message.is_known:
             self.log.attach(limit_bytes=limit_bytes, accepted=accepted)
             self._end_clears()
@@ -235,12 +240,31 @@ class SessionState:
 
     def _take_rejected(self, response: ConverseResponse) -> None:
         number, error = response.rejected.seq, error_from_wire(response.rejected.error)
+        if number <= self._last_commit and self.log.has_content(number):
+            self._take_rejected_restore(error)
+            return
         self.log.grant(limit_bytes=0, accepted=number - 1)
         self._end_clears()
         if self.log.reject(number) is not None:
             self.piece_error = error
         self.pending.resolve(number, error)
         self.log.grant(limit_bytes=0, accepted=number)
+
+    def _take_rejected_restore(self, error: StagemeshError) -> None:
+        """Records that an orchestrator does not continue a turn which another one has committed."""
+        turn = self.turns[min(self.turns)]
+        if error.retry_after_s is None:
+            output = self.opened.transcript_output if self.opened is not None else ""
+            ended = orchestrator_pb2.TurnEnded(answer=turn.text(output), error=error_to_wire(error))
+            self._take_ended(ConverseResponse(turn=turn.number, ended=ended))
+        self._restart(Restart(error if error.retry_after_s is not None else None), self.log.sent)
+
+    def _restart(self, restart: Restart, handled: int) -> None:
+        """Asks the orchestrator to forget the session. `handled` is the last event that it has received."""
+        if self.restart is None:
+            self.restart, self.log.is_attached = restart, False
+            self._first.clear()
+            self._first.append(_close_event(handled + 1))
 
     def _take_speech(self, response: ConverseResponse) -> None:
         at_s = response.speech.at_s + self.log.restored_at_s

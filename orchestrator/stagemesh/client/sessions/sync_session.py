@@ -107,6 +107,8 @@ class Session:
             self._thread.join()
 
     def __enter__(self) -> Self:
+        if self._thread is not None:
+            raise RuntimeError("a session can be opened only once; call `converse` again to open another one")
         self._client.sessions.add(self)
         self._thread = threading.Thread(target=self._connect, name=f"session {self.session_id}", daemon=True)
         self._thread.start()
@@ -161,9 +163,9 @@ class Session:
                         self._changed.wait_for(lambda: self._state.has_ended or self._state.needs_call)
                     else:
                         self._changed.wait_for(lambda: self._state.has_ended, timeout=pause_s)
-        except StagemeshError as exc:
+        except Exception as exc:  # noqa: BLE001 - the methods of the session raise it
             with self._changed:
-                self._state.fail(exc)
+                calls.fail(exc)
         finally:
             with self._changed:
                 self._changed.notify_all()

@@ -79,7 +79,7 @@ def _edges(pipeline: Pipeline) -> tuple[Edge, ...]:
 
 def _first_stages(pipeline: Pipeline) -> list[Stage]:
     fed = {edge.consumer for edge in _edges(pipeline)}
-    return [stage for stage in pipeline.stages.values() if stage.name not in fed]
+    return [stage for stage in pipeline.stages.values() if stage.signature.takes_prompt or stage.name not in fed]
 
 
 def _stage_label(stage: Stage) -> str:

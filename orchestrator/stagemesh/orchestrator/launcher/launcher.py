@@ -4,16 +4,18 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from stagemesh.common import settings
+from stagemesh.common.descriptors import load_engine_descriptor
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.process_config import dump_config
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration, ReplicaAddress
 from stagemesh.orchestrator.launcher.external_stages import ExternalStages
+from stagemesh.orchestrator.launcher.fork_server import ForkServer
 from stagemesh.orchestrator.launcher.ports import HOST, PortPicker, check_listen
 from stagemesh.orchestrator.launcher.probes import (
     ORCHESTRATOR,
@@ -29,6 +31,9 @@ from stagemesh.orchestrator.launcher.supervisor import Listener, ProcessSpec, Re
 from stagemesh.orchestrator.spec import Pipeline, Stage
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1.orchestrator_pb2 import EdgeDescription
+
+FORK_SERVER = "fork-server"
+"""The name of the fork server's log."""
 
 _POLL_S = 0.1
 
@@ -78,10 +83,16 @@ class Launcher:
         check_listen(self.admin_endpoint, option="--admin-port")
         folder = RunFolder(settings.runs_dir())
         try:
-            specs = self._plan_processes(folder)
-            starting = [ProcessStatus(spec.name, spec.stage, spec.endpoint, ProcessState.STARTING) for spec in specs]
-            self.processes = {each.name: each for each in (*starting, *self._external.statuses.values())}
-            async with open_channel(self.endpoint) as channel, asyncio.TaskGroup() as group:
+            async with (
+                self._fork_server(folder) as fork_server,
+                open_channel(self.endpoint) as channel,
+                asyncio.TaskGroup() as group,
+            ):
+                specs = self._plan_processes(folder, fork_server)
+                starting = [
+                    ProcessStatus(each.name, each.stage, each.endpoint, ProcessState.STARTING) for each in specs
+                ]
+                self.processes = {each.name: each for each in (*starting, *self._external.statuses.values())}
                 watching = group.create_task(self._external.watch(channel, self._update))
                 tasks = {
                     spec.name: group.create_task(Supervisor(spec, policy=self._policy, listener=self._update).run())
@@ -108,7 +119,16 @@ class Launcher:
                     return edges
                 await asyncio.sleep(_POLL_S)
 
-    def _plan_processes(self, folder: RunFolder) -> tuple[ProcessSpec, ...]:
+    def _fork_server(self, folder: RunFolder) -> AbstractAsyncContextManager[ForkServer | None]:
+        """Returns a context with a running fork server, or with None if no stage of the pipeline can be forked."""
+        stages = [stage for stage in self._pipeline.stages.values() if not stage.is_external]
+        preload = dict.fromkeys(filter(None, map(_preload, stages)))
+        # Other systems than Linux have no descriptors of processes.
+        if not preload or not hasattr(os, "pidfd_open"):
+            return nullcontext()
+        return ForkServer.running(tuple(preload), log=folder.log_path(FORK_SERVER))
+
+    def _plan_processes(self, folder: RunFolder, fork_server: ForkServer | None) -> tuple[ProcessSpec, ...]:
         """Returns the specifications of all processes of the pipeline: the orchestrator first, then all replicas.
 
         Selects ports for the replicas, and writes the config files of all processes to `folder`.
@@ -130,7 +150,9 @@ class Launcher:
         log = folder.log_path(ORCHESTRATOR)
         orchestrator = ProcessSpec(ORCHESTRATOR, "", self.endpoint, command, log, probe_health)
         replicas = [self._plan_replica(stage, each, folder) for stage in stages for each in addresses[stage.name]]
-        return (orchestrator, *media, *replicas)
+        forkable = {stage.name for stage in stages if not stage.is_external and _preload(stage)}
+        forked = [replace(each, fork_server=fork_server) if each.stage in forkable else each for each in replicas]
+        return (orchestrator, *media, *forked)
 
     def _plan_media(self, folder: RunFolder) -> tuple[ProcessSpec, ...]:
         """Returns the specification of the media service, or nothing if the pipeline has no store."""
@@ -149,9 +171,9 @@ class Launcher:
     def _plan_replica(self, stage: Stage, address: ReplicaAddress, folder: RunFolder) -> ProcessSpec:
         config = stage_config(self._pipeline, stage, replica=address.name, listen=address.endpoint)
         config = replace(config, parent_pid=os.getpid())
-        command = _command("stagemesh.services.stage", folder.write_config(address.name, dump_config(config)))
-        log = folder.log_path(address.name)
-        return ProcessSpec(address.name, stage.name, address.endpoint, command, log, probe_stage)
+        file = folder.write_config(address.name, dump_config(config))
+        command, log = _command("stagemesh.services.stage", file), folder.log_path(address.name)
+        return ProcessSpec(address.name, stage.name, address.endpoint, command, log, probe_stage, config=file)
 
     def _with_port(self, listen: str) -> str:
         host, _, port = listen.rpartition(":")
@@ -184,6 +206,10 @@ async def _stop(tasks: dict[str, asyncio.Task[None]]) -> None:
     await asyncio.wait([orchestrator])
     for task in tasks.values():
         task.cancel()
+
+
+def _preload(stage: Stage) -> str | None:
+    return load_engine_descriptor(stage.engine).preload
 
 
 def _command(module: str, config: Path) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import grpc.aio
 
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import NotReadyError
+from stagemesh.orchestrator.launcher.fork_server import ForkedProcess, ForkServer
 from stagemesh.orchestrator.launcher.probes import Observation, Probe, ProcessState, ProcessStatus
 from stagemesh.orchestrator.launcher.run_folder import read_tail
 from stagemesh.rpc.channels import open_channel
@@ -32,7 +33,8 @@ Listener = Callable[[ProcessStatus], None]
 class ProcessSpec:
     """A process to supervise: its command, its log file, and a function that probes its state.
 
-    `name` is the name of the replica, or "orchestrator". `stage` is empty for the orchestrator.
+    `name` is the name of the replica, or "orchestrator". `stage` is empty for the orchestrator. `config` is the file
+    that `command` reads.
     """
 
     name: str
@@ -41,6 +43,9 @@ class ProcessSpec:
     command: tuple[str, ...]
     log: Path
     probe: Probe
+    config: Path | None = None
+    fork_server: ForkServer | None = None
+    """The server that forks the process with its `config`. None if `command` starts the process."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ class RestartSchedule:
 class Child:
     """A running child process. The process's output is appended to a log file."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process | ForkedProcess) -> None:
         self._process = process
 
     @classmethod
@@ -185,7 +190,7 @@ class Supervisor:
             self._report(ProcessState.STOPPED)
 
     async def _run_once(self, channel: grpc.aio.Channel) -> int:
-        child = self._child = await Child.start(self._spec.command, log=self._spec.log)
+        child = self._child = await self._start()
         try:
             self._schedule.started(time.monotonic())
             self._report(ProcessState.STARTING)
@@ -197,6 +202,14 @@ class Supervisor:
         finally:
             await child.stop()
             self._child = None
+
+    async def _start(self) -> Child:
+        spec = self._spec
+        if spec.fork_server is not None and spec.config is not None:
+            self._report(ProcessState.STARTING, "importing libraries")
+            if (forked := await spec.fork_server.fork(spec.config, log=spec.log)) is not None:
+                return Child(forked)
+        return await Child.start(spec.command, log=spec.log)
 
     async def _observe(self, channel: grpc.aio.Channel) -> None:
         last: Observation | None = None

@@ -18,17 +18,18 @@ def check_parameters(parameters: request_pb2.Parameters, pipeline: Pipeline) -> 
     the pipeline or a stage does not take the parameters.
     """
     check_known(parameters, *parameters.stages.values())
-    main = [stage for stage in pipeline.stages.values() if stage.is_main]
+    main = [stage for stage in pipeline.stages.values() if stage.is_main and not stage.assisted]
     owner = f"the main stage {main[0].name!r}" if len(main) == 1 else f"every stage of pipeline {pipeline.name!r}"
     if parameters.sampling.ByteSize() and not any(stage.signature.sampling for stage in main):
         raise _unsupported(f"{owner} works without sampling parameters; omit them")
     if parameters.adapter and not any(stage.signature.adapters for stage in main):
         raise _unsupported(f"{owner} works without adapters; leave adapter unset, or {_ENABLE_ADAPTERS}")
     for name, given in parameters.stages.items():
-        if name not in pipeline.stages:
+        if name not in pipeline.stages or pipeline.stages[name].assisted:
+            named = [each.name for each in pipeline.stages.values() if not each.assisted]
             raise InvalidRequestError(
                 f"parameters are given for stage {name!r}, but pipeline {pipeline.name!r} has the stages "
-                f"{', '.join(pipeline.stages)}",
+                f"{', '.join(named)}",
                 reason="UNKNOWN_STAGE",
             )
         _check_stage(given, pipeline.stages[name])
@@ -40,23 +41,27 @@ def check_parameters(parameters: request_pb2.Parameters, pipeline: Pipeline) -> 
 
 
 def parameters_of(stage: Stage, parameters: request_pb2.Parameters) -> request_pb2.StageParameters:
-    """Returns the parameters of a request for one stage. Values that name the stage take precedence."""
-    signature = stage.signature
+    """Returns the parameters of a request for one stage. Values that name the stage take precedence.
+
+    A stage that computes a part of another stage's work has the adapter of that stage.
+    """
+    signature, name = stage.signature, stage.assisted or stage.name
     found = request_pb2.StageParameters()
     if stage.is_main and signature.sampling and parameters.HasField("sampling"):
         found.sampling.CopyFrom(parameters.sampling)
     if stage.is_main and signature.adapters and parameters.HasField("adapter"):
         found.adapter = parameters.adapter
     _copy_options(found, {name: value for name, value in parameters.options.items() if name in signature.options})
-    if stage.name in parameters.stages:
-        own = parameters.stages[stage.name]
-        for name in {field.name for field, _ in own.sampling.ListFields()}:
-            # Otherwise the merge would append to a repeated field.
-            found.sampling.ClearField(name)  # type: ignore[arg-type]
-        found.sampling.MergeFrom(own.sampling)
+    if name in parameters.stages:
+        own = parameters.stages[name]
+        if signature.sampling:
+            for field in {field.name for field, _ in own.sampling.ListFields()}:
+                # Otherwise the merge would append to a repeated field.
+                found.sampling.ClearField(field)  # type: ignore[arg-type]
+            found.sampling.MergeFrom(own.sampling)
         if own.HasField("adapter"):
             found.adapter = own.adapter
-        _copy_options(found, own.options)
+        _copy_options(found, {name: value for name, value in own.options.items() if name in signature.options})
     if not found.sampling.ByteSize():
         found.ClearField("sampling")
     return found

@@ -255,6 +255,15 @@ def plan_restarts(
     return Restarts(restarted, void, unneeded)
 
 
+def find_superfluous(route: Route, states: States) -> list[str]:
+    """Returns the stages that do not run yet although no other stage and no client needs their results any more.
+
+    Such a stage has lost its replica, and its consumers have finished without it.
+    """
+    waiting = (Phase.UNPLACED, Phase.PLACED)
+    return [stage for stage in states if states[stage].phase in waiting and _is_unneeded(route, states, stage, ())]
+
+
 def next_actions(route: Route, states: States) -> list[Action]:
     """Returns all actions that are possible now.
 

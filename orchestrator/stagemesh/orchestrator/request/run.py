@@ -23,6 +23,7 @@ from stagemesh.orchestrator.request.recovery import (
     Phase,
     StepState,
     SupersededAttempt,
+    find_superfluous,
     next_actions,
     plan_restarts,
 )
@@ -159,7 +160,14 @@ class RequestRun:
         return self._stopped is not None or bool(self._failures.final) or finished
 
     def _recover(self) -> None:
-        """Restarts the stages whose steps were lost, and the stages that must restart with them."""
+        """Restarts the stages whose steps were lost, and the stages that must restart with them.
+
+        Ends the stages that wait for a replica without need.
+        """
+        for stage in find_superfluous(self._route, self._states):
+            for task in list(self._states[stage].tasks):
+                task.cancel()
+            self._calls.finish(self._states[stage])
         lost, fresh = self._failures.take_losses()
         if self._failures.final or not (lost or fresh):
             return

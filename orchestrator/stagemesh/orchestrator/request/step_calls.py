@@ -100,7 +100,7 @@ class StepCalls:
             request_id=self._request.choice_id,
             step_id=self._step_id(state),
             attempt=state.attempt,
-            input=self._input(state) if not incoming else None,
+            input=self._input(state) if not incoming or state.step.stage.signature.takes_prompt else None,
             parameters=parameters_of(state.step.stage, self._request.parameters),
             seed=self._request.seed,
             inputs=map(self._input_binding, incoming),

@@ -85,7 +85,7 @@ def fingerprint(opening: orchestrator_pb2.SessionOpen) -> bytes:
     content.CopyFrom(opening)
     content.DiscardUnknownFields()
     for name in _CHANGING:
-        content.ClearField(name)
+        content.ClearField(name)  # type: ignore[arg-type]
     content.parameters.ClearField("seed")
     return hashlib.blake2b(content.SerializeToString(deterministic=True), digest_size=16).digest()
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
 from importlib.resources import files
@@ -24,10 +24,11 @@ from stagemesh.orchestrator.spec.checks.stages_and_outputs import (
     check_all_used,
     resolve_outputs,
 )
-from stagemesh.orchestrator.spec.model import ExplainedValue, Pipeline, Stage
+from stagemesh.orchestrator.spec.model import Edge, ExplainedValue, Pipeline, Stage
 from stagemesh.orchestrator.spec.schema import Limits, PipelineFile, check_shape
 from stagemesh.orchestrator.spec.source.document import apply_overrides, read_document
 from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Origin, Problems, dotted, suggest
+from stagemesh.orchestrator.spec.splitting import divide_stages
 
 _BUILT_IN_DIR = Path(str(files("stagemesh.orchestrator"))) / "pipelines"
 
@@ -66,7 +67,7 @@ def load_pipeline(
     apply_overrides(document, overrides or {})
     if for_kubernetes:
         check_values(document)
-    file = check_shape(document)
+    file = divide_stages(document, check_shape(document))
     catalog = catalog or Catalog()
     checked = file.stages if check_models is True else check_models or ()
     problems = document.problems
@@ -84,12 +85,13 @@ def load_pipeline(
         name: stage.model_copy(
             update={
                 "condition": conditions.resolve(("stages", name, "when"), file.stages[name].when or ()),
-                "is_main": file.main_stage in (None, name),
+                "is_main": file.main_stage in (None, name, _assisted(stage, edges)),
+                "assisted": _assisted(stage, edges),
             }
         )
         for name, stage in stages.items()
     }
-    _check_main_stage(file.main_stage, stages, problems)
+    _check_main_stage(file, stages, problems)
     _check_limits(file.limits, problems)
     if file.media is not None:
         check_media(file.media, problems, check_packages=bool(check_models))
@@ -119,6 +121,12 @@ def load_pipeline(
     return pipeline
 
 
+def _assisted(stage: Stage, edges: Sequence[Edge]) -> str:
+    """Returns the name of the stage of whose work `stage` computes a part. Empty if there is none."""
+    consumers = [edge.consumer for edge in edges if edge.producer == stage.name] if stage.signature.assists else []
+    return consumers[0] if consumers else ""
+
+
 def _find_file(name_or_path: str) -> Path:
     if name_or_path in built_in_pipelines():
         return _BUILT_IN_DIR / f"{name_or_path}.yaml"
@@ -146,15 +154,17 @@ def _fetch_hint(name_or_path: str) -> str:
     return "run `stagemesh models fetch`, or give the path of a folder or file"
 
 
-def _check_main_stage(main_stage: str | None, stages: Mapping[str, Stage], problems: Problems) -> None:
+def _check_main_stage(file: PipelineFile, stages: Mapping[str, Stage], problems: Problems) -> None:
+    """Checks `main_stage`. `stages` contains the stages of the file that have a valid engine and signature."""
+    main_stage = file.main_stage
     sampling = [stage.name for stage in stages.values() if stage.signature.sampling]
     if main_stage is None:
         if len(sampling) > 1:
             text = f"stages {' and '.join(sampling)} choose tokens; name the one that requests mean by default"
             problems.add(("stages", sampling[1]), f"{text}: add `main_stage: {sampling[0]}`")
-    elif main_stage not in stages:
-        problems.add(("main_stage",), f"unknown stage {main_stage!r}; {suggest(main_stage, stages)}")
-    elif sampling and main_stage not in sampling:
+    elif main_stage not in file.stages:
+        problems.add(("main_stage",), f"unknown stage {main_stage!r}; {suggest(main_stage, file.stages)}")
+    elif main_stage in stages and sampling and main_stage not in sampling:
         text = f"stage {main_stage!r} does not choose tokens; name {' or '.join(sampling)}, or remove main_stage"
         problems.add(("main_stage",), text)
 

@@ -40,6 +40,8 @@ class Stage(StageEntry, frozen=True):
     """The condition that a request must fulfil for the stage to run. Empty if there is no condition."""
     is_main: bool = True
     """Whether a request's sampling parameters and adapter mean this stage if the request does not name a stage."""
+    assisted: str = ""
+    """The name of the decode stage for which a prefill stage computes prompts. Empty for any other stage."""
     addresses: tuple[str, ...] = ()
     """The addresses of an external stage's replicas, each "host:port". Empty if the replicas register themselves."""
 

@@ -164,6 +164,19 @@ def _check_address(text: str) -> str:
     return text
 
 
+class SplitEntry(Entry, frozen=True):
+    """The value of a stage's `split`: how many replicas compute prompts, and how many sample tokens.
+
+    `min_tokens` is the number of tokens from which a prompt is computed by a prefill replica. `wait_s` is the time in
+    seconds for which a decode replica waits for it.
+    """
+
+    prefill: Positive
+    decode: Positive
+    min_tokens: Count | None = None
+    wait_s: Annotated[Number, Field(gt=0)] | None = None
+
+
 class StageEntry(Entry, frozen=True):
     """An item of `stages`: the description of a stage."""
 
@@ -178,6 +191,8 @@ class StageEntry(Entry, frozen=True):
     stall_s: Annotated[Number, Field(ge=0)] = STALL_S
     group: Name | None = None
     """The colocation group: stages of one group share a pod in Kubernetes. None if the stage has pods of its own."""
+    split: SplitEntry | None = None
+    """Divides the stage into a prefill stage and a decode stage (`spec.source.splitting`). None in a checked stage."""
 
 
 class ExternalStageEntry(Entry, frozen=True):
@@ -435,6 +450,7 @@ _TERMS = {"(option)": OptionTerm, "(input)": InputTerm, "(output)": OutputTerm}
 _STAGE_ENTRIES: Mapping[str, Any] = {
     "(started)": StageEntry,
     "(started).data_plane": DataPlaneEntry,
+    "(started).split": SplitEntry,
     "(external)": ExternalStageEntry,
     "(external).signature": SignatureEntry,
     "(external).signature.accepts": AcceptedEntry,

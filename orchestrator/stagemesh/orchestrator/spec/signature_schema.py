@@ -62,6 +62,8 @@ class EmittedEntry(_TensorEntry, frozen=True):
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
+        if self.type.ticket_kind and self.kind != "tensor":
+            raise ValueError("a ticket is not for clients; remove `kind`")
         dtype, dimensions = _FORMS.get(self.kind, (self.type.dtype, range(17)))
         if self.type.dtype != dtype or len(self.type.shape) not in dimensions:
             allowed = " or ".join(f"{dtype} with {number} dimension{'s'[: number - 1]}" for number in dimensions)

@@ -155,6 +155,24 @@ class PartitionsArena(Protocol):
 
 
 @dataclass(frozen=True)
+class HandsOver:
+    """The kinds of state that an engine hands over to engines of other stages by a transport of its own.
+
+    Offer: the engine emits a packet with an `OfferedTicket` for each state, and keeps the state until the ticket's
+    `on_release` is called. Accept: the engine that receives the ticket in a packet awaits `Ticket.accept` directly
+    before it reads the state. Release: it calls `Ticket.release` when it has read the state, or drops the ticket.
+
+    `Engine.submit` is called as soon as the step begins, so that an engine can accept a ticket and read the state
+    before it schedules the task. An engine that cannot read a descriptor raises InvalidRequestError (INVALID_TICKET).
+    """
+
+    offers: frozenset[str] = frozenset()
+    """The kinds of the tickets that the engine can emit."""
+    accepts: frozenset[str] = frozenset()
+    """The kinds of the tickets that the engine can read."""
+
+
+@dataclass(frozen=True)
 class EngineAbilities:
     """The optional abilities of one engine. A field that is None or False means that the engine lacks this ability.
 
@@ -176,3 +194,4 @@ class EngineAbilities:
     sleep: SleepControl | None = None
     profiles: Profiles | None = None
     caches: CacheControl | None = None
+    hands_over: HandsOver | None = None

@@ -14,6 +14,7 @@ from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
 from stagemesh.common.tensors import Array
 from stagemesh.connectors.edge import MetadataValue, Packet
 from stagemesh.connectors.flow.merging import merge
+from stagemesh.connectors.tickets import Ticket
 from stagemesh.services.engines.base import Task, plain_text_of, text_beside_media
 
 
@@ -94,6 +95,7 @@ def join(parts: Mapping[str, Packet | None]) -> Packet:
     tensor of the same name, or if an edge has ended.
     """
     tensors: dict[str, Array] = {}
+    tickets: dict[str, Ticket] = {}
     metadata: dict[str, MetadataValue] = {}
     for edge, part in parts.items():
         if part is None:
@@ -101,25 +103,25 @@ def join(parts: Mapping[str, Packet | None]) -> Packet:
                 f"edge {edge} ended sooner than {', '.join(other for other in parts if parts[other] is not None)}; "
                 "joined edges must deliver the same number of packets"
             )
-        twice = tensors.keys() & part.tensors.keys()
+        twice = (tensors.keys() | tickets.keys()) & (part.tensors.keys() | part.tickets.keys())
         if twice:
             raise InvalidChunkError(f"edge {edge} and another edge both carry {', '.join(sorted(twice))}")
         tensors.update(part.tensors)
+        tickets.update(part.tickets)
         metadata.update(part.metadata)
-    return Packet(tensors, metadata)
+    return Packet(tensors, metadata, tickets)
 
 
 def check_packet(packet: Packet, signature: Signature) -> Packet:
     """Returns the packet unchanged if it matches the stage's signature.
 
-    Raises InvalidChunkError if a required tensor is missing or if a tensor has another dtype or shape.
+    Raises InvalidChunkError if a required tensor or ticket is missing, or if a tensor has another dtype or shape.
     """
     for name, spec in signature.accepts.items():
         tensor = packet.tensors.get(name)
         if tensor is not None:
             spec.check(name, tensor)
-        elif name not in signature.optional:
-            raise InvalidChunkError(
-                f"tensor {name!r} is missing; the packet contains {', '.join(packet.tensors) or 'no tensor'}"
-            )
+        elif name not in signature.optional and name not in packet.tickets:
+            names = ", ".join((*packet.tensors, *packet.tickets)) or "no tensor"
+            raise InvalidChunkError(f"tensor {name!r} is missing; the packet contains {names}")
     return packet

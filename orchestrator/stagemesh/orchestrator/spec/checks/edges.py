@@ -8,7 +8,7 @@ from stagemesh.common.connector_descriptors import AUTO, GRPC, SHM, descriptors
 from stagemesh.common.descriptors import INPUT
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.tensors import TensorSpec
-from stagemesh.connectors.flow.chunking import FramesPolicy
+from stagemesh.connectors.flow.chunking import FramesPolicy, StepPolicy
 from stagemesh.orchestrator.spec.checks.conditions import ConditionResolver
 from stagemesh.orchestrator.spec.checks.stages_and_outputs import Catalog
 from stagemesh.orchestrator.spec.model import Arc, Edge, Stage
@@ -164,13 +164,19 @@ class EdgeResolver:
         self.problems.add(("edges", index, "transform"), text)
 
     def _check_frames(self, index: int, edge: EdgeEntry, source: Endpoint) -> None:
-        first_axes = {spec.shape[:1] for spec in source.tensors.values()}
+        carried = {name: spec for name, spec in source.tensors.items() if not spec.ticket_kind}
+        first_axes = {spec.shape[:1] for spec in carried.values()}
         if isinstance(edge.policy, FramesPolicy) and (len(first_axes) > 1 or () in first_axes):
             self.problems.add(
                 ("edges", index, "chunk"),
                 f"the tensors that {source.name} emits have no common first axis to cut frames from ({source}); use "
                 "`step` or `whole`",
             )
+
+    def _check_uncut(self, index: int, edge: EdgeEntry, tickets: Mapping[str, TensorSpec]) -> None:
+        if tickets and not isinstance(edge.policy, StepPolicy):
+            text = f"the edge carries a ticket ({list_specs(tickets)}), which cannot be cut into chunks; remove `chunk`"
+            self.problems.add(("edges", index, "chunk"), text)
 
     def _check_ramp(self, index: int, edge: EdgeEntry, consumer: Stage) -> None:
         is_audio = any(emitted.kind == "audio" for emitted in consumer.signature.emits.values())
@@ -211,7 +217,11 @@ class EdgeResolver:
                 "edge",
             )
             return None
-        carried = brought if edge.transform is None else tuple(self.catalog.transform(edge.transform).takes)
+        tickets = {name: given.tensors[name] for name in brought if given.tensors[name].ticket_kind}
+        self._check_uncut(index, edge, tickets)
+        carried = brought
+        if edge.transform is not None:
+            carried = (*self.catalog.transform(edge.transform).takes, *tickets)
         if edge.is_input and len(carried) > 1:
             self._check_kinds(index, edge, carried, optional=consumer.signature.optional)
         return EdgeTensors(carried, brought)
@@ -240,7 +250,10 @@ class EdgeResolver:
             text = f"{taken.name} takes {taken}, but {given.name} emits {given}; choose another transform"
             self.problems.add(("edges", index, "transform"), text)
             return None
-        return Endpoint(taken.name, transform.gives) if self._fits(index, given, taken) else None
+        # A transform passes the tickets of its packets.
+        tickets = {name: spec for name, spec in given.tensors.items() if spec.ticket_kind}
+        gives = Endpoint(taken.name, {**tickets, **transform.gives})
+        return gives if self._fits(index, given, taken) else None
 
     def _fits(self, index: int, given: Endpoint, taken: Endpoint) -> bool:
         common = taken.tensors.keys() & given.tensors.keys()

@@ -21,7 +21,7 @@ _WARM_SUFFIX = "-warm"
 # The health service answers liveness probes by this name, and readiness probes by the name of the stage.
 _LIVENESS = "liveness"
 # Helm's templates read these values. Variables are replaced later, in the pods.
-_READ_OF_STAGES = frozenset({"engine", "replicas", "group", "data_plane"})
+_READ_OF_STAGES = frozenset({"engine", "replicas", "group", "data_plane", "split"})
 _READ_OF_EDGES = frozenset({"from", "to", "connector"})
 # Helm stores numbers as 64-bit floats.
 _MAX_EXACT_INTEGER = 1 << 53

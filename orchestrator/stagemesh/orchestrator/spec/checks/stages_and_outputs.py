@@ -159,6 +159,8 @@ def _add_output(
         text = f"stage {stage.name!r} emits {', '.join(emits) or 'nothing'}; choose one as {stage.name}.TENSOR"
     elif chosen not in emits:
         text = f"stage {stage.name!r} does not emit {chosen!r}; {suggest(chosen, emits)}"
+    elif emits[chosen].spec.ticket_kind:
+        text = f"{stage.name}.{chosen} is a ticket for another stage's engine, which no client can read; remove it"
     elif same is not None:
         text = f"{stage.name}.{chosen} is already the output {same.name!r}; keep one of them"
     else:

@@ -12,9 +12,11 @@ frames   text                       float32 frames, one for each byte
 mix      text or frames, or both    the frames plus the sum of the text's bytes
 sound    frames                     audio at 24 kHz, 8 samples per frame
 video    text                       square RGB frames, one of one color for each byte
+prefill  the client's prompt        a ticket for state that remains in the stage
+decode   the prompt and the ticket  text, computed from the state
 =======  =========================  ===========================================
 
-`source` and `talk` take sampling parameters (`sampling`), as stages do that choose tokens.
+`source`, `talk` and `decode` take sampling parameters (`sampling`), as stages do that choose tokens.
 """
 
 from collections.abc import Mapping
@@ -28,11 +30,16 @@ from stagemesh.common.tensors import TensorSpec
 from stagemesh.services.engines.fake.options import FakeOptions, fake_options
 
 FRAME_WIDTH = 8
+STATE = "state"
+"""The name of the ticket of a `prefill` stage."""
+KIND = "fake.state"
+"""The kind of that ticket."""
 SAMPLE_RATE_HZ = 24_000
 
 _TEXT = TensorSpec("uint8", ("bytes",))
 _FRAMES = TensorSpec("float32", ("frames", FRAME_WIDTH))
 _AUDIO = Emitted(TensorSpec("float32", ("samples",)), kind="audio", sample_rate_hz=SAMPLE_RATE_HZ)
+_STATE = TensorSpec.ticket(KIND)
 _SIGNATURES = {
     "source": Signature(emits={"text": Emitted(_TEXT, kind="text")}, sampling=True),
     "look": Signature(emits={"text": Emitted(_TEXT, kind="text")}, media=True),
@@ -48,6 +55,8 @@ _SIGNATURES = {
     "video": Signature(
         accepts={"text": _TEXT}, emits={"frames": Emitted(TensorSpec("uint8", ("frames", "height", "width", 3)))}
     ),
+    "prefill": Signature(emits={STATE: Emitted(_STATE)}),
+    "decode": Signature(accepts={STATE: _STATE}, emits={"text": Emitted(_TEXT, kind="text")}, sampling=True),
 }
 
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 import os
 import signal
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 
 import numpy as np
@@ -17,11 +17,13 @@ from stagemesh.common.errors import (
     InvalidChunkError,
     InvalidRequestError,
     OverloadedError,
+    UnavailableError,
 )
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.common.tensors import Array, Tensors
-from stagemesh.connectors.edge import Packet
-from stagemesh.services.engines.abilities import EngineAbilities
+from stagemesh.connectors.edge import NO_TICKETS, Packet
+from stagemesh.connectors.tickets import Ticket, expired_error
+from stagemesh.services.engines.abilities import EngineAbilities, HandsOver
 from stagemesh.services.engines.base import (
     Checkpoint,
     Conversation,
@@ -37,19 +39,22 @@ from stagemesh.services.engines.base import (
     media_of,
 )
 from stagemesh.services.engines.controls import SleepManager
-from stagemesh.services.engines.fake import signature
+from stagemesh.services.engines.fake import KIND, STATE, signature
 from stagemesh.services.engines.fake.options import FakeOptions, Fault, FaultKind, SeededRandom, fake_options
 from stagemesh.services.engines.fake.outputs import (
     compute_output,
+    decoded_text,
     is_packed,
     media_text,
     pack,
     resize_text,
     source_text,
+    state_content,
     step_state,
     unpack,
 )
 from stagemesh.services.engines.fake.sampling import SampledText
+from stagemesh.services.engines.fake.state_store import StateStore, read_state
 from stagemesh.services.engines.input_join import packets_of
 
 
@@ -64,20 +69,36 @@ class FakeEngine:
         self._memory = hold_memory(0)
         self._closed = asyncio.Event()
         self._sleep = FakeSleep(self._options, stage=config.stage)
+        self.states = StateStore()
+        """The states that a `prefill` stage hands over."""
 
     @property
     def abilities(self) -> EngineAbilities:
-        return EngineAbilities(can_pause=True, can_resume=True, sleep=self._sleep)
+        kinds = frozenset({KIND})
+        return EngineAbilities(
+            can_pause=True, can_resume=True, sleep=self._sleep, hands_over=HandsOver(offers=kinds, accepts=kinds)
+        )
 
     async def start(self, report: Callable[[str], None]) -> None:
         report("loading the fake engine")
         self._memory = hold_memory(self._options.memory_bytes)
+        if self._function == "prefill":
+            await self.states.start()
         await asyncio.sleep(self._options.start_s)
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
-        run = FakeRun(task, stage=self._stage, function=self._function, options=self._options, closed=self._closed)
+        run = FakeRun(
+            task,
+            stage=self._stage,
+            function=self._function,
+            options=self._options,
+            closed=self._closed,
+            states=self.states,
+        )
         self._runs.add(run)
         try:
+            if 0 < self.load().queued <= self._options.prefetch:
+                await run.prefetch()
             async with self._slots, aclosing(run.events()) as events:
                 async for event in events:
                     yield event
@@ -96,6 +117,7 @@ class FakeEngine:
     async def close(self) -> None:
         self._closed.set()
         self._memory = hold_memory(0)
+        await self.states.close()
 
 
 class FakeSleep(SleepManager):
@@ -124,13 +146,27 @@ class FakeRun:
     `events` may be called only once for each run.
     """
 
-    def __init__(self, task: Task, *, stage: str, function: str, options: FakeOptions, closed: asyncio.Event) -> None:
-        """Prepares the run. `closed` is an event that the engine sets when it is closed."""
+    def __init__(
+        self,
+        task: Task,
+        *,
+        stage: str,
+        function: str,
+        options: FakeOptions,
+        closed: asyncio.Event,
+        states: StateStore,
+    ) -> None:
+        """Prepares the run.
+
+        `closed` is an event that the engine sets when it is closed. `states` keeps the states that are handed over.
+        """
         self._task, self._stage, self._function, self._options = task, stage, function, options
         self._signature = signature(function)
         self._random = SeededRandom(task.seed, stage)
         self._faults = TaskFaults(options.faults, task, self._random)
-        self._closed = closed
+        self._closed, self._states = closed, states
+        self._state_read: bytes | None = None
+        """The state that a `decode` stage has read. None before it is read."""
         self._resumed = task.resume_from.steps if task.resume_from is not None else 0
         self._rows_to_skip: dict[str, int] = {}
         """The number of rows that must still be skipped because the checkpoint includes them, by tensor name."""
@@ -148,6 +184,11 @@ class FakeRun:
         expected = self._source_steps if self._is_source else self._options.steps.mean
         return max(0.0, expected - self._step) * self._options.step_s.mean
 
+    async def prefetch(self) -> None:
+        """Reads the state that the task's packets refer to, if the stage accepts tickets, before the task runs."""
+        if self._function == "decode":
+            await self._handed_over_state()
+
     async def events(self) -> AsyncGenerator[EngineEvent, None]:
         """Runs the task and yields its events, as specified by `Engine.submit`."""
         self._memory = hold_memory(self._options.request_memory_bytes)
@@ -163,7 +204,7 @@ class FakeRun:
                     continue
                 await self._compute()
                 usage.output_tokens, usage.steps = size_bytes, self._step + 1
-                emission = Emission(Packet(made, {"step": self._step}))
+                emission = Emission(Packet(made, {"step": self._step}, self._tickets()))
                 disordered = self._faults.swaps_outputs(self._step)
                 self._step += 1
                 pauses = self._step - self._resumed == self._task.max_steps or self._task.pause_requested.is_set()
@@ -202,6 +243,8 @@ class FakeRun:
 
     @property
     def _source_steps(self) -> int:
+        if self._function == "prefill":
+            return 1
         if self._signature.media:
             return len(media_of(self._task.prompt))
         asked = self._task.sampling.max_tokens
@@ -211,6 +254,34 @@ class FakeRun:
     def _before_checkpoint(self) -> bool:
         """Whether the task has not yet reached the checkpoint from which it resumes."""
         return self._step < self._resumed or any(self._rows_to_skip.values())
+
+    def _tickets(self) -> Mapping[str, Ticket]:
+        """Returns the tickets of a step. The state is ready to be read."""
+        if self._function != "prefill":
+            return NO_TICKETS
+        content = state_content(self._task, self._options.state_bytes)
+        return {STATE: self._states.offer(content, time_limit_s=self._options.state_limit_s)}
+
+    async def _handed_over_state(self) -> bytes:
+        """Returns the state that another stage hands over to this one. Reads it when called first."""
+        if self._state_read is None:
+            async with aclosing(packets_of(self._task, self._signature)) as packets:
+                packet = await anext(packets, None)
+                if packet is None:
+                    raise InvalidChunkError(f"stage {self._stage} received no ticket")
+                self._state_read = await self._read(packet.tickets[STATE])
+        return self._state_read
+
+    async def _read(self, ticket: Ticket) -> bytes:
+        try:
+            async with asyncio.timeout_at(await ticket.accept()):
+                return await read_state(ticket.descriptor, pause_s=self._options.state_s)
+        except (TimeoutError, UnavailableError) as exc:
+            if self._options.recompute:
+                return state_content(self._task, self._options.state_bytes)
+            raise exc if isinstance(exc, UnavailableError) else expired_error(ticket.kind) from exc
+        finally:
+            ticket.release()
 
     def _made(self, given: Tensors) -> Tensors | None:
         """Returns the tensors of a step, or None if the output has ended or the checkpoint includes them."""
@@ -249,6 +320,11 @@ class FakeRun:
             self._step = self._resumed
             for given in unpack(resume_from.tensors):
                 yield given
+            return
+        if self._function == "decode":
+            state = await self._handed_over_state()
+            for step in range(self._source_steps):
+                yield {"text": self._sized(decoded_text(state, step), step)}
             return
         step, last = 0, -1
         async with aclosing(packets_of(self._task, self._signature)) as packets:

@@ -201,6 +201,18 @@ class FakeOptions:
     """The size of the memory that the engine allocates when it starts, in bytes."""
     request_memory_bytes: Count = 0
     """The size of the memory that each running task allocates, in bytes."""
+    state_bytes: Annotated[int, Field(ge=32)] = 64 << 10
+    """The size of the state that a `prefill` stage hands over, in bytes."""
+    state_limit_s: Annotated[float, Field(gt=0)] = 30.0
+    """The time limit of the tickets of a `prefill` stage, in seconds."""
+    state_s: Annotated[float, Field(ge=0)] = 0.0
+    """The time for which a `decode` stage reads a state, in seconds."""
+    prefetch: Count = 0
+    """The number of waiting requests whose state a `decode` stage reads before they run."""
+    recompute: bool = False
+    """Whether a `decode` stage computes the state itself if the ticket cannot be used. Otherwise, the step ends with an
+    error, and the orchestrator restarts both stages.
+    """
     frame_side: Annotated[int, Field(ge=2, multiple_of=2)] = 16
     """The width and the height of the frames of a `video` stage, in pixels. An even number."""
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.tensors import Array, Tensors
 from stagemesh.services.engines.base import MediaFile, Medium, Task
 from stagemesh.services.engines.fake import FRAME_WIDTH
@@ -16,6 +17,24 @@ _STEP = "step"
 def source_text(task: Task, step: int) -> Array:
     """Returns the text that a source emits at `step`, as uint8[bytes]: a short ASCII sentence."""
     digest = hashlib.sha256(f"{task.seed}/{task.prompt}/{step}".encode()).hexdigest()[:8]
+    return np.frombuffer(f"Step {step} is {digest}. ".encode(), np.uint8)
+
+
+def state_content(task: Task, size_bytes: int) -> bytes:
+    """Returns the state that a prefill stage makes of a task: the repeated digest of the task's seed and prompt."""
+    digest = hashlib.sha256(f"{task.seed}/{task.prompt}".encode()).digest()
+    return np.resize(np.frombuffer(digest, np.uint8), size_bytes).tobytes()
+
+
+def decoded_text(state: bytes, step: int) -> Array:
+    """Returns the text that a decode stage makes of a state at `step`, as uint8[bytes].
+
+    The text does not depend on the state's size. Raises InvalidRequestError (INVALID_TICKET) if the state is damaged.
+    """
+    key = state[: hashlib.sha256().digest_size]
+    if state != np.resize(np.frombuffer(key, np.uint8), len(state)).tobytes():
+        raise InvalidRequestError("the state that was handed over is damaged", reason="INVALID_TICKET")
+    digest = hashlib.sha256(key + str(step).encode()).hexdigest()[:8]
     return np.frombuffer(f"Step {step} is {digest}. ".encode(), np.uint8)
 
 
@@ -53,6 +72,8 @@ def compute_output(function: str, given: Tensors, *, frame_side: int = 16) -> Ma
             return {
                 "frames": np.repeat(text, frame_side * frame_side * 3).reshape(len(text), frame_side, frame_side, 3)
             }
+        case "prefill":
+            return {}
         case _:
             return {"text": given["text"]}
 

@@ -15,12 +15,13 @@ from stagemesh.common.errors import InvalidRequestError, NotReadyError, Unavaila
 from stagemesh.common.extras import needs_extra
 from stagemesh.common.settings import set_library_variables
 from stagemesh.common.stage_config import StageConfig
-from stagemesh.services.engines.abilities import EngineAbilities, PartitionsArena
+from stagemesh.services.engines.abilities import EngineAbilities, HandsOver, PartitionsArena
 from stagemesh.services.engines.base import EngineEvent, EngineLoad, Progress, Task, Usage
 from stagemesh.services.engines.vllm.control import Control
+from stagemesh.services.engines.vllm.core_process import forked_core
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook, RequestPrompt
 from stagemesh.services.engines.vllm.load_failure import LoadFailure
-from stagemesh.services.engines.vllm.options import engine_options, own_options
+from stagemesh.services.engines.vllm.options import KV_CACHE_KIND, StageOptions, engine_options, own_options
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -127,6 +128,7 @@ class VllmEngine:
         control = self._control
         return EngineAbilities(
             can_resume=True,
+            hands_over=_hands_over(self._options),
             use_partitions=self._use_partitions,
             adapters=control.adapters if control else None,
             sleep=control,
@@ -217,7 +219,10 @@ class VllmEngine:
             config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
             for feature in self._features:
                 feature.configure(config)
-            llm = AsyncLLM.from_vllm_config(config, usage_context=UsageContext.ENGINE_CONTEXT, disable_log_stats=True)
+            with forked_core():
+                llm = AsyncLLM.from_vllm_config(
+                    config, usage_context=UsageContext.ENGINE_CONTEXT, disable_log_stats=True
+                )
             self._control = Control(llm, stage=self._config.stage, profile_dir=self._options.profile_dir)
             # Cached, because vLLM reads files at each call.
             self._sampling_defaults = config.model_config.get_diff_sampling_param()
@@ -257,6 +262,7 @@ class VllmEngine:
         from stagemesh.services.engines.vllm.codec.feature import CodecFrames, CodecRows
         from stagemesh.services.engines.vllm.embeddings.feature import Embeddings
         from stagemesh.services.engines.vllm.hidden_states.feature import HiddenStates
+        from stagemesh.services.engines.vllm.kv_handover.feature import handover_feature
         from stagemesh.services.engines.vllm.media.feature import Media
         from stagemesh.services.engines.vllm.resume import Resume
         from stagemesh.services.engines.vllm.run_ahead import RunAhead
@@ -277,6 +283,8 @@ class VllmEngine:
                 CodecRows(options.codec, model=self._model, stage=stage),
                 CodecFrames(self._arena, share_bytes=arena_share_bytes),
             ]
+        if options.kv_handover is not None:
+            features.append(handover_feature(options.kv_handover, config=self._config))
         if options.hidden_states is not None or options.embeddings is not None or options.codec is not None:
             features.append(RunAhead())
         return features
@@ -291,11 +299,15 @@ class VllmEngine:
         from stagemesh.services.engines.vllm.conversion import generate
 
         request = await self._read_request(task, held)
+        for feature in self._features:
+            await feature.prepare(request, held)
         adapter = await held.enter_async_context(self.control.adapters.lease(task.adapter))
         # There must be no await until vLLM has the request, because a feature may abort the request from here on.
         hooks = [hook for feature in self._features if (hook := feature.open(request, held)) is not None]
         self._meter.begin(request.name, request.params.max_tokens or 0)
         held.callback(self._meter.end, request.name)
+        if any(feature.completes(request) for feature in self._features):
+            return request, hooks, _no_outputs()
         outputs = generate(self.control.llm, request, adapter, stage=self._config.stage)
         held.push_async_callback(outputs.aclose)
         return request, hooks, outputs
@@ -324,6 +336,7 @@ class VllmEngine:
         self._meter.count(request.name, len(tokens))
         before = len(request.sampled)
         request.sampled += tokens
+        request.kv_transfer_params = output.kv_transfer_params
         if (emission := emission_of(output.outputs[0], request)) is not None:
             yield emission
         if before // _PROGRESS_TOKENS != len(request.sampled) // _PROGRESS_TOKENS:
@@ -352,7 +365,7 @@ class VllmEngine:
 
         llm = self.control.llm
         if prompt is None:
-            if task.inlets:
+            if task.inlets and self._options.kv_handover is None:
                 raise InvalidRequestError(f"stage {self._config.stage} accepts no embeddings", reason="INVALID_EDGE")
             prompt = RequestPrompt(prompt_tokens(task.prompt, llm))
         params = sampling_params(
@@ -368,6 +381,19 @@ class VllmEngine:
                 name, prompt.token_ids, params=params, alternatives=params.logprobs, tokenizer=llm.get_tokenizer()
             )
         return EngineRequest(task, name, prompt, params, logprobs)
+
+
+async def _no_outputs() -> AsyncGenerator["RequestOutput"]:
+    none: tuple[RequestOutput, ...] = ()
+    for output in none:
+        yield output
+
+
+def _hands_over(options: StageOptions) -> HandsOver | None:
+    if options.kv_handover is None:
+        return None
+    kinds = frozenset({KV_CACHE_KIND})
+    return HandsOver(offers=kinds) if options.kv_handover.role == "prefill" else HandsOver(accepts=kinds)
 
 
 def prepare_environment() -> None:

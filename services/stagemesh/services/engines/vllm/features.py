@@ -5,12 +5,14 @@ other processes, in `SamplingParams.extra_args`. An argument is a msgspec struct
 and stored under the name of its class. This module does not import vLLM.
 """
 
+import hashlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from stagemesh.common.tensors import Tensors
 from stagemesh.services.engines.base import EngineEvent, Task
@@ -33,6 +35,7 @@ MAX_TOKENS_AHEAD = 256
 
 Counted from the last token whose row the consumer has received.
 """
+DIGEST_BYTES = 8
 
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -85,6 +88,12 @@ class RequestPrompt:
     content.
     """
 
+    @property
+    def fingerprint(self) -> bytes:
+        """A digest of the whole prompt, of `DIGEST_BYTES` bytes."""
+        data = np.asarray(self.token_ids, np.int64).tobytes() + self.digest
+        return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+
 
 @dataclass
 class EngineRequest:
@@ -107,6 +116,8 @@ class EngineRequest:
     """
     limit: RequestLimit = field(default_factory=RequestLimit)
     """The run-ahead limit. vLLM computes only the token positions before the limit."""
+    kv_transfer_params: Mapping[str, Any] | None = None
+    """The parameters with which another engine finds the KV cache of the finished request, or None if it is freed."""
 
     @property
     def known_tokens(self) -> int:
@@ -143,8 +154,8 @@ class RequestHook:
 class RequestFeature:
     """An extension of the vllm engine, such as media in prompts. By default, the methods do nothing.
 
-    The engine calls `set_arguments`, `configure` and `start` once each, in this order. It calls `read_prompt` and
-    `open` for each request, and `close` when the engine is closed.
+    The engine calls `set_arguments`, `configure` and `start` once each, in this order. It calls `read_prompt`,
+    `prepare` and `open` for each request, in this order, and `close` when the engine is closed.
     """
 
     runner_module: str | None = None
@@ -180,6 +191,16 @@ class RequestFeature:
         `name` is the request's id in vLLM. The feature adds callbacks to `held` that release the request's resources.
         """
         return None
+
+    def completes(self, request: EngineRequest) -> bool:  # noqa: ARG002
+        """Returns whether the request is complete without vLLM. It then has no outputs."""
+        return False
+
+    async def prepare(self, request: EngineRequest, held: AsyncExitStack) -> None:
+        """Waits for what a checked request needs in addition to its prompt.
+
+        The feature adds callbacks to `held` that release the request's resources.
+        """
 
     def open(self, request: EngineRequest, held: AsyncExitStack) -> RequestHook | None:  # noqa: ARG002
         """Prepares a request. Called immediately before vLLM receives the request.

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, JsonValue
 
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.options import parse_options
 
 Layer: TypeAlias = int | Literal["last", "accept"]
@@ -108,6 +109,28 @@ class CodecOptions:
     """The dtype of the accepted states, independent of the model's dtype."""
 
 
+KV_CACHE = "kv_cache"
+"""The name of the ticket for the KV cache of a prompt, which a prefill stage sends to a decode stage."""
+KV_CACHE_KIND = "vllm.kv"
+"""The kind of this ticket."""
+
+
+@dataclass(frozen=True)
+class KvHandoverOptions:
+    """The stage option `kv_handover`, which makes the stage the prefill stage or the decode stage of a pair.
+
+    The key `split` of a stage in a pipeline file sets it.
+    """
+
+    __pydantic_config__: ClassVar = _NO_OTHERS
+    role: Literal["prefill", "decode"]
+    """A prefill stage computes prompts and hands their KV cache over. A decode stage receives it and samples tokens."""
+    min_tokens: Annotated[int, Field(ge=0)] = 128
+    """The decode stage computes a shorter prompt itself, because that costs less than a hand-over."""
+    wait_s: Annotated[float, Field(gt=0)] = 60.0
+    """The time for which the decode stage waits for the KV cache of a prompt. It then computes the prompt itself."""
+
+
 @dataclass(frozen=True)
 class StageOptions:
     """The options of a vllm stage that Stagemesh itself defines. All other options are engine arguments of vLLM."""
@@ -115,6 +138,7 @@ class StageOptions:
     hidden_states: HiddenStatesOptions | None = None
     embeddings: EmbeddingsOptions | None = None
     codec: CodecOptions | None = None
+    kv_handover: KvHandoverOptions | None = None
     checkpoint_tokens: Annotated[int, Field(ge=0)] = 64
     """The number of tokens between two checkpoints of a request. 0 disables checkpoints."""
     profile_dir: str | None = None
@@ -128,14 +152,25 @@ class StageOptions:
 
 
 _OWN = frozenset(field.name for field in fields(StageOptions))
+_NEEDS_PROMPT = ("hidden_states", "embeddings", "codec")
+"""The options of stages that compute every token of a prompt themselves."""
 
 
 def own_options(options: Mapping[str, JsonValue], *, stage: str = "") -> StageOptions:
     """Parses the stage options that Stagemesh itself defines. Ignores all other options.
 
-    Raises InvalidRequestError, which names the option, if a value is invalid.
+    Raises InvalidRequestError, which names the option, if a value is invalid or excludes another option.
     """
-    return parse_options(StageOptions, {name: options[name] for name in options if name in _OWN}, stage=stage)
+    own = parse_options(StageOptions, {name: options[name] for name in options if name in _OWN}, stage=stage)
+    for name in _NEEDS_PROMPT:
+        if own.kv_handover is not None and getattr(own, name) is not None:
+            raise InvalidRequestError(
+                f"option {name} excludes split and kv_handover, because a decode stage does not compute the tokens of "
+                f"the prompt; remove {name}, or do not split the stage",
+                reason="INVALID_OPTION",
+                metadata={"option": name},
+            )
+    return own
 
 
 def engine_options(options: Mapping[str, JsonValue]) -> dict[str, JsonValue]:

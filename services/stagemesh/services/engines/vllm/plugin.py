@@ -3,9 +3,11 @@
 """
 
 import multiprocessing
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from vllm import ModelRegistry
+from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
 from stagemesh.common.descriptors import codec_model_descriptors
@@ -13,12 +15,15 @@ from stagemesh.common.process_lifecycle import die_with_parent
 
 _PUNICA = "stagemesh.services.engines.vllm.cpu_lora.SelectiveLoraKernels"
 
+_T = TypeVar("_T")
+
 
 def register() -> None:
     """Prepares the current vLLM process (engine core or worker).
 
     - Registers the codec language models.
-    - On a CPU, disables compilation of the sampler and replaces vLLM's LoRA kernels (`cpu_lora`).
+    - On a CPU, disables compilation of the sampler, replaces vLLM's LoRA kernels (`cpu_lora`), and inspects classes of
+      models in this process.
     - Makes the process terminate when its parent process terminates.
     """
     if current_platform.is_cpu():
@@ -28,8 +33,16 @@ def register() -> None:
         platform.simple_compile_backend = "eager"
         # Passed by name, so that stages without adapters do not import the class.
         platform.get_punica_wrapper = classmethod(lambda _: _PUNICA)
+        # vLLM inspects a class in a process of its own, so that this one does not initialize CUDA. That process imports
+        # vLLM again, which takes ten seconds.
+        inspection: Any = registry
+        inspection._run_in_subprocess = _run_here  # noqa: SLF001  # vLLM has no option for it
     for descriptor in codec_model_descriptors():
         ModelRegistry.register_model(descriptor.architecture, descriptor.model_class)
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         die_with_parent(parent.pid)
+
+
+def _run_here(function: Callable[[], _T]) -> _T:
+    return function()

@@ -6,7 +6,6 @@ middle of a character or of a stop string. Mixins for vLLM's model runners pass 
 """
 
 import copy
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _PROMPT = "prompt"
-_DIGEST_BYTES = 8
 _CHARACTER_TOKENS = 4
 """The maximum number of tokens that vLLM joins to one character."""
 
@@ -197,8 +195,7 @@ def _checked_tokens(request: EngineRequest, *, vocabulary: int) -> Sequence[int]
 
 
 def _digest(prompt: RequestPrompt) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-    data = np.asarray(prompt.token_ids, np.int64).tobytes() + prompt.digest
-    return np.frombuffer(hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest(), np.uint8)
+    return np.frombuffer(prompt.fingerprint, np.uint8)
 
 
 def _invalid(problem: str) -> InvalidRequestError:

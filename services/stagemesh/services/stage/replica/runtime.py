@@ -33,7 +33,7 @@ from stagemesh.services.media.store import MediaStore
 from stagemesh.services.stage.replica.hang_detection import StallWatch
 from stagemesh.services.stage.replica.paused_states import PausedStates
 from stagemesh.services.stage.replica.rollout_release import RolloutRelease
-from stagemesh.services.stage.step.checks import check_rebinding, check_spec
+from stagemesh.services.stage.step.checks import check_handover, check_rebinding, check_spec
 from stagemesh.services.stage.step.edges import StepEdges
 from stagemesh.services.stage.step.frame_intervals import FrameIntervals
 from stagemesh.services.stage.step.registry import RunRegistry
@@ -110,6 +110,7 @@ class StageRuntime:
             if use_partitions := self.engine.abilities.use_partitions:
                 use_partitions(self.data_plane.arena)
             await self.engine.start(self._report)
+            check_handover(self.signature, self.engine.abilities, engine=self.config.engine)
             if self.config.sleep_when_idle_s is not None:
                 await self._idle_sleep_control().sleep(_IDLE_LEVEL)
         except StagemeshError as exc:

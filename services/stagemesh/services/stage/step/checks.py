@@ -8,9 +8,9 @@ import numpy as np
 
 from stagemesh.common.descriptors import Emitted, Signature
 from stagemesh.common.encodings import MAX_FRAME_RATE, VIDEO_ENCODINGS, encodings_of
-from stagemesh.common.errors import InvalidRequestError, UnsupportedError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnsupportedError
 from stagemesh.common.request_checks import check_choice_id, check_options, empty_prompt_error
-from stagemesh.services.engines.abilities import EngineAbilities
+from stagemesh.services.engines.abilities import EngineAbilities, HandsOver
 from stagemesh.services.engines.base import MEDIA_TYPES, MediaFile, Medium, Samples, SamplingOptions, Task, media_of
 from stagemesh.services.stage.step.spec import STATE_EDGE, OutputBinding, Rebinding, StepSpec, StreamedOutput
 
@@ -43,6 +43,25 @@ def check_spec(spec: StepSpec, signature: Signature, *, engine: str, abilities: 
     check_options(spec.task.options, signature.options, owner="this stage")
     if not signature.accepts:
         _check_prompt(spec.task, signature, engine=engine)
+
+
+def check_handover(signature: Signature, abilities: EngineAbilities, *, engine: str) -> None:
+    """Raises NotReadyError (HANDOVER_UNAVAILABLE) if the engine cannot hand over state as the signature says.
+
+    Call it after the engine has started. `engine` is the engine's name.
+    """
+    able = abilities.hands_over or HandsOver()
+    lacking = {
+        "offer": signature.emitted_kinds - able.offers,
+        "accept": signature.accepted_kinds - able.accepts,
+    }
+    for verb, kinds in lacking.items():
+        if kinds:
+            raise NotReadyError(
+                f"engine {engine} cannot {verb} state of kind {', '.join(sorted(kinds))}, which the stage's signature "
+                "names; check the options of the engine's transport",
+                reason="HANDOVER_UNAVAILABLE",
+            )
 
 
 def check_rebinding(rebinding: Rebinding) -> None:
@@ -157,6 +176,8 @@ def _check_streamed(spec: StepSpec, signature: Signature) -> None:
 
 
 def _check_file(output: StreamedOutput, emitted: Emitted) -> None:
+    if emitted.spec.ticket_kind:
+        raise UnsupportedError(f"{output.tensor} is a ticket for another stage's engine, and cannot be an output")
     encodings = encodings_of(emitted)
     if output.media_type and output.media_type not in encodings:
         raise UnsupportedError(

@@ -25,6 +25,7 @@ from stagemesh.connectors.edge import REBIND_S, EdgeKey, FlowStatus, Packet, is_
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.merging import merge
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
+from stagemesh.connectors.tickets import Ticket
 from stagemesh.services.engines.base import Transform
 from stagemesh.services.stage.step.spec import STATE_EDGE, InputBinding, OutputBinding, Rebinding, StepSpec
 from stagemesh.v1 import control_pb2
@@ -51,6 +52,7 @@ class StepEdges:
         self._outputs = {binding.edge: binding for binding in spec.outputs}
         self._inlets: dict[str, Inlet] = {}
         self._by_edge: dict[str, Outlet] = {}
+        self._accepts_only_tickets = False
 
     def open(self, accepts: Mapping[str, TensorSpec], on_packet: Callable[[], None]) -> dict[str, "EdgeInput"]:
         """Opens the inlets and outlets of all edges of the spec.
@@ -60,9 +62,14 @@ class StepEdges:
 
         Raises NotFoundError if an edge names an unknown transform.
         """
+        kinds = {spec.ticket_kind for spec in accepts.values() if spec.ticket_kind}
+        self._accepts_only_tickets = all(spec.ticket_kind for spec in accepts.values())
         for binding in self._inputs.values():
             inlet = self._plane.open_inlet(
-                self._key(binding), producer=binding.producer, rebind_s=_rebind_s(binding.edge)
+                self._key(binding),
+                producer=binding.producer,
+                rebind_s=_rebind_s(binding.edge),
+                ticket_kinds=kinds,
             )
             if binding.edge == STATE_EDGE:
                 self.state_inlet = inlet
@@ -155,8 +162,13 @@ class StepEdges:
         """Reads the incoming edges of the pipeline to their ends and discards the packets, if the engine ended earlier.
 
         Otherwise, the producers would be rejected, their steps would fail, and the request would fail with them. Raises
-        the error of an edge that fails.
+        the error of an edge that fails. A stage that accepts only tickets does not wait for the ends, because it
+        ends early if it computes the state itself, for example when a producer is missing.
         """
+        if self._accepts_only_tickets:
+            for inlet in self._inlets.values():
+                inlet.leave()
+            return
         # At once, because a producer may wait for credit on one edge before it ends another.
         async with aclosing(merge(list(self._inlets.values()))) as packets:
             async for _ in packets:
@@ -257,16 +269,18 @@ class EdgeInput:
 
 
 def accepted_part(packet: Packet, accepts: Mapping[str, TensorSpec], *, edge: str) -> Packet:
-    """Returns a packet that contains only the tensors that the stage accepts. `edge` is the edge's name in errors.
+    """Returns a packet that contains only the tensors and tickets that the stage accepts.
 
-    Raises InvalidChunkError if the packet contains none of these tensors, or if a dtype or shape does not match. A
-    symbol in the accepted shapes represents the same length in all tensors of the packet.
+    `edge` is the edge's name in errors. Raises InvalidChunkError if the packet contains none of them, or if a dtype, a
+    shape or the kind of a ticket does not match. A symbol in the accepted shapes represents the same length in all
+    tensors of the packet.
     """
     taken = {name: tensor for name, tensor in packet.tensors.items() if name in accepts}
-    if not taken:
+    tickets = _accepted_tickets(packet, accepts, edge=edge) if packet.tickets else packet.tickets
+    if not taken and not tickets:
+        names = ", ".join((*packet.tensors, *packet.tickets)) or "no tensor"
         raise InvalidChunkError(
-            f"edge {edge} carries {', '.join(packet.tensors) or 'no tensor'}; this stage accepts {', '.join(accepts)}",
-            metadata={"edge": edge},
+            f"edge {edge} carries {names}; this stage accepts {', '.join(accepts)}", metadata={"edge": edge}
         )
     lengths: dict[str, int] = {}
     for name, tensor in taken.items():
@@ -275,7 +289,18 @@ def accepted_part(packet: Packet, accepts: Mapping[str, TensorSpec], *, edge: st
             _check_symbols(name, tensor, accepts[name], lengths=lengths)
         except InvalidChunkError as exc:
             raise InvalidChunkError(f"edge {edge}: {exc.message}", metadata={"edge": edge}) from exc
-    return Packet(taken, packet.metadata)
+    return Packet(taken, packet.metadata, tickets)
+
+
+def _accepted_tickets(packet: Packet, accepts: Mapping[str, TensorSpec], *, edge: str) -> Mapping[str, Ticket]:
+    tickets = {name: ticket for name, ticket in packet.tickets.items() if name in accepts}
+    for name, ticket in tickets.items():
+        if accepts[name].ticket_kind != ticket.kind:
+            raise InvalidChunkError(
+                f"edge {edge}: {name!r} is {TensorSpec.ticket(ticket.kind)}; expected {accepts[name]}",
+                metadata={"edge": edge},
+            )
+    return tickets
 
 
 def _check_symbols(name: str, tensor: Array, spec: TensorSpec, *, lengths: dict[str, int]) -> None:
@@ -287,7 +312,7 @@ def _check_symbols(name: str, tensor: Array, spec: TensorSpec, *, lengths: dict[
 
 
 class _EdgeTransform:
-    """The transform of one flow. An error that the transform raises names the transform and the edge.
+    """The transform of one flow, which passes tickets. An error of the transform names the transform and the edge.
 
     The constructor raises NotFoundError if the name is unknown.
     """
@@ -300,11 +325,15 @@ class _EdgeTransform:
 
     def push(self, packet: Packet) -> Sequence[Packet]:
         with self._named_errors():
-            return self._transform.push(packet)
+            made = self._checked(self._transform.push(packet))
+        return _with_tickets(packet, made) if packet.tickets else made
 
     def finish(self) -> Sequence[Packet]:
         with self._named_errors():
-            return self._transform.finish()
+            return self._checked(self._transform.finish())
+
+    def _checked(self, packets: Sequence[Packet]) -> Sequence[Packet]:
+        return packets
 
     @contextmanager
     def _named_errors(self) -> Generator[None]:
@@ -321,14 +350,16 @@ class _EdgeTransform:
 class _OutputTransform(_EdgeTransform):
     """The transform of an outgoing flow. Checks the results, because the consumer is another program."""
 
-    def push(self, packet: Packet) -> Sequence[Packet]:
-        return self._checked(super().push(packet))
-
-    def finish(self) -> Sequence[Packet]:
-        return self._checked(super().finish())
-
     def _checked(self, packets: Sequence[Packet]) -> Sequence[Packet]:
         return [accepted_part(each, self.descriptor.gives, edge=self.edge) for each in packets]
+
+
+def _with_tickets(packet: Packet, made: Sequence[Packet]) -> Sequence[Packet]:
+    """Returns the packets that a transform made of `packet`, the first of which has the tickets of `packet`."""
+    if any(each.tickets for each in made):
+        return made
+    first, *rest = made or [Packet({}, packet.metadata)]
+    return [Packet(first.tensors, first.metadata, packet.tickets), *rest]
 
 
 def _rebind_s(edge: str) -> float:

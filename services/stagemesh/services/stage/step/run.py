@@ -23,6 +23,7 @@ from stagemesh.common.logs import bind_log_context
 from stagemesh.common.notification import Journal
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import FlowUsage, Packet
+from stagemesh.connectors.flow.outlet import FanOut
 from stagemesh.connectors.flow.packet_queue import add_rows
 from stagemesh.services.engines.base import Checkpoint, Emission, Engine, Paused, Progress, Task, Usage
 from stagemesh.services.media.store import MediaStore
@@ -315,33 +316,29 @@ class StepRun:
         self._with_engine = True
         try:
             async for event in events:
-                # An engine that ignores the cancellation must not emit anything more.
-                self._raise_cause()
-                self.event_count += 1
-                if isinstance(event, Emission):
-                    self._append_outputs(event)
-                    self._count_audio(event.packet)
-                    add_rows(self._rows, event.packet)
-                    self._row_timer.emitted(self._rows)
-                    self._with_engine = False
-                    for output in await self._files.push(event.packet):
-                        self._append(stage_pb2.ExecuteStepResponse(output=output))
-                    if outlets is not None:
-                        await outlets.send(event.packet)
-                    self._row_timer.resumed()
-                    self._with_engine = True
-                elif isinstance(event, Progress):
-                    if self._progress.is_due(event):
-                        progress = stage_pb2.StepProgress(steps=event.steps, total_steps=event.total_steps)
-                        self._append(stage_pb2.ExecuteStepResponse(progress=progress))
-                elif isinstance(event, Checkpoint):
-                    self._append_checkpoint(event)
-                elif isinstance(event, Paused):
-                    self._paused = self._with_counts(event.checkpoint)
-                else:
-                    self._usage = event
-                # Otherwise the packet would remain in memory while the engine computes the next one.
-                del event
+                try:
+                    # An engine that ignores the cancellation must not emit anything more.
+                    self._raise_cause()
+                    self.event_count += 1
+                    if isinstance(event, Emission):
+                        await self._emit(event, outlets)
+                    elif isinstance(event, Progress):
+                        if self._progress.is_due(event):
+                            progress = stage_pb2.StepProgress(steps=event.steps, total_steps=event.total_steps)
+                            self._append(stage_pb2.ExecuteStepResponse(progress=progress))
+                    elif isinstance(event, Checkpoint):
+                        self._append_checkpoint(event)
+                    elif isinstance(event, Paused):
+                        self._paused = self._with_counts(event.checkpoint)
+                    else:
+                        self._usage = event
+                finally:
+                    # The outlets have references of their own to the tickets that they have sent.
+                    if isinstance(event, Emission):
+                        for ticket in event.packet.tickets.values():
+                            ticket.release()
+                    # Otherwise the packet would remain in memory while the engine computes the next one.
+                    del event
         finally:
             # An engine must not be interrupted while it releases a task.
             self._interruptible = False
@@ -350,6 +347,21 @@ class StepRun:
             self._with_engine = False
             self._interruptible = True
         self._raise_cause()
+
+    async def _emit(self, emission: Emission, outlets: FanOut | None) -> None:
+        """Sends the tensors and tickets of one engine step to the caller and over the outgoing edges."""
+        self._append_outputs(emission)
+        packet = emission.packet
+        self._count_audio(packet)
+        add_rows(self._rows, packet)
+        self._row_timer.emitted(self._rows)
+        self._with_engine = False
+        for output in await self._files.push(packet):
+            self._append(stage_pb2.ExecuteStepResponse(output=output))
+        if outlets is not None:
+            await outlets.send(packet)
+        self._row_timer.resumed()
+        self._with_engine = True
 
     def _raise_cause(self) -> None:
         """Raises the error that was passed to `stop`. Does nothing if `stop` has not been called. This check is needed
@@ -495,5 +507,9 @@ def _checkpoint_event(state: Checkpoint) -> stage_pb2.ExecuteStepResponse:
 
 def _usage_to_wire(usage: FlowUsage) -> request_pb2.EdgeUsage:
     return request_pb2.EdgeUsage(
-        edge=usage.edge, connector=number_of(usage.connector), chunks=usage.chunks, size_bytes=usage.size_bytes
+        edge=usage.edge,
+        connector=number_of(usage.connector),
+        chunks=usage.chunks,
+        size_bytes=usage.size_bytes,
+        handed_over_bytes=usage.handed_over_bytes,
     )

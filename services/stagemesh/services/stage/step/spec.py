@@ -116,14 +116,16 @@ class OutputBinding:
         return bool(self.tensors) or self.tokens == "last"
 
     def select(self, packet: Packet) -> Packet | None:
-        """Returns a packet with only the tensors and rows that the edge transfers, or None if it transfers none of
-        them.
+        """Returns a packet with only the tensors, tickets and rows that the edge transfers, or None if it transfers
+        none of them.
         """
-        if self.tensors and not packet.tensors.keys() <= self.tensors:
-            tensors = {name: tensor for name, tensor in packet.tensors.items() if name in self.tensors}
-            if not tensors:
+        names = self.tensors
+        if names and not (packet.tensors.keys() <= names and packet.tickets.keys() <= names):
+            tensors = {name: tensor for name, tensor in packet.tensors.items() if name in names}
+            tickets = {name: ticket for name, ticket in packet.tickets.items() if name in names}
+            if not tensors and not tickets:
                 return None
-            packet = Packet(tensors, packet.metadata)
+            packet = Packet(tensors, packet.metadata, tickets)
         return _from_last_prompt_token(packet) if self.tokens == "last" else packet
 
 
@@ -217,7 +219,7 @@ class Rebinding:
 
 
 def _tensors_with_rows(signature: Signature) -> set[str]:
-    return {name for name, emitted in signature.emits.items() if emitted.kind == "tensor"}
+    return {name for name, each in signature.emits.items() if each.kind == "tensor" and not each.spec.ticket_kind}
 
 
 def _from_last_prompt_token(packet: Packet) -> Packet | None:
@@ -229,11 +231,13 @@ def _from_last_prompt_token(packet: Packet) -> Packet | None:
     if not isinstance(start, int) or not isinstance(prompt_tokens, int):
         return packet
     skipped = prompt_tokens - 1 - start
-    if skipped <= 0:
+    if skipped <= 0 or not packet.tensors:
         return packet
     tensors = {name: tensor[skipped:] for name, tensor in packet.tensors.items()}
     left = len(next(iter(tensors.values())))
-    return Packet(tensors, {**packet.metadata, "token_start": start + skipped}) if left else None
+    if not left and not packet.tickets:
+        return None
+    return Packet(tensors, {**packet.metadata, "token_start": start + skipped}, packet.tickets)
 
 
 # -- conversion from messages

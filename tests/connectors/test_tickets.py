@@ -1,0 +1,518 @@
+"""Hand-over tickets over real gRPC: one release for each state, and no use after it."""
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stagemesh.common.connector_descriptors import GRPC, SHM, ConnectorName
+from stagemesh.common.errors import (
+    InternalError,
+    InvalidChunkError,
+    NotReadyError,
+    StagemeshError,
+    UnavailableError,
+    UnsupportedError,
+)
+from stagemesh.connectors import tickets as tickets_module
+from stagemesh.connectors.conformance import proxied, two_hosts
+from stagemesh.connectors.conformance.replicas import until
+from stagemesh.connectors.edge import EdgeKey, Packet
+from stagemesh.connectors.flow.chunking import FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.connectors.flow.inlet import Inlet
+from stagemesh.connectors.flow.outlet import Outlet
+from stagemesh.connectors.stream import local_socket
+from stagemesh.connectors.tickets import ReceivedTicket
+from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
+from tests.connectors.handmade_producers import KEY, OPEN, peer
+from tests.connectors.hosts import Host
+from tests.connectors.offers import KIND, Offers, open_ticket_flow, take
+
+BOUND_S = 5.0
+eventually = partial(until, timeout_s=BOUND_S)
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets replicas believe that they are on different hosts, so that no process is watched."""
+
+    async def refuse(name: str, *, arena_fd: int | None) -> socket.socket:
+        raise ConnectionRefusedError(f"{name} is on another host ({arena_fd})")
+
+    monkeypatch.setattr(local_socket, "dial", refuse)
+
+
+@asynccontextmanager
+async def three_hosts() -> AsyncGenerator[tuple[Host, Host, Host]]:
+    third = await Host.started("c-0")
+    try:
+        async with two_hosts() as (a, b):
+            yield a, b, third
+    finally:
+        await third.close()
+
+
+async def finish(outlet: Outlet, inlet: Inlet) -> None:
+    """Ends a flow and reads its rest."""
+    finishing = asyncio.create_task(outlet.finish())
+    assert [packet async for packet in inlet] == []
+    await finishing
+    await inlet.aclose()
+
+
+@pytest.mark.parametrize("connector", [GRPC, SHM])
+async def test_ticket_arrives_with_the_tensors_of_its_packet(connector: ConnectorName) -> None:
+    offers = Offers()
+    async with two_hosts(inline_limit_bytes=0) as (a, b):
+        outlet, inlet = open_ticket_flow(a, b, connector=connector)
+        await offers.send(outlet)
+        packet = await anext(aiter(inlet))
+        ticket = packet.tickets["kv"]
+        assert packet.tensors["first_token"].tolist() == [7]
+        assert (ticket.kind, ticket.descriptor, ticket.size_bytes) == (KIND, b"kv", 1 << 30)
+        assert packet.size_bytes == 4
+
+
+async def test_state_is_released_once_when_its_reader_releases_the_ticket() -> None:
+    offers = Offers()
+    async with two_hosts() as (a, b):
+        outlet, inlet = open_ticket_flow(a, b)
+        await offers.send(outlet)
+        ticket = await take(inlet)
+        assert await ticket.accept() > asyncio.get_running_loop().time()
+        assert offers.released == []
+        ticket.release()
+        ticket.release()
+        await eventually(lambda: offers.released == ["kv"])
+        await finish(outlet, inlet)
+    assert offers.released == ["kv"]
+
+
+async def test_dropped_ticket_ends_like_a_released_one() -> None:
+    offers = Offers()
+    async with two_hosts() as (a, b):
+        outlet, inlet = open_ticket_flow(a, b)
+        await offers.send(outlet)
+        ticket = await take(inlet)
+        await ticket.accept()
+        del ticket
+        await eventually(lambda: offers.released == ["kv"])
+
+
+async def test_ticket_without_an_acceptance_is_kept_until_the_flow_ends() -> None:
+    offers = Offers()
+    async with two_hosts() as (a, b):
+        outlet, inlet = open_ticket_flow(a, b)
+        await offers.send(outlet)
+        (await take(inlet)).release()
+        await asyncio.sleep(0.05)
+        assert offers.released == []
+        await finish(outlet, inlet)
+        await eventually(lambda: offers.released == ["kv"])
+
+
+async def test_ticket_cannot_be_accepted_after_its_time_limit() -> None:
+    offers = Offers()
+    async with two_hosts() as (a, b):
+        outlet, inlet = open_ticket_flow(a, b)
+        await offers.send(outlet, time_limit_s=0.05)
+        ticket = await take(inlet)
+        await eventually(lambda: offers.released == ["kv"])
+        with pytest.raises(UnavailableError) as refused:
+            await ticket.accept()
+        assert refused.value.reason == "TICKET_EXPIRED"
+        ticket.release()
+    assert offers.released == ["kv"]
+
+
+async def test_acceptance_renews_the_time_limit() -> None:
+    offers = Offers()
+    async with two_hosts() as (a, b):
+        outlet, inlet = open_ticket_flow(a, b)
+        await offers.send(outlet, time_limit_s=0.4)
+        ticket = await take(inlet)
+        for _ in range(3):
+            until_s = await ticket.accept()
+            await asyncio.sleep(0.3)
+            assert offers.released == []
+            assert asyncio.get_running_loop().time() < until_s
+        await eventually(lambda: offers.released == ["kv"])
+
+
+async def test_companions_are_released_together() -> None:
+    offers = Offers()
+    async with two_hosts() as (a, b):
+        outlet, inlet = open_ticket_flow(a, b)
+        await offers.send(outlet, "with prompt", "without prompt")
+        packet = await anext(aiter(inlet))
+        first, second = packet.tickets.values()
+        del packet
+        await first.accept()
+        first.release()
+        await second.accept()
+        assert offers.released == []
+        second.release()
+        await eventually(lambda: offers.released == ["with prompt", "without prompt"])
+
+
+async def test_state_for_two_consumers_is_released_after_the_last() -> None:
+    offers = Offers()
+    async with three_hosts() as (a, b, c):
+        flows = [open_ticket_flow(a, consumer) for consumer in (b, c)]
+        fan_out = a.plane.fan_out()
+        for outlet, _ in flows:
+            fan_out.add(outlet)
+        ticket = offers.offer()
+        await fan_out.send(Packet({}, tickets={"kv": ticket}))
+        ticket.release()
+        first, second = [await take(inlet) for _, inlet in flows]
+        for each in (first, second):
+            await each.accept()
+        first.release()
+        await asyncio.sleep(0.05)
+        assert offers.released == []
+        second.release()
+        await eventually(lambda: offers.released == ["kv"])
+
+
+# -- broken connections and ends that die
+
+
+async def test_ticket_survives_a_broken_connection() -> None:
+    offers = Offers()
+    async with two_hosts() as (a, b), proxied(b.endpoint) as (proxy, endpoint):
+        outlet, inlet = open_ticket_flow(a, b, connector=GRPC, endpoint=endpoint)
+        await offers.send(outlet)
+        ticket = await take(inlet)
+        proxy.cut()
+        await ticket.accept()
+        proxy.cut()
+        await ticket.accept()
+        assert offers.released == []
+        proxy.cut()
+        ticket.release()
+        await eventually(lambda: offers.released == ["kv"])
+        await finish(outlet, inlet)
+
+
+async def test_acceptance_that_is_cut_off_is_repeated() -> None:
+    offers = Offers()
+    async with two_hosts() as (a, b), proxied(b.endpoint) as (proxy, endpoint):
+        outlet, inlet = open_ticket_flow(a, b, connector=GRPC, endpoint=endpoint)
+        await offers.send(outlet)
+        ticket = await take(inlet)
+        for turns in range(8):
+            accepting = asyncio.create_task(ticket.accept())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            proxy.cut()
+            await accepting
+        assert offers.released == []
+
+
+async def test_lost_consumer_leaves_the_ticket_to_its_successor(apart: None) -> None:
+    del apart
+    offers = Offers()
+    async with three_hosts() as (a, b, c):
+        outlet, inlet = open_ticket_flow(a, b, rebind_s=10)
+        await offers.send(outlet)
+        ticket = await take(inlet)
+        await ticket.accept()
+        await b.close()
+        await eventually(lambda: outlet.is_lost)
+        assert offers.released == []
+        successor = c.plane.open_inlet(EdgeKey("r", "a->b", 2), producer="a-0", ticket_kinds=[KIND])
+        outlet.check_rebindable()
+        a.plane.rebind_outlet(outlet, EdgeKey("r", "a->b", 2), endpoint=c.endpoint, consumer=c.replica, connector=GRPC)
+        again = await take(successor)
+        await again.accept()
+        ticket.release()
+        again.release()
+        await eventually(lambda: offers.released == ["kv"])
+
+
+async def test_lost_consumer_without_a_successor_releases_the_state(apart: None) -> None:
+    del apart
+    offers = Offers()
+    async with two_hosts() as (a, b):
+        outlet, inlet = open_ticket_flow(a, b)
+        await offers.send(outlet)
+        ticket = await take(inlet)
+        await b.close()
+        await eventually(lambda: offers.released == ["kv"])
+        with pytest.raises(UnavailableError) as refused:
+            await ticket.accept()
+        assert refused.value.reason == "TICKET_LOST"
+
+
+async def test_ticket_of_a_former_incarnation_is_refused() -> None:
+    offers = Offers()
+    async with two_hosts() as (a, b):
+        outlet, inlet = open_ticket_flow(a, b)
+        await offers.send(outlet)
+        ticket = await take(inlet)
+        await a.close()
+        restarted = await Host.started("a-0")
+        try:
+            other, other_inlet = open_ticket_flow(restarted, b, request="r2")
+            later = Offers()
+            await later.send(other)
+            await (await take(other_inlet)).accept()
+            with pytest.raises(UnavailableError) as refused:
+                await ticket.accept()
+            assert refused.value.reason == "TICKET_LOST"
+        finally:
+            await restarted.close()
+    assert offers.released == ["kv"]
+
+
+async def test_producer_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tickets_module, "_ANSWER_S", 0.1)
+    offers = Offers()
+    async with two_hosts() as (a, b), proxied(b.endpoint) as (proxy, endpoint):
+        outlet, inlet = open_ticket_flow(a, b, connector=GRPC, endpoint=endpoint)
+        await offers.send(outlet)
+        ticket = await take(inlet)
+        proxy.target_port = 9
+        proxy.cut()
+        with pytest.raises(UnavailableError) as refused:
+            await ticket.accept()
+        assert refused.value.reason == "TICKET_LOST"
+
+
+# -- flows that end early
+
+
+async def test_aborted_flow_keeps_a_state_that_is_being_read() -> None:
+    offers = Offers()
+    async with two_hosts() as (a, b):
+        outlet, inlet = open_ticket_flow(a, b)
+        await offers.send(outlet)
+        ticket = await take(inlet)
+        await ticket.accept()
+        outlet.abort(InternalError("the engine failed"))
+        with pytest.raises(InternalError):
+            await take(inlet)
+        await inlet.aclose()
+        await asyncio.sleep(0.05)
+        assert offers.released == []
+        ticket.release()
+        await eventually(lambda: offers.released == ["kv"])
+
+
+async def test_aborted_flow_releases_a_state_without_a_reader() -> None:
+    offers = Offers()
+    async with two_hosts() as (a, b):
+        outlet, inlet = open_ticket_flow(a, b)
+        await offers.send(outlet)
+        outlet.abort(InternalError("the engine failed"))
+        await inlet.aclose()
+        await eventually(lambda: offers.released == ["kv"])
+
+
+async def test_used_ticket_is_not_sent_to_another_consumer() -> None:
+    offers = Offers()
+    async with two_hosts() as (a, b):
+        outlet, inlet = open_ticket_flow(a, b, rebind_s=10)
+        await offers.send(outlet)
+        ticket = await take(inlet)
+        await ticket.accept()
+        outlet.check_rebindable()
+        ticket.release()
+        await eventually(lambda: offers.released == ["kv"])
+        with pytest.raises(NotReadyError) as refused:
+            outlet.check_rebindable()
+        assert refused.value.reason == "CHUNK_GONE"
+
+
+async def test_ticket_that_a_new_producer_repeats_is_dropped() -> None:
+    first, second = Offers(), Offers()
+    async with three_hosts() as (a, b, c):
+        outlet, inlet = open_ticket_flow(a, b, rebind_s=10)
+        await first.send(outlet)
+        ticket = await take(inlet)
+        await ticket.accept()
+        b.plane.rebind_inlet(inlet, EdgeKey("r", "a->b", 2), producer=c.replica, first_rows={})
+        key = EdgeKey("r", "a->b", 2)
+        again = c.plane.open_outlet(key, endpoint=b.endpoint, consumer=b.replica, connector=GRPC, policy=StepPolicy())
+        await second.send(again)
+        await finish(again, inlet)
+        await eventually(lambda: second.released == ["kv"])
+        assert first.released == []
+
+
+# -- tickets that cannot be sent
+
+
+async def test_flow_with_a_kind_that_the_reader_does_not_accept_is_rejected() -> None:
+    offers = Offers()
+    async with two_hosts() as (a, b):
+        outlet, inlet = open_ticket_flow(a, b, kinds=("other.state",))
+        await offers.send(outlet)
+        with pytest.raises(UnsupportedError, match=r"accepts other\.state") as refused:
+            await outlet.finish()
+        assert refused.value.reason == "TICKET_REFUSED"
+        await eventually(lambda: offers.released == ["kv"])
+        with pytest.raises(UnsupportedError):
+            await take(inlet)
+
+
+@pytest.mark.parametrize("policy", [WholePolicy(), FramesPolicy(1)])
+async def test_policy_that_cuts_packets_rejects_tickets(policy: WholePolicy | FramesPolicy) -> None:
+    offers = Offers()
+    async with two_hosts() as (a, b):
+        outlet, _ = open_ticket_flow(a, b, policy=policy)
+        with pytest.raises(InvalidChunkError, match="cannot be cut"):
+            await offers.send(outlet)
+    assert offers.released == ["kv"]
+
+
+@pytest.mark.parametrize(
+    ("tensor_bytes", "names", "message"),
+    [(64 << 10, 1, ""), ((64 << 10) + 1, 1, "a packet of their own"), (0, 17, "at most 16"), (4, 0, "")],
+)
+async def test_limits_of_a_packet_with_tickets(tensor_bytes: int, names: int, message: str) -> None:
+    offers = Offers()
+    offered = {f"kv{number}": offers.offer(f"kv{number}") for number in range(names)}
+    async with two_hosts() as (a, b):
+        outlet, inlet = open_ticket_flow(a, b)
+        packet = Packet({"x": np.zeros(tensor_bytes, np.uint8)}, tickets=offered)
+        if message:
+            with pytest.raises(InvalidChunkError, match=message):
+                await outlet.send(packet)
+        else:
+            await outlet.send(packet)
+            assert len((await anext(aiter(inlet))).tickets) == names
+
+
+async def test_ticket_needs_no_credit() -> None:
+    offers = Offers()
+    async with two_hosts(window_bytes=4) as (a, b):
+        outlet, inlet = open_ticket_flow(a, b)
+        await offers.send(outlet)
+        ticket = offers.offer("second")
+        await outlet.send(Packet({}, tickets={"kv": ticket}))
+        ticket.release()
+        assert [(await take(inlet)).descriptor for _ in range(2)] == [b"kv", b"second"]
+
+
+async def test_offered_ticket_can_be_used_without_a_data_plane() -> None:
+    offers = Offers()
+    ticket = offers.offer()
+    assert await ticket.accept() > asyncio.get_running_loop().time()
+    ticket.release()
+    assert offers.released == ["kv"]
+    with pytest.raises(StagemeshError) as refused:
+        await ticket.accept()
+    assert refused.value.reason == "TICKET_EXPIRED"
+
+
+# -- messages of hostile peers
+
+
+def _handover(name: str = "kv", **fields: Any) -> tensor_pb2.Tensor:
+    handover = {"kind": KIND, "state_descriptor": b"x", "size_bytes": 1, "time_limit_s": 30.0, **fields}
+    return tensor_pb2.Tensor(name=name, handover=tensor_pb2.Handover(**handover))
+
+
+_TEXT = tensor_pb2.Tensor(name="x", dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[1], inline=b"1")
+
+
+def _data(*tensors: tensor_pb2.Tensor, size_bytes: int = 0, lease_id: int = 5) -> chunk_pb2.ChunkData:
+    return chunk_pb2.ChunkData(tensors=tensors, size_bytes=size_bytes, lease_id=lease_id)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(_data(_handover(), lease_id=0), id="no lease"),
+        pytest.param(_data(_handover(), _TEXT, _handover("kv2"), size_bytes=1), id="tensor after a ticket"),
+        pytest.param(_data(_handover(), size_bytes=1), id="size of the state counted"),
+        pytest.param(_data(_handover(), _handover()), id="same name twice"),
+        pytest.param(_data(_TEXT, _handover("x"), size_bytes=1), id="name of a tensor"),
+        pytest.param(_data(*(_handover(f"kv{n}") for n in range(17))), id="too many tickets"),
+        pytest.param(_data(_handover(state_descriptor=b"x" * ((64 << 10) + 1))), id="long descriptor"),
+        pytest.param(_data(_handover(time_limit_s=0.0)), id="no time"),
+        pytest.param(_data(_handover(time_limit_s=float("nan"))), id="time that is no number"),
+        pytest.param(_data(_handover(time_limit_s=float("inf"))), id="endless time"),
+        pytest.param(
+            _data(tensor_pb2.Tensor(name="kv", shape=[3], handover=_handover().handover)), id="ticket with a shape"
+        ),
+    ],
+)
+async def test_malformed_ticket_is_rejected(data: chunk_pb2.ChunkData) -> None:
+    async with peer() as one:
+        inlet = one.host.plane.open_inlet(KEY, producer="a-0", ticket_kinds=[KIND])
+        await one.put(OPEN)
+        await one.answer("opened")
+        await one.put_data(data)
+        assert await one.reason() == "INVALID_CHUNK"
+        await inlet.aclose()
+        # No lease is retained for it.
+        for producer in one.host.plane.consumer._producers.values():
+            assert not producer.held_lease_ids
+
+
+@pytest.mark.parametrize("kind", ["", "KV", "other.kv", "a" * 65, "x\0"])
+async def test_ticket_of_another_kind_is_refused_and_its_lease_returned(kind: str) -> None:
+    async with peer() as one:
+        inlet = one.host.plane.open_inlet(KEY, producer="a-0", ticket_kinds=[KIND])
+        await one.put(OPEN)
+        await one.answer("opened")
+        await one.put_data(_data(_handover(kind=kind)))
+        assert (await one.answer("release")).release.lease_ids == [5]
+        with pytest.raises(UnsupportedError):
+            await take(inlet)
+
+
+async def test_repeated_and_unknown_answers_are_ignored() -> None:
+    async with peer() as one:
+        inlet = one.host.plane.open_inlet(KEY, producer="a-0", ticket_kinds=[KIND])
+        await one.put(OPEN)
+        await one.answer("opened")
+        await one.put_data(_data(_handover()))
+        ticket = await take(inlet)
+        accepting = asyncio.create_task(ticket.accept())
+        accept = (await one.answer("accept")).accept
+        assert accept.lease_id == 5
+        unknown = stage_pb2.TicketsAnswer(acceptance=accept.acceptance + 1)
+        answer = stage_pb2.TicketsAnswer(acceptance=accept.acceptance)
+        refusal = stage_pb2.TicketsAnswer(acceptance=accept.acceptance, error=chunk_pb2.Error(code=14))
+        for each in (unknown, answer, answer, refusal):
+            await one.put(stage_pb2.PutItem(tickets=each))
+        assert await accepting > 0
+        await inlet.aclose()
+
+
+async def test_lease_of_another_consumer_cannot_be_accepted() -> None:
+    offers = Offers()
+    async with three_hosts() as (a, b, c):
+        outlet, inlet = open_ticket_flow(a, b)
+        await offers.send(outlet)
+        ticket = await take(inlet)
+        [lease_id] = b.plane.consumer._producers["a-0", a.plane.incarnation].held_lease_ids
+        _, other = open_ticket_flow(a, c, request="r2")
+        thief = ReceivedTicket(
+            KIND,
+            b"",
+            size_bytes=1,
+            time_limit_s=30,
+            accept=partial(await _acceptances(c, a), lease_id),
+            on_release=lambda: None,
+        )
+        with pytest.raises(UnavailableError) as refused:
+            await thief.accept()
+        assert refused.value.reason == "TICKET_EXPIRED"
+        await ticket.accept()
+        await other.aclose()
+
+
+async def _acceptances(consumer: Host, producer: Host) -> Callable[[int], Awaitable[None]]:
+    key = "a-0", producer.plane.incarnation
+    await eventually(lambda: key in consumer.plane.consumer._producers)
+    return consumer.plane.consumer._producers[key].acceptances.accept

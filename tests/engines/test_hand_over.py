@@ -1,0 +1,129 @@
+"""The fake engine hands state over: a `prefill` stage offers it, and a `decode` stage reads it."""
+
+import asyncio
+import gc
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from pydantic import JsonValue
+
+from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnavailableError
+from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.tickets import OfferedTicket
+from stagemesh.services.engines.base import SamplingOptions, Task
+from stagemesh.services.engines.fake import KIND, STATE
+from stagemesh.services.engines.fake.engine import FakeEngine
+from stagemesh.services.engines.fake.outputs import decoded_text, state_content
+from stagemesh.services.engines.fake.state_store import StateCounts, StateStore, read_state
+from tests.engines.support import collect, packets, stage_config, text_of
+
+TASK = Task("r", seed=3, prompt="hello", sampling=SamplingOptions(max_tokens=5))
+
+
+@asynccontextmanager
+async def started(function: str, **options: JsonValue) -> AsyncGenerator[FakeEngine]:
+    engine = FakeEngine(stage_config("fake", function=function, options=options))
+    await engine.start(lambda _: None)
+    yield engine
+    await engine.close()
+
+
+async def offered(engine: FakeEngine, task: Task = TASK) -> Packet:
+    [packet] = packets(await collect(engine.submit(task)))
+    return packet
+
+
+def decoding(*tickets: OfferedTicket) -> Task:
+    async def edge() -> AsyncIterator[Packet]:
+        for ticket in tickets:
+            yield Packet({}, tickets={STATE: ticket})
+
+    return replace(TASK, inlets={"prefill->decode": edge()})
+
+
+def bogus(descriptor: bytes) -> OfferedTicket:
+    return OfferedTicket(KIND, descriptor, size_bytes=1, time_limit_s=30, on_release=lambda: None)
+
+
+def expected() -> str:
+    state = state_content(TASK, 1000)
+    return b"".join(decoded_text(state, step).tobytes() for step in range(5)).decode()
+
+
+async def test_decode_computes_its_text_from_the_state() -> None:
+    async with started("prefill", state_bytes=100_000) as prefill, started("decode") as decode:
+        ticket = (await offered(prefill)).tickets[STATE]
+        assert isinstance(ticket, OfferedTicket)
+        assert (ticket.kind, ticket.size_bytes) == (KIND, 100_000)
+        assert text_of(await collect(decode.submit(decoding(ticket)))) == expected()
+        assert prefill.states.counts == StateCounts(offered=1, released=1)
+
+
+async def test_state_that_is_released_while_it_is_read_is_counted() -> None:
+    store = StateStore()
+    await store.start()
+    ticket = store.offer(b"x" * 1000, time_limit_s=30)
+    reading = asyncio.create_task(read_state(ticket.descriptor, pause_s=0.2))
+    await asyncio.sleep(0.1)
+    ticket.release()
+    with pytest.raises(UnavailableError):
+        await reading
+    with pytest.raises(UnavailableError, match="has been released"):
+        await read_state(ticket.descriptor)
+    assert store.counts == StateCounts(offered=1, released=1, cut_reads=1, refused_reads=1)
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    "descriptor", [b"", b"{}", b"\xff\xfe", b"[1]", b'{"socket": 1, "state": 2}', b"null", b"9" * 9999]
+)
+async def test_descriptor_that_cannot_be_read_is_an_error_of_the_request(descriptor: bytes) -> None:
+    async with started("decode", recompute=True) as decode:
+        with pytest.raises(InvalidRequestError) as refused:
+            await collect(decode.submit(decoding(bogus(descriptor))))
+        assert refused.value.reason == "INVALID_TICKET"
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+async def test_lost_state_is_recomputed_or_an_error_that_restarts_the_steps(recompute: bool) -> None:
+    async with started("prefill") as prefill, started("decode", recompute=recompute) as decode:
+        ticket = (await offered(prefill)).tickets[STATE]
+        await prefill.close()
+        try:
+            assert text_of(await collect(decode.submit(decoding(ticket)))) == expected()  # type: ignore[arg-type]
+            assert recompute
+        except StagemeshError as exc:
+            assert (exc.reason, recompute) == ("TICKET_LOST", False)  # noqa: PT017 - the other case has no error
+
+
+async def test_edge_without_a_ticket_is_an_error() -> None:
+    async with started("decode") as decode:
+        with pytest.raises(StagemeshError, match="received no ticket"):
+            await collect(decode.submit(decoding()))
+
+
+async def test_stopped_task_releases_its_ticket() -> None:
+    async with started("prefill") as prefill, started("decode", state_s=30.0) as decode:
+        ticket = (await offered(prefill)).tickets[STATE]
+        running = asyncio.create_task(collect(decode.submit(decoding(ticket))))  # type: ignore[arg-type]
+        await asyncio.sleep(0.1)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        gc.collect()
+        assert prefill.states.counts.released == 1
+
+
+async def test_waiting_task_prefetches_if_the_queue_is_short() -> None:
+    async with started("prefill") as prefill, started("decode", max_running=1, prefetch=1, step_s=0.2) as decode:
+        running = [
+            asyncio.create_task(collect(decode.submit(decoding((await offered(prefill)).tickets[STATE]))))  # type: ignore[arg-type]
+            for _ in range(3)
+        ]
+        await asyncio.sleep(0.1)
+        # The first task runs, the second one waits, and the queue is too long for the third one.
+        assert prefill.states.counts.released == 2
+        for task in running:
+            assert text_of(await task) == expected()
+        assert prefill.states.counts == StateCounts(offered=3, released=3)

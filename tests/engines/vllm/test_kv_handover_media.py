@@ -1,0 +1,66 @@
+"""Images in prompts whose KV cache a prefill engine hands over."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from pydantic import JsonValue
+
+from stagemesh.services.engines.base import ChatMessage, Conversation, MediaFile, Part, SamplingOptions, Task
+from stagemesh.services.engines.vllm.engine import VllmEngine
+from stagemesh.services.engines.vllm.options import KV_CACHE
+from tests.engines.support import collect, packets, stage_config, text_of
+from tests.engines.vllm.media_files import image
+from tests.engines.vllm.test_kv_handover import stream, ticket_of
+from tests.engines.vllm.tiny_media_models import write_idefics3
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400), pytest.mark.soak]
+
+OPTIONS: Mapping[str, JsonValue] = {
+    "dtype": "float32",
+    "kv_cache_memory_bytes": 8 << 20,
+    "max_model_len": 512,
+    "limit_mm_per_prompt": {"image": 2},
+}
+SAMPLING = SamplingOptions(max_tokens=20, temperature=1.0, ignore_eos=True)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sequence[VllmEngine]]:
+    model: Path = write_idefics3(tmp_path_factory.mktemp("idefics3"))
+    started = list[VllmEngine]()
+    for role in ("prefill", "decode"):
+        options: Mapping[str, JsonValue] = {**OPTIONS, "kv_handover": {"role": role, "min_tokens": 1}}
+        engine = VllmEngine(stage_config("vllm", model=str(model), options=options))
+        await engine.start(lambda _: None)
+        started.append(engine)
+    yield started
+    for engine in started:
+        await engine.close()
+
+
+def task(*images: MediaFile) -> Task:
+    parts: list[Part] = ["what is ", *images, " this? " * 20]
+    return Task("images", 3, Conversation([ChatMessage("user", parts=parts)]), sampling=SAMPLING)
+
+
+async def test_texts_equal_those_of_one_engine(engines: Sequence[VllmEngine]) -> None:
+    prefill, decode = engines
+    each = replace(task(image(seed=1), image(40, 30, seed=2)), wanted=frozenset({"text"}))
+    alone = text_of(await collect(decode.submit(replace(each, inlets={"in": stream([])}))))
+    sent = packets(
+        await collect(prefill.submit(replace(each, sampling=SamplingOptions(), wanted=frozenset({KV_CACHE}))))
+    )
+    assert text_of(await collect(decode.submit(replace(each, inlets={"in": stream(sent)})))) == alone
+    assert ticket_of(sent).is_released
+
+
+async def test_cache_of_another_image_is_not_read(
+    engines: Sequence[VllmEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = engines
+    sent = packets(await collect(prefill.submit(replace(task(image(seed=5)), wanted=frozenset({KV_CACHE})))))
+    await collect(decode.submit(replace(task(image(seed=6)), inlets={"in": stream(sent)})))
+    assert "computed another prompt" in caplog.text
