@@ -95,7 +95,7 @@ stubs: # Write the stubs into $(OUT) and the error catalogue into $(DOCS); tests
 	python -m grpc_tools.protoc -I protos --grpc_python_out=$(OUT) --mypy_grpc_out=$(OUT) $(SERVICES)
 	python -m tools.error_catalogue $(DOCS)/errors.md
 
-bench: models ## Measure the speech pipeline, an omni model, the edges, the stages, the orchestrator, media and the client into out/bench-*.json
+bench: models ## Measure the speech pipeline, an omni model, the edges, the stages, the orchestrator, sessions, media and the client into out/bench-*.json
 	python -m benchmarks.speech --json out/bench-speech.json
 	python -m benchmarks.edges --json out/bench-edges.json
 	python -m benchmarks.ar_stage --json out/bench-ar-stage.json
@@ -104,6 +104,7 @@ bench: models ## Measure the speech pipeline, an omni model, the edges, the stag
 	python -m benchmarks.diffusion_stage --json out/bench-diffusion-stage.json
 	python -m benchmarks.orchestrator --json out/bench-orchestrator.json
 	python -m benchmarks.orchestrator_idle --json out/bench-orchestrator-idle.json
+	python -m benchmarks.sessions --json out/bench-sessions.json
 	python -m benchmarks.simulate --json out/bench-simulate.json
 	python -m benchmarks.media_uploads --json out/bench-media-uploads.json
 	python -m benchmarks.media_outputs --json out/bench-media-outputs.json

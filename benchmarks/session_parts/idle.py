@@ -90,9 +90,11 @@ async def measure_delays(count: int, *, rounds: int) -> list[Delays]:
 
 
 async def _until_none(deployment: Deployment) -> None:
-    async with asyncio.timeout(_PARKING_S):
-        while (await _status(deployment)).sessions:  # noqa: ASYNC110  # the orchestrator sends no event for it
-            await asyncio.sleep(1)
+    async with asyncio.timeout(_PARKING_S), open_channel(deployment.admin_endpoint) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        async for state in stub.WatchPipeline(admin_pb2.WatchPipelineRequest(interval_s=1)):
+            if not state.pipeline.sessions:
+                return
 
 
 async def _measure_open(count: int) -> float:

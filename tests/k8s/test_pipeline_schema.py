@@ -66,6 +66,7 @@ TYPES: Mapping[tuple[str, ...], tuple[Any, ...]] = {
     ("pipelineOption",): (schema.OptionEntry,),
     ("pipelineLimits",): (schema.Limits,),
     ("pipelineLimits", "properties", "per_caller"): (schema.Bounds,),
+    ("pipelineSessions",): (schema.SessionsEntry,),
 }
 
 
@@ -124,7 +125,8 @@ edges:
   - {from: a, to: d, chunk: {frames: 3, initial_frames: 1, ramp: auto}}
   - {from: a, to: e, chunk: {frames: 3, ramp: [1, "${N:-3}"]}}
 outputs: {text: a, video: {from: b.frames, media_type: video/mp4, frame_rate: 24.5, stored: "${STORED:-true}"}}
-limits: {max_in_flight: "${MAX:-64}", per_caller: {max_queued: 0}, max_choices: 4}
+limits: {max_in_flight: "${MAX:-64}", per_caller: {max_queued: 0}, max_choices: 4, max_session_bytes: 9}
+sessions: {park_s: "${PARK:-5}", turn_detection: ears}
 media: {store: "s3://bucket", allowed: ["file:///srv"], storage_options: {s3: {key: "${KEY}"}}, max_file_bytes: 5}
 """
 

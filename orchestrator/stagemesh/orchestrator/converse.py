@@ -42,6 +42,7 @@ async def _read_events(session: Session, call: SessionCall, context: _Context) -
     try:
         while (event := await _read(context)) is not None:
             session.handle(call, event)
+            await call.wait_for_space()
     except Exception as exc:  # noqa: BLE001
         call.end(to_error(exc, {}))
     else:

@@ -53,6 +53,23 @@ def test_a_released_plan_makes_its_replica_the_first_choice_again(pipeline: Pipe
     assert [replica.running for replica in registry.of("b")] == [1, 1]
 
 
+def test_a_preferred_replica_is_used_while_it_has_little_more_work(pipeline: Pipeline) -> None:
+    registry = _registry(pipeline, 3)
+    planner, preferred = Planner(pipeline, registry), {"b": "b-2"}
+    busy = next(replica for replica in registry.of("b") if replica.name == "b-2")
+    busy.load.report(0.2, steps=1)
+    assert planner.plan(pipeline.route(["last"]), preferred=preferred).replicas["b"] == "b-2"
+    busy.load.report(5.0, steps=1)
+    assert planner.plan(pipeline.route(["last"]), preferred=preferred).replicas["b"] != "b-2"
+
+
+def test_a_preferred_replica_that_is_not_ready_is_ignored(pipeline: Pipeline) -> None:
+    registry = _registry(pipeline, 2)
+    registry.of("b")[0].observe(ReplicaState.DRAINING, "")
+    plan = Planner(pipeline, registry).plan(pipeline.route(["last"]), preferred={"b": "b-0", "c": "unknown"})
+    assert plan.replicas["b"] == "b-1"
+
+
 def test_only_ready_replicas_are_chosen(pipeline: Pipeline) -> None:
     registry = _registry(pipeline, 2)
     registry.of("b")[0].observe(ReplicaState.DRAINING, "")

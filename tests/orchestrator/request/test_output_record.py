@@ -51,6 +51,13 @@ async def test_a_caller_with_the_whole_output_gets_its_end() -> None:
     assert finished.HasField("finished")
 
 
+@pytest.mark.parametrize("position", [0, 4, 6])
+async def test_the_events_so_far_are_those_that_a_caller_would_receive(position: int) -> None:
+    record = _record_of("Hel", "lo ", "you")
+    events = map(orchestrator_pb2.GenerateResponse.FromString, record.events_after({("text", 0): position}))
+    assert list(events) == await _received(record, text=position)
+
+
 async def test_a_restarted_stage_repeats_nothing() -> None:
     record = RequestRecord(Timeline(outputs=("text",)))
     record.timeline.note_planned()

@@ -45,6 +45,16 @@ async def test_an_ended_request_is_dropped_in_time() -> None:
     assert table.find("r1") is None
 
 
+async def test_only_an_ended_request_can_be_discarded() -> None:
+    table = RequestRegistry()
+    for request_id in ("r1", "r2"):
+        table.add(request_id, _known())
+    table.end("r1")
+    for request_id in ("r1", "r2", "unknown"):
+        table.discard_ended(request_id)
+    assert (table.find("r1") is None, table.find("r2") is None) == (True, False)
+
+
 async def test_the_oldest_requests_are_dropped_if_too_much_is_kept() -> None:
     table = RequestRegistry(keep_bytes=100)
     for request_id in ("r1", "r2", "r3"):

@@ -1,6 +1,7 @@
 """The sessions of an orchestrator: their limits, their end, and their lookup by id."""
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -14,6 +15,8 @@ from stagemesh.orchestrator.session.tasks import Task
 from stagemesh.orchestrator.session.turn_requests import Runner
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import orchestrator_pb2
+
+_log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _RETRY_AFTER_S = 1.0
@@ -130,7 +133,15 @@ class SessionRegistry:
 
     def _spawn(self, work: Coroutine[object, object, None]) -> Task:
         assert self._group is not None, "sessions are opened only while the registry runs"
-        return self._group.create_task(work)
+        return self._group.create_task(_run_logged(work))
+
+
+async def _run_logged(work: Coroutine[object, object, None]) -> None:
+    """Runs the work of one session. A defect in it must not end the other sessions."""
+    try:
+        await work
+    except Exception:  # noqa: BLE001
+        _log.exception("a task of a session failed unexpectedly")
 
 
 def _check_same(known: SessionSettings, settings: SessionSettings, opening: orchestrator_pb2.SessionOpen) -> None:

@@ -85,11 +85,11 @@ class Session:
 
         `is_known` is whether this is not the first call that is attached.
         """
-        if self._call is not None:
-            self._call.end(
+        if (former := self._call) is not None:
+            self.detach(former)
+            former.end(
                 ReplacedError("a later call has attached to the session; end this one", reason="SESSION_REPLACED")
             )
-            self._turns.detach()
         call = self._call = SessionCall()
         self.linger_s = min(opening.linger_s, MAX_SESSION_LINGER_S)
         self._is_rebuilt = not is_known and opening.earlier_calls > 0
@@ -243,9 +243,11 @@ class Session:
             self._call.send(response(grant=grant))
 
     def turn_ended(self) -> None:
+        if self._call is None:
+            # A request without a call to follow it would run until its deadline.
+            return
         self.changed_s = self._clock()
-        # A request without a call to follow it would run until its deadline.
-        if self._call is not None and not (self.is_closed or self._is_stopping):
+        if not (self.is_closed or self._is_stopping):
             self._turns.proceed()
         self._end_call_when_idle()
 

@@ -10,12 +10,14 @@ from stagemesh.orchestrator.session.responses import generated_response
 
 _MAX_WAITING = 4
 """The maximum number of events of an answer that wait to be sent."""
+_MAX_UNREAD = 256
+"""The number of events that wait to be sent above which no further event of the client is read."""
 
 
 class SessionCall:
     """The events for one call of a client, in order, and the end of the call."""
 
-    __slots__ = ("_changed", "_error", "_events", "_has_ended", "_waiting")
+    __slots__ = ("_changed", "_error", "_events", "_waiting", "has_ended")
 
     def __init__(self) -> None:
         # A deque would need a kilobyte of memory in each idle session.
@@ -23,7 +25,8 @@ class SessionCall:
         """Serialized events, and events of an answer's request, each with its answer."""
         self._waiting = 0
         """The number of events of an answer in `_events`."""
-        self._has_ended = False
+        self.has_ended = False
+        """Whether the call ends when the waiting events have been sent."""
         self._error: StagemeshError | None = None
         self._changed = Notifier()
 
@@ -40,6 +43,11 @@ class SessionCall:
         self._waiting += 1
         self._changed.fire()
 
+    async def wait_for_space(self) -> None:
+        """Waits while the client leaves too many events unread, for example rejections of its own events."""
+        while len(self._events) > _MAX_UNREAD:
+            await self._changed.wait()
+
     def drop(self, answer: Answer) -> None:
         """Drops the events of an answer that wait to be sent."""
         kept = [event for event in self._events if isinstance(event, bytes) or event[0] is not answer]
@@ -49,8 +57,8 @@ class SessionCall:
 
     def end(self, error: StagemeshError | None = None) -> None:
         """Ends the call after the events that wait. `error` is the error with which it ends. Idempotent."""
-        if not self._has_ended:
-            self._has_ended, self._error = True, error
+        if not self.has_ended:
+            self.has_ended, self._error = True, error
             self._changed.fire()
 
     async def events(self) -> AsyncGenerator[bytes]:
@@ -58,7 +66,7 @@ class SessionCall:
         while True:
             while self._events:
                 yield self._take()
-            if self._has_ended:
+            if self.has_ended:
                 break
             await self._changed.wait()
         if self._error is not None:
@@ -66,10 +74,10 @@ class SessionCall:
 
     def _take(self) -> bytes:
         event = self._events.pop(0)
+        self._changed.fire()
         if isinstance(event, bytes):
             return event
         self._waiting -= 1
-        self._changed.fire()
         answer, generated = event
         answer.note_sent(generated)
         return generated_response(answer.turn, generated)

@@ -122,6 +122,9 @@ class Turns:
     def stop(self) -> RunningRequest | None:
         """Stops everything that runs, because the session ends. Returns the request that ends now, or None."""
         self.detach()
+        # The session is freed by a garbage collection, which may be far in the future.
+        self._transcript = Transcript()
+        self.input.drop()
         answer, self.answer = self.answer, None
         if answer is None:
             return None

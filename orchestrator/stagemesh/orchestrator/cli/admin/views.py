@@ -65,7 +65,7 @@ PIPELINES = (
     Column("generation", lambda each: each.generation),
     Column("state", lambda each: [("ready", "green") if each.ready else ("not ready", "red")]),
     number("in flight", lambda each: f"{each.in_flight} of {each.max_in_flight}"),
-    *numbers("queued", "finished", "failed", "cancelled"),
+    *numbers("queued", "finished", "failed", "cancelled", "sessions"),
     number("up", lambda each: duration(each.uptime_s)),
 )
 CALLERS = (
