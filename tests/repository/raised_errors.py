@@ -26,6 +26,7 @@ _SOURCES = {
     "orchestrator.spec": "command",
     "services": "stage",
     "services.models": "command",
+    "services.models.audio": "stage",
     "services.models.checkpoint": "stage",
     "services.models.codec_speech": "stage",
     "services.models.hibari": "stage",
