@@ -72,8 +72,8 @@ def test_only_the_lost_stage_restarts() -> None:
     assert plan_restarts(_CHAIN, _running(), lost={"b"}).restarted == {"b": Restart(2, resumes=False)}
 
 
-@pytest.mark.parametrize("phase", [Phase.UNPLACED, Phase.PLACED])
-def test_a_stage_that_waits_ends_when_its_consumers_have_finished_without_it(phase: Phase) -> None:
+def test_a_stage_that_waits_for_a_replica_ends_when_its_consumers_have_finished_without_it() -> None:
+    phase = Phase.UNPLACED
     states = _running(b=AttemptState(2, phase))
     assert find_superfluous(_CHAIN, states) == []
     states["c"].phase = Phase.FINISHED

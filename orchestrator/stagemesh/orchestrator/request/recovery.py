@@ -256,12 +256,12 @@ def plan_restarts(
 
 
 def find_superfluous(route: Route, states: States) -> list[str]:
-    """Returns the stages that do not run yet although no other stage and no client needs their results any more.
+    """Returns the stages that wait for a replica although no other stage and no client needs their results any more.
 
     Such a stage has lost its replica, and its consumers have finished without it.
     """
-    waiting = (Phase.UNPLACED, Phase.PLACED)
-    return [stage for stage in states if states[stage].phase in waiting and _is_unneeded(route, states, stage, ())]
+    waiting = [stage for stage, state in states.items() if state.phase is Phase.UNPLACED]
+    return [stage for stage in waiting if _is_unneeded(route, states, stage, ())]
 
 
 def next_actions(route: Route, states: States) -> list[Action]:

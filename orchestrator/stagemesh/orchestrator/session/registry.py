@@ -133,7 +133,10 @@ class SessionRegistry:
 
     def _spawn(self, work: Coroutine[object, object, None]) -> Task:
         assert self._group is not None, "sessions are opened only while the registry runs"
-        return self._group.create_task(_run_logged(work))
+        task = self._group.create_task(_run_logged(work))
+        # A task that is cancelled before it begins never awaits its work.
+        task.add_done_callback(lambda _: work.close())
+        return task
 
 
 async def _run_logged(work: Coroutine[object, object, None]) -> None:
