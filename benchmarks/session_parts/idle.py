@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
@@ -142,7 +142,7 @@ async def _measure_streams(count: int) -> float:
         server = await stack.enter_async_context(started("benchmarks.session_parts.bare_streams", "--listen", endpoint))
         await until_listening(endpoint)
         channel = await stack.enter_async_context(open_channel(endpoint))
-        open_stream: Any = channel.stream_stream("/bare.Streams/Open", None, None)
+        open_stream: Any = cast("Any", channel).stream_stream("/bare.Streams/Open", None, None)
         calls = [await _open_stream(open_stream()) for _ in range(_WARM)]
         await asyncio.sleep(_SETTLE_S)
         before = memory_bytes(server.pid)

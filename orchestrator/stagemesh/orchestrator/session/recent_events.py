@@ -55,7 +55,7 @@ class RecentEvents:
         for event in self._events:
             data = event.data
             if event.kind == ENDED and 0 < missing <= event.turn and event.turn not in interrupted:
-                positions = client.positions if event.turn == client.turn else {}
+                positions = client.positions if event.turn == client.turn else dict[OutputKey, int]()
                 rest = rest_of(event.turn, positions)
                 if rest is None:
                     data = _without_outputs(event)

@@ -64,7 +64,7 @@ class AnswerRelay:
             self._answer = answer
             answer.request.ended.add_done_callback(lambda _: self._note_end(answer))
         if self._call is not None and self._task is None:
-            positions = self.client.positions if self.client.turn == answer.turn else {}
+            positions = self.client.positions if self.client.turn == answer.turn else dict[OutputKey, int]()
             self._task = self._spawn(self._run(answer, self._call, positions))
 
     def stop(self, answer: Answer) -> None:
