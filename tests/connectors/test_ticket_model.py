@@ -8,7 +8,7 @@ import asyncio
 import gc
 import itertools
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -148,6 +148,15 @@ class Flow:
     attempt: int = 1
     is_finishing: bool = False
     permits: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+
+
+@pytest.fixture(autouse=True)
+def small_heap() -> Iterator[None]:
+    """Excludes the objects that former tests left from garbage collection, which the model requests very often."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class TicketModel(RuleBasedStateMachine):

@@ -6,6 +6,7 @@ descriptors as entry points in the groups `stagemesh.engines`, `stagemesh.functi
 `stagemesh.codec_models`.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -189,12 +190,13 @@ _UNKNOWN_REASONS = {
 
 
 @cache
-def _names(group: str) -> Mapping[str, Any]:
+def _names(group: str, path: tuple[str, ...]) -> Mapping[str, Any]:
+    """Returns the entry points of the packages on `path`, which is `sys.path`, by name."""
     return {entry.name: entry for entry in entry_points(group=group)}
 
 
 def _load(group: str, name: str, kind: type[_Descriptor]) -> _Descriptor:
-    known = _names(group)
+    known = _names(group, tuple(sys.path))
     if name not in known:
         noun = group.removeprefix("stagemesh.").removesuffix("s").replace("_", " ")
         raise NotFoundError(
@@ -240,7 +242,7 @@ def load_codec_model_descriptor(name: str) -> CodecModelDescriptor:
 
 def codec_model_descriptors() -> Sequence[CodecModelDescriptor]:
     """Returns the descriptors of all codec language models."""
-    return [load_codec_model_descriptor(name) for name in _names("stagemesh.codec_models")]
+    return [load_codec_model_descriptor(name) for name in _names("stagemesh.codec_models", tuple(sys.path))]
 
 
 def import_factory(path: str) -> Callable[..., Any]:
