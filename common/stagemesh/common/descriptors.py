@@ -190,8 +190,8 @@ _UNKNOWN_REASONS = {
 
 
 @cache
-def _names(group: str, path: tuple[str, ...]) -> Mapping[str, Any]:
-    """Returns the entry points of the packages on `path`, which is `sys.path`, by name."""
+def _names(group: str, _path: tuple[str, ...]) -> Mapping[str, Any]:
+    """Returns the entry points of the packages on `sys.path`, by name."""
     return {entry.name: entry for entry in entry_points(group=group)}
 
 
