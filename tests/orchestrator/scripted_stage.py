@@ -8,11 +8,13 @@ from copy import copy
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagemesh.common.errors import NotFoundError, StagemeshError
+from stagemesh.common.notification import Journal
 from stagemesh.common.output_position import length_of
 from stagemesh.common.versions import own_protocol
 from stagemesh.rpc.handlers import answering, streaming
 from stagemesh.services.stage.service.servicer import StepSession
 from stagemesh.v1 import chunk_pb2, control_pb2, control_pb2_grpc, request_pb2, stage_pb2, stage_pb2_grpc
+from tests.step_journals import journal_of
 
 if TYPE_CHECKING:
     import grpc
@@ -172,12 +174,15 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         self.open_streams += 1
         try:
             async with answering(context, stage=self.name):
-                session = StepSession(self._execute, closing=self.closing, where={"stage": self.name})
+                session = StepSession(self._attach, closing=self.closing, where={"stage": self.name})
                 async with aclosing(session.serve(request_iterator)) as messages:
                     async for message in messages:
                         yield message
         finally:
             self.open_streams -= 1
+
+    def _attach(self, request: stage_pb2.ExecuteStepRequest, time_left_s: float | None) -> Journal[bytes]:
+        return journal_of(self._execute(request, time_left_s))
 
     async def _execute(
         self, request: stage_pb2.ExecuteStepRequest, time_left_s: float | None

@@ -4,13 +4,13 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 import grpc
 import pytest
 
 from stagemesh.common.errors import InternalError
+from stagemesh.common.notification import Journal
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.services.stage.service import servicer
 from stagemesh.services.stage.service.servicer import StepSession
@@ -192,43 +192,44 @@ async def test_a_closing_replica_ends_a_stream_that_its_caller_keeps_open(monkey
 # -- the session alone
 
 
-@dataclass
-class Talker:
-    """Yields a given number of events of a step at once."""
+class ReadItems(list[bytes]):
+    """Items that record the highest index that was read."""
 
-    events: int
-    size_bytes: int = 1
-    yielded: int = 0
+    read = 0
 
-    async def execute(self, request: stage_pb2.ExecuteStepRequest, time_left_s: float | None) -> AsyncGenerator[Event]:
-        del request, time_left_s
-        for _ in range(self.events):
-            self.yielded += 1
-            yield Event(output=request_pb2.Output(text="x" * self.size_bytes))
+    def __getitem__(self, index: Any) -> Any:
+        self.read = max(self.read, index)
+        return super().__getitem__(index)
 
 
-@dataclass
-class Failing:
-    """Fails with a given error."""
+def _journal(*events: Event, error: Exception | None = None) -> Journal[bytes]:
+    """Returns the journal of a step that has made events and has ended. An error may be of any kind."""
+    journal = Journal[bytes]()
+    journal.items = ReadItems(event.SerializeToString() for event in events)
+    journal.close(cast("Any", error))
+    return journal
 
-    error: Exception
 
-    async def execute(self, request: stage_pb2.ExecuteStepRequest, time_left_s: float | None) -> AsyncGenerator[Event]:
-        del request, time_left_s
-        yield Event(accepted=stage_pb2.StepAccepted())
-        raise self.error
+def _texts(count: int, *, size_bytes: int = 1) -> Journal[bytes]:
+    return _journal(*[Event(output=request_pb2.Output(text="x" * size_bytes))] * count)
 
 
 @asynccontextmanager
-async def _session(talker: Talker | Failing, *, calls: int) -> AsyncGenerator[AsyncGenerator[bytes]]:
-    """Returns the messages of a session with this number of calls."""
+async def _session(*journals: Journal[bytes]) -> AsyncGenerator[AsyncGenerator[bytes]]:
+    """Returns the messages of a session with a call for each journal."""
 
     async def asked() -> AsyncIterator[bytes]:
-        for number in range(1, calls + 1):
+        for number in range(1, len(journals) + 1):
             yield Request(call=number, start=stage_pb2.StartStep(step=step_request(f"r{number}"))).SerializeToString()
         await asyncio.Event().wait()
 
-    messages = StepSession(talker.execute, closing=asyncio.Event(), where={}).serve(asked())
+    left = iter(journals)
+
+    def attach(step: stage_pb2.ExecuteStepRequest, time_left_s: float | None) -> Journal[bytes]:
+        del step, time_left_s
+        return next(left)
+
+    messages = StepSession(attach, closing=asyncio.Event(), where={}).serve(asked())
     try:
         yield messages
     finally:
@@ -241,22 +242,27 @@ async def _next(messages: AsyncGenerator[bytes]) -> list[stage_pb2.StepMessage]:
 
 
 async def test_simultaneous_responses_share_one_message() -> None:
-    async with _session(Talker(events=1), calls=8) as messages:
+    async with _session(*(_texts(1) for _ in range(8))) as messages:
         responses = await _next(messages)
     assert [each.call for each in responses if each.HasField("event")] == list(range(1, 9))
 
 
-async def test_a_caller_that_does_not_read_blocks_its_calls() -> None:
-    talker = Talker(events=1_000, size_bytes=64 << 10)
-    async with _session(talker, calls=2) as messages:
-        received = len(await _next(messages))
+async def test_what_a_caller_does_not_read_remains_in_the_journals() -> None:
+    journals = [_texts(1_000, size_bytes=64 << 10) for _ in range(2)]
+    read = [cast("ReadItems", journal.items) for journal in journals]
+    async with _session(*journals) as messages:
+        received = await _next(messages)
         for _ in range(100):
             await asyncio.sleep(0)
-        # Some responses wait in the session, some in gRPC; the others have not been made.
-        assert talker.yielded < 40
-        while received < 2 * (1_000 + 1):
-            received += len(await _next(messages))
-    assert talker.yielded == 2_000
+        # Some messages wait in gRPC.
+        assert sum(items.read for items in read) < 40
+        while len(received) < 2 * (1_000 + 1):
+            more = await _next(messages)
+            assert len(more) <= 5, "a message has about 256 KiB"
+            received += more
+    for call in (1, 2):
+        own = [each.HasField("event") for each in received if each.call == call]
+        assert own == [True] * 1_000 + [False]
 
 
 @pytest.mark.parametrize(
@@ -268,13 +274,13 @@ async def test_a_caller_that_does_not_read_blocks_its_calls() -> None:
     ],
 )
 async def test_every_kind_of_error_reaches_the_caller(error: Exception, message: str) -> None:
-    async with _session(Failing(error), calls=1) as messages:
+    async with _session(_journal(Event(accepted=stage_pb2.StepAccepted()), error=error)) as messages:
         received = await _next(messages)
     assert message in received[-1].ended.error.message
 
 
 async def test_an_event_too_large_for_a_message_ends_its_call() -> None:
-    async with _session(Talker(events=1, size_bytes=MAX_MESSAGE_BYTES), calls=1) as messages:
+    async with _session(_texts(1, size_bytes=MAX_MESSAGE_BYTES)) as messages:
         (ended,) = await _next(messages)
     assert ended.ended.error.reason == "OUTPUT_TOO_LARGE"
 

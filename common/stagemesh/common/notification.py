@@ -1,11 +1,13 @@
-"""Objects that wake waiting asyncio tasks.
+"""Objects that wake waiting asyncio tasks, or call functions, when something changes.
 
-A `Notifier` wakes tasks when a state changes. A `Journal` wakes tasks when a run has produced an item.
+A `Notifier` wakes tasks when a state changes. A `Journal` calls its readers when a run has produced an item.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from typing import Generic, TypeVar
 
 from stagemesh.common.errors import StagemeshError
@@ -52,20 +54,25 @@ class Journal(Generic[T]):
 
     def __init__(self, *, on_abandoned: Callable[[], None] | None = None) -> None:
         self.on_abandoned = on_abandoned
-        self.readers = 0
-        """The number of active readers: readers that have started and have not stopped yet."""
         self.closed = False
         """Whether the journal is closed, so that no further item can be appended."""
         self.items: list[T] = []
         """All items added so far, in order of arrival."""
         self._error: StagemeshError | None = None
-        self._changed = Notifier()
+        self._on_change: list[Callable[[], None]] = []
+        """The functions of the active readers."""
+
+    @property
+    def readers(self) -> int:
+        """The number of active readers: readers that have started and have not stopped yet."""
+        return len(self._on_change)
 
     def append(self, item: T) -> int:
         """Appends an item and returns its index. All current and later readers receive the item."""
         assert not self.closed, "the journal is closed"
         self.items.append(item)
-        self._changed.fire()
+        for changed in self._on_change:
+            changed()
         return len(self.items) - 1
 
     def replace(self, index: int, item: T) -> None:
@@ -82,7 +89,30 @@ class Journal(Generic[T]):
         # The owner of `on_abandoned` often references the journal, and so do the frames in an error's traceback.
         # Dropping the callback and the traceback (a copy has none) avoids reference cycles.
         self.closed, self._error, self.on_abandoned = True, copy(error), None
-        self._changed.fire()
+        for changed in tuple(self._on_change):
+            changed()
+
+    @contextmanager
+    def reading(self, on_change: Callable[[], None]) -> Generator[None]:
+        """Is a reader of `items` within the block. `on_change` is called after each change, and reads `items`.
+
+        `on_change` must not change the journal or end the block.
+        """
+        # Not the function itself, because two readers may have passed equal functions.
+        changed = partial(on_change)
+        self._on_change.append(changed)
+        try:
+            yield
+        finally:
+            self._on_change.remove(changed)
+            if not self._on_change and self.on_abandoned is not None:
+                self.on_abandoned()
+
+    @property
+    def error(self) -> StagemeshError | None:
+        """A copy of the error with which the journal was closed, or None if there is none."""
+        # Each reader raises a copy, because tracebacks of several tasks would mix in a shared object.
+        return copy(self._error)
 
     async def follow(self) -> AsyncGenerator[T]:
         """Yields all items, beginning with the first one. Waits for further items until the journal is closed.
@@ -90,19 +120,14 @@ class Journal(Generic[T]):
         After the last item, raises the error that was passed to `close`, unless it is None. Iterate within
         `contextlib.aclosing`, so that the journal notices immediately when the reader stops.
         """
-        self.readers += 1
-        try:
+        changed = Notifier()
+        with self.reading(changed.fire):
             position, items = 0, self.items
             while position < len(items) or not self.closed:
                 if position == len(items):
-                    await self._changed.wait()
+                    await changed.wait()
                     continue
                 yield items[position]
                 position += 1
-            if self._error is not None:
-                # Each reader raises a copy, because tracebacks of several tasks would mix in a shared object.
-                raise copy(self._error)
-        finally:
-            self.readers -= 1
-            if not self.readers and self.on_abandoned is not None:
-                self.on_abandoned()
+            if (error := self.error) is not None:
+                raise error

@@ -192,7 +192,8 @@ async def test_a_stream_whose_end_is_announced_is_closed_and_replaced(
         caller.stage.closing.set()
         go_on.set()
         await asyncio.gather(*running)
-        await _until(lambda: not caller.stage.open_streams)
+        steps = caller.client._steps
+        await _until(lambda: steps is not None and steps.is_closed and not caller.stage.open_streams)
         caller.stage.closing.clear()
         await caller.run("three")
     assert caller.received == {name: ["accepted", "finished"] for name in ("one", "two", "three")}

@@ -22,6 +22,7 @@ from stagemesh.common.errors import (
     UnsupportedError,
 )
 from stagemesh.common.host import RecentMemory
+from stagemesh.common.notification import Journal
 from stagemesh.common.replica_state import ReplicaState
 from stagemesh.common.request_checks import check_choice_id
 from stagemesh.common.stage_config import StageConfig
@@ -265,17 +266,23 @@ class StageRuntime:
 
     # -- steps
 
+    def attach(self, spec: StepSpec, *, time_left_s: float | None) -> Journal[bytes]:
+        """Starts a step. If a step with the same id and content is running or stored, attaches to that step instead.
+
+        Returns the step's events as serialized ExecuteStepResponses. The caller must begin to read them at once: the
+        step is cancelled ABANDON_S seconds after its last reader has stopped. `time_left_s` is the time until the
+        deadline in seconds, or None if there is no deadline.
+        """
+        deadline_s = None if time_left_s is None else asyncio.get_running_loop().time() + time_left_s
+        return self._admit(spec, deadline_s=deadline_s).journal
+
     async def execute(
         self, spec: StepSpec, *, time_left_s: float | None
     ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
-        """Starts a step. If a step with the same id and content is running or stored, attaches to that step instead.
-
-        Yields all events of the step, beginning with its first event, and raises the step's error. Iterate within
-        `contextlib.aclosing`. The step is cancelled ABANDON_S seconds after its last caller has disconnected.
-        `time_left_s` is the time until the deadline in seconds, or None if there is no deadline.
+        """Attaches to a step like `attach`. Yields all events of the step, beginning with its first event, and raises
+        the step's error. Iterate within `contextlib.aclosing`.
         """
-        deadline_s = None if time_left_s is None else asyncio.get_running_loop().time() + time_left_s
-        async with contextlib.aclosing(self._admit(spec, deadline_s=deadline_s).journal.follow()) as events:
+        async with contextlib.aclosing(self.attach(spec, time_left_s=time_left_s).follow()) as events:
             async for event in events:
                 yield stage_pb2.ExecuteStepResponse.FromString(event)
 

@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import math
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
 from stagemesh.common import settings
@@ -15,6 +15,7 @@ from stagemesh.common.connector_descriptors import descriptors, name_of, number_
 from stagemesh.common.errors import DeadlineError, InternalError, InvalidRequestError, UnsupportedError
 from stagemesh.common.host import host_token
 from stagemesh.common.logs import bind_log_context
+from stagemesh.common.notification import Journal
 from stagemesh.common.signatures import signature_to_wire
 from stagemesh.common.unknown_kinds import unknown_kind
 from stagemesh.common.versions import OFFERS, check_version, own_protocol
@@ -31,10 +32,9 @@ if TYPE_CHECKING:
     import grpc
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-_Events: TypeAlias = AsyncGenerator[stage_pb2.ExecuteStepResponse]
-Execute: TypeAlias = Callable[[stage_pb2.ExecuteStepRequest, float | None], _Events]
-"""A function that runs a step in the same way as the ExecuteStep RPC. Its arguments are the request and the remaining
-time in seconds, or None if there is no deadline. It yields the step's events. Closing the generator ends the call."""
+Attach: TypeAlias = Callable[[stage_pb2.ExecuteStepRequest, float | None], Journal[bytes]]
+"""A function that starts a step, or attaches to it. Its arguments are the request and the remaining time in seconds, or
+None if there is no deadline. Returns the journal of the step's events, which are serialized ExecuteStepResponses."""
 
 SERVICE_NAME = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 _DEFAULT_INTERVAL_S, _MIN_INTERVAL_S = 1.0, 0.05
@@ -42,8 +42,8 @@ _DEFAULT_INTERVAL_S, _MIN_INTERVAL_S = 1.0, 0.05
 _log = logging.getLogger(__name__)
 
 _MESSAGE_BYTES = 256 << 10
-# Above this limit, calls wait until the caller reads responses. Meanwhile, events remain in the steps' journals.
-_WAITING_BYTES = 1 << 20
+_HEADER_BYTES = 64
+"""More than the size of a serialized response with one event, without the event."""
 # The time that a caller has to read all responses and end the stream. Shorter than the server's grace period.
 _READ_S = 0.5
 
@@ -59,14 +59,14 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     def ExecuteStep(
         self, request: stage_pb2.ExecuteStepRequest, context: _Context
     ) -> AsyncIterator[stage_pb2.ExecuteStepResponse]:
-        return self._execute(request, time_left_s(context))
+        return self._runtime.execute(spec_from_wire(request), time_left_s=time_left_s(context))
 
     @streaming
     def ExecuteSteps(  # type: ignore[override]
         self, request_iterator: AsyncIterator[bytes], context: _Context
     ) -> AsyncIterator[bytes]:
         """Messages are serialized bytes, because `add_stage_service` registers this method without protobuf codecs."""
-        session = StepSession(self._execute, closing=self._runtime.closed, where=self.where)
+        session = StepSession(self._attach, closing=self._runtime.closed, where=self.where)
         return session.serve(request_iterator)
 
     async def RebindStep(self, request: stage_pb2.RebindStepRequest, context: _Context) -> stage_pb2.RebindStepResponse:
@@ -143,8 +143,8 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
         )
         return probe_to_wire(found)
 
-    def _execute(self, request: stage_pb2.ExecuteStepRequest, time_left_s: float | None) -> _Events:
-        return self._runtime.execute(spec_from_wire(request), time_left_s=time_left_s)
+    def _attach(self, request: stage_pb2.ExecuteStepRequest, time_left_s: float | None) -> Journal[bytes]:
+        return self._runtime.attach(spec_from_wire(request), time_left_s=time_left_s)
 
 
 def _checked_interval_s(request: stage_pb2.WatchLoadRequest) -> float:
@@ -158,25 +158,104 @@ def _checked_interval_s(request: stage_pb2.WatchLoadRequest) -> float:
     return interval_s
 
 
+class StepCall:
+    """One call of an ExecuteSteps stream: a reader of the journal of a step's events."""
+
+    def __init__(self, number: int, where: Mapping[str, str], on_change: Callable[["StepCall"], None]) -> None:
+        """`number` is the call's number on its stream. `where` is added to the metadata of errors. `on_change` is
+        called when `take` has something to return.
+        """
+        self._where, self._on_change = where, on_change
+        self._head = stage_pb2.StepMessage(call=number).SerializeToString()
+        self._journal: Journal[bytes] | None = None
+        self._position = 0
+        self._taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._end = b""
+
+    async def follow(self, journal: Journal[bytes]) -> None:
+        """Lets `take` return the events of a step and then the end of the call. Waits until it has returned them.
+
+        Raises UnsupportedError if an event is larger than `MAX_MESSAGE_BYTES`, because a message that is too large
+        would end the stream, which all calls share.
+        """
+        self._journal = journal
+        with journal.reading(self._changed):
+            self._changed()
+            try:
+                await self._taken
+            finally:
+                self._journal = None
+
+    def fail(self, error: Exception) -> None:
+        """Lets `take` return the end of the call, with an error."""
+        self._end = self._ended(error)
+        self._changed()
+
+    def take(self, max_bytes: int, *, at_least_one: bool) -> list[bytes]:
+        """Returns the next events, and the end of the call after them, up to `max_bytes` bytes.
+
+        Each is a serialized ExecuteStepsResponse with one message. If `at_least_one` is True, the first event may be
+        larger. If events are left, calls `on_change`.
+        """
+        taken = list[bytes]()
+        journal = self._journal
+        if journal is None:
+            return [self._end] if self._end else taken
+        events, position = journal.items, self._position
+        while position < len(events) and (len(events[position]) <= max_bytes or (at_least_one and not taken)):
+            if len(events[position]) > MAX_MESSAGE_BYTES - _HEADER_BYTES:
+                self._stop(_too_large(events[position]))
+                return taken
+            taken.append(self._framed(_EVENT, events[position]))
+            max_bytes -= len(taken[-1])
+            position += 1
+        self._position = position
+        if position < len(events):
+            self._changed()
+        elif journal.closed:
+            taken.append(self._ended(journal.error))
+            self._stop(None)
+        return taken
+
+    def _changed(self) -> None:
+        self._on_change(self)
+
+    def _stop(self, error: UnsupportedError | None) -> None:
+        self._journal = None
+        if self._taken.done():
+            return
+        if error is None:
+            self._taken.set_result(None)
+        else:
+            self._taken.set_exception(error)
+
+    def _ended(self, error: Exception | None) -> bytes:
+        ended = stage_pb2.StepEnded(error=None if error is None else _error_of(error, self._where))
+        return self._framed(_ENDED, ended.SerializeToString())
+
+    def _framed(self, tag: bytes, field: bytes) -> bytes:
+        # The fields of a serialized message are serialized themselves, so that joining them needs no parser.
+        message = b"".join((self._head, tag, _varint(len(field)), field))
+        return b"".join((_MESSAGE, _varint(len(message)), message))
+
+
 class StepSession:
     """The session of one ExecuteSteps stream, over which a caller runs several steps at the same time.
 
-    Combines all responses of one event loop iteration into one message. Implements `StreamHandler`.
+    Combines all responses of one event loop iteration into one message. What a caller does not read remains in the
+    journals of its steps. Implements `StreamHandler`.
     """
 
-    def __init__(self, execute: Execute, *, closing: asyncio.Event, where: Mapping[str, str]) -> None:
-        """`execute` runs one step. `where` is added to the metadata of errors. When `closing` is set, the session ends
+    def __init__(self, attach: Attach, *, closing: asyncio.Event, where: Mapping[str, str]) -> None:
+        """`attach` starts one step. `where` is added to the metadata of errors. When `closing` is set, the session ends
         the stream after the last running call has ended.
         """
-        self._execute, self._closing, self._where = execute, closing, where
+        self._attach, self._closing, self._where = attach, closing, where
         self._loop = asyncio.get_running_loop()
         self._stream = ServerStream(self)
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._waiting: deque[bytes] = deque()
-        """Serialized responses that have not been written yet. Each contains the message of one call. Their
-        concatenated bytes are the serialization of one response with all of these messages."""
-        self._waiting_bytes = 0
-        self._has_space = asyncio.Event()
+        self._ready: dict[StepCall, None] = {}
+        """The calls that have something to write, in the order in which they take turns."""
         self._write_is_due = False
 
     async def serve(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
@@ -222,7 +301,7 @@ class StepSession:
                 self._refuse_unknown(request, running)
 
     def writable(self) -> None:
-        self._write_waiting()
+        self._write_ready()
 
     def closed(self, error: object) -> None:
         """Does nothing, because `serve` ends together with the stream and then cancels the stream's calls."""
@@ -236,35 +315,22 @@ class StepSession:
             return
         if running is not None:
             running.cancel()
-        self._end(request.call, _error_of(error, self._where))
+        StepCall(request.call, self._where, self._changed).fail(error)
 
     async def _run(self, number: int, start: stage_pb2.StartStep) -> None:
         where = {**self._where, "request_id": start.step.request_id}
         bind_log_context(**where)
-        error: chunk_pb2.Error | None = None
+        call = StepCall(number, where, self._changed)
         try:
-            await self._follow(number, start)
+            await self._follow(call, start)
         except Exception as exc:  # noqa: BLE001
-            error = _error_of(exc, where)
-        self._end(number, error)
+            call.fail(exc)
 
-    def _end(self, number: int, error: chunk_pb2.Error | None) -> None:
-        self._respond(_serialized(stage_pb2.StepMessage(call=number, ended=stage_pb2.StepEnded(error=error))))
-
-    async def _follow(self, number: int, start: stage_pb2.StartStep) -> None:
+    async def _follow(self, call: StepCall, start: stage_pb2.StartStep) -> None:
         time_left_s = checked_time_left_s(start.timeout_s if start.HasField("timeout_s") else None)
         try:
-            async with (
-                asyncio.timeout(time_left_s),
-                aclosing(self._execute(start.step, time_left_s)) as events,
-            ):
-                async for event in events:
-                    while self._waiting_bytes >= _WAITING_BYTES:
-                        self._has_space.clear()
-                        await self._has_space.wait()
-                    response = _serialized(stage_pb2.StepMessage(call=number, event=event))
-                    _check_size(response, event)
-                    self._respond(response)
+            async with asyncio.timeout(time_left_s):
+                await call.follow(self._attach(start.step, time_left_s))
         except TimeoutError as exc:
             raise DeadlineError(f"the call took longer than its {time_left_s:g} s; allow more time") from exc
 
@@ -272,41 +338,59 @@ class StepSession:
         await self._closing.wait()
         while self._calls:
             await asyncio.wait(self._calls.values())
-        while self._waiting:
-            self._stream.write(self._next_message())
+        while message := self._next_message():
+            self._stream.write(message)
         self._stream.write(stage_pb2.ExecuteStepsResponse(closing=True).SerializeToString())
         # The session waits, so that the caller can end the stream first.
         await asyncio.sleep(_READ_S)
         self._stream.close()
 
-    def _respond(self, response: bytes) -> None:
-        self._waiting.append(response)
-        self._waiting_bytes += len(response)
+    def _changed(self, call: StepCall) -> None:
+        self._ready[call] = None
         if not self._write_is_due:
             self._write_is_due = True
-            self._loop.call_soon(self._write_waiting)
+            self._loop.call_soon(self._write_ready)
 
-    def _write_waiting(self) -> None:
+    def _write_ready(self) -> None:
         self._write_is_due = False
-        while self._waiting and self._stream.is_writable:
-            self._stream.write(self._next_message())
+        while self._stream.is_writable and (message := self._next_message()):
+            self._stream.write(message)
 
     def _next_message(self) -> bytes:
-        """Removes the oldest waiting responses and returns them as one serialized message.
-
-        The message contains at least one response, and further responses up to a total of `_MESSAGE_BYTES` bytes.
+        """Takes what the ready calls have to write, up to about `_MESSAGE_BYTES` bytes. Returns it as one serialized
+        message, which is empty if they have nothing.
         """
-        size_bytes, responses = 0, list[bytes]()
-        while self._waiting and (not responses or size_bytes + len(self._waiting[0]) <= _MESSAGE_BYTES):
-            responses.append(self._waiting.popleft())
-            size_bytes += len(responses[-1])
-        self._waiting_bytes -= size_bytes
-        self._has_space.set()
+        left_bytes, responses = _MESSAGE_BYTES, list[bytes]()
+        while self._ready and left_bytes > 0:
+            call = next(iter(self._ready))
+            del self._ready[call]
+            taken = call.take(left_bytes, at_least_one=not responses)
+            left_bytes -= sum(map(len, taken))
+            responses += taken
+            if call in self._ready:
+                break
+        # The concatenation of serialized responses is the serialization of one response with all of their messages.
         return b"".join(responses)
 
 
-def _serialized(message: stage_pb2.StepMessage) -> bytes:
-    return stage_pb2.ExecuteStepsResponse(messages=[message]).SerializeToString()
+def _varint(number: int) -> bytes:
+    """Returns a number that is not negative in protobuf's encoding of variable length."""
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+def _tag(message: Descriptor, field: str) -> bytes:
+    """Returns the bytes that precede the length and the content of a field that is a message."""
+    return _varint(message.fields_by_name[field].number << 3 | 2)
+
+
+_MESSAGE = _tag(stage_pb2.ExecuteStepsResponse.DESCRIPTOR, "messages")
+_EVENT = _tag(stage_pb2.StepMessage.DESCRIPTOR, "event")
+_ENDED = _tag(stage_pb2.StepMessage.DESCRIPTOR, "ended")
 
 
 def _error_of(exc: Exception, where: Mapping[str, str]) -> chunk_pb2.Error:
@@ -321,13 +405,10 @@ def _error_of(exc: Exception, where: Mapping[str, str]) -> chunk_pb2.Error:
         return error_to_wire(unknown)
 
 
-def _check_size(response: bytes, event: stage_pb2.ExecuteStepResponse) -> None:
-    """Raises UnsupportedError if a serialized response is larger than `MAX_MESSAGE_BYTES`. The error ends only the call
-    of this event. A message that is too large would end the stream, which all calls share.
-    """
-    if len(response) > MAX_MESSAGE_BYTES:
-        raise UnsupportedError(
-            f"the step's {event.WhichOneof('event')} has {len(response)} bytes, but at most {MAX_MESSAGE_BYTES} can be "
-            "sent; request another output, or a smaller one",
-            reason="OUTPUT_TOO_LARGE",
-        )
+def _too_large(event: bytes) -> UnsupportedError:
+    kind = stage_pb2.ExecuteStepResponse.FromString(event).WhichOneof("event")
+    return UnsupportedError(
+        f"the step's {kind} has {len(event)} bytes, but at most {MAX_MESSAGE_BYTES} can be sent; request another "
+        "output, or a smaller one",
+        reason="OUTPUT_TOO_LARGE",
+    )
