@@ -98,14 +98,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="Write the figures to this file.")
     parser.add_argument("--sessions", type=int, default=500, help="Hold this number of idle sessions.")
-    parser.add_argument("--rounds", type=int, default=5, help="Measure requests in this number of rounds.")
+    parser.add_argument("--rounds", type=int, default=3, help="Measure requests in this number of rounds.")
     parser.add_argument("--repeats", type=int, default=9, help="Measure the first audio this number of times.")
     parser.add_argument("--interruptions", type=int, default=200, help="Interrupt this number of answers.")
+    parser.add_argument("--only", choices=["idle", "speech"], help="Measure only this part; both if omitted.")
     arguments = parser.parse_args()
-    memory = asyncio.run(measure_memory(arguments.sessions))
-    delays = asyncio.run(measure_delays(arguments.sessions, rounds=arguments.rounds))
-    speech = asyncio.run(measure_speech(arguments.repeats, arguments.interruptions))
-    figures = [*idle_figures(arguments.sessions, memory, delays), *speech_figures(*speech)]
+    figures: list[Figure] = []
+    if arguments.only != "speech":
+        memory = asyncio.run(measure_memory(arguments.sessions))
+        delays = asyncio.run(measure_delays(arguments.sessions, rounds=arguments.rounds))
+        figures += idle_figures(arguments.sessions, memory, delays)
+    if arguments.only != "idle":
+        figures += speech_figures(*asyncio.run(measure_speech(arguments.repeats, arguments.interruptions)))
     report("sessions", figures, json_file=arguments.json)
 
 

@@ -35,7 +35,9 @@ TOKENS = (
 _FIRST_END = TOKENS.index(".")
 _TOKEN_S = 1 / 20
 _TURN_S = 60.0
-_LATEST_INTERRUPT_S = 1.5
+_LATEST_INTERRUPT_S = 0.6
+_TURNS = 20
+"""The number of interrupted turns of one session."""
 
 
 @dataclass(frozen=True)
@@ -92,22 +94,30 @@ async def measure_interruptions(client: AsyncClient, *, count: int) -> list[floa
     No output of the interrupted answer arrives after the confirmation.
     """
     rng, found = random.Random(SEED), list[float]()
-    async with client.converse(seed=SEED, max_tokens=MAX_TOKENS) as session:
-        reading = asyncio.ensure_future(_read_all(session))
-        while len(found) < count:
-            await session.append("Tell me more about the sky.")
-            await session.commit()
-            await asyncio.sleep(rng.uniform(0, _LATEST_INTERRUPT_S))
-            began_s = time.monotonic()
-            try:
-                await session.interrupt()
-            except NotReadyError:
-                continue
-            found.append(time.monotonic() - began_s)
-            await session.truncate(positions={"text": 0})
-    await reading
+    while len(found) < count:
+        # A longer conversation would not fit into the thinker's context.
+        async with client.converse(seed=SEED, max_tokens=MAX_TOKENS) as session:
+            reading = asyncio.ensure_future(_read_all(session))
+            for _ in range(min(_TURNS, count - len(found))):
+                found += await _interrupt(session, after_s=rng.uniform(0, _LATEST_INTERRUPT_S))
+        await reading
     console.print(f"silence after {statistics.median(found):.4f} s (median), {max(found):.4f} s (maximum)")
     return found
+
+
+async def _interrupt(session: AsyncSession, *, after_s: float) -> list[float]:
+    """Interrupts an answer. Returns the time to the confirmation in seconds, or nothing if the answer ended before."""
+    await session.append("Tell me more about the sky.")
+    await session.commit()
+    await asyncio.sleep(after_s)
+    began_s = time.monotonic()
+    try:
+        await session.interrupt()
+    except NotReadyError:
+        return []
+    silence_s = time.monotonic() - began_s
+    await session.truncate(positions={"text": 0})
+    return [silence_s]
 
 
 async def _first_audio_s(session: AsyncSession) -> float:

@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 from stagemesh.common.connector_descriptors import GRPC
+from stagemesh.common.errors import CancelledRequestError
 from stagemesh.connectors.edge import EdgeKey
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
@@ -14,6 +15,8 @@ from stagemesh.connectors.stream.wire import key_to_wire
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 from tests.connectors.hosts import Host, open_flow, packet, two_hosts
+
+_BOUND_S = 20
 
 
 async def _get(host: Host, key: EdgeKey, first_seq: int) -> tuple[list[int], int]:
@@ -34,6 +37,11 @@ async def _carry(outlet: Outlet, inlet: Inlet, count: int) -> None:
         await anext(aiter(inlet))
     await outlet.finish()
     await inlet.aclose()
+
+
+async def _read_all(inlet: Inlet) -> None:
+    async for _ in inlet:
+        pass
 
 
 async def test_retained_chunks_are_replayed_to_the_end() -> None:
@@ -59,12 +67,21 @@ async def test_evicted_chunk_is_not_found() -> None:
             await _get(a, EdgeKey("r", "a->b", 1), 0)
 
 
-async def test_finished_flow_is_not_found() -> None:
+@pytest.mark.parametrize("aborted", [False, True])
+async def test_an_ended_flow_is_freed_at_once(aborted: bool, no_collector: None) -> None:
     async with two_hosts() as (a, b):
-        first, inlet = open_flow(a, b, connector=GRPC, request="first")
-        await _carry(first, inlet, 1)
-        known = weakref.ref(first)
-        del first, inlet
-        for number in range(2):
-            await _carry(*open_flow(a, b, connector=GRPC, request=f"r{number}"), 600)
-        assert known() is None
+        outlet, inlet = open_flow(a, b, connector=GRPC)
+        if aborted:
+            await outlet.send(packet(0, 10))
+            outlet.abort(CancelledRequestError("by the test"))
+            with pytest.raises(CancelledRequestError):
+                await _read_all(inlet)
+        else:
+            await _carry(outlet, inlet, 2)
+        sender, receiver = weakref.ref(outlet), weakref.ref(inlet)
+        del outlet, inlet
+        async with asyncio.timeout(_BOUND_S):
+            while sender() or receiver():
+                await asyncio.sleep(0)
+        with pytest.raises(grpc.aio.AioRpcError, match="no edge a->b of request r"):
+            await _get(a, EdgeKey("r", "a->b", 1), 0)

@@ -48,6 +48,10 @@ OnOver: TypeAlias = Callable[[StagemeshError | None], None]
 """A callback for the end of an attempt. Called once, with the attempt's error, or with None after a commit."""
 
 
+def _ignore(error: StagemeshError | None) -> None:
+    """Replaces the callback of an attempt that has ended."""
+
+
 class OutletAttempt:
     """One attempt of an outlet, in which the outlet sends chunks to one consumer within the consumer's credit.
 
@@ -222,14 +226,16 @@ class OutletAttempt:
             raise InvalidChunkError(f"edge {self.key.edge}: the consumer committed the flow before its end")
         if not self.is_over:
             self.chunks.acked = self.chunks.next_seq
+            on_over = self._on_over
             self._leave(Phase.COMMITTED)
-            self._on_over(None)
+            on_over(None)
 
     def fail(self, error: StagemeshError) -> None:
         """Ends the attempt with an error. Does nothing if the attempt has ended."""
         if not self.is_over:
+            on_over = self._on_over
             self._leave(Phase.FAILED)
-            self._on_over(error)
+            on_over(error)
 
     def check_silence(self, now_s: float) -> None:
         """Reopens the attempt if an answer is due and the consumer has been silent for too long.
@@ -367,4 +373,5 @@ class OutletAttempt:
         """Ends the attempt in state `phase`. Removes the attempt from its stream and its link."""
         self.disconnect()
         self.phase = phase
+        self._on_over = _ignore  # It refers to the outlet, which would otherwise wait for the garbage collector.
         self._attend(self)
