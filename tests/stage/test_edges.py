@@ -17,6 +17,7 @@ from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.services.engines.base import Emission, Task, Usage
 from stagemesh.services.models.text import Sentences
 from stagemesh.services.stage.step import edges
+from stagemesh.services.stage.step.results import ResultCheck
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import Replica, served_stage, stage_config, step_request
@@ -202,10 +203,21 @@ async def test_an_error_of_a_transform_names_it(end: str, monkeypatch: pytest.Mo
         errors = await _failures(thinker, talker, **{end: "text.sentences"})
     error = errors["talker" if end == "transform" else "thinker"]
     assert error.reason == "ENGINE_ERROR"
-    assert f"transform text.sentences of edge {EDGE} failed: ZeroDivisionError: 1" in error.message
+    assert f"transform text.sentences of edge {EDGE} raised ZeroDivisionError" in error.message
 
 
-async def test_a_chunk_of_another_shape_is_rejected() -> None:
+async def test_a_result_of_another_shape_is_not_sent() -> None:
+    async with _pair(engine=OddEngine()) as (thinker, talker):
+        errors = await _failures(thinker, talker)
+    error = errors["thinker"]
+    assert (error.reason, error.metadata["tensor"]) == ("INVALID_RESULT", "text")
+    assert "of stage thinker made a wrong result: tensor 'text' is float32[2, 2]; expected uint8[bytes]" in str(error)
+    assert errors["talker"].reason == "INVALID_RESULT"
+
+
+async def test_a_chunk_of_another_shape_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    # An external stage may not check what it makes.
+    monkeypatch.setattr(ResultCheck, "check", lambda *_: None)
     async with _pair(engine=OddEngine()) as (thinker, talker):
         errors = await _failures(thinker, talker)
     assert "edge thinker->talker: tensor 'text' is float32[2, 2]; expected uint8[bytes]" in errors["talker"].message

@@ -12,6 +12,7 @@ from stagemesh.common.connector_descriptors import GRPC
 from stagemesh.common.descriptors import Emitted, Signature, TransformDescriptor
 from stagemesh.common.errors import InvalidChunkError, NotReadyError, StagemeshError, UnsupportedError
 from stagemesh.common.tensors import TensorSpec
+from stagemesh.common.user_errors import UserErrors
 from stagemesh.connectors.conformance import Host
 from stagemesh.connectors.edge import EdgeKey, Packet
 from stagemesh.connectors.flow.chunking import StepPolicy
@@ -158,10 +159,10 @@ async def test_transform_passes_tickets(kept: int, monkeypatch: pytest.MonkeyPat
         def push(self, packet: Packet) -> list[Packet]:
             return [Packet(packet.tensors, {"copy": copy}) for copy in range(kept)]
 
-    descriptor = TransformDescriptor(takes={}, gives={}, factory="")
+    descriptor = TransformDescriptor(takes={}, gives={"text": TensorSpec("uint8", ("bytes",))}, factory="")
     monkeypatch.setattr(edges, "load_transform_descriptor", lambda _: descriptor)
     monkeypatch.setattr(edges, "import_factory", lambda _: lambda _: Repeats())
-    transform = edges._EdgeTransform("repeats", edge="a->b", model=None)
+    transform = edges._EdgeTransform("repeats", edge="a->b", model=None, user_errors=UserErrors())
     ticket = Offers().offer()
     made = transform.push(Packet({"text": np.zeros(1, np.uint8)}, tickets={"kv": ticket}))
     assert [dict(each.tickets) for each in made] == [{"kv": ticket}] + [{}] * max(0, kept - 1)

@@ -154,7 +154,8 @@ async def test_an_engine_error_names_stage_and_replica(error: Exception, expecte
     engine.error = error
     engine.gate.set()
     async with ready_runtime(engine=engine) as runtime:
-        with pytest.raises(expected, match=str(error)) as caught:
+        expected_text = str(error) if isinstance(error, StagemeshError) else "of stage thinker raised ValueError"
+        with pytest.raises(expected, match=expected_text) as caught:
             await events_of(runtime, step_spec())
     assert caught.value.metadata == {"stage": "thinker", "replica": "thinker-0", "request_id": "r"}
 

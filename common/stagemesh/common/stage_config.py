@@ -3,6 +3,8 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
 from pydantic import JsonValue
 
@@ -108,11 +110,25 @@ class StageConfig:
     """
     media: MediaConfig | None = None
     """The stores of media files that the replica reads and writes, or None if the pipeline has none."""
+    non_finite: Literal["warn", "error"] = "warn"
+    """Whether NaN or infinite values in audio or in images add a warning to the request, or fail the request."""
+    error_details: bool = False
+    """Whether clients receive the text and the place of an exception that the code of a function or transform raised.
+
+    They contain names of files, and may contain data of the request.
+    """
+    log: str = ""
+    """The path of the replica's log, which errors name if `error_details` is True. Empty if it is not known."""
     parent_pid: int | None = None
     """The id of the parent process. If the parent terminates, this process terminates too.
 
     None if this process may outlive its parent.
     """
+
+    @property
+    def model_path(self) -> Path | None:
+        """The path of the model, or None if the stage has no model."""
+        return None if self.model is None else Path(self.model)
 
     def __post_init__(self) -> None:
         if not 0 <= self.drain_s < math.inf:

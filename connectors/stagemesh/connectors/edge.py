@@ -5,10 +5,12 @@ through an `Outlet`, and the consumer receives through an `Inlet`.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
 
 from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.common.errors import CancelledRequestError, StagemeshError, UnavailableError
@@ -151,3 +153,33 @@ class ReadyQueue(Generic[_Flow]):
     def _run(self) -> None:
         self._is_scheduled = False
         self._pull()
+
+
+def packets_problem(made: object) -> str:
+    """Returns what is wrong with the result of user code that must be a list of packets, or "" if it is one.
+
+    The problem is a noun phrase such as "a list with ndarray".
+    """
+    if isinstance(made, str | bytes) or not isinstance(made, Sequence):
+        return type(made).__name__
+    packets: Sequence[Any] = made
+    return next(filter(None, map(_packet_problem, packets)), "")
+
+
+def _packet_problem(packet: object) -> str:
+    if not isinstance(packet, Packet):
+        return f"a list with {_name(packet)}; it must consist of Packets"
+    tensors: object = packet.tensors
+    if not isinstance(tensors, Mapping):
+        return f"a Packet with {_name(tensors)}; its tensors must be a dict"
+    items: Mapping[Any, object] = tensors
+    wrong = (
+        f"tensor {name!r} as {_name(each)}; it must be a numpy array"
+        for name, each in items.items()
+        if not isinstance(each, np.ndarray)
+    )
+    return next(wrong, "")
+
+
+def _name(value: object) -> str:
+    return type(value).__name__

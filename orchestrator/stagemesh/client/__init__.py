@@ -41,6 +41,7 @@ from stagemesh.client.responses import Progress as Progress
 from stagemesh.client.responses import Queued as Queued
 from stagemesh.client.responses import Result as Result
 from stagemesh.client.responses import StageReport as StageReport
+from stagemesh.client.responses import StageWarning as StageWarning
 from stagemesh.client.responses import StoredFile as StoredFile
 from stagemesh.client.responses import TensorOutput as TensorOutput
 from stagemesh.client.responses import Text as Text

@@ -18,6 +18,7 @@ from stagemesh.client.responses import (
     Progress,
     Queued,
     StageReport,
+    StageWarning,
     StoredFile,
     TensorOutput,
     Text,
@@ -146,7 +147,8 @@ def _report(message: stage_pb2.StepFinished) -> StageReport:
         for edge in message.edges
     )
     reason = _reason_name(message.finish) if message.HasField("finish") else None
-    return StageReport(usage, _timings(message.timings), edges, reason)
+    warnings = tuple(StageWarning(each.reason, each.message, dict(each.metadata)) for each in message.warnings)
+    return StageReport(usage, _timings(message.timings), edges, reason, warnings)
 
 
 def _connector_name(number: int) -> str:

@@ -187,7 +187,8 @@ class OutputFinished(RequestEvent):
 
     `reason` is "end" if the output is complete, "stop" if `stop_text` or `stop_token_id` stopped it, "length" if it
     reached `max_tokens`, "limit" if it reached a limit of the stage, and "cancelled" or "failed" if it is incomplete.
-    It is "unspecified" if this client does not know the reason.
+    It is "empty" if the stage ended without making anything of this output. It is "unspecified" if this client does not
+    know the reason.
     """
 
     output: str
@@ -244,6 +245,16 @@ class EdgeUsage:
 
 
 @dataclass(frozen=True)
+class StageWarning:
+    """A defect of a stage's results, such as NaN in audio (NON_FINITE_RESULT)."""
+
+    reason: str
+    """A name of `ErrorReason` in the contract, without its prefix."""
+    message: str
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class StageReport:
     """The usage and timings of one stage, and the usage of each edge over which the stage sent data."""
 
@@ -255,6 +266,8 @@ class StageReport:
 
     A stage whose producer stopped at its limit ends with "end", so that only the producer's report shows the limit.
     """
+    warnings: tuple[StageWarning, ...] = ()
+    """Defects of the stage's results that did not fail the request."""
 
 
 @dataclass(frozen=True)

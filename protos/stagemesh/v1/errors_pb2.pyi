@@ -515,6 +515,15 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The engine cannot hand over or accept the kinds of state that the stage's signature names. The message says what is
     missing.
     """
+    ERROR_REASON_INVALID_RESULT: _ErrorReason.ValueType  # 225
+    """A function, a transform or an engine made something other than what its descriptor declares. Correct the code, or the
+    descriptor.
+    """
+    ERROR_REASON_NON_FINITE_RESULT: _ErrorReason.ValueType  # 226
+    """Audio or an image contains NaN or infinite values, and the stage is configured to fail then (`non_finite: error`).
+    The model computes wrongly, for example because its dtype has too small a range. Without that setting, the step
+    succeeds, and StepFinished.warnings contains this reason.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is the catalogue of all errors. An RPC that fails ends with a gRPC status that contains one
@@ -1015,6 +1024,15 @@ ERROR_REASON_TICKET_REFUSED: ErrorReason.ValueType  # 223
 ERROR_REASON_HANDOVER_UNAVAILABLE: ErrorReason.ValueType  # 224
 """The engine cannot hand over or accept the kinds of state that the stage's signature names. The message says what is
 missing.
+"""
+ERROR_REASON_INVALID_RESULT: ErrorReason.ValueType  # 225
+"""A function, a transform or an engine made something other than what its descriptor declares. Correct the code, or the
+descriptor.
+"""
+ERROR_REASON_NON_FINITE_RESULT: ErrorReason.ValueType  # 226
+"""Audio or an image contains NaN or infinite values, and the stage is configured to fail then (`non_finite: error`).
+The model computes wrongly, for example because its dtype has too small a range. Without that setting, the step
+succeeds, and StepFinished.warnings contains this reason.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

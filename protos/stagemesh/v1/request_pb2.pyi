@@ -81,6 +81,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """The request was cancelled. The output is incomplete."""
     FINISH_REASON_FAILED: _FinishReason.ValueType  # 6
     """The request failed. The output is incomplete."""
+    FINISH_REASON_EMPTY: _FinishReason.ValueType  # 7
+    """The stage processed its whole input and made nothing of this output."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """FinishReason is the reason why an output ends. With an unknown reason, the output is complete as far as it can be."""
@@ -99,6 +101,8 @@ FINISH_REASON_CANCELLED: FinishReason.ValueType  # 5
 """The request was cancelled. The output is incomplete."""
 FINISH_REASON_FAILED: FinishReason.ValueType  # 6
 """The request failed. The output is incomplete."""
+FINISH_REASON_EMPTY: FinishReason.ValueType  # 7
+"""The stage processed its whole input and made nothing of this output."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final

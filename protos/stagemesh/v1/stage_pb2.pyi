@@ -1060,6 +1060,7 @@ class StepFinished(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     EDGES_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def usage(self) -> _request_pb2.Usage:
         """The amount of work."""
@@ -1078,6 +1079,10 @@ class StepFinished(_message.Message):
         with END. Unset by stages of earlier versions.
         """
 
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Error]:
+        """Defects of the stage's results that did not fail the step, for example NON_FINITE_RESULT."""
+
     def __init__(
         self,
         *,
@@ -1085,10 +1090,11 @@ class StepFinished(_message.Message):
         timings: _request_pb2.Timings | None = ...,
         edges: _abc.Iterable[_request_pb2.EdgeUsage] | None = ...,
         finish: _request_pb2.Finish | None = ...,
+        warnings: _abc.Iterable[_chunk_pb2.Error] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["edges", b"edges", "finish", b"finish", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["edges", b"edges", "finish", b"finish", "timings", b"timings", "usage", b"usage", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,6 +36,8 @@ def show_result(result: "Result", sinks: "Sinks", *, as_json: bool) -> None:
         console.print(table)
     for line in (*_output_ends(result), *_stage_ends(result)):
         console.print(line, markup=False)
+    for line in _warnings(result):
+        console.print(line, style="yellow", markup=False, soft_wrap=True)
     for file in chain.from_iterable(chain.from_iterable(choice.files.values() for choice in result.choices)):
         text = f"stored {file.uri} ({file.media_type}, {file.size_bytes} bytes, SHA-256 {file.sha256.hex()})"
         console.print(text, markup=False, soft_wrap=True)
@@ -76,13 +78,15 @@ def _summary(result: "Result") -> "Sequence[Table]":
 
 def _describe_finish(finish: "OutputFinished", *, several: bool) -> str:
     choice = f" of choice {finish.index}" if several else ""
+    if finish.reason == "empty":
+        return f"output {finish.output}{choice} is empty: the stage that makes it ended without making anything of it"
     stop = finish.stop_text if finish.stop_token_id is None else f"token {finish.stop_token_id}"
     detail = f" ({stop})" if finish.reason == "stop" else ""
     return f"output {finish.output}{choice} ended early: {finish.reason}{detail}"
 
 
 def _output_ends(result: "Result") -> "Iterator[str]":
-    """Yields a line for each output that a limit, a stop text or a failure ended."""
+    """Yields a line for each output that is empty, or that a limit, a stop text or a failure ended."""
     for finish in chain.from_iterable(choice.finishes.values() for choice in result.choices):
         if finish.reason != "end":
             yield _describe_finish(finish, several=len(result.choices) > 1)
@@ -98,6 +102,13 @@ def _stage_ends(result: "Result") -> "Iterator[str]":
         for name, report in stages.items() if len(stages) > 1 else ():
             if report.finish_reason not in (None, "end"):
                 yield f"stage {name}{choice} ended early: {report.finish_reason}"
+
+
+def _warnings(result: "Result") -> "Iterator[str]":
+    """Yields a line for each warning of a stage."""
+    for stages in result.finished.choices:
+        for report in stages.values():
+            yield from (f"warning: {warning.message} ({warning.reason})" for warning in report.warnings)
 
 
 def _audio_s(result: "Result") -> float:

@@ -170,9 +170,11 @@ class Launcher:
 
     def _plan_replica(self, stage: Stage, address: ReplicaAddress, folder: RunFolder) -> ProcessSpec:
         config = stage_config(self._pipeline, stage, replica=address.name, listen=address.endpoint)
-        config = replace(config, parent_pid=os.getpid())
+        log = folder.log_path(address.name)
+        details = stage.error_details is not False
+        config = replace(config, parent_pid=os.getpid(), error_details=details, log=str(log) if details else "")
         file = folder.write_config(address.name, dump_config(config))
-        command, log = _command("stagemesh.services.stage", file), folder.log_path(address.name)
+        command = _command("stagemesh.services.stage", file)
         return ProcessSpec(address.name, stage.name, address.endpoint, command, log, probe_stage, config=file)
 
     def _with_port(self, listen: str) -> str:

@@ -23,6 +23,8 @@ def stage_config(pipeline: Pipeline, stage: Stage, *, replica: str, listen: str)
         data_plane=stage.data_plane,
         stall_s=stage.stall_s,
         media=pipeline.media,
+        non_finite=stage.non_finite,
+        error_details=bool(stage.error_details),
     )
 
 

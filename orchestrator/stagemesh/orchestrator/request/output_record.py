@@ -59,13 +59,17 @@ class RequestRecord:
     def add_output(self, output: request_pb2.Output) -> None:
         """Adds what the record does not contain yet of a part of a pipeline output.
 
-        Raises the errors of `Position.remainder`.
+        The finish reason END of an output without content becomes EMPTY. Raises the errors of `Position.remainder`.
         """
         rest = self.position.remainder(output)
         if rest is None:
             return
         if not rest.position and rest.WhichOneof("content"):
             self.first_outputs_s.setdefault((rest.name, rest.index), self.timeline.elapsed_s())
+        if rest.finish.reason == request_pb2.FINISH_REASON_END and not self.position.counts.get(
+            (rest.name, rest.index)
+        ):
+            rest.finish.reason = request_pb2.FINISH_REASON_EMPTY
         self.add(orchestrator_pb2.GenerateResponse(output=rest))
 
     @property

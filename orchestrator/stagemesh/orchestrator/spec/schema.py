@@ -189,6 +189,9 @@ class StageEntry(Entry, frozen=True):
     join: Join = "all"
     data_plane: DataPlaneEntry = DataPlaneEntry()
     stall_s: Annotated[Number, Field(ge=0)] = STALL_S
+    non_finite: Literal["warn", "error"] = "warn"
+    error_details: bool | None = None
+    """Whether clients receive the text of exceptions of user code. None stands for True if `stagemesh up` runs it."""
     group: Name | None = None
     """The colocation group: stages of one group share a pod in Kubernetes. None if the stage has pods of its own."""
     split: SplitEntry | None = None

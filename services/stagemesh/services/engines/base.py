@@ -352,6 +352,8 @@ class Emission:
 
     The packet's text then ends with a whole character. Empty unless the task requests them.
     """
+    non_finite: tuple[str, ...] = ()
+    """The names of the tensors that the engine has converted from NaN or infinite values, such as an image's pixels."""
 
 
 @dataclass(frozen=True)

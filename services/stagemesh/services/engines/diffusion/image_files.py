@@ -15,9 +15,10 @@ FRAMES_PER_SECOND = 16
 def encode_file(frames: npt.NDArray[Any]) -> Array:
     """Encodes one frame as a PNG file, or several frames as a lossless animated WebP file.
 
-    `frames` is float32[frames, 3, height, width] with values in [0, 1]. Returns the file's contents as uint8[bytes].
+    `frames` is float32[frames, 3, height, width] with values in [0, 1]. NaN becomes black. Returns the file's contents
+    as uint8[bytes].
     """
-    pixels = (frames.transpose(0, 2, 3, 1) * 255).round().clip(0, 255).astype(np.uint8)
+    pixels = (np.nan_to_num(frames).transpose(0, 2, 3, 1) * 255).round().clip(0, 255).astype(np.uint8)
     first, *others = [Image.fromarray(each) for each in pixels]
     file = io.BytesIO()
     if others:

@@ -1,15 +1,14 @@
 """The function engine, which runs one callable on one thread. It batches packets of all requests as they arrive."""
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from copy import copy
 from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 from pydantic import Field
 
@@ -25,7 +24,8 @@ from stagemesh.common.errors import (
 from stagemesh.common.notification import Notifier
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.common.typed_values import Value
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.user_errors import UserErrors
+from stagemesh.connectors.edge import Packet, packets_problem
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Progress, Task, Usage, media_of
 from stagemesh.services.engines.function.base import Call, Function, OpensWithout, Saves
@@ -33,8 +33,6 @@ from stagemesh.services.engines.function.checkpoints import RequestCheckpoints, 
 from stagemesh.services.engines.function.playout import EWMA_WEIGHT, AudioStream, AudioTensor, CallCosts, CallQueue
 from stagemesh.services.engines.input_join import packets_of
 from stagemesh.services.engines.options import parse_options, request_options
-
-_logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -79,8 +77,9 @@ class FunctionEngine:
             )
         self._stage = config.stage
         self._name = config.function
+        self._user_errors = UserErrors(details=config.error_details, log=config.log)
         self._descriptor = descriptor or load_function_descriptor(config.function)
-        self._model = Path(config.model) if config.model is not None else None
+        self._model = config.model_path
         names = {field.name for field in fields(_OwnOptions)}
         own = {name: value for name, value in config.options.items() if name in names}
         self._own_options = parse_options(_OwnOptions, own, stage=config.stage)
@@ -119,7 +118,7 @@ class FunctionEngine:
         try:
             interval_rows = self._own_options.checkpoint_rows if saver is not None else 0
             checkpoints = RequestCheckpoints(function=self._name, interval_rows=interval_rows, resumed=task.resume_from)
-            state = await self._in_thread(partial(_open, self._function, task, options, checkpoints))
+            state = await self._in_function(partial(_open, self._function, task, options, checkpoints))
             media = media_of(task.prompt)
             steps, stream = task.resume_from.steps if task.resume_from is not None else 0, AudioStream()
             async with aclosing(packets_of(task, self._descriptor.signature)) as packets:
@@ -131,7 +130,7 @@ class FunctionEngine:
                     steps += 1
                     yield Progress(steps)
                     if saver is not None and checkpoints.is_due:
-                        saved = await self._in_thread(partial(saver.save, state))
+                        saved = await self._in_function(partial(saver.save, state))
                         yield checkpoints.make(saved, steps=steps)
             checkpoints.check_end()
             for made in await self._call(Call[object](state, None), stream):
@@ -165,6 +164,17 @@ class FunctionEngine:
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _in_function(self, work: Callable[[], Result]) -> Result:
+        """Runs a method of the function. Raises an InternalError (ENGINE_ERROR) if it raises another exception."""
+
+        def run() -> Result:
+            try:
+                return work()
+            except (Exception, SystemExit) as exc:
+                raise self._to_error(exc) from exc
+
+        return await self._in_thread(run)
 
     def _load(self) -> Function[object]:
         try:
@@ -247,26 +257,33 @@ class FunctionEngine:
     ) -> Sequence[Sequence[Packet] | StagemeshError]:
         try:
             made = function(calls)
-        except Exception as exc:  # noqa: BLE001  # user code: any exception fails only its own request
+        except (Exception, SystemExit) as exc:  # noqa: BLE001  # user code: any exception fails only its own request
             if len(calls) == 1:
                 return [self._to_error(exc)]
             return [self._compute(function, [call])[0] for call in calls]
-        if len(made) != len(calls):
-            error = InternalError(
-                f"function {self._name} returned {len(made)} results for {len(calls)} calls", reason="ENGINE_ERROR"
-            )
-            return [error] * len(calls)
-        return made
-
-    def _to_error(self, exc: Exception) -> StagemeshError:
-        if isinstance(exc, StagemeshError):
-            return exc
-        _logger.error("function %s raised", self._name, exc_info=exc)
-        return InternalError(
-            f"function {self._name} raised {type(exc).__name__}; the log of this stage has the traceback",
-            reason="ENGINE_ERROR",
+        problem = _problem_of(made, calls=len(calls))
+        if not problem:
+            return made
+        error = InternalError(
+            f"function {self._name} returned {problem}; return a list with one list of Packets for each call",
+            reason="INVALID_RESULT",
             metadata={"function": self._name},
         )
+        return [copy(error) for _ in calls]
+
+    def _to_error(self, exc: BaseException) -> StagemeshError:
+        what, metadata = f"function {self._name}", {"function": self._name}
+        return self._user_errors.error(what, exc, module=self._descriptor.factory, metadata=metadata)
+
+
+def _problem_of(made: object, *, calls: int) -> str:
+    """Returns what is wrong with the type of a function's result, or "" if it is a list of packets for each call."""
+    if isinstance(made, str | bytes) or not isinstance(made, Sequence):
+        return type(made).__name__
+    results: Sequence[Any] = made
+    if len(results) != calls:
+        return f"{len(results)} results for {calls} calls"
+    return next((f"{problem} for a call" for problem in map(packets_problem, results) if problem), "")
 
 
 def _shape_of(packet: Packet | None) -> Hashable:

@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import starmap
-from pathlib import Path
 from typing import TypeVar
 
 from stagemesh.common import settings
@@ -541,7 +540,7 @@ class StageRuntime:
             signature=self.signature,
             states=self.states,
             store=self.store,
-            model=Path(self.config.model) if self.config.model is not None else None,
+            config=self.config,
             where=self.where,
             frame_intervals=self._frame_intervals,
         )

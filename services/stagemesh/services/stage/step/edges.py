@@ -1,7 +1,6 @@
 """The edges of a step: their flows, their peer replicas, and the packets that the engine receives over them."""
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -19,18 +18,18 @@ from stagemesh.common.errors import (
     StagemeshError,
     StaleAttemptError,
 )
-from stagemesh.common.tensors import Array, TensorSpec
+from stagemesh.common.tensors import TensorSpec
+from stagemesh.common.user_errors import UserErrors
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import REBIND_S, EdgeKey, FlowStatus, Packet, is_recoverable
+from stagemesh.connectors.edge import REBIND_S, EdgeKey, FlowStatus, Packet, is_recoverable, packets_problem
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.merging import merge
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.connectors.tickets import Ticket
 from stagemesh.services.engines.base import Transform
+from stagemesh.services.stage.step.results import ResultCheck, check_lengths
 from stagemesh.services.stage.step.spec import STATE_EDGE, InputBinding, OutputBinding, Rebinding, StepSpec
 from stagemesh.v1 import control_pb2
-
-_log = logging.getLogger(__name__)
 
 
 class StepEdges:
@@ -38,8 +37,11 @@ class StepEdges:
     can be replaced.
     """
 
-    def __init__(self, spec: StepSpec, data_plane: DataPlane, *, model: Path | None) -> None:
-        """`model` is the path of the stage's model, which transforms receive, or None if the stage has no model."""
+    def __init__(self, spec: StepSpec, data_plane: DataPlane, *, model: Path | None, user_errors: UserErrors) -> None:
+        """`model` is the path of the stage's model, which transforms receive, or None if the stage has no model.
+
+        `user_errors` converts the exceptions of transforms.
+        """
         self.request_id, self.step_id, self.attempt = spec.request_id, spec.step_id, spec.attempt
         self.outlets: FanOut | None = None
         """The outlets of the pipeline's edges, without `state_outlet`. None if the step has no such outlet."""
@@ -47,7 +49,7 @@ class StepEdges:
         """The inlet that receives the state from which the step resumes. None if no edge delivers the state."""
         self.state_outlet: Outlet | None = None
         """The outlet that sends the state at which the step pauses. None if no edge transfers the state."""
-        self._plane, self._model = data_plane, model
+        self._plane, self._model, self._user_errors = data_plane, model, user_errors
         self._inputs = {binding.edge: binding for binding in spec.inputs}
         self._outputs = {binding.edge: binding for binding in spec.outputs}
         self._inlets: dict[str, Inlet] = {}
@@ -94,9 +96,15 @@ class StepEdges:
         # All flows are open before an unknown transform raises an error, so that every peer receives the error.
         for edge, outlet in self._by_edge.items():
             if name := self._outputs[edge].transform:
-                outlet.transform = _OutputTransform(name, edge=edge, model=self._model)
+                outlet.transform = self._transform(name, edge)
         return {
-            edge: EdgeInput(inlet, self._inputs[edge], accepts=accepts, on_packet=on_packet, model=self._model)
+            edge: EdgeInput(
+                inlet,
+                edge=edge,
+                transform=self._transform(name, edge) if (name := self._inputs[edge].transform) else None,
+                accepts=accepts,
+                on_packet=on_packet,
+            )
             for edge, inlet in self._inlets.items()
         }
 
@@ -181,6 +189,9 @@ class StepEdges:
 
     # -- internal
 
+    def _transform(self, name: str, edge: str) -> "_EdgeTransform":
+        return _EdgeTransform(name, edge=edge, model=self._model, user_errors=self._user_errors)
+
     def _all_inlets(self) -> dict[str, Inlet]:
         return self._inlets if self.state_inlet is None else {**self._inlets, STATE_EDGE: self.state_inlet}
 
@@ -221,17 +232,14 @@ class EdgeInput:
     def __init__(
         self,
         inlet: Inlet,
-        binding: InputBinding,
         *,
+        edge: str,
+        transform: "_EdgeTransform | None",
         accepts: Mapping[str, TensorSpec],
         on_packet: Callable[[], None],
-        model: Path | None,
     ) -> None:
         self._packets = aiter(inlet)
-        self._edge, self._accepts, self._on_packet = binding.edge, accepts, on_packet
-        self._transform: _EdgeTransform | None = None
-        if binding.transform:
-            self._transform = _EdgeTransform(binding.transform, edge=binding.edge, model=model)
+        self._edge, self._accepts, self._on_packet, self._transform = edge, accepts, on_packet, transform
         self._pending: deque[Packet] = deque()
         self.waits = False
         """Whether the engine is waiting for a packet that has not arrived."""
@@ -286,7 +294,7 @@ def accepted_part(packet: Packet, accepts: Mapping[str, TensorSpec], *, edge: st
     for name, tensor in taken.items():
         try:
             accepts[name].check(name, tensor)
-            _check_symbols(name, tensor, accepts[name], lengths=lengths)
+            check_lengths(name, tensor, accepts[name], lengths=lengths)
         except InvalidChunkError as exc:
             raise InvalidChunkError(f"edge {edge}: {exc.message}", metadata={"edge": edge}) from exc
     return Packet(taken, packet.metadata, tickets)
@@ -303,55 +311,49 @@ def _accepted_tickets(packet: Packet, accepts: Mapping[str, TensorSpec], *, edge
     return tickets
 
 
-def _check_symbols(name: str, tensor: Array, spec: TensorSpec, *, lengths: dict[str, int]) -> None:
-    for symbol, length in zip(spec.shape, tensor.shape, strict=True):
-        if isinstance(symbol, str) and lengths.setdefault(symbol, length) != length:
-            raise InvalidChunkError(
-                f"tensor {name!r} has {length} {symbol}, but another tensor of its chunk has {lengths[symbol]}"
-            )
-
-
 class _EdgeTransform:
-    """The transform of one flow, which passes tickets. An error of the transform names the transform and the edge.
+    """The transform of one flow, which passes tickets. Its results are checked by its descriptor.
 
-    The constructor raises NotFoundError if the name is unknown.
+    An error of the transform names the transform and the edge. The constructor raises NotFoundError if the name is
+    unknown.
     """
 
-    def __init__(self, name: str, *, edge: str, model: Path | None) -> None:
-        self.descriptor = load_transform_descriptor(name)
-        self.edge, self._name = edge, name
+    def __init__(self, name: str, *, edge: str, model: Path | None, user_errors: UserErrors) -> None:
+        descriptor = load_transform_descriptor(name)
+        self._name = f"transform {name} of edge {edge}"
+        self._module, self._metadata, self._user_errors = descriptor.factory, {"edge": edge}, user_errors
+        self._results = ResultCheck(descriptor.gives, maker=self._name, metadata=self._metadata)
         with self._named_errors():
-            self._transform: Transform = import_factory(self.descriptor.factory)(model)
+            self._transform: Transform = import_factory(descriptor.factory)(model)
 
     def push(self, packet: Packet) -> Sequence[Packet]:
         with self._named_errors():
-            made = self._checked(self._transform.push(packet))
+            made = self._transform.push(packet)
+        self._check(made)
         return _with_tickets(packet, made) if packet.tickets else made
 
     def finish(self) -> Sequence[Packet]:
         with self._named_errors():
-            return self._checked(self._transform.finish())
+            made = self._transform.finish()
+        self._check(made)
+        return made
 
-    def _checked(self, packets: Sequence[Packet]) -> Sequence[Packet]:
-        return packets
+    def _check(self, made: Sequence[Packet]) -> None:
+        if problem := packets_problem(made):
+            raise InternalError(
+                f"{self._name} returned {problem}; return a list of Packets",
+                reason="INVALID_RESULT",
+                metadata=self._metadata,
+            )
+        for packet in made:
+            self._results.check(packet)
 
     @contextmanager
     def _named_errors(self) -> Generator[None]:
         try:
             yield
-        except StagemeshError:
-            raise
-        except Exception as exc:
-            message = f"transform {self._name} of edge {self.edge} failed: {type(exc).__name__}: {exc}"
-            _log.exception("%s", message)
-            raise InternalError(message, reason="ENGINE_ERROR", metadata={"edge": self.edge}) from exc
-
-
-class _OutputTransform(_EdgeTransform):
-    """The transform of an outgoing flow. Checks the results, because the consumer is another program."""
-
-    def _checked(self, packets: Sequence[Packet]) -> Sequence[Packet]:
-        return [accepted_part(each, self.descriptor.gives, edge=self.edge) for each in packets]
+        except (Exception, SystemExit) as exc:
+            raise self._user_errors.error(self._name, exc, module=self._module, metadata=self._metadata) from exc
 
 
 def _with_tickets(packet: Packet, made: Sequence[Packet]) -> Sequence[Packet]:

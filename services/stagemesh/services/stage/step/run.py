@@ -7,20 +7,20 @@ import time
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
-from pathlib import Path
 
 from stagemesh.common.connector_descriptors import number_of
 from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import (
     CancelledRequestError,
     DeadlineError,
-    InternalError,
     InvalidRequestError,
     StagemeshError,
     UnavailableError,
 )
 from stagemesh.common.logs import bind_log_context
 from stagemesh.common.notification import Journal
+from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.user_errors import UserErrors
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import FlowUsage, Packet
 from stagemesh.connectors.flow.outlet import FanOut
@@ -32,6 +32,7 @@ from stagemesh.services.stage.step.edges import EdgeInput, StepEdges
 from stagemesh.services.stage.step.file_outputs import FileOutputs
 from stagemesh.services.stage.step.frame_intervals import FrameIntervals, RowTimer
 from stagemesh.services.stage.step.outputs import ProgressThrottle, StreamedOutputs, finish_to_wire
+from stagemesh.services.stage.step.results import FiniteCheck, ResultCheck
 from stagemesh.services.stage.step.spec import STATE_EDGE, StepSpec, checkpoint_to_wire
 from stagemesh.services.stage.step.stored_media import opened_media
 from stagemesh.v1 import control_pb2, request_pb2, stage_pb2
@@ -104,14 +105,13 @@ class StepRun:
         signature: Signature,
         states: PausedStates,
         store: MediaStore | None,
-        model: Path | None,
+        config: StageConfig,
         where: Mapping[str, str],
         frame_intervals: FrameIntervals,
     ) -> None:
         """`signature` describes the stage's inputs and outputs. `states` retains the states from which requests can
-        resume. `store` is the pipeline's store for media, or None if it has none. `model` is the path of the stage's
-        model, or None if it has none. `where` contains the names of the stage and of the replica, for log records and
-        errors. The run adds its measurements to `frame_intervals`.
+        resume. `store` is the pipeline's store for media, or None if it has none. `where` contains the names of the
+        stage and of the replica, for log records and errors. The run adds its measurements to `frame_intervals`.
         """
         if spec.task.resume_from is not None:
             spec = states.with_state(spec)
@@ -134,9 +134,22 @@ class StepRun:
         self._journaled: tuple[int, Checkpoint] | None = None
         """The index of the newest checkpoint in the journal, and a copy of this checkpoint without its state. The copy
         later replaces the checkpoint. None if the journal contains no checkpoint with a state."""
-        self.edges = StepEdges(spec, data_plane, model=model)
+        self._user_errors = UserErrors(details=config.error_details, log=config.log)
+        self.edges = StepEdges(spec, data_plane, model=config.model_path, user_errors=self._user_errors)
         self._stopwatch, self._progress = Stopwatch(), ProgressThrottle()
         self._usage = Usage()
+        maker = f"function {config.function}" if config.function else f"engine {config.engine}"
+        self._maker = maker = f"{maker} of stage {config.stage}"
+        declared = {name: each.spec for name, each in signature.emits.items()}
+        self._results = ResultCheck(
+            declared, maker=maker, metadata={"function": config.function} if config.function else {}, same_lengths=False
+        )
+        self._finite = FiniteCheck(
+            signature.emits,
+            encoded=[each.tensor for each in spec.streamed if each.is_file],
+            maker=maker,
+            fails=config.non_finite == "error",
+        )
         self._audio_s = 0.0
         self._sample_rates_hz = {
             name: each.sample_rate_hz for name, each in signature.emits.items() if each.kind == "audio"
@@ -259,9 +272,8 @@ class StepRun:
             return exc
         except asyncio.CancelledError:
             return self._cause or CancelledRequestError("the stage is shutting down", reason="ABORTED")
-        except Exception as exc:  # noqa: BLE001
-            _log.exception("the engine failed with an unexpected exception")
-            return InternalError(f"the engine failed: {type(exc).__name__}: {exc}", reason="ENGINE_ERROR")
+        except Exception as exc:  # noqa: BLE001  # an engine's exception fails only its own request
+            return self._user_errors.error(self._maker, exc)
         finally:
             self._interruptible = False
         return None
@@ -350,8 +362,10 @@ class StepRun:
 
     async def _emit(self, emission: Emission, outlets: FanOut | None) -> None:
         """Sends the tensors and tickets of one engine step to the caller and over the outgoing edges."""
-        self._append_outputs(emission)
         packet = emission.packet
+        self._results.check(packet)
+        self._finite.check(packet, non_finite=emission.non_finite)
+        self._append_outputs(emission)
         self._count_audio(packet)
         add_rows(self._rows, packet)
         self._row_timer.emitted(self._rows)
@@ -456,6 +470,7 @@ class StepRun:
             timings=self._stopwatch.timings(),
             edges=list(map(_usage_to_wire, outlets.usages if outlets else ())),
             finish=finish_to_wire(finish),
+            warnings=self._finite.warnings,
         )
         self._append(stage_pb2.ExecuteStepResponse(finished=finished))
 
@@ -495,7 +510,7 @@ class StepRun:
             self._states.forget(self.request_id)
         # The run is stored for callers that attach again. They need only the journal.
         self._spec = StepSpec(self.step_id, self.attempt, Task(self.request_id, self._spec.task.seed))
-        self.edges = StepEdges(self._spec, self._data_plane, model=None)
+        self.edges = StepEdges(self._spec, self._data_plane, model=None, user_errors=self._user_errors)
         self._inputs, self._paused = [], None
         self.journal.close(error)
         return None if edges_error is not None or edges.is_over else edges
