@@ -1,11 +1,16 @@
+import pytest
+
+from stagemesh.common.exit_codes import ExitCode
 from stagemesh.orchestrator.launcher.supervisor import RestartPolicy, RestartSchedule
 
 
-def _live(schedule: RestartSchedule, *, start_s: float, end_s: float, ready_s: float | None = None) -> float | None:
+def _live(
+    schedule: RestartSchedule, *, start_s: float, end_s: float, ready_s: float | None = None, status: int = 1
+) -> float | None:
     schedule.started(start_s)
     if ready_s is not None:
         schedule.ready(ready_s)
-    return schedule.ended(end_s)
+    return schedule.ended(end_s, status=status)
 
 
 def test_pauses_double_up_to_five_seconds() -> None:
@@ -25,6 +30,17 @@ def test_a_process_that_was_never_ready_is_abandoned() -> None:
     schedule = RestartSchedule(RestartPolicy())
     pauses = [_live(schedule, start_s=t, end_s=t + 1) for t in range(5)]
     assert [pause is None for pause in pauses] == [False, False, False, False, True]
+
+
+@pytest.mark.parametrize("status", [ExitCode.USAGE, ExitCode.NOT_FOUND])
+def test_a_process_that_cannot_start_is_not_restarted(status: int) -> None:
+    schedule = RestartSchedule(RestartPolicy())
+    assert _live(schedule, start_s=0, end_s=1, status=status) is None
+
+
+def test_a_process_that_was_ready_is_always_restarted() -> None:
+    schedule = RestartSchedule(RestartPolicy())
+    assert _live(schedule, start_s=0, ready_s=0, end_s=1, status=ExitCode.USAGE) is not None
 
 
 def test_slow_failures_are_abandoned_after_fewer_restarts() -> None:

@@ -1,39 +1,103 @@
+import os
+import resource
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from stagemesh.orchestrator.launcher.run_folder import KEPT_RUNS, RunFolder, read_tail
+import pytest
+
+from stagemesh.common.errors import InvalidRequestError, NotFoundError
+from stagemesh.orchestrator.launcher import run_folder
+from stagemesh.orchestrator.launcher.run_folder import KEPT_S, RunFolder, find_run, past_runs, read_tail
 
 
-def _abandoned(runs_dir: Path, *, name: str) -> Path:
+def _abandoned(runs_dir: Path, *, name: str, age_s: float = 0) -> Path:
     path = runs_dir / name
     path.mkdir(parents=True)
+    (path / ".lock").touch()
     (path / "a.json").write_text("{}")
     (path / "a.log").write_text("log")
+    then_s = time.time() - age_s
+    os.utime(path, (then_s, then_s))
     return path
 
 
-def test_logs_of_the_newest_runs_are_kept(tmp_path: Path) -> None:
-    paths = [_abandoned(tmp_path, name=f"2020010{day}-000000-1") for day in range(1, 8)]
-    RunFolder(tmp_path).close()
-    assert [path.exists() for path in paths] == [False] * (7 - KEPT_RUNS) + [True] * KEPT_RUNS
-    assert (paths[-1] / "a.log").exists()
-    assert not (paths[-1] / "a.json").exists()
+def _run(runs_dir: Path) -> RunFolder:
+    return RunFolder(runs_dir, pipeline="tested")
+
+
+def test_logs_of_runs_are_kept_for_a_week(tmp_path: Path) -> None:
+    old = _abandoned(tmp_path, name="20200101-000000-1-1-p", age_s=KEPT_S + 60)
+    recent = _abandoned(tmp_path, name="20200102-000000-1-1-p", age_s=KEPT_S - 60)
+    _run(tmp_path).close()
+    assert (old.exists(), (recent / "a.log").exists(), (recent / "a.json").exists()) == (False, True, False)
+
+
+def test_the_size_of_kept_logs_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "KEPT_BYTES", 2 * len("log"))
+    paths = [_abandoned(tmp_path, name=f"2020010{day}-000000-1-1-p") for day in range(1, 5)]
+    _run(tmp_path).close()
+    assert [path.exists() for path in paths] == [False, False, True, True]
 
 
 def test_a_run_in_progress_keeps_its_configs(tmp_path: Path) -> None:
-    first = RunFolder(tmp_path)
+    first = _run(tmp_path)
     config = first.write_config("a", b"{}")
-    RunFolder(tmp_path).close()
+    _run(tmp_path).close()
     assert config.exists()
     first.close()
 
 
 def test_closing_removes_configs_and_keeps_logs(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
+    folder = _run(tmp_path)
     config = folder.write_config("a", b"{}")
     folder.log_path("a").write_text("log")
     folder.close()
     folder.close()
     assert (config.exists(), folder.log_path("a").exists()) == (False, True)
+
+
+def test_a_run_is_found_by_the_begin_of_its_name(tmp_path: Path) -> None:
+    for day in (1, 2):
+        _abandoned(tmp_path, name=f"2020010{day}-000000-1-1-my-pipeline")
+    assert find_run(tmp_path, None).name.startswith("20200102")
+    assert find_run(tmp_path, "20200101").pipeline == "my-pipeline"
+    with pytest.raises(NotFoundError, match="2 runs have a name that begins with '2020'"):
+        find_run(tmp_path, "2020")
+    with pytest.raises(NotFoundError, match="no run has a name that begins with '2021'"):
+        find_run(tmp_path, "2021")
+    with pytest.raises(NotFoundError, match="`stagemesh up` creates one"):
+        find_run(tmp_path / "none", None)
+
+
+def test_a_run_knows_whether_it_is_over(tmp_path: Path) -> None:
+    folder = _run(tmp_path)
+    (run,) = past_runs(tmp_path)
+    assert (run.pipeline, run.is_over) == ("tested", False)
+    folder.close()
+    assert run.is_over
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidRequestError, match=r"cannot be written to .*file.*set STAGEMESH_HOME"):
+        _run(tmp_path / "file")
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """Limits the size of files, as a stand-in for a disk without space."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_config_that_cannot_be_written_is_an_error(tmp_path: Path, full_disk: None) -> None:
+    folder = _run(tmp_path)
+    with pytest.raises(InvalidRequestError, match="File too large"):
+        folder.write_config("a", b"{}")
+    folder.close()
 
 
 def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:

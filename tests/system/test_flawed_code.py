@@ -1,4 +1,4 @@
-"""What a client receives if the code of a function or of a transform is wrong."""
+"""Wrong code of a function or of a transform, and the error that the client then receives."""
 
 import time
 from collections.abc import Iterator

@@ -1,9 +1,10 @@
-"""Errors of user code: of functions, transforms and models that a package registers."""
+"""Errors of user code: of the functions and transforms that a package registers."""
 
 import logging
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from stagemesh.common.errors import InternalError, StagemeshError
 
@@ -46,6 +47,11 @@ class UserErrors:
     def hint(self) -> str:
         """Says where the traceback is."""
         return f"the log {self.log} has the traceback" if self.log else "the log of this replica has the traceback"
+
+
+def is_list(made: object) -> TypeGuard[Sequence[object]]:
+    """Returns whether the result of user code is a list or another sequence that is not text."""
+    return isinstance(made, Sequence) and not isinstance(made, str | bytes)
 
 
 def _shortened(text: str) -> str:

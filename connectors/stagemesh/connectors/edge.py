@@ -5,10 +5,10 @@ through an `Outlet`, and the consumer receives through an `Inlet`.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.common.errors import CancelledRequestError, StagemeshError, UnavailableError
 from stagemesh.common.tensors import Tensors
 from stagemesh.common.typed_values import Value
+from stagemesh.common.user_errors import is_list
 from stagemesh.connectors.tickets import Ticket
 
 MetadataValue: TypeAlias = Value
@@ -160,26 +161,15 @@ def packets_problem(made: object) -> str:
 
     The problem is a noun phrase such as "a list with ndarray".
     """
-    if isinstance(made, str | bytes) or not isinstance(made, Sequence):
+    if not is_list(made):
         return type(made).__name__
-    packets: Sequence[Any] = made
-    return next(filter(None, map(_packet_problem, packets)), "")
+    return next((problem for each in made if (problem := _packet_problem(each))), "")
 
 
 def _packet_problem(packet: object) -> str:
     if not isinstance(packet, Packet):
-        return f"a list with {_name(packet)}; it must consist of Packets"
-    tensors: object = packet.tensors
-    if not isinstance(tensors, Mapping):
-        return f"a Packet with {_name(tensors)}; its tensors must be a dict"
-    items: Mapping[Any, object] = tensors
-    wrong = (
-        f"tensor {name!r} as {_name(each)}; it must be a numpy array"
-        for name, each in items.items()
-        if not isinstance(each, np.ndarray)
-    )
-    return next(wrong, "")
-
-
-def _name(value: object) -> str:
-    return type(value).__name__
+        return f"a list with {type(packet).__name__}; it must consist of Packets"
+    for name, tensor in packet.tensors.items():
+        if not isinstance(cast("object", tensor), np.ndarray):
+            return f"tensor {name!r} as {type(tensor).__name__}; it must be a numpy array"
+    return ""

@@ -524,6 +524,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     The model computes wrongly, for example because its dtype has too small a range. Without that setting, the step
     succeeds, and StepFinished.warnings contains this reason.
     """
+    ERROR_REASON_UNKNOWN_RUN: _ErrorReason.ValueType  # 227
+    """No run of this name, or several. `stagemesh logs --list` shows the runs whose logs are kept."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is the catalogue of all errors. An RPC that fails ends with a gRPC status that contains one
@@ -1034,6 +1036,8 @@ ERROR_REASON_NON_FINITE_RESULT: ErrorReason.ValueType  # 226
 The model computes wrongly, for example because its dtype has too small a range. Without that setting, the step
 succeeds, and StepFinished.warnings contains this reason.
 """
+ERROR_REASON_UNKNOWN_RUN: ErrorReason.ValueType  # 227
+"""No run of this name, or several. `stagemesh logs --list` shows the runs whose logs are kept."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 class _ErrorMetadataKey:

@@ -17,7 +17,7 @@ from stagemesh.orchestrator.cli import (
 from stagemesh.orchestrator.cli.contexts import commands as contexts
 from stagemesh.orchestrator.cli.error_output import ErrorGroup
 from stagemesh.orchestrator.cli.k8s import commands as k8s
-from stagemesh.orchestrator.cli.local import demo, serve, up, verify
+from stagemesh.orchestrator.cli.local import demo, logs, serve, up, verify
 from stagemesh.orchestrator.cli.options import with_parameters
 
 app = typer.Typer(
@@ -32,6 +32,7 @@ app = typer.Typer(
 )
 
 app.command("up")(up.up)
+app.command("logs")(with_parameters(logs.logs, logs.PARAMETERS))
 app.command("generate")(with_parameters(generate.generate, generate.PARAMETERS))
 app.command("converse")(with_parameters(converse.converse, converse.PARAMETERS))
 app.command("cancel")(with_parameters(cancel.cancel, cancel.PARAMETERS))

@@ -71,6 +71,8 @@ class Launcher:
         self._external = ExternalStages(pipeline, admin_endpoint=self.admin_endpoint)
         self.processes: dict[str, ProcessStatus] = {}
         self._ready = asyncio.Event()
+        self.run_folder: Path | None = None
+        """The folder with the logs of the run. None before the run."""
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -81,7 +83,8 @@ class Launcher:
         """
         check_listen(self.endpoint)
         check_listen(self.admin_endpoint, option="--admin-port")
-        folder = RunFolder(settings.runs_dir())
+        folder = RunFolder(settings.runs_dir(), pipeline=self._pipeline.name)
+        self.run_folder = folder.path
         try:
             async with (
                 self._fork_server(folder) as fork_server,

@@ -1,12 +1,18 @@
 """The folder with the config files and logs of one run of the launcher."""
 
+import errno
 import fcntl
 import os
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-KEPT_RUNS = 5
+from stagemesh.common.errors import InvalidRequestError, NotFoundError
+
+KEPT_S = 7 * 24 * 3600.0
+KEPT_BYTES = 1 << 30
+"""The maximum age and the maximum total size of the folders of ended runs, which are kept."""
 _LOCK = ".lock"
 
 
@@ -17,27 +23,36 @@ class RunFolder:
     process terminates for any reason.
     """
 
-    def __init__(self, runs_dir: Path) -> None:
-        """Creates and locks a folder for a new run in `runs_dir`.
+    def __init__(self, runs_dir: Path, *, pipeline: str) -> None:
+        """Creates and locks a folder for a new run of `pipeline` in `runs_dir`.
 
-        Removes the config files of the newest KEPT_RUNS ended runs, and the folders of all other ended runs.
+        Removes the config files of ended runs, and the folders of ended runs that are older than KEPT_S seconds or
+        exceed KEPT_BYTES together. Raises InvalidRequestError (CANNOT_WRITE) if the folder cannot be written.
         """
-        runs_dir.mkdir(parents=True, exist_ok=True)
-        runs_lock = _lock(runs_dir, flags=fcntl.LOCK_EX)
         try:
-            _remove_ended_runs(runs_dir)
-            self.path = (
-                runs_dir / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{time.monotonic_ns() % 1_000_000:06d}"
-            )
-            self.path.mkdir(mode=0o700)
-            self._lock: int | None = _lock(self.path, flags=fcntl.LOCK_EX)
-        finally:
-            os.close(runs_lock)
+            runs_dir.mkdir(parents=True, exist_ok=True)
+            runs_lock = _lock(runs_dir, flags=fcntl.LOCK_EX)
+            try:
+                _remove_ended_runs(runs_dir)
+                number = f"{os.getpid()}-{time.monotonic_ns() % 1_000_000:06d}"
+                self.path = runs_dir / f"{time.strftime('%Y%m%d-%H%M%S')}-{number}-{pipeline}"
+                self.path.mkdir(mode=0o700)
+                self._lock: int | None = _lock(self.path, flags=fcntl.LOCK_EX)
+            finally:
+                os.close(runs_lock)
+        except OSError as exc:
+            raise _unwritable(runs_dir, exc) from exc
 
     def write_config(self, name: str, content: bytes) -> Path:
-        """Writes the config file of the process `name`. Returns the path of the file."""
+        """Writes the config file of the process `name`. Returns the path of the file.
+
+        Raises InvalidRequestError (CANNOT_WRITE) if the file cannot be written.
+        """
         path = self.path / f"{name}.json"
-        path.write_bytes(content)
+        try:
+            path.write_bytes(content)
+        except OSError as exc:
+            raise _unwritable(self.path, exc) from exc
         return path
 
     def log_path(self, name: str) -> Path:
@@ -65,13 +80,75 @@ def read_tail(path: Path, *, lines: int = 20) -> str:
         return ""
 
 
+@dataclass(frozen=True)
+class PastRun:
+    """The folder of a run of the launcher, which may still be in progress."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The run's name, which begins with the time of its start."""
+        return self.path.name
+
+    @property
+    def pipeline(self) -> str:
+        """The name of the run's pipeline."""
+        return "".join(self.name.split("-", 4)[4:])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended."""
+        return _is_ended(self.path)
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the run's logs in bytes."""
+        return sum(path.stat().st_size for path in self.path.glob("*.log"))
+
+
+def past_runs(runs_dir: Path) -> list[PastRun]:
+    """Returns the runs whose folders are kept, the newest first."""
+    if not runs_dir.is_dir():
+        return []
+    return [PastRun(path) for path in sorted(runs_dir.iterdir(), reverse=True) if path.is_dir()]
+
+
+def find_run(runs_dir: Path, name: str | None) -> PastRun:
+    """Returns the run whose name begins with `name`, or the newest run if it is None.
+
+    Raises NotFoundError (UNKNOWN_RUN) unless there is exactly one such run.
+    """
+    runs = past_runs(runs_dir)
+    found = [run for run in runs if run.name.startswith(name)] if name is not None else runs[:1]
+    if len(found) == 1:
+        return found[0]
+    if not runs:
+        raise NotFoundError(f"no run is kept in {runs_dir}; `stagemesh up` creates one", reason="UNKNOWN_RUN")
+    problem = "no run has" if not found else f"{len(found)} runs have"
+    raise NotFoundError(
+        f"{problem} a name that begins with {name!r}; `stagemesh logs --list` shows the names", reason="UNKNOWN_RUN"
+    )
+
+
+def _unwritable(path: Path, exc: OSError) -> InvalidRequestError:
+    remedy = "free some space" if exc.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
+    return InvalidRequestError(
+        f"the configs and logs of a run cannot be written to {path}: {exc.strerror}; {remedy}, or set STAGEMESH_HOME "
+        "to another folder",
+        reason="CANNOT_WRITE",
+    )
+
+
 def _remove_ended_runs(runs_dir: Path) -> None:
-    newest_first = sorted((path for path in runs_dir.iterdir() if path.is_dir()), reverse=True)
-    ended = [path for path in newest_first if _is_ended(path)]
-    for path in ended[:KEPT_RUNS]:
-        _remove_configs(path)
-    for path in ended[KEPT_RUNS:]:
-        shutil.rmtree(path, ignore_errors=True)
+    kept_bytes, oldest_s = 0, time.time() - KEPT_S
+    for run in past_runs(runs_dir):
+        if run.is_over:
+            kept_bytes += run.size_bytes
+            if kept_bytes > KEPT_BYTES or run.path.stat().st_mtime < oldest_s:
+                shutil.rmtree(run.path, ignore_errors=True)
+            else:
+                _remove_configs(run.path)
 
 
 def _is_ended(path: Path) -> bool:

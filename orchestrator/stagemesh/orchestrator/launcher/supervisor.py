@@ -16,6 +16,7 @@ import grpc.aio
 
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import NotReadyError
+from stagemesh.common.exit_codes import ExitCode
 from stagemesh.orchestrator.launcher.fork_server import ForkedProcess, ForkServer
 from stagemesh.orchestrator.launcher.probes import Observation, Probe, ProcessState, ProcessStatus
 from stagemesh.orchestrator.launcher.run_folder import read_tail
@@ -24,6 +25,8 @@ from stagemesh.rpc.channels import open_channel
 _POLL_S = 0.2
 _READY_POLL_S = 1.0
 TERMINATE_S = 15.0
+_HOPELESS = (ExitCode.USAGE, ExitCode.NOT_FOUND)
+"""The exit statuses of processes that fail in the same way after a restart."""
 
 Listener = Callable[[ProcessStatus], None]
 """A function that is called with a process's new status after each change of the process's state."""
@@ -57,7 +60,8 @@ class RestartPolicy:
 
     A process that has never been ready is abandoned after `quick_failures` failures. A failure that occurs `slow_s`
     seconds or more after the start counts twice. The reason is that slow failures, such as a model that cannot be
-    loaded, rarely disappear after a restart.
+    loaded, rarely disappear after a restart. If the exit status says that the config is invalid or that something does
+    not exist, the process is abandoned at once.
     """
 
     first_pause_s: float = 0.1
@@ -96,16 +100,17 @@ class RestartSchedule:
         self._ever_ready = True
         self._ready_s = now_s if self._ready_s is None else self._ready_s
 
-    def ended(self, now_s: float) -> float | None:
+    def ended(self, now_s: float, *, status: int) -> float | None:
         """Records that the process has terminated although nothing had requested its termination.
 
-        Returns the pause in seconds before the process must be started again, or None if the process must be abandoned.
+        `status` is its exit status. Returns the pause in seconds before the process must be started again, or None if
+        the process must be abandoned.
         """
         policy = self._policy
         if self._ready_s is not None and now_s - self._ready_s >= policy.healthy_s:
             self._backoff.reset()
         self._cost += 1 if now_s - self._started_s < policy.slow_s else 2
-        if not self._ever_ready and self._cost >= policy.quick_failures:
+        if not self._ever_ready and (status in _HOPELESS or self._cost >= policy.quick_failures):
             return None
         return self._backoff.next_s()
 
@@ -229,10 +234,11 @@ class Supervisor:
             self._report(ProcessState.RESTARTING, "ended on request; restarts")
             return
         self._failures += 1
-        pause_s = self._schedule.ended(time.monotonic())
+        pause_s = self._schedule.ended(time.monotonic(), status=status)
         if pause_s is None:
             raise self._start_error(status)
-        detail = f"{_describe_exit(status)}; restarts in {pause_s:.1f} s; log: {self._spec.log}"
+        cause = f": {read_tail(self._spec.log, lines=1)}" if status > 0 else ""
+        detail = f"{_describe_exit(status)}; restarts in {pause_s:.1f} s; log: {self._spec.log}{cause}"
         self._report(ProcessState.RESTARTING, detail)
         await asyncio.sleep(pause_s)
 

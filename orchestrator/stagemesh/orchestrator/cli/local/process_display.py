@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
@@ -49,13 +50,22 @@ class Display:
         self.restarts += status.state is ProcessState.RESTARTING
         self._show(status)
 
-    def ready(self, endpoint: str, *, edges: Sequence[EdgeDescription], hint: str, admin_endpoint: str = "") -> None:
+    def ready(
+        self,
+        endpoint: str,
+        *,
+        edges: Sequence[EdgeDescription],
+        hint: str,
+        admin_endpoint: str = "",
+        logs: Path | None = None,
+    ) -> None:
         """Displays that all processes are ready.
 
         - `endpoint` is the address for clients.
         - `edges` are the edges whose connectors are displayed.
         - `hint` suggests the next command to the user.
         - `admin_endpoint` is the address for operators, or "" to display none.
+        - `logs` is the folder with the logs.
         """
         self._live.stop()
         if edges:
@@ -64,6 +74,7 @@ class Display:
         if admin_endpoint:
             server = "" if admin_endpoint == DEFAULT_ADMIN_SERVER else f" --server {admin_endpoint}"
             self._print(Text(f"operators at {admin_endpoint}; try: stagemesh top{server}"))
+            self._print(Text(f"logs in {logs}; try: stagemesh logs -f"))
 
     def close(self, message: str = "") -> None:
         """Stops updating the display. Prints `message` unless it is empty. May be called more than once."""
@@ -85,12 +96,21 @@ class Display:
 class JsonDisplay(Display):
     """Prints one JSON document per line to stdout: the events "process", "ready" and "stopped"."""
 
-    def ready(self, endpoint: str, *, edges: Sequence[EdgeDescription], hint: str, admin_endpoint: str = "") -> None:
+    def ready(
+        self,
+        endpoint: str,
+        *,
+        edges: Sequence[EdgeDescription],
+        hint: str,
+        admin_endpoint: str = "",
+        logs: Path | None = None,
+    ) -> None:
         print_json(
             {
                 "event": "ready",
                 "endpoint": endpoint,
                 "admin_endpoint": admin_endpoint,
+                "logs": str(logs),
                 "edges": [to_json(edge) for edge in edges],
                 "hint": hint,
             }

@@ -89,6 +89,8 @@ async def run_until_signal(
         edges = await result_before(stopping, launcher.wait_ready)
         if edges is None:
             return None
-        display.ready(launcher.endpoint, edges=edges, hint=hint, admin_endpoint=admin_endpoint)
+        display.ready(
+            launcher.endpoint, edges=edges, hint=hint, admin_endpoint=admin_endpoint, logs=launcher.run_folder
+        )
         return await result_before(stopping, work)
     raise AssertionError("the launcher ends the block only by an error")

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from copy import copy
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Annotated, Any, NamedTuple, TypeVar, cast
+from typing import Annotated, NamedTuple, TypeVar, cast
 
 from pydantic import Field
 
@@ -24,7 +24,7 @@ from stagemesh.common.errors import (
 from stagemesh.common.notification import Notifier
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.common.typed_values import Value
-from stagemesh.common.user_errors import UserErrors
+from stagemesh.common.user_errors import UserErrors, is_list
 from stagemesh.connectors.edge import Packet, packets_problem
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Progress, Task, Usage, media_of
@@ -278,12 +278,11 @@ class FunctionEngine:
 
 def _problem_of(made: object, *, calls: int) -> str:
     """Returns what is wrong with the type of a function's result, or "" if it is a list of packets for each call."""
-    if isinstance(made, str | bytes) or not isinstance(made, Sequence):
+    if not is_list(made):
         return type(made).__name__
-    results: Sequence[Any] = made
-    if len(results) != calls:
-        return f"{len(results)} results for {calls} calls"
-    return next((f"{problem} for a call" for problem in map(packets_problem, results) if problem), "")
+    if len(made) != calls:
+        return f"{len(made)} results for {calls} calls"
+    return next((f"{problem} for a call" for problem in map(packets_problem, made) if problem), "")
 
 
 def _shape_of(packet: Packet | None) -> Hashable:
