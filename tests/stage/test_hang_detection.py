@@ -141,7 +141,7 @@ def _hung(runs: list[_Run], *, ends: bool = True, per_s: int = 10) -> tuple[list
 def test_a_run_that_later_ones_overtake_is_reported_once(event_count: int) -> None:
     hung, cause = _hung([stuck := _Run(event_count=event_count), _Run(computes=False, event_count=1), _Run()])
     assert hung == [stuck]
-    assert "1 steps have their input, and none has made progress" in cause
+    assert "1 step has its input, but none has made progress" in cause
 
 
 def test_an_engine_that_keeps_a_stopped_run_hangs() -> None:
@@ -206,7 +206,7 @@ async def test_an_engine_that_hangs_has_died() -> None:
     config = replace(stage_config(steps=3), stall_s=0.4, options={"steps": 3, "faults": [{"kind": "hang"}]})
     async with ready_runtime(config) as runtime, asyncio.timeout(10):
         asking = asyncio.create_task(events_of(runtime, step_spec()))
-        with pytest.raises(UnavailableError, match="the engine hangs: 1 steps have their input") as caught:
+        with pytest.raises(UnavailableError, match="the engine hangs: 1 step has its input") as caught:
             await runtime.watch_engine()
         assert caught.value.reason == "ENGINE_DIED"
         with pytest.raises(UnavailableError, match="the engine hangs"):

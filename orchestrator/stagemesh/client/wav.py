@@ -93,5 +93,6 @@ def _begin(raw: BinaryIO, *, channels: int, sample_rate_hz: int) -> wave.Wave_wr
 
 
 def _pcm16(samples: npt.NDArray[np.float32]) -> bytes:
-    scaled: npt.NDArray[np.float32] = np.rint(np.clip(samples, -1.0, 1.0) * np.float32(32767))
+    # NaN becomes silence.
+    scaled: npt.NDArray[np.float32] = np.rint(np.clip(np.nan_to_num(samples), -1.0, 1.0) * np.float32(32767))
     return scaled.astype(np.dtype("<i2")).tobytes()

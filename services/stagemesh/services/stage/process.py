@@ -27,9 +27,10 @@ from stagemesh.v1 import control_pb2_grpc
 
 LIVENESS = "liveness"
 _STOP_GRACE_S = 1.0
-_END_S = 25.0
-"""Time limit in seconds for the process to terminate after the time for its running steps. Without the limit, the
-process might never terminate, because an engine that hangs may not release its tasks."""
+_END_S, _FAILED_END_S = 25.0, 3.0
+"""Time limits in seconds for the process to terminate after the time for its running steps: of a working engine, and of
+one that has failed. Without a limit, the process might never terminate, because an engine that hangs may not release
+its tasks or end its threads."""
 
 _GC_THRESHOLDS = 700, 10, 10
 """The thresholds of Python's garbage collector after the engine has loaded. They are Python's own."""
@@ -68,8 +69,9 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
             runtime.begin_shutdown()
     finally:
         # The steps of a failed engine have ended, or never end.
-        drain_s = 0.0 if runtime.state is ReplicaState.FAILED else config.drain_s
-        end_within(drain_s + _END_S)
+        failed = runtime.state is ReplicaState.FAILED
+        drain_s = 0.0 if failed else config.drain_s
+        end_within(_FAILED_END_S if failed else drain_s + _END_S)
         server.set_health(CONTROL_NAME, serving=False)
         await runtime.finish_steps(grace_s=drain_s)
         await runtime.close()

@@ -265,14 +265,14 @@ class FunctionEngine:
         if not problem:
             return made
         error = InternalError(
-            f"function {self._name} returned {problem}; return a list with one list of Packets for each call",
+            f"function {self._name} of stage {self._stage} returned {problem}; return a list with one list of Packets for each call",
             reason="INVALID_RESULT",
             metadata={"function": self._name},
         )
         return [copy(error) for _ in calls]
 
     def _to_error(self, exc: BaseException) -> StagemeshError:
-        what, metadata = f"function {self._name}", {"function": self._name}
+        what, metadata = f"function {self._name} of stage {self._stage}", {"function": self._name}
         return self._user_errors.error(what, exc, module=self._descriptor.factory, metadata=metadata)
 
 

@@ -76,7 +76,8 @@ class StallWatch(Generic[RunT]):
             bound = f"{self._stall_s:g} s (the stage's stall_s)"
             if stuck_s >= self._stall_s:
                 count = len(self._working)
-                return f"the engine hangs: {count} steps have their input, and none has made progress for {bound}"
+                steps = "1 step has its input" if count == 1 else f"{count} steps have their input"
+                return f"the engine hangs: {steps}, but none has made progress for {bound}"
             if any(self._silent[number].lasts_s >= 2 * self._stall_s for number in self._hung & self._silent.keys()):
                 return f"the engine hangs: a stopped step has not ended for {bound}"
 
