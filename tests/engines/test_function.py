@@ -91,7 +91,7 @@ async def test_only_the_call_at_fault_in_a_batch_fails(engine: FunctionEngine) -
 
 
 async def test_a_defect_names_the_function(engine: FunctionEngine, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(InternalError, match="function tested of stage .* raised ZeroDivisionError"):
+    with pytest.raises(InternalError, match=r"function tested of stage .* raised ZeroDivisionError"):
         await collect(engine.submit(numbers_task("r", [-2])))
     assert "a defect of the function" in caplog.text
 

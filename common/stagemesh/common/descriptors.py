@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from math import inf
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import JsonValue
 
-from stagemesh.common.errors import NotFoundError
+from stagemesh.common.errors import NotFoundError, NotReadyError
 from stagemesh.common.tensors import TensorSpec
 from stagemesh.common.typed_values import Value
 
@@ -120,6 +121,8 @@ class FunctionDescriptor:
 
     signature: Signature
     factory: str
+    stage_options: Mapping[str, OptionSpec] | None = None
+    """The options of a stage that the callable reads. None if the callable itself checks its options."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,11 @@ class EngineDescriptor:
     """The names of the allowed `options` of a stage, or None if the factory checks the options."""
     joins: bool = True
     """Whether a stage may receive tensors from several edges in one request."""
+    model_problem: Callable[[Path, Mapping[str, JsonValue]], str] | None = None
+    """Returns why a stage with these options cannot run the model in a folder, or "" if the engine knows its class.
+
+    None if the engine does not check the class.
+    """
     preload: str | None = None
     """The "module:function" that imports the engine's libraries into a process that forks stages (`fork_server`).
 
@@ -190,22 +198,46 @@ _UNKNOWN_REASONS = {
 
 
 @cache
-def _names(group: str, _path: tuple[str, ...]) -> Mapping[str, Any]:
-    """Returns the entry points of the packages on `sys.path`, by name."""
-    return {entry.name: entry for entry in entry_points(group=group)}
+def _names(group: str, _path: tuple[str, ...]) -> Mapping[str, Sequence[EntryPoint]]:
+    """Returns the different entry points of the packages on `sys.path`, by name. Each name should have only one."""
+    found: dict[str, list[EntryPoint]] = {}
+    for entry in entry_points(group=group):
+        same_name = found.setdefault(entry.name, [])
+        # A package may be found twice, for example if it is also on PYTHONPATH.
+        if entry.value not in [each.value for each in same_name]:
+            same_name.append(entry)
+    return found
 
 
 def _load(group: str, name: str, kind: type[_Descriptor]) -> _Descriptor:
     known = _names(group, tuple(sys.path))
+    noun = group.removeprefix("stagemesh.").removesuffix("s").replace("_", " ")
     if name not in known:
-        noun = group.removeprefix("stagemesh.").removesuffix("s").replace("_", " ")
         raise NotFoundError(
             f"unknown {noun} {name!r}; known: {', '.join(sorted(known)) or 'none'}",
             reason=_UNKNOWN_REASONS[group],
         )
-    descriptor = known[name].load()
-    assert isinstance(descriptor, kind), f"entry point {name} of {group} is not a {kind.__name__}"
+    entry, *others = known[name]
+    if others:
+        packages = " and ".join(map(_package_of, known[name]))
+        raise _broken(f"{noun} {name!r} is registered more than once, by {packages}; remove one of them")
+    where = f"{noun} {name!r} of {_package_of(entry)}"
+    try:
+        descriptor = entry.load()
+    except Exception as exc:
+        text = f"{where}: entry point {entry.value!r} cannot be loaded: {type(exc).__name__}: {exc}"
+        raise _broken(f"{text}; correct the package, or remove it") from exc
+    if not isinstance(descriptor, kind):
+        raise _broken(f"{where}: {entry.value} is {type(descriptor).__name__}; it must be a {kind.__name__}")
     return descriptor
+
+
+def _package_of(entry: EntryPoint) -> str:
+    return f"package {entry.dist.name} {entry.dist.version}" if entry.dist is not None else "an unknown package"
+
+
+def _broken(message: str) -> NotReadyError:
+    return NotReadyError(message, reason="INVALID_DESCRIPTOR")
 
 
 def load_engine_descriptor(name: str) -> EngineDescriptor:
@@ -249,3 +281,20 @@ def import_factory(path: str) -> Callable[..., Any]:
     """Imports and returns the callable at `path`, which has the form "module:attribute"."""
     module, _, attribute = path.partition(":")
     return getattr(import_module(module), attribute)  # type: ignore[no-any-return]
+
+
+def factory_problem(path: str, *, methods: Sequence[str]) -> str:
+    """Imports the factory at `path`. Returns what is wrong with it, or "" if nothing is.
+
+    A factory that is a class must have `methods`.
+    """
+    try:
+        factory = import_factory(path)
+    except Exception as exc:  # noqa: BLE001  # the module may raise anything
+        return f"its factory {path!r} cannot be imported: {type(exc).__name__}: {exc}"
+    if not callable(factory):
+        return f"its factory {path!r} is {type(factory).__name__}, which cannot be called"
+    # Not `hasattr`, because each class can be called.
+    defined = {name for base in factory.__mro__ for name in vars(base)} if isinstance(factory, type) else set(methods)
+    missing = [name for name in methods if name not in defined]
+    return f"its factory {path!r} lacks the methods {', '.join(missing)}" if missing else ""

@@ -22,9 +22,9 @@ StagemeshError
 `protos/stagemesh/v1/errors.proto` is the catalogue of all reasons, from which docs/errors.md is generated.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 
 class Code(IntEnum):
@@ -95,10 +95,25 @@ class InvalidChunkError(InvalidRequestError):
     default_reason = "INVALID_CHUNK"
 
 
+class Finding(NamedTuple):
+    """A mistake in a pipeline file."""
+
+    place: str
+    """The place of the mistake, such as "file:line" or "--set KEY"."""
+    line: int
+    """The line in the file, from 1. 0 if the value is not in the file."""
+    key: str
+    """The dotted key of the value, for example "edges.0.connector". Empty if it is the whole file."""
+    message: str
+    """The mistake and its remedy."""
+
+
 class InvalidPipelineError(InvalidRequestError):
     """Raised if a pipeline file is invalid. The message begins with `file:line:`."""
 
     default_reason = "INVALID_PIPELINE"
+    findings: Sequence[Finding] = ()
+    """Every mistake in the file. Empty if the file cannot be parsed at all."""
 
 
 class UnauthenticatedError(StagemeshError):

@@ -526,6 +526,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_UNKNOWN_RUN: _ErrorReason.ValueType  # 227
     """No run of this name, or several. `stagemesh logs --list` shows the runs whose logs are kept."""
+    ERROR_REASON_INVALID_DESCRIPTOR: _ErrorReason.ValueType  # 228
+    """The descriptor of an engine, a function or a transform cannot be loaded from its package's entry point, or two
+    packages register the same name. The message names the packages.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is the catalogue of all errors. An RPC that fails ends with a gRPC status that contains one
@@ -1038,6 +1042,10 @@ succeeds, and StepFinished.warnings contains this reason.
 """
 ERROR_REASON_UNKNOWN_RUN: ErrorReason.ValueType  # 227
 """No run of this name, or several. `stagemesh logs --list` shows the runs whose logs are kept."""
+ERROR_REASON_INVALID_DESCRIPTOR: ErrorReason.ValueType  # 228
+"""The descriptor of an engine, a function or a transform cannot be loaded from its package's entry point, or two
+packages register the same name. The message names the packages.
+"""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 class _ErrorMetadataKey:

@@ -299,5 +299,6 @@ def test_a_faulty_option_is_reported_once_at_its_own_line(tmp_path: Path) -> Non
             "7: option steps is 'many': Value error, it must be a number, or one of uniform, exponential, lognormal, "
             "one_of"
         ),
+        ("8: stages a and b choose tokens; name the one that requests mean by default: add `main_stage: a`"),
         "11: engine 'fake' has no option 'stepps'; did you mean 'steps'?",
     ]

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from stagemesh.common.errors import Finding, InvalidPipelineError
+from stagemesh.common.exit_codes import exit_code
 from stagemesh.orchestrator.cli.error_output import AsJson
 from stagemesh.orchestrator.cli.options import PipelineName, Replicas, Settings, read_overrides
 from stagemesh.orchestrator.cli.output import Column, fields, make_table, print_all, print_json
@@ -40,6 +42,13 @@ def validate(
             help="Also check the rules of the Helm chart. PIPELINE may be a values file of the chart.",
         ),
     ] = False,
+    imports: Annotated[
+        bool,
+        typer.Option(
+            "--import/--no-import",
+            help="Also import the code of engines, functions and transforms, and look up the classes of models.",
+        ),
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Check a pipeline file. Report every mistake with its file, line and remedy."""
@@ -47,15 +56,28 @@ def validate(
 
     check_models = not kubernetes if models is None else models
     overrides = read_overrides(settings)
-    pipeline = load_pipeline(name, overrides=overrides, check_models=check_models, for_kubernetes=kubernetes)
+    try:
+        pipeline = load_pipeline(
+            name,
+            overrides=overrides,
+            check_models=check_models,
+            for_kubernetes=kubernetes,
+            check_code=imports and not kubernetes,
+        )
+    except InvalidPipelineError as exc:
+        if not as_json:
+            raise
+        findings = exc.findings or [Finding("", 0, "", exc.message)]
+        print_json({"findings": [finding._asdict() for finding in findings]})
+        raise typer.Exit(exit_code(exc)) from None
     hints = kubernetes_hints(pipeline) if kubernetes else ()
     if as_json:
         document = {"pipeline": pipeline.name, "generation": pipeline.generation, "source": str(pipeline.source)}
-        print_json({**document, "hints": hints})
+        print_json({"findings": [], **document, "hints": hints})
         return
     edges = len(pipeline.edges) + len(pipeline.input_edges)
     counts = f"{len(pipeline.stages)} stages, {edges} edges, {len(pipeline.outputs)} outputs"
-    typer.echo(f"{pipeline.source}: {pipeline.name} is valid ({counts})")
+    typer.echo(f"{pipeline.source}: {pipeline.name} is valid ({counts}), generation {pipeline.generation}")
     for hint in hints:
         typer.echo(f"  note: {hint}")
 

@@ -12,6 +12,7 @@ from typing import cast
 from stagemesh.common import settings
 from stagemesh.common.errors import InvalidPipelineError, NotFoundError
 from stagemesh.common.media_config import parse_root
+from stagemesh.orchestrator.spec.checks.code import check_code as check_imports
 from stagemesh.orchestrator.spec.checks.conditions import ConditionResolver, merge_options
 from stagemesh.orchestrator.spec.checks.edges import EdgeResolver, topological_order
 from stagemesh.orchestrator.spec.checks.flows import check_flows
@@ -45,6 +46,7 @@ def load_pipeline(
     overrides: Mapping[str, str] | None = None,
     check_models: bool | Collection[str] = True,
     for_kubernetes: bool = False,
+    check_code: bool = False,
     catalog: Catalog | None = None,
 ) -> Pipeline:
     """Loads and checks a pipeline.
@@ -56,7 +58,9 @@ def load_pipeline(
     - `check_models` names the stages whose models are looked up, and a missing model of these stages is an error. True
       stands for all stages, and False for none.
     - `for_kubernetes` is True if the rules of the Helm chart are checked, too.
-    - `catalog` loads the descriptors of engines and transforms. If None, the installed descriptors are used.
+    - `check_code` is True if the code of engines, functions and transforms is imported, and the models' classes are
+      looked up.
+    - `catalog` loads the descriptors of engines, functions and transforms. If None, the installed descriptors are used.
 
     Raises NotFoundError (UNKNOWN_PIPELINE) if there is no such pipeline. Raises InvalidPipelineError if the file is
     invalid. The message of this error has a line "file:line: error; remedy" for each error in the file.
@@ -97,6 +101,8 @@ def load_pipeline(
         check_media(file.media, problems, check_packages=bool(check_models))
     if for_kubernetes:
         check_pods(file, problems)
+    if check_code:
+        check_imports(file, stages, catalog, problems)
     problems.raise_any()
     between = tuple(edge for edge in edges if not edge.is_input)
     stages = {name: stages[name] for name in topological_order(list(stages), {edge.arc for edge in between})}

@@ -5,8 +5,10 @@ entry to its type in `spec.model`.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from copy import deepcopy
 from dataclasses import field
+from difflib import get_close_matches
 from itertools import accumulate, repeat
 from operator import mul
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, cast
@@ -52,7 +54,7 @@ from stagemesh.orchestrator.spec.signature_schema import (
     StageOptionEntry,
 )
 from stagemesh.orchestrator.spec.source.document import Document
-from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, dotted, suggest
+from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Origin, dotted, suggest
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -464,28 +466,65 @@ _TAGS = frozenset({*_TERMS, "(frames)", "(names)", "(sizes)", "(word)", "(starte
 _NAME_REMEDY = "use lower-case letters, digits and '-', a letter first"
 
 
+_UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
+"""The types of pydantic's errors for unknown keys."""
+
+
 def check_shape(document: Document) -> PipelineFile:
     """Validates the document against the schema, and returns the typed pipeline file.
 
-    Raises InvalidPipelineError if the document is invalid. The message lists all problems found so far.
+    Reports invalid values, and then continues without them, as if their keys were omitted or spelt correctly. The other
+    mistakes in the file are thus found, too. Raises InvalidPipelineError if this is not possible. The message lists all
+    problems found so far.
     """
-    file = None
+    values = document.values
     try:
-        file = PipelineFile.model_validate(document.values, by_alias=True, by_name=False)
+        return PipelineFile.model_validate(values, by_alias=True, by_name=False)
     except ValidationError as exc:
+        values = deepcopy(values)
         for error in exc.errors(include_url=False):
             path = tuple(part for part in error["loc"] if part not in _TAGS)
             if not document.problems.has(path):
                 document.problems.add(path, _describe(error, path))
-    document.problems.raise_any()
+            known = _known_keys(error["loc"][:-1]) if error["type"] in _UNKNOWN_KEY else ()
+            _repair(values, path, known=known, origins=document.problems.origins)
+    try:
+        file = PipelineFile.model_validate(values, by_alias=True, by_name=False)
+    except ValidationError:
+        file = None
+    # A stage that is divided is read from the document.
+    if file is None or any(isinstance(stage, StageEntry) and stage.split for stage in file.stages.values()):
+        document.problems.raise_any()
     assert file is not None, "every validation error is a problem"
     return file
+
+
+def _repair(values: dict[str, Any], path: KeyPath, *, known: Collection[str], origins: dict[KeyPath, Origin]) -> None:
+    """Removes the invalid value at `path`, or renames its key if it resembles one of the keys in `known`.
+
+    Does nothing if `path` does not lead to the key of a mapping. Adds the origins of a renamed key to `origins`.
+    """
+    parent: Any = values
+    for part in path[:-1]:
+        try:
+            parent = parent[part]
+        except (KeyError, IndexError, TypeError):
+            return
+    if not isinstance(parent, dict) or path[-1] not in parent:
+        return
+    mapping = cast("dict[object, object]", parent)
+    value = mapping.pop(path[-1])
+    close = get_close_matches(str(path[-1]), known, n=1)
+    if close and close[0] not in mapping:
+        mapping[close[0]] = value
+        renamed = (*path[:-1], close[0])
+        origins |= {(*renamed, *at[len(path) :]): origin for at, origin in origins.items() if at[: len(path)] == path}
 
 
 def _describe(error: "ErrorDetails", path: KeyPath) -> str:
     parent = path[:-1]
     match error["type"]:
-        case "extra_forbidden" | "unexpected_keyword_argument":
+        case kind if kind in _UNKNOWN_KEY:
             return _describe_unknown_key(error["loc"], path)
         case "missing":
             return f"{dotted(parent) or 'the file'} has no {str(path[-1])!r}; add it"

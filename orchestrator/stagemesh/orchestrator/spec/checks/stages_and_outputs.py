@@ -9,9 +9,11 @@ from stagemesh.common import settings
 from stagemesh.common.descriptors import (
     Emitted,
     EngineDescriptor,
+    FunctionDescriptor,
     Signature,
     TransformDescriptor,
     load_engine_descriptor,
+    load_function_descriptor,
     load_transform_descriptor,
 )
 from stagemesh.common.encodings import VIDEO_ENCODINGS, encodings_of
@@ -23,13 +25,14 @@ from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Problems, 
 
 @dataclass(frozen=True)
 class Catalog:
-    """The functions that load descriptors by name: `engine` for engines, and `transform` for transforms.
+    """The functions that load the descriptors of engines, functions and transforms by name.
 
-    Both functions raise NotFoundError if the name is unknown.
+    Each of them raises NotFoundError if the name is unknown, and NotReadyError if the descriptor cannot be loaded.
     """
 
     engine: Callable[[str], EngineDescriptor] = load_engine_descriptor
     transform: Callable[[str], TransformDescriptor] = load_transform_descriptor
+    function: Callable[[str], FunctionDescriptor] = load_function_descriptor
 
 
 @dataclass(frozen=True)
@@ -73,14 +76,19 @@ class StageResolver:
         if engine.needs_function and entry.function is None:
             self.problems.add(path, f"engine {entry.engine!r} runs a function; add `function: NAME`")
             return None
-        try:
-            return engine.signature(entry.function, entry.options)
-        except StagemeshError as exc:
-            option = exc.metadata.get("option")
-            at = ("options", option) if option in entry.options else ("function" if entry.function else "options",)
-            if not self.problems.has((*path, *at)):
-                self.problems.add((*path, *at), exc.message)
-            return None
+        options = dict(entry.options)
+        while True:
+            try:
+                return engine.signature(entry.function, options)
+            except StagemeshError as exc:
+                option = exc.metadata.get("option")
+                at = ("options", option) if option in options else ("function" if entry.function else "options",)
+                if not self.problems.has((*path, *at)):
+                    self.problems.add((*path, *at), exc.message)
+                if option not in options:
+                    return None
+                # The next round finds the next invalid option.
+                del options[option]
 
     def _check_options(self, path: KeyPath, entry: StageEntry, engine: EngineDescriptor) -> None:
         for option in entry.options:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TypeAlias
 
-from stagemesh.common.errors import InvalidPipelineError
+from stagemesh.common.errors import Finding, InvalidPipelineError
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 """The keys and list indexes that lead from the root of the file to a value."""
@@ -29,7 +29,7 @@ class Problems:
     def __init__(self, origins: dict[KeyPath, Origin]) -> None:
         self.origins = origins
         """The origin of each value, by path. The empty path means the whole file. Default values have no origin."""
-        self._found: list[tuple[int, str]] = []
+        self._found: list[Finding] = []
         self._paths = set[KeyPath]()
 
     def add(self, path: KeyPath, text: str) -> None:
@@ -39,13 +39,18 @@ class Problems:
         """
         origin = self._nearest_origin(path)
         self._paths.add(path)
-        entry = (origin.line, f"{origin.place}: {text}")
-        if entry not in self._found:
-            self._found.append(entry)
+        known = {(finding.place, finding.message) for finding in self._found}
+        if (origin.place, text) not in known:
+            self._found.append(Finding(origin.place, origin.line, dotted(path), text))
 
     def has(self, path: KeyPath) -> bool:
         """Returns whether an error was added for exactly this path, not for a value above or below it."""
         return path in self._paths
+
+    @property
+    def any(self) -> bool:
+        """Whether any error was added."""
+        return bool(self._found)
 
     def raise_any(self) -> None:
         """Raises InvalidPipelineError if any error was added.
@@ -53,7 +58,10 @@ class Problems:
         The message has one line for each error, in ascending order of the line numbers in the file.
         """
         if self._found:
-            raise InvalidPipelineError("\n".join(text for _, text in sorted(self._found, key=lambda entry: entry[0])))
+            findings = sorted(self._found, key=lambda finding: finding.line)
+            error = InvalidPipelineError("\n".join(f"{finding.place}: {finding.message}" for finding in findings))
+            error.findings = findings
+            raise error
 
     def _nearest_origin(self, path: KeyPath) -> Origin:
         """Returns the origin of the value at a path, or of the closest enclosing value that has an origin.

@@ -6,11 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from copy import copy
-from dataclasses import dataclass, fields
 from functools import partial
-from typing import Annotated, NamedTuple, TypeVar, cast
-
-from pydantic import Field
+from typing import NamedTuple, TypeVar, cast
 
 from stagemesh.common.descriptors import FunctionDescriptor, import_factory, load_function_descriptor
 from stagemesh.common.errors import (
@@ -30,19 +27,12 @@ from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Progress, Task, Usage, media_of
 from stagemesh.services.engines.function.base import Call, Function, OpensWithout, Saves
 from stagemesh.services.engines.function.checkpoints import RequestCheckpoints, invalid_checkpoint
+from stagemesh.services.engines.function.options import check_stage_options, function_options, own_options
 from stagemesh.services.engines.function.playout import EWMA_WEIGHT, AudioStream, AudioTensor, CallCosts, CallQueue
 from stagemesh.services.engines.input_join import packets_of
-from stagemesh.services.engines.options import parse_options, request_options
+from stagemesh.services.engines.options import request_options
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class _OwnOptions:
-    """The stage options that the engine itself reads. All other options are passed to the function."""
-
-    max_batch: Annotated[int, Field(ge=1, strict=True)] = 32
-    checkpoint_rows: Annotated[int, Field(ge=0, strict=True)] = 64
 
 
 class _Waiting(NamedTuple):
@@ -80,10 +70,9 @@ class FunctionEngine:
         self._user_errors = UserErrors(details=config.error_details, log=config.log)
         self._descriptor = descriptor or load_function_descriptor(config.function)
         self._model = config.model_path
-        names = {field.name for field in fields(_OwnOptions)}
-        own = {name: value for name, value in config.options.items() if name in names}
-        self._own_options = parse_options(_OwnOptions, own, stage=config.stage)
-        self._options = {name: value for name, value in config.options.items() if name not in own}
+        check_stage_options(self._descriptor, config.options, stage=config.stage)
+        self._own_options = own_options(config.options, stage=config.stage)
+        self._options = function_options(config.options)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=config.function)
         self._function: Function[object] | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -265,7 +254,8 @@ class FunctionEngine:
         if not problem:
             return made
         error = InternalError(
-            f"function {self._name} of stage {self._stage} returned {problem}; return a list with one list of Packets for each call",
+            f"function {self._name} of stage {self._stage} returned {problem}; "
+            "return a list with one list of Packets for each call",
             reason="INVALID_RESULT",
             metadata={"function": self._name},
         )

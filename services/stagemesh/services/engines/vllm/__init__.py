@@ -9,6 +9,7 @@ from pydantic import JsonValue
 
 from stagemesh.common.descriptors import Emitted, EngineDescriptor, Signature, load_codec_model_descriptor
 from stagemesh.common.tensors import TensorSpec
+from stagemesh.services.engines.vllm.model_classes import model_problem
 from stagemesh.services.engines.vllm.options import (
     AXES,
     CODES,
@@ -79,5 +80,6 @@ DESCRIPTOR = EngineDescriptor(
     signature=_signature,
     needs_model=True,
     joins=False,
+    model_problem=model_problem,
     preload="stagemesh.services.engines.vllm.preload:preload" if _IS_FOR_CPU else None,
 )

@@ -27,4 +27,5 @@ TURNS = FunctionDescriptor(
         },
     ),
     factory="stagemesh.services.models.audio.turns:Turns",
+    stage_options={},
 )

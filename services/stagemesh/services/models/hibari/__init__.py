@@ -25,6 +25,7 @@ ACOUSTIC = FunctionDescriptor(
         options={"speed": OptionSpec(default=1.0, minimum=0.5, maximum=2.0)},
     ),
     factory="stagemesh.services.models.hibari.acoustic:AcousticModel",
+    stage_options={},
 )
 
 VOCODER = FunctionDescriptor(
@@ -33,4 +34,5 @@ VOCODER = FunctionDescriptor(
         emits={"audio": Emitted(TensorSpec("float32", ("samples",)), kind="audio", sample_rate_hz=SAMPLE_RATE_HZ)},
     ),
     factory="stagemesh.services.models.hibari.vocoder:Vocoder",
+    stage_options={},
 )

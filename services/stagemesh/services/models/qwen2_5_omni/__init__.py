@@ -51,4 +51,9 @@ TOKEN2WAV = FunctionDescriptor(
         options=_SPEAKER,
     ),
     factory="stagemesh.services.models.qwen2_5_omni.factory:make_token2wav",
+    stage_options={
+        "device": OptionSpec("auto", allowed_texts=("auto", "cpu", "cuda")),
+        "look_ahead_blocks": OptionSpec(1, minimum=0, maximum=256),
+        "steps": OptionSpec(10, minimum=2, maximum=100),
+    },
 )

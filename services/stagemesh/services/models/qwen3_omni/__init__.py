@@ -53,6 +53,10 @@ CODE2WAV = FunctionDescriptor(
         emits={"audio": Emitted(TensorSpec("float32", ("samples",)), kind="audio", sample_rate_hz=SAMPLE_RATE_HZ)},
     ),
     factory="stagemesh.services.models.qwen3_omni.code2wav:make_code2wav",
+    stage_options={
+        "device": OptionSpec("auto", allowed_texts=("auto", "cpu", "cuda")),
+        "dtype": OptionSpec("auto", allowed_texts=("auto", "float32", "bfloat16")),
+    },
 )
 
 

@@ -24,6 +24,8 @@ _CODES = {"codes": TensorSpec("int32", ("frames", "groups"))}
 _MAX_CHARACTERS = 2000
 _REFERENCE = {"reference_codes": TensorSpec("int32", ("frames", "groups"))}
 
+_DEVICE = OptionSpec("auto", allowed_texts=("auto", "cpu", "cuda"))
+
 PROMPT = FunctionDescriptor(
     signature=Signature(
         emits={
@@ -55,6 +57,7 @@ PROMPT = FunctionDescriptor(
         media=True,
     ),
     factory="stagemesh.services.models.qwen3_tts.prompt:make_prompt_writer",
+    stage_options={"device": _DEVICE, "media_bytes": OptionSpec(64 << 20, minimum=0)},
 )
 
 TALKER = CodecModelDescriptor(
@@ -78,4 +81,5 @@ CODEC_DECODER = FunctionDescriptor(
         optional=frozenset(_CODES | _REFERENCE),
     ),
     factory="stagemesh.services.models.qwen3_tts.clone_vocoder:make_clone_vocoder",
+    stage_options={"device": _DEVICE, "dtype": OptionSpec("auto", allowed_texts=("auto", "float32", "bfloat16"))},
 )

@@ -1,0 +1,65 @@
+"""The classes of models that vLLM knows, read from its source code, because importing vLLM takes ten seconds."""
+
+import ast
+import json
+from collections.abc import Mapping
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+
+from pydantic import JsonValue
+
+_REGISTRY = "model_executor/models/registry.py"
+_TRANSFORMERS_MODELS = "models/auto/modeling_auto.py"
+_PLUGINS, _OWN_PLUGINS = "vllm.general_plugins", ("stagemesh", "vllm")
+"""The group of plug-ins, which may register classes, and the packages whose plug-ins are known to register none."""
+
+
+def model_problem(folder: Path, options: Mapping[str, JsonValue]) -> str:
+    """Returns why vLLM cannot run the model in a folder: its class is unknown. Otherwise, returns "".
+
+    Knows the classes of vLLM and of transformers. Accepts any class if it cannot be determined: without a config.json,
+    for a codec language model, for a model with its own code, without vLLM, and with plug-ins of other packages.
+    """
+    config = _read_config(folder)
+    names, known = config.get("architectures"), _known_classes()
+    if not isinstance(names, list) or not names or not known or "codec" in options or "auto_map" in config:
+        return ""
+    if any(entry.module.partition(".")[0] not in _OWN_PLUGINS for entry in entry_points(group=_PLUGINS)):
+        return ""
+    if any(name in known for name in names) or _is_in_transformers(str(names[0])):
+        return ""
+    close = get_close_matches(str(names[0]), known, n=3)
+    similar = f"similar classes: {', '.join(close)}" if close else "it has no similar class"
+    return f"vLLM knows no model class {names[0]!r} ({folder}/config.json); {similar}; use another model or engine"
+
+
+def _read_config(folder: Path) -> Mapping[str, JsonValue]:
+    try:
+        config: JsonValue = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _known_classes() -> frozenset[str]:
+    """Returns the keys of the tables in vLLM's registry, or nothing if there are none."""
+    source = _source_of("vllm", _REGISTRY)
+    tables = [node.value for node in ast.parse(source).body if isinstance(node, ast.Assign)]
+    keys = [key for table in tables if isinstance(table, ast.Dict) for key in table.keys]
+    return frozenset(key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+
+
+def _is_in_transformers(name: str) -> bool:
+    return f'"{name}"' in _source_of("transformers", _TRANSFORMERS_MODELS)
+
+
+def _source_of(package: str, file: str) -> str:
+    spec = find_spec(package)
+    for folder in (spec.submodule_search_locations if spec is not None else None) or ():
+        try:
+            return (Path(folder) / file).read_text(encoding="utf-8")
+        except OSError:
+            pass
+    return ""

@@ -1,0 +1,106 @@
+"""`stagemesh pipeline validate`, which reports every mistake of a file at once."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagemesh.common.exit_codes import ExitCode
+from tests.cli.commands import invoke
+from tests.system.added_transforms import add_function
+
+WRONG = """\
+pipeline: wrong
+stages:
+  thinker:
+    engine: fake
+    replicas: 0
+    optins:
+      steps: many
+      stepss: 3
+  acoustic:
+    engine: function
+    function: hibari.acoustic
+    options: {max_batch: none, pitch: 2}
+  voice: {engine: function, function: hibari.vocodr}
+edges:
+  - {from: thinker, to: acoustic, transform: text.sentence}
+  - {from: acoustic, to: voice}
+outputs: {audio: voice, text: thinkr}
+"""
+FUNCTION = """\
+from stagemesh.common.descriptors import Emitted, FunctionDescriptor, Signature
+from stagemesh.common.tensors import TensorSpec
+
+_TEXT = Emitted(TensorSpec.parse("uint8[bytes]"), kind="text")
+DESCRIPTOR = FunctionDescriptor(Signature(emits={"text": _TEXT}), "added_talks:Talks")
+
+
+class Talks:
+    def open(self, *, seed, options): ...
+"""
+PIPELINE = "pipeline: talks\nstages:\n  talks: {engine: function, function: talks}\noutputs: {text: talks}\n"
+
+
+def _findings(file: Path, *arguments: str) -> list[dict[str, Any]]:
+    ran = invoke("pipeline", "validate", str(file), "--json", *arguments)
+    found: list[dict[str, Any]] = json.loads(ran.stdout)["findings"]
+    assert ran.exit_code == (ExitCode.USAGE if found else 0)
+    return found
+
+
+def test_mistakes_of_all_kinds_are_reported_at_once(tmp_path: Path) -> None:
+    (tmp_path / "wrong.yaml").write_text(WRONG)
+    found = _findings(tmp_path / "wrong.yaml")
+    assert [(each["line"], each["key"]) for each in found] == [
+        (5, "stages.thinker.replicas"),
+        (6, "stages.thinker.optins"),
+        (7, "stages.thinker.options.steps"),
+        (8, "stages.thinker.options.stepss"),
+        (12, "stages.acoustic.options.max_batch"),
+        (12, "stages.acoustic.options.pitch"),
+        (13, "stages.voice.function"),
+        (15, "edges.0.transform"),
+        (17, "outputs.text"),
+    ]
+    assert found[1]["message"] == "unknown key 'stages.thinker.optins'; did you mean 'options'?"
+    assert found[1]["place"] == f"{tmp_path / 'wrong.yaml'}:6"
+
+
+def test_mistakes_are_reported_as_text(tmp_path: Path) -> None:
+    (tmp_path / "wrong.yaml").write_text(WRONG)
+    ran = invoke("pipeline", "validate", str(tmp_path / "wrong.yaml"))
+    assert (ran.exit_code, len(ran.stderr.splitlines())) == (ExitCode.USAGE, 9)
+
+
+def test_code_is_imported_unless_the_option_forbids_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_function(tmp_path, monkeypatch, name="talks", source=FUNCTION)
+    file = tmp_path / "talks.yaml"
+    file.write_text(PIPELINE)
+    assert _findings(file, "--no-import") == []
+    (finding,) = _findings(file)
+    assert (finding["line"], finding["key"]) == (3, "stages.talks.function")
+    assert "function 'talks': its factory 'added_talks:Talks' lacks the methods __call__" in finding["message"]
+
+
+def test_an_unknown_class_of_a_model_is_reported(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    config = model / "config.json"
+    config.write_text(json.dumps({"architectures": ["LamaForCausalLM"]}))
+    file = tmp_path / "talks.yaml"
+    file.write_text(f"pipeline: talks\nstages:\n  talks: {{engine: vllm, model: {model}}}\noutputs: {{text: talks}}\n")
+    (finding,) = _findings(file)
+    assert (finding["line"], finding["key"]) == (3, "stages.talks.model")
+    assert "vLLM knows no model class 'LamaForCausalLM'" in finding["message"]
+    assert "LlamaForCausalLM" in finding["message"]
+    config.write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    assert _findings(file) == []
+
+
+def test_a_valid_file_has_a_generation(tmp_path: Path) -> None:
+    ran = invoke("pipeline", "validate", "speech", "--json", "--no-models")
+    document = json.loads(ran.stdout)
+    assert (document["findings"], document["pipeline"]) == ([], "speech")
+    assert f"generation {document['generation']}" in invoke("pipeline", "validate", "speech", "--no-models").stdout
