@@ -2,11 +2,9 @@
 
 import logging
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
-
-from stagemesh.common.errors import InternalError, StagemeshError
 
 _log = logging.getLogger(__name__)
 _MAX_TEXT = 500
@@ -15,33 +13,26 @@ _MAX_TEXT = 500
 
 @dataclass(frozen=True)
 class UserErrors:
-    """Converts exceptions of user code to errors for clients, and logs their tracebacks."""
+    """Describes exceptions of user code for clients, and logs their tracebacks."""
 
     details: bool = False
     """Whether clients receive the exception's text, and the place in the user's code that raised it."""
     log: str = ""
     """The path of the log, if clients may know it."""
 
-    def error(
-        self, what: str, exc: BaseException, *, module: str = "", metadata: Mapping[str, str] | None = None
-    ) -> StagemeshError:
-        """Returns the error for an exception. Returns the exception itself if it is a StagemeshError.
+    def describe(self, what: str, exc: BaseException, *, module: str = "") -> str:
+        """Logs an exception. Returns the message for the client.
 
         Args:
             what: What raised the exception, for example "function upper".
             exc: The exception.
             module: The name of a module of the user's package. Frames of this package are the user's own.
-            metadata: The error's metadata.
         """
-        if isinstance(exc, StagemeshError):
-            return exc
         _log.error("%s raised an exception", what, exc_info=exc)
         raised = type(exc).__name__
         if self.details:
             raised += f": {_shortened(str(exc))}{_place(exc, package=module.partition('.')[0])}"
-        return InternalError(
-            f"{what} raised {raised}; {self.hint}", reason="ENGINE_ERROR", metadata=dict(metadata or {})
-        )
+        return f"{what} raised {raised}; {self.hint}"
 
     @property
     def hint(self) -> str:

@@ -524,8 +524,12 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     The model computes wrongly, for example because its dtype has too small a range. Without that setting, the step
     succeeds, and StepFinished.warnings contains this reason.
     """
-    ERROR_REASON_UNKNOWN_RUN: _ErrorReason.ValueType  # 227
-    """No run of this name, or several. `stagemesh logs --list` shows the runs whose logs are kept."""
+    ERROR_REASON_UNKNOWN_LOG: _ErrorReason.ValueType  # 227
+    """No run of this name, or several, or the run has no log of this stage or process. `stagemesh logs --list` shows the
+    runs whose logs are kept.
+    """
+    ERROR_REASON_INVALID_PACKAGE_NAME: _ErrorReason.ValueType  # 229
+    """A package cannot have this name. The message says which names are allowed."""
     ERROR_REASON_INVALID_DESCRIPTOR: _ErrorReason.ValueType  # 228
     """The descriptor of an engine, a function or a transform cannot be loaded from its package's entry point, or two
     packages register the same name. The message names the packages.
@@ -1040,8 +1044,12 @@ ERROR_REASON_NON_FINITE_RESULT: ErrorReason.ValueType  # 226
 The model computes wrongly, for example because its dtype has too small a range. Without that setting, the step
 succeeds, and StepFinished.warnings contains this reason.
 """
-ERROR_REASON_UNKNOWN_RUN: ErrorReason.ValueType  # 227
-"""No run of this name, or several. `stagemesh logs --list` shows the runs whose logs are kept."""
+ERROR_REASON_UNKNOWN_LOG: ErrorReason.ValueType  # 227
+"""No run of this name, or several, or the run has no log of this stage or process. `stagemesh logs --list` shows the
+runs whose logs are kept.
+"""
+ERROR_REASON_INVALID_PACKAGE_NAME: ErrorReason.ValueType  # 229
+"""A package cannot have this name. The message says which names are allowed."""
 ERROR_REASON_INVALID_DESCRIPTOR: ErrorReason.ValueType  # 228
 """The descriptor of an engine, a function or a transform cannot be loaded from its package's entry point, or two
 packages register the same name. The message names the packages.

@@ -18,6 +18,7 @@ from stagemesh.orchestrator.cli.contexts import commands as contexts
 from stagemesh.orchestrator.cli.error_output import ErrorGroup
 from stagemesh.orchestrator.cli.k8s import commands as k8s
 from stagemesh.orchestrator.cli.local import demo, logs, serve, up, verify
+from stagemesh.orchestrator.cli.new import app as new
 from stagemesh.orchestrator.cli.options import with_parameters
 
 app = typer.Typer(
@@ -37,6 +38,7 @@ app.command("generate")(with_parameters(generate.generate, generate.PARAMETERS))
 app.command("converse")(with_parameters(converse.converse, converse.PARAMETERS))
 app.command("cancel")(with_parameters(cancel.cancel, cancel.PARAMETERS))
 app.add_typer(pipeline.app, name="pipeline")
+app.add_typer(new, name="new")
 app.add_typer(k8s.app, name="k8s")
 app.command("stages")(with_parameters(stages.stages, stages.PARAMETERS))
 app.add_typer(admin.app, name="admin")

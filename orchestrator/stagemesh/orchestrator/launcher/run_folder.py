@@ -117,17 +117,17 @@ def past_runs(runs_dir: Path) -> list[PastRun]:
 def find_run(runs_dir: Path, name: str | None) -> PastRun:
     """Returns the run whose name begins with `name`, or the newest run if it is None.
 
-    Raises NotFoundError (UNKNOWN_RUN) unless there is exactly one such run.
+    Raises NotFoundError (UNKNOWN_LOG) unless there is exactly one such run.
     """
     runs = past_runs(runs_dir)
     found = [run for run in runs if run.name.startswith(name)] if name is not None else runs[:1]
     if len(found) == 1:
         return found[0]
     if not runs:
-        raise NotFoundError(f"no run is kept in {runs_dir}; `stagemesh up` creates one", reason="UNKNOWN_RUN")
+        raise NotFoundError(f"no run is kept in {runs_dir}; `stagemesh up` creates one", reason="UNKNOWN_LOG")
     problem = "no run has" if not found else f"{len(found)} runs have"
     raise NotFoundError(
-        f"{problem} a name that begins with {name!r}; `stagemesh logs --list` shows the names", reason="UNKNOWN_RUN"
+        f"{problem} a name that begins with {name!r}; `stagemesh logs --list` shows the names", reason="UNKNOWN_LOG"
     )
 
 

@@ -28,14 +28,14 @@ class RunLogs:
     def __init__(self, run: PastRun, *, name: str | None = None) -> None:
         """`name` is the name of a stage or of a process. None stands for all processes.
 
-        Raises NotFoundError (UNKNOWN_STAGE) if the run has no log of this name.
+        Raises NotFoundError (UNKNOWN_LOG) if the run has no log of this name.
         """
         self._run, self._name = run, name
         self._files: dict[str, _LogFile] = {}
         self._find()
         if not self._files and name is not None:
             names = ", ".join(sorted(path.stem for path in run.path.glob("*.log"))) or "none"
-            raise NotFoundError(f"run {run.name} has no log of {name!r}; it has {names}", reason="UNKNOWN_STAGE")
+            raise NotFoundError(f"run {run.name} has no log of {name!r}; it has {names}", reason="UNKNOWN_LOG")
 
     def read(self) -> Iterator[LogLine]:
         """Yields the lines that have been added since the last call, in the order of their times."""

@@ -13,6 +13,7 @@ from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 MAX_LINGER_S = 60
+_EMPTY = request_pb2.Finish(reason=request_pb2.FINISH_REASON_EMPTY)
 NOT_RUNNING = "NOT_RUNNING"
 """The error reason of requests that an orchestrator ends because it stops."""
 
@@ -69,7 +70,7 @@ class RequestRecord:
         if rest.finish.reason == request_pb2.FINISH_REASON_END and not self.position.counts.get(
             (rest.name, rest.index)
         ):
-            rest.finish.reason = request_pb2.FINISH_REASON_EMPTY
+            rest.finish.CopyFrom(_EMPTY)
         self.add(orchestrator_pb2.GenerateResponse(output=rest))
 
     @property

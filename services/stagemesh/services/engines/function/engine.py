@@ -262,8 +262,11 @@ class FunctionEngine:
         return [copy(error) for _ in calls]
 
     def _to_error(self, exc: BaseException) -> StagemeshError:
-        what, metadata = f"function {self._name} of stage {self._stage}", {"function": self._name}
-        return self._user_errors.error(what, exc, module=self._descriptor.factory, metadata=metadata)
+        if isinstance(exc, StagemeshError):
+            return exc
+        what = f"function {self._name} of stage {self._stage}"
+        message = self._user_errors.describe(what, exc, module=self._descriptor.factory)
+        return InternalError(message, reason="ENGINE_ERROR", metadata={"function": self._name})
 
 
 def _problem_of(made: object, *, calls: int) -> str:

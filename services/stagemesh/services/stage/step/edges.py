@@ -321,8 +321,8 @@ class _EdgeTransform:
     def __init__(self, name: str, *, edge: str, model: Path | None, user_errors: UserErrors) -> None:
         descriptor = load_transform_descriptor(name)
         self._name = f"transform {name} of edge {edge}"
-        self._module, self._metadata, self._user_errors = descriptor.factory, {"edge": edge}, user_errors
-        self._results = ResultCheck(descriptor.gives, maker=self._name, metadata=self._metadata)
+        self._module, self._edge, self._user_errors = descriptor.factory, edge, user_errors
+        self._results = ResultCheck(descriptor.gives, maker=self._name, metadata={"edge": edge})
         with self._named_errors():
             self._transform: Transform = import_factory(descriptor.factory)(model)
 
@@ -343,7 +343,7 @@ class _EdgeTransform:
             raise InternalError(
                 f"{self._name} returned {problem}; return a list of Packets",
                 reason="INVALID_RESULT",
-                metadata=self._metadata,
+                metadata={"edge": self._edge},
             )
         for packet in made:
             self._results.check(packet)
@@ -352,8 +352,11 @@ class _EdgeTransform:
     def _named_errors(self) -> Generator[None]:
         try:
             yield
+        except StagemeshError:
+            raise
         except (Exception, SystemExit) as exc:
-            raise self._user_errors.error(self._name, exc, module=self._module, metadata=self._metadata) from exc
+            message = self._user_errors.describe(self._name, exc, module=self._module)
+            raise InternalError(message, reason="ENGINE_ERROR", metadata={"edge": self._edge}) from exc
 
 
 def _with_tickets(packet: Packet, made: Sequence[Packet]) -> Sequence[Packet]:

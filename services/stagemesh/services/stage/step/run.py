@@ -13,6 +13,7 @@ from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import (
     CancelledRequestError,
     DeadlineError,
+    InternalError,
     InvalidRequestError,
     StagemeshError,
     UnavailableError,
@@ -273,7 +274,7 @@ class StepRun:
         except asyncio.CancelledError:
             return self._cause or CancelledRequestError("the stage is shutting down", reason="ABORTED")
         except Exception as exc:  # noqa: BLE001  # an engine's exception fails only its own request
-            return self._user_errors.error(self._maker, exc)
+            return InternalError(self._user_errors.describe(self._maker, exc), reason="ENGINE_ERROR")
         finally:
             self._interruptible = False
         return None

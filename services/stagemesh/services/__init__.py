@@ -1,0 +1,1 @@
+"""The services that compute: stages with their engines, and the media service."""

@@ -1,0 +1,104 @@
+"""`stagemesh new stage`, and the page that leads through the package that it writes."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from stagemesh.client import read_wav
+from stagemesh.common.exit_codes import ExitCode
+from tests.cli.commands import invoke
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "own-stage.md"
+INSTALL = "pip install --no-deps --editable ."
+
+
+def _run(command: str, *, folder: Path, environment: Mapping[str, str]) -> None:
+    done = subprocess.run(
+        shlex.split(command), cwd=folder, env=environment, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+
+
+def _environment(site: Path) -> dict[str, str]:
+    tools = Path(sys.executable).parent
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST")},
+        "PATH": os.pathsep.join((str(tools), os.environ["PATH"])),
+        "PYTHONPATH": str(site),
+    }
+
+
+def test_the_page_leads_to_a_stage_that_speaks(tmp_path: Path) -> None:
+    commands = re.findall(r"^    (\S.*)$", PAGE.read_text(), re.MULTILINE)
+    assert commands[0] == "stagemesh new stage my-voice"
+    folder, site = tmp_path, tmp_path / "site"
+    environment = _environment(site)
+    for command in commands:
+        if command.startswith("cd "):
+            folder /= command.removeprefix("cd ")
+        elif command == INSTALL:
+            # Not editable and not into the environment, which other tests use at the same time.
+            install = f"python -m pip install --quiet --no-deps --no-build-isolation --target {site} ."
+            _run(install, folder=folder, environment=environment)
+        else:
+            _run(command, folder=folder, environment=environment)
+    assert len(read_wav(folder / "hello.wav").samples) > 24_000
+    for check in ("mypy src tests", "pyright", "ruff check .", "ruff format --check ."):
+        _run(check, folder=folder, environment=environment)
+
+
+def test_the_examples_of_the_page_run() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    subprocess.run([sys.executable, "-c", example], check=True)
+
+
+def test_the_stage_of_the_contributors_guide_runs(tmp_path: Path) -> None:
+    guide = (ROOT / "CONTRIBUTING.md").read_text().partition("## Add a stage")[2].partition("\n## ")[0]
+    function, descriptor = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    (tmp_path / "louder.py").write_text(textwrap.dedent(function))
+    (tmp_path / "descriptors.py").write_text(
+        textwrap.dedent(descriptor).replace("stagemesh.services.models.louder", "")
+    )
+    check = """
+import numpy as np
+from descriptors import LOUDER
+from louder import Louder
+from stagemesh.connectors.edge import Packet
+from stagemesh.services.engines.function.base import Call
+
+louder = Louder(None, {})
+state = louder.open(seed=1, options={name: option.default for name, option in LOUDER.signature.options.items()})
+(made,), rest = louder([Call(state, Packet({"audio": np.ones(3, np.float32)})), Call(state, None)])
+LOUDER.signature.emits["audio"].spec.check("audio", made.tensors["audio"])
+assert (made.tensors["audio"].tolist(), rest) == ([1, 1, 1], [])
+"""
+    _run(shlex.join((sys.executable, "-c", check)), folder=tmp_path, environment=_environment(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["My-voice", "1voice", "my_voice", "json", "class", "stagemesh", "a--b"])
+def test_a_wrong_name_is_refused(tmp_path: Path, name: str) -> None:
+    ran = invoke("new", "stage", name, "--folder", str(tmp_path / "new"))
+    assert (ran.exit_code, list(tmp_path.iterdir())) == (ExitCode.USAGE, [])
+    assert f"{name!r} cannot be the name of a package" in ran.stderr
+
+
+def test_an_existing_folder_is_not_changed(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    ran = invoke("new", "stage", "voice", "--folder", str(tmp_path / "new"))
+    assert (ran.exit_code, list((tmp_path / "new").iterdir())) == (ExitCode.REFUSED, [])
+    assert "choose another folder with --folder DIR" in ran.stderr
+
+
+def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ran = invoke("new", "stage", "voice", "--folder", str(tmp_path / "file" / "new"))
+    assert (ran.exit_code, [path.name for path in tmp_path.iterdir()]) == (ExitCode.USAGE, ["file"])
+    assert "cannot be written: " in ran.stderr
