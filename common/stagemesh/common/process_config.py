@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from stagemesh.common.config_text import describe_mistake, without_comments
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.exit_codes import exit_code
 from stagemesh.common.process_lifecycle import run_service
@@ -36,17 +37,21 @@ ConfigT = TypeVar("ConfigT", bound=ProcessConfig)
 def load_config(kind: type[ConfigT], path: Path) -> ConfigT:
     """Returns the config of type `kind` that the JSON file at `path` contains. The path "-" means standard input.
 
-    Raises InvalidRequestError (INVALID_CONFIG) if the file cannot be read or is invalid. The message names the invalid
-    field.
+    Lines that begin with // are comments. Raises InvalidRequestError (INVALID_CONFIG) if the file cannot be read or is
+    invalid. The message has a line for each mistake.
     """
     from_stdin = str(path) == STDIN
     name = "standard input" if from_stdin else str(path)
     try:
-        return TypeAdapter(kind).validate_json(sys.stdin.buffer.read() if from_stdin else path.read_bytes())
-    except ValidationError as exc:
-        raise InvalidRequestError(f"{name}: {exc}", reason="INVALID_CONFIG") from exc
+        text = without_comments(sys.stdin.buffer.read() if from_stdin else path.read_bytes())
     except OSError as exc:
         raise InvalidRequestError(f"{name} cannot be read: {exc.strerror}", reason="INVALID_CONFIG") from exc
+    try:
+        return TypeAdapter(kind).validate_json(text)
+    except ValidationError as exc:
+        shown = text.decode(errors="replace")
+        mistakes = [describe_mistake(error, kind, text=shown) for error in exc.errors(include_url=False)]
+        raise InvalidRequestError("\n".join(f"{name}: {each}" for each in mistakes), reason="INVALID_CONFIG") from exc
 
 
 def dump_config(config: ProcessConfig) -> bytes:

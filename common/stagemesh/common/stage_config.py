@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pydantic import JsonValue
+from pydantic import ConfigDict, JsonValue
 
 from stagemesh.common.media_config import MediaConfig
 
@@ -58,11 +58,18 @@ class OrchestratorAddress:
 class StageConfig:
     """The configuration of one replica of one stage."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     pipeline: str
+    """The name of the pipeline."""
     generation: str
+    """The pipeline's generation. Orchestrators reject a replica of a generation that they do not accept."""
     stage: str
+    """The name of the stage."""
     replica: str
+    """The name of the replica, which is unique in the pipeline."""
     engine: str
+    """The name of the engine."""
     listen: str
     """The address on which the replica listens, as "host:port"."""
     function: str | None = None
@@ -70,7 +77,9 @@ class StageConfig:
     model: str | None = None
     """The path of the model's folder or file, or None if the stage has no model."""
     options: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
+    """The options of the engine, and of the function if there is one."""
     data_plane: DataPlaneConfig = DataPlaneConfig()
+    """The size limits of the data plane."""
     max_queued: int = 256
     """The maximum number of steps that the replica accepts at the same time. The replica rejects further steps."""
     stall_s: float = STALL_S

@@ -1,6 +1,6 @@
 """The roles of callers, as the API states them for each RPC, and the filter by which a port serves only some roles."""
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -31,7 +31,7 @@ def roles_of(method: str) -> frozenset[Role]:
 
 
 class RoleFilter(grpc.aio.ServerInterceptor):
-    """Rejects every RPC of the API that none of a port's roles may call, with the code UNIMPLEMENTED.
+    """Rejects every RPC of the API that none of a port's roles may call, with the code UNIMPLEMENTED and a remedy.
 
     RPCs that are not part of the API, such as health checks, pass.
     """
@@ -46,5 +46,22 @@ class RoleFilter(grpc.aio.ServerInterceptor):
     ) -> Any:
         allowed = roles_of(handler_call_details.method)
         if allowed and not allowed & self._roles:
-            return None
+            return grpc.stream_stream_rpc_method_handler(self._refusal(handler_call_details.method, allowed))
         return await continuation(handler_call_details)
+
+    def _refusal(self, method: str, allowed: Collection[Role]) -> Callable[[Any, Any], AsyncGenerator[Any]]:
+        text = (
+            f"this port serves {_names(self._roles)}, and {method.rpartition('/')[2]} is for {_names(allowed)}; call "
+            "the server's other port (`admin_listen`; with `stagemesh up`, the next port after the one for clients)"
+        )
+
+        async def refuse(_: Any, context: Any) -> AsyncGenerator[Any]:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
+            yield
+
+        return refuse
+
+
+def _names(roles: Collection[Role]) -> str:
+    names = (roles_pb2.CallerRole.Name(role).removeprefix("CALLER_ROLE_").lower() for role in sorted(roles))
+    return " and ".join(f"{name}s" for name in names)

@@ -384,6 +384,26 @@ class StageStatus(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class GenerationsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
@@ -401,6 +421,7 @@ class StageStatus(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     QUEUED_S_FIELD_NUMBER: _builtins.int
     PLAYOUT_AT_RISK_FIELD_NUMBER: _builtins.int
+    GENERATIONS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The stage's name."""
     engine: _builtins.str
@@ -442,6 +463,10 @@ class StageStatus(_message.Message):
     audio sent so far is less than 0.5 s longer than the time since its first sample, and the stream has lasted for
     0.5 s. Encoded audio does not count.
     """
+    @_builtins.property
+    def generations(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """The number of replicas that accept requests, by generation."""
+
     def __init__(
         self,
         *,
@@ -462,10 +487,11 @@ class StageStatus(_message.Message):
         failed: _builtins.int = ...,
         queued_s: _builtins.float = ...,
         playout_at_risk: _builtins.int = ...,
+        generations: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_size_bytes", b"arena_size_bytes", "arena_used_bytes", b"arena_used_bytes", "credit_bytes", b"credit_bytes", "engine", b"engine", "failed", b"failed", "finished", b"finished", "model", b"model", "name", b"name", "outputs", b"outputs", "playout_at_risk", b"playout_at_risk", "queued", b"queued", "queued_s", b"queued_s", "ready", b"ready", "replicas", b"replicas", "running", b"running", "steps", b"steps", "work_s", b"work_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_size_bytes", b"arena_size_bytes", "arena_used_bytes", b"arena_used_bytes", "credit_bytes", b"credit_bytes", "engine", b"engine", "failed", b"failed", "finished", b"finished", "generations", b"generations", "model", b"model", "name", b"name", "outputs", b"outputs", "playout_at_risk", b"playout_at_risk", "queued", b"queued", "queued_s", b"queued_s", "ready", b"ready", "replicas", b"replicas", "running", b"running", "steps", b"steps", "work_s", b"work_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

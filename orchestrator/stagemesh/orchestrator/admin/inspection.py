@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from heapq import nlargest, nsmallest
 
@@ -164,6 +165,7 @@ class Inspector:
             work_s=max((load.work_s for load in loads), default=0.0),
             queued_s=signals.queued_s,
             playout_at_risk=signals.playout_at_risk,
+            generations=Counter(each.generation for each in replicas if each.state is ReplicaState.READY),
             **{name: sum(getattr(load, name) for load in loads) for name in _SUMMED},
         )
 

@@ -56,6 +56,7 @@ def _stages_table(pipeline: "orchestrator_pb2.DescribePipelineResponse") -> "Tab
         Column("endpoint", lambda row: row[1].endpoint),
         Column("state", lambda row: views.replica_state(row[1])),
         number("planned", lambda row: row[1].planned),
+        Column("generation", lambda row: row[1].generation),
     )
     rows = [(stage, replica) for stage in pipeline.stages for replica in stage.replicas or (none,)]
     return make_table(columns, rows, title=title)

@@ -106,9 +106,10 @@ def load_pipeline(
     problems.raise_any()
     between = tuple(edge for edge in edges if not edge.is_input)
     stages = {name: stages[name] for name in topological_order(list(stages), {edge.arc for edge in between})}
+    generation = _generation(stages)
     pipeline = Pipeline(
         name=file.name,
-        generation=_generation(stages),
+        generation=generation,
         stages=stages,
         edges=between,
         input_edges=tuple(edge for edge in edges if edge.is_input),
@@ -119,7 +120,10 @@ def load_pipeline(
         media=file.media,
         source=source,
         options=options,
-        explanation=tuple(_explain(file, problems.origins)),
+        explanation=(
+            *_explain(file, problems.origins),
+            ExplainedValue("generation", generation, "computed from the stages"),
+        ),
         content=document.as_written(),
     )
     check_flows(catalog, problems, pipeline, edges)

@@ -314,8 +314,10 @@ COMMANDS = (
         _restart_phase,
         **_TARGET,
         drain_s=_seconds(
-            "Wait at most this number of seconds for the requests on each replica to finish. 0 means 300 seconds.",
+            "Wait at most this number of seconds for the requests on each replica to finish.",
             "--drain",
+            default=300.0,
+            least=0.1,
         ),
         force=flag(
             "Restart even if no ready replica would remain, and stop requests that are still running after --drain.",

@@ -90,6 +90,7 @@ STAGES = (
     *STAGE_WORK,
     *numbers("finished", "failed", "outputs"),
     number("arena", arena),
+    Column("generations", lambda each: ", ".join(f"{name}: {count}" for name, count in each.generations.items())),
 )
 REPLICA_WORK = (
     number("planned", lambda each: each.planned),
@@ -104,6 +105,7 @@ REPLICAS = (
     Column("state", replica_state),
     *REPLICA_WORK,
     number("memory free", lambda each: size(each.load.free_memory_bytes) if each.HasField("load") else ""),
+    Column("generation", lambda each: each.generation),
 )
 REPLICA_STATES = (
     Column("replica", lambda each: each.name),
