@@ -11,6 +11,7 @@ import {
   type InputBinding,
   type OutputBinding,
   type RebindStepRequest,
+  StepFinished,
 } from "../gen/stagemesh/v1/stage.js";
 import { checkOutput, checkStep, resolveOptions } from "./checks.js";
 import { createChunker } from "./chunking.js";
@@ -257,7 +258,7 @@ class Step {
       EdgeUsage.create({ edge: name, connector: Connector.GRPC, ...usage }),
     );
     const finish = Finish.create({ reason: FinishReason.END });
-    this.#emit({ $case: "finished", value: { usage: this.usage, timings, edges, finish } });
+    this.#emit({ $case: "finished", value: StepFinished.create({ usage: this.usage, timings, edges, finish }) });
   }
 
   #closeEdges(error: StagemeshError): void {
