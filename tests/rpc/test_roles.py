@@ -40,5 +40,7 @@ async def test_a_port_serves_the_rpcs_of_its_roles_alone(roles: set[Role], serve
         else:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await answer
-            assert isinstance(from_rpc_error(caught.value, peer="x"), UnsupportedError)
+            error = from_rpc_error(caught.value, peer="x")
+            assert isinstance(error, UnsupportedError)
+            assert "this port serves clients and operators, and Register is for stages; call the" in error.message
     await server.stop(grace_s=0)

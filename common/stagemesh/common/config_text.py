@@ -27,11 +27,10 @@ _WIDTH = 100
 
 def config_text(config: Any) -> str:
     """Returns the text of a file with every key of a config, each after its description."""
-    kind: type[Any] = type(config)
-    values = TypeAdapter(kind).dump_python(config, mode="json")
+    values: Mapping[str, object] = TypeAdapter(config.__class__).dump_python(config, mode="json")
     entries = [
         f"{_comment(text)}  {json.dumps(name)}: {json.dumps(values[name], ensure_ascii=False)}"
-        for name, text in _descriptions(kind).items()
+        for name, text in _descriptions(config.__class__).items()
         if name not in _OMITTED
     ]
     return "{\n" + ",\n".join(entries) + "\n}\n"

@@ -46,8 +46,8 @@ class RoleFilter(grpc.aio.ServerInterceptor):
     ) -> Any:
         allowed = roles_of(handler_call_details.method)
         if allowed and not allowed & self._roles:
-            handler: Any = grpc.stream_stream_rpc_method_handler(self._refusal(handler_call_details.method, allowed))
-            return handler
+            make_handler: Any = grpc.stream_stream_rpc_method_handler
+            return make_handler(self._refusal(handler_call_details.method, allowed))
         return await continuation(handler_call_details)
 
     def _refusal(self, method: str, allowed: Collection[Role]) -> Callable[[Any, Any], AsyncGenerator[Any]]:
