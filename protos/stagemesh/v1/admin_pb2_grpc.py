@@ -179,7 +179,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListRequests(self, request, context):
-        """ListRequests lists the queued and running requests and, for a limited time, those that have ended, oldest first.
+        """ListRequests lists the queued and running requests and, for a limited time, those that have ended, oldest first. If
+        only states of ended requests are selected, the newest is first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

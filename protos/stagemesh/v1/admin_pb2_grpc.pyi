@@ -56,7 +56,9 @@ class AdminServiceStub:
     ListEdges: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListEdgesRequest, _admin_pb2.ListEdgesResponse]
     """ListEdges lists the edges, the connectors between their replicas, and the amount of data transferred."""
     ListRequests: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]
-    """ListRequests lists the queued and running requests and, for a limited time, those that have ended, oldest first."""
+    """ListRequests lists the queued and running requests and, for a limited time, those that have ended, oldest first. If
+    only states of ended requests are selected, the newest is first.
+    """
     GetRequest: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetRequestRequest, _admin_pb2.GetRequestResponse]
     """GetRequest returns one request: the events of its steps, what each step waits for, and its chunks in flight, which
     are queried from the replicas.
@@ -129,7 +131,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     ListEdges: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListEdgesRequest, _admin_pb2.ListEdgesResponse]  # type: ignore[assignment]
     """ListEdges lists the edges, the connectors between their replicas, and the amount of data transferred."""
     ListRequests: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]  # type: ignore[assignment]
-    """ListRequests lists the queued and running requests and, for a limited time, those that have ended, oldest first."""
+    """ListRequests lists the queued and running requests and, for a limited time, those that have ended, oldest first. If
+    only states of ended requests are selected, the newest is first.
+    """
     GetRequest: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetRequestRequest, _admin_pb2.GetRequestResponse]  # type: ignore[assignment]
     """GetRequest returns one request: the events of its steps, what each step waits for, and its chunks in flight, which
     are queried from the replicas.
@@ -235,7 +239,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListRequestsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListRequestsResponse, _abc.Awaitable[_admin_pb2.ListRequestsResponse]]:
-        """ListRequests lists the queued and running requests and, for a limited time, those that have ended, oldest first."""
+        """ListRequests lists the queued and running requests and, for a limited time, those that have ended, oldest first. If
+        only states of ended requests are selected, the newest is first.
+        """
 
     @_abc_1.abstractmethod
     def GetRequest(

@@ -221,6 +221,15 @@ async def test_ended_requests_are_found_by_their_state(chain: Mesh) -> None:
     assert [(request.request_id, request.output_parts) for request in found.requests] == [("done", 4)]
 
 
+async def test_ended_requests_are_listed_newest_first_by_pages(chain: Mesh) -> None:
+    for name in ("r1", "r2", "r3"):
+        await chain.generate(request_id=name)
+    states = [admin_pb2.REQUEST_STATE_FINISHED, admin_pb2.REQUEST_STATE_FAILED]
+    first = await _list(chain, states=states, page_size=2)
+    second = await _list(chain, states=states, page_size=2, page_token=first.next_page_token)
+    assert [request.request_id for request in (*first.requests, *second.requests)] == ["r3", "r2", "r1"]
+
+
 async def test_a_request_shows_what_each_step_waits_for(tmp_path: Path) -> None:
     accepting = asyncio.Event()
 

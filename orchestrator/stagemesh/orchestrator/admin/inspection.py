@@ -97,7 +97,8 @@ class Inspector:
     def requests(
         self, *, states: Collection[RequestState] = (), target: str = ""
     ) -> Iterator[tuple[int, admin_pb2.RequestStatus]]:
-        """Returns pairs of a request's number and the request's summary, with the oldest request first.
+        """Returns pairs of a request's position in the list and its summary: the oldest request first, or the newest if
+        all states are those of ended requests.
 
         - `states` selects requests in one of these states. If it is empty, waiting and running requests are selected.
         - `target` is the name of a replica or stage. Requests with a step on this replica or stage are selected. If it
@@ -106,10 +107,11 @@ class Inspector:
         Raises NotFoundError (UNKNOWN_TARGET) if the target does not exist.
         """
         names = {replica.name for replica in self._directory.target(target)} if target else None
-        wanted = states or _UNDER_WAY
-        known = sorted((*self._orchestrator.history, *self._running()), key=lambda timeline: timeline.number)
+        wanted = frozenset(states or _UNDER_WAY)
+        sign = 1 if wanted & _UNDER_WAY else -1
+        known = sorted((*self._orchestrator.history, *self._running()), key=lambda timeline: sign * timeline.number)
         return (
-            (timeline.number, self._summary(timeline))
+            (sign * timeline.number, self._summary(timeline))
             for timeline in known
             if timeline.state in wanted and (names is None or _has_step_on(timeline, names))
         )

@@ -252,7 +252,8 @@ COMMANDS = (
     ),
     Command(
         "requests",
-        "List the queued and running requests, oldest first. Use --state to list requests that have ended recently.",
+        "List the queued and running requests, oldest first. Use --state to list requests that have ended recently, "
+        "newest first.",
         "ListRequests",
         _table(views.REQUESTS, "requests"),
         lambda values: {"states": [f"REQUEST_STATE_{state.name}" for state in values["states"] or ()]},

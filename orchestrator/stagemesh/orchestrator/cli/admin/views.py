@@ -122,7 +122,7 @@ EDGES = (
 REQUESTS = (
     Column("request", lambda each: each.request_id),
     Column("state", request_state),
-    number("age", lambda each: duration(each.age_s)),
+    number("duration", lambda each: duration(each.age_s)),
     number("left", lambda each: duration(each.remaining_s) if each.remaining_s else ""),
     number("outputs", lambda each: each.output_parts),
     number("kept", lambda each: size(each.size_bytes)),
