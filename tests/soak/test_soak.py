@@ -17,8 +17,8 @@ def _passes(report: Report) -> None:
 
 
 @pytest.mark.timeout(300)
-async def test_no_client_notices_two_minutes_of_faults(tmp_path: Path) -> None:
-    report = await soak(tmp_path, Plan(kinds=tuple(FaultKind), faults_s=90, seed=1))
+async def test_no_client_notices_a_minute_of_faults(tmp_path: Path) -> None:
+    report = await soak(tmp_path, Plan(kinds=tuple(FaultKind), faults_s=60, seed=1))
     _passes(report)
     assert sum(report.faults.values()) >= 10
     assert set(report.faults) == {kind.value for kind in FaultKind}

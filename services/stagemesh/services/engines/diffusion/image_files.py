@@ -18,7 +18,12 @@ def encode_file(frames: npt.NDArray[Any]) -> Array:
     `frames` is float32[frames, 3, height, width] with values in [0, 1]. NaN becomes black. Returns the file's contents
     as uint8[bytes].
     """
-    pixels = (np.nan_to_num(frames).transpose(0, 2, 3, 1) * 255).round().clip(0, 255).astype(np.uint8)
+    pixels = (
+        (np.nan_to_num(frames, posinf=1.0, neginf=0.0).transpose(0, 2, 3, 1) * 255)
+        .round()
+        .clip(0, 255)
+        .astype(np.uint8)
+    )
     first, *others = [Image.fromarray(each) for each in pixels]
     file = io.BytesIO()
     if others:

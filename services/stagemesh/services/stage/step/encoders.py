@@ -248,5 +248,5 @@ def _pixels(frame: Array) -> npt.NDArray[np.uint8]:
     """Returns a frame as uint8[height, width, 3]."""
     if frame.dtype == np.uint8:
         return np.ascontiguousarray(frame.view(np.uint8))
-    scaled = np.nan_to_num(frame.transpose(1, 2, 0).astype(np.float32, copy=False)) * np.float32(255)
-    return np.ascontiguousarray(scaled.round().clip(0, 255).astype(np.uint8))
+    finite = np.nan_to_num(frame.transpose(1, 2, 0).astype(np.float32, copy=False), posinf=1.0, neginf=0.0)
+    return np.ascontiguousarray((finite * np.float32(255)).round().clip(0, 255).astype(np.uint8))

@@ -95,9 +95,9 @@ class FiniteCheck:
 
         Raises InternalError (NON_FINITE_RESULT) if the check fails and errors were requested.
         """
-        for name in packet.tensors.keys() & self._names:
-            tensor = packet.tensors[name]
-            if tensor.dtype != np.uint8 and not np.isfinite(tensor).all():
+        for name in self._names:
+            tensor = packet.tensors.get(name)
+            if tensor is not None and tensor.dtype != np.uint8 and not np.isfinite(tensor).all():
                 self._add(name)
         for name in non_finite:
             self._add(name)
