@@ -21,7 +21,7 @@ from stagemesh.client import Admitted, Client, Generation, Text
 from stagemesh.common.errors import CancelledRequestError
 from stagemesh.common.exit_codes import ExitCode
 from stagemesh.orchestrator.cli.admin import client as admin_client
-from stagemesh.orchestrator.cli.admin.views import REQUESTS, moments, request_view
+from stagemesh.orchestrator.cli.admin.views import REQUESTS, attempt_text, moments, request_view
 from stagemesh.orchestrator.cli.admin.wait import Condition, unmet_cause
 from stagemesh.orchestrator.cli.output import make_table
 from stagemesh.orchestrator.cli.top import top_view
@@ -486,3 +486,10 @@ def test_brackets_in_an_error_message_are_printed_verbatim() -> None:
     console.print(make_table(REQUESTS, [status]))
     console.print(request_view(admin_pb2.GetRequestResponse(request=status, steps=[step])))
     assert shown.getvalue().count("[/bold] is float32[samples]") == 4
+
+
+@pytest.mark.parametrize(
+    ("attempt", "text"), [(1, "1"), (3, "3"), (1000, "1000"), (1001, "1 of call 2"), (5002, "2 of call 6")]
+)
+def test_an_attempt_names_the_clients_call(attempt: int, text: str) -> None:
+    assert attempt_text(attempt) == text

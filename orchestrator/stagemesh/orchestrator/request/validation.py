@@ -26,7 +26,8 @@ from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 _CALLER = re.compile(r"[A-Za-z0-9._:@/-]{0,128}")
 _MAX_EARLIER_CALLS = 1_000_000
-_ATTEMPTS_A_CALL = 1000
+ATTEMPTS_A_CALL = 1000
+"""The attempts of each of a client's calls have numbers of their own: from 1, from 1001, and so on."""
 SEEDS = 1 << 63
 """The number of possible seeds."""
 _INPUT_KINDS: Mapping[str, InputKind] = {
@@ -146,7 +147,7 @@ def validate(
 
 def first_attempt(earlier_calls: int) -> int:
     """Returns the number of each stage's first attempt, which exceeds those that the earlier calls may have used."""
-    return 1 + _ATTEMPTS_A_CALL * earlier_calls
+    return 1 + ATTEMPTS_A_CALL * earlier_calls
 
 
 def check_pipeline(name: str, pipeline: Pipeline) -> None:

@@ -228,7 +228,8 @@ def _step_state(step: Any) -> Cell:
 _STEPS = (
     Column("stage", lambda step: _of_choice(step.stage, step.index)),
     Column("replica", lambda step: step.replica),
-    *numbers("attempt", "outputs"),
+    number("attempt", lambda step: attempt_text(step.attempt)),
+    number("outputs", lambda step: step.outputs),
     number("steps", _step_count),
     number("last report", lambda step: f"at {duration(step.last_event_s)}" if step.HasField("last_event_s") else ""),
     Column("state", _step_state),
@@ -264,8 +265,20 @@ _FLOWS = (
 _TIMELINE = (number("time", lambda moment: duration(moment.at_s)), *fields("source", "event"))
 
 
+def attempt_text(attempt: int) -> str:
+    """Returns the number of an attempt, with the number of the client's call unless it is the first.
+
+    A client calls again after a broken connection, and at another orchestrator.
+    """
+    from stagemesh.orchestrator.request.validation import ATTEMPTS_A_CALL
+
+    call, number = divmod(attempt - 1, ATTEMPTS_A_CALL)
+    return f"{number + 1} of call {call + 1}" if call else str(number + 1)
+
+
 def _step_moments(step: "admin_pb2.StepStatus") -> Iterator[Moment]:
-    source = _of_choice(step.replica if step.attempt == 1 else f"{step.replica} (attempt {step.attempt})", step.index)
+    attempt = "" if step.attempt == 1 else f" (attempt {attempt_text(step.attempt)})"
+    source = _of_choice(f"{step.replica}{attempt}", step.index)
     if step.HasField("sent_s"):
         yield Moment(step.sent_s, source, "was sent the step")
     if step.HasField("accepted_s"):
