@@ -18,6 +18,8 @@ from stagemesh.common.logs import configure_logging
 
 _log = logging.getLogger(__name__)
 
+ENGINE_DIED = "ENGINE_DIED"
+"""The reason of the error with which a stage ends whose engine has failed or hangs."""
 _PR_SET_PDEATHSIG = 1
 _REARMS = 4
 
@@ -39,6 +41,9 @@ def run_service(main: Main, *, parent_pid: int | None = None) -> int:
     except StagemeshError as exc:
         # The message is sufficient, and a traceback would hide it.
         _log.error("%s", exc.message)
+        if exc.reason == ENGINE_DIED:
+            # Python would wait for the engine's threads, which may never end.
+            os._exit(exit_code(exc))
         return exit_code(exc)
     except Exception:  # noqa: BLE001
         _log.exception("the service terminates because of an unexpected error")

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from stagemesh.common.errors import Code, InternalError, StagemeshError
 from stagemesh.common.notification import Notifier
+from stagemesh.common.process_lifecycle import ENGINE_DIED
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST
 from stagemesh.orchestrator.request.recovery import Phase, StepState
@@ -21,7 +22,6 @@ from stagemesh.orchestrator.request.recovery import Phase, StepState
 POISON_REQUEST = "POISON_REQUEST"
 NOT_REBOUND = "NOT_REBOUND"
 _RESTARTED = "REPLICA_RESTARTED"
-_ENGINE_DIED = "ENGINE_DIED"
 # A producer receives this reason from a consumer that has released the request.
 _NOT_EXPECTED = "UNKNOWN_FLOW"
 # The replica drains, sleeps or loads. Another replica may run the step.
@@ -194,7 +194,7 @@ class Failures:
 
 def _is_death(error: StagemeshError, replica: Replica) -> bool:
     """Returns whether the process of `replica` has died, or `error` means that the process died or is about to die."""
-    return error.reason in {_ENGINE_DIED, _RESTARTED} or (replica.end_cause is not None and replica.died)
+    return error.reason in {ENGINE_DIED, _RESTARTED} or (replica.end_cause is not None and replica.died)
 
 
 def _poison(state: StepState, error: StagemeshError) -> InternalError:

@@ -22,6 +22,7 @@ from stagemesh.common.errors import (
 )
 from stagemesh.common.host import RecentMemory
 from stagemesh.common.notification import Journal
+from stagemesh.common.process_lifecycle import ENGINE_DIED
 from stagemesh.common.replica_state import ReplicaState
 from stagemesh.common.request_checks import check_choice_id
 from stagemesh.common.stage_config import StageConfig
@@ -140,7 +141,7 @@ class StageRuntime:
         cause = await self._wait_engine_failed()
         self._fail(cause)
         self.on_serving(False)
-        error = UnavailableError(f"stage {self.config.stage}: {cause}", reason="ENGINE_DIED", metadata=self.where)
+        error = UnavailableError(f"stage {self.config.stage}: {cause}", reason=ENGINE_DIED, metadata=self.where)
         with contextlib.suppress(TimeoutError):
             # An engine that hangs may not release its steps. These steps end with the process.
             async with asyncio.timeout(_RELEASE_S):
