@@ -99,6 +99,29 @@ def test_an_unknown_class_of_a_model_is_reported(tmp_path: Path) -> None:
     assert _findings(file) == []
 
 
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("{}", "names no pipeline class"),
+        ('{"_class_name": "SoraPipeline"}', "does not support SoraPipeline"),
+        ('{"_class_name": "FluxPipeline"}', ""),
+    ],
+)
+def test_a_pipeline_that_diffusion_does_not_support_is_reported(
+    tmp_path: Path, index: str | None, message: str
+) -> None:
+    if index is not None:
+        (tmp_path / "model_index.json").write_text(index)
+    file = tmp_path / "draws.yaml"
+    file.write_text(
+        f"pipeline: p\nstages: {{draw: {{engine: diffusion, model: {tmp_path}}}}}\noutputs: {{image: draw}}\n"
+    )
+    found = _findings(file)
+    assert [finding["key"] for finding in found] == (["stages.draw.model"] if message else [])
+    assert all(message in finding["message"] for finding in found)
+
+
 def test_a_valid_file_has_a_generation(tmp_path: Path) -> None:
     ran = invoke("pipeline", "validate", "speech", "--json", "--no-models")
     document = json.loads(ran.stdout)

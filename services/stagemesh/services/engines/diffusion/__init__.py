@@ -6,6 +6,7 @@ from pydantic import JsonValue
 
 from stagemesh.common.descriptors import Emitted, EngineDescriptor, OptionSpec, Signature
 from stagemesh.common.tensors import TensorSpec
+from stagemesh.services.engines.diffusion.model.families import model_problem
 from stagemesh.services.engines.diffusion.options import DiffusionOptions, stage_options
 
 CONDITIONING, LATENTS, IMAGE, FRAMES, STATE = "conditioning", "latents", "image", "frames", "state"
@@ -63,4 +64,5 @@ DESCRIPTOR = EngineDescriptor(
     signature=_signature,
     needs_model=True,
     joins=False,
+    model_problem=model_problem,
 )

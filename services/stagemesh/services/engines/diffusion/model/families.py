@@ -1,8 +1,12 @@
 """The supported model families, and how their modular pipelines in diffusers differ."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+from pydantic import JsonValue
 
 
 @dataclass(frozen=True)
@@ -53,3 +57,17 @@ FAMILIES: Mapping[str, Family] = {
     "ZImagePipeline": Family("ZImageAutoBlocks", guidance_from_zero=True, joint_guidance="negative last"),
 }
 """The supported model families, by the name of the pipeline class in `model_index.json`."""
+
+
+def model_problem(folder: Path, _options: Mapping[str, JsonValue]) -> str:
+    """Returns why the engine cannot run the model in a folder, or "" if it supports the model's family."""
+    index = folder / "model_index.json"
+    try:
+        name = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
+    except OSError as exc:
+        return f"{index} cannot be read: {exc.strerror}; give the folder of a diffusers pipeline"
+    except (KeyError, TypeError, ValueError) as exc:
+        return f"{index} names no pipeline class: {exc!r}; give the folder of a diffusers pipeline"
+    if name in FAMILIES:
+        return ""
+    return f"the diffusion engine does not support {name} ({index}); it supports {', '.join(FAMILIES)}"
