@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from stagemesh.common.errors import InternalError, OverloadedError
+from stagemesh.v1 import orchestrator_pb2
 from tests.orchestrator.session.fake_runner import Chat, chatting, settle
 
 SPEAK = """
@@ -102,6 +104,31 @@ async def test_a_turn_that_fails_early_ends_when_it_is_committed(tmp_path: Path)
     assert chat.rejected == "INTERNAL"
     assert chat.kinds(1) == ["committed", "ended"]
     assert chat.last("ended").ended.error.reason == "INTERNAL"
+
+
+@pytest.mark.parametrize("error", [None, InternalError("broken")])
+@pytest.mark.parametrize("received", ["", "spo"])
+async def test_outputs_of_a_request_that_ended_meanwhile_precede_the_end(
+    tmp_path: Path, error: InternalError | None, received: str
+) -> None:
+    async with chatting(tmp_path, SPEAK, input_mode=STREAM) as chat:
+        chat.say("one")
+        if received:
+            chat.request(1).emit(received)
+            await settle()
+        await chat.leave()
+        chat.request(1).emit("spoken"[len(received) :])
+        chat.request(1).end(error)
+        await settle()
+        position = orchestrator_pb2.OutputPosition(name="text", position=len(received))
+        chat.attach(is_known=True, turn=1, next_positions=[position])
+        chat.send(commit={})
+        await settle()
+    assert chat.text(1) == "spoken"
+    kinds = [event.WhichOneof("event") for event in chat.received if event.turn == 1]
+    assert kinds.index("ended") == len(kinds) - 1
+    assert chat.last("ended").ended.answer == "spoken"
+    assert chat.last("ended").ended.HasField("error") == (error is not None)
 
 
 async def test_the_rest_of_the_input_of_a_request_that_ended_early_is_dropped(tmp_path: Path) -> None:

@@ -49,7 +49,10 @@ class Answer:
         self.is_committed = False
         """Whether the turn's input is complete."""
         self.is_over = False
-        """Whether the request has ended, so that the turn ends when it is committed."""
+        """Whether the request has ended, and the attached client has been sent everything.
+
+        The turn then ends when it is committed.
+        """
         self.error: StagemeshError | None = None
         """The error of the request, if it is over and has failed."""
         self._positions: Mapping[OutputKey, int] = {}

@@ -97,6 +97,9 @@ class Turns:
     def attach(self, call: SessionCall, client: ClientPosition, *, linger_s: int) -> None:
         """Attaches a call of the client."""
         self._relay.attach(call, client, linger_s=linger_s)
+        if self.answer is not None:
+            # The request of the open turn may have ended before, and the client may lack some of its outputs.
+            self.answer.is_over = False
 
     def rest_of(self, turn: int, positions: Mapping[OutputKey, int]) -> Sequence[bytes] | None:
         """Returns the events of the request of a turn that has ended, without what precedes the client's positions.
@@ -301,10 +304,11 @@ class Turns:
         if error is not None and error.reason == NOT_RUNNING:
             self._outbox.failed(error)
             return
+        is_known = answer.error is not None
         answer.is_over, answer.error = True, copy(error)
         if answer.is_committed:
             self._finish(answer)
-        elif error is not None:
+        elif error is not None and not is_known:
             self._stream_failed(error)
 
     def _finish(self, answer: Answer) -> None:
