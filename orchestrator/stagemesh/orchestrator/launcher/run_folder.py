@@ -11,8 +11,8 @@ from pathlib import Path
 from stagemesh.common.errors import InvalidRequestError, NotFoundError
 
 KEPT_S = 7 * 24 * 3600.0
-KEPT_BYTES = 1 << 30
-"""The maximum age and the maximum total size of the folders of ended runs, which are kept."""
+KEPT_BYTES, KEPT_RUNS = 1 << 30, 200
+"""The folders of ended runs are kept up to this age in seconds, this total size in bytes, and this number."""
 _LOCK = ".lock"
 
 
@@ -26,8 +26,8 @@ class RunFolder:
     def __init__(self, runs_dir: Path, *, pipeline: str) -> None:
         """Creates and locks a folder for a new run of `pipeline` in `runs_dir`.
 
-        Removes the config files of ended runs, and the folders of ended runs that are older than KEPT_S seconds or
-        exceed KEPT_BYTES together. Raises InvalidRequestError (CANNOT_WRITE) if the folder cannot be written.
+        Removes the config files of ended runs, and the folders of ended runs beyond KEPT_S, KEPT_BYTES or KEPT_RUNS.
+        Raises InvalidRequestError (CANNOT_WRITE) if the folder cannot be written.
         """
         try:
             runs_dir.mkdir(parents=True, exist_ok=True)
@@ -141,11 +141,11 @@ def _unwritable(path: Path, exc: OSError) -> InvalidRequestError:
 
 
 def _remove_ended_runs(runs_dir: Path) -> None:
-    kept_bytes, oldest_s = 0, time.time() - KEPT_S
+    kept_bytes, kept_runs, oldest_s = 0, 0, time.time() - KEPT_S
     for run in past_runs(runs_dir):
         if run.is_over:
-            kept_bytes += run.size_bytes
-            if kept_bytes > KEPT_BYTES or run.path.stat().st_mtime < oldest_s:
+            kept_bytes, kept_runs = kept_bytes + run.size_bytes, kept_runs + 1
+            if kept_bytes > KEPT_BYTES or kept_runs > KEPT_RUNS or run.path.stat().st_mtime < oldest_s:
                 shutil.rmtree(run.path, ignore_errors=True)
             else:
                 _remove_configs(run.path)

@@ -25,7 +25,7 @@ PARAMETERS: Mapping[str, Parameter] = {
     ),
     "follow": option(bool, "Wait for further lines until the run ends.", "--follow", "-f", default=False),
     "lines": option(int, "Show only this number of lines, the last ones.", "-n", "--lines", min=0, metavar="NUMBER"),
-    "runs": flag("List the runs whose logs are kept: those of the last 7 days, at most 1 GiB.", "--list"),
+    "runs": flag("List the runs whose logs are kept: those of the last 7 days, at most 200 runs and 1 GiB.", "--list"),
     "as_json": Parameter(AsJson, False),
 }
 
