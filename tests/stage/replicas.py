@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stagemesh.common.descriptors import Signature
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.rpc.channels import open_channel
@@ -35,13 +36,15 @@ def stage_config(stage: str = "thinker", *, function: str = "source", **options:
     )
 
 
-def make_runtime(config: StageConfig | None = None, *, engine: Engine | None = None) -> StageRuntime:
-    """Returns a runtime that is LOADING."""
+def make_runtime(
+    config: StageConfig | None = None, *, engine: Engine | None = None, emulated: Signature | None = None
+) -> StageRuntime:
+    """Returns a runtime that is LOADING. `emulated` is its signature, by default that of its function."""
     config = config or stage_config()
     data_plane = DataPlane(
         replica=config.replica, pipeline=config.pipeline, generation=config.generation, arena_bytes=1 << 20
     )
-    return StageRuntime(engine or FakeEngine(config), data_plane, config, signature(config.function))
+    return StageRuntime(engine or FakeEngine(config), data_plane, config, emulated or signature(config.function))
 
 
 @asynccontextmanager

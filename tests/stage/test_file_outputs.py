@@ -79,8 +79,7 @@ def emitting(name: str, *tensors: Array, **metadata: Any) -> EmittingEngine:
 @asynccontextmanager
 async def stage(engine: EmittingEngine, store: Path | str, **media: Any) -> AsyncGenerator[StageRuntime]:
     config = replace(stage_config(), media=MediaConfig(store=str(store), **media))
-    runtime = make_runtime(config, engine=engine)
-    runtime.signature = SIGNATURE
+    runtime = make_runtime(config, engine=engine, emulated=SIGNATURE)
     try:
         await runtime.start()
         yield runtime

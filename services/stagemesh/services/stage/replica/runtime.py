@@ -38,6 +38,7 @@ from stagemesh.services.stage.step.checks import check_handover, check_rebinding
 from stagemesh.services.stage.step.edges import StepEdges
 from stagemesh.services.stage.step.frame_intervals import FrameIntervals
 from stagemesh.services.stage.step.registry import RunRegistry
+from stagemesh.services.stage.step.results import check_for
 from stagemesh.services.stage.step.run import StepRun, drained_error
 from stagemesh.services.stage.step.spec import Rebinding, StepSpec
 from stagemesh.v1 import control_pb2, stage_pb2
@@ -76,7 +77,7 @@ class StageRuntime:
         self.engine = engine
         self.where = {"stage": config.stage, "replica": config.replica}
         """The names of the stage and of the replica, for log records and errors."""
-        self._runs = RunRegistry()
+        self._runs, self._results = RunRegistry(), check_for(config, signature)
         self._frame_intervals, self._memory = FrameIntervals(), RecentMemory()
         self.states = PausedStates()
         """The states from which paused requests can resume."""
@@ -542,6 +543,7 @@ class StageRuntime:
             states=self.states,
             store=self.store,
             config=self.config,
+            results=self._results,
             where=self.where,
             frame_intervals=self._frame_intervals,
         )

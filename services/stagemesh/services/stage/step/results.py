@@ -5,8 +5,9 @@ from itertools import chain
 
 import numpy as np
 
-from stagemesh.common.descriptors import Emitted
+from stagemesh.common.descriptors import Emitted, Signature
 from stagemesh.common.errors import InternalError, InvalidChunkError
+from stagemesh.common.stage_config import StageConfig
 from stagemesh.common.tensors import Array, TensorSpec
 from stagemesh.connectors.edge import Packet
 from stagemesh.rpc.error_mapping import error_to_wire
@@ -28,7 +29,8 @@ class ResultCheck:
 
         If `same_lengths` is True, a symbol in the declared shapes is the same length in all tensors of a packet.
         """
-        self._declared, self._maker, self._metadata = declared, maker, metadata
+        self.maker = maker
+        self._declared, self._metadata = declared, metadata
         self._same_lengths = same_lengths
         self._known: set[tuple[object, ...]] = set()
 
@@ -43,7 +45,7 @@ class ResultCheck:
                 self._check_tensor(name, tensor, lengths)
             except InvalidChunkError as exc:
                 raise InternalError(
-                    f"{self._maker} made a wrong result: {exc.message}; correct it, or the types in its descriptor",
+                    f"{self.maker} made a wrong result: {exc.message}; correct it, or the types in its descriptor",
                     reason="INVALID_RESULT",
                     metadata={**self._metadata, "tensor": str(name)},
                 ) from None
@@ -71,6 +73,17 @@ def check_lengths(name: str, tensor: Array, spec: TensorSpec, *, lengths: dict[s
             raise InvalidChunkError(
                 f"tensor {name!r} has {length} {symbol}, but another tensor of its chunk has {lengths[symbol]}"
             )
+
+
+def check_for(config: StageConfig, signature: Signature) -> ResultCheck:
+    """Returns the check of what a stage's engine makes."""
+    maker = f"function {config.function}" if config.function else f"engine {config.engine}"
+    return ResultCheck(
+        {name: each.spec for name, each in signature.emits.items()},
+        maker=f"{maker} of stage {config.stage}",
+        metadata={"function": config.function} if config.function else {},
+        same_lengths=False,
+    )
 
 
 class FiniteCheck:

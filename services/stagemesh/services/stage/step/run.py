@@ -107,12 +107,14 @@ class StepRun:
         states: PausedStates,
         store: MediaStore | None,
         config: StageConfig,
+        results: ResultCheck,
         where: Mapping[str, str],
         frame_intervals: FrameIntervals,
     ) -> None:
         """`signature` describes the stage's inputs and outputs. `states` retains the states from which requests can
-        resume. `store` is the pipeline's store for media, or None if it has none. `where` contains the names of the
-        stage and of the replica, for log records and errors. The run adds its measurements to `frame_intervals`.
+        resume. `store` is the pipeline's store for media, or None if it has none. `results` checks what the engine
+        makes. `where` contains the names of the stage and of the replica, for log records and errors. The run adds its
+        measurements to `frame_intervals`.
         """
         if spec.task.resume_from is not None:
             spec = states.with_state(spec)
@@ -139,16 +141,11 @@ class StepRun:
         self.edges = StepEdges(spec, data_plane, model=config.model_path, user_errors=self._user_errors)
         self._stopwatch, self._progress = Stopwatch(), ProgressThrottle()
         self._usage = Usage()
-        maker = f"function {config.function}" if config.function else f"engine {config.engine}"
-        self._maker = maker = f"{maker} of stage {config.stage}"
-        declared = {name: each.spec for name, each in signature.emits.items()}
-        self._results = ResultCheck(
-            declared, maker=maker, metadata={"function": config.function} if config.function else {}, same_lengths=False
-        )
+        self._results = results
         self._finite = FiniteCheck(
             signature.emits,
             encoded=[each.tensor for each in spec.streamed if each.is_file],
-            maker=maker,
+            maker=results.maker,
             fails=config.non_finite == "error",
         )
         self._audio_s = 0.0
@@ -274,7 +271,7 @@ class StepRun:
         except asyncio.CancelledError:
             return self._cause or CancelledRequestError("the stage is shutting down", reason="ABORTED")
         except Exception as exc:  # noqa: BLE001  # an engine's exception fails only its own request
-            return InternalError(self._user_errors.describe(self._maker, exc), reason="ENGINE_ERROR")
+            return InternalError(self._user_errors.describe(self._results.maker, exc), reason="ENGINE_ERROR")
         finally:
             self._interruptible = False
         return None
