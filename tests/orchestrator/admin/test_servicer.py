@@ -224,7 +224,7 @@ async def test_ended_requests_are_found_by_their_state(chain: Mesh) -> None:
 async def test_ended_requests_are_listed_newest_first_by_pages(chain: Mesh) -> None:
     for name in ("r1", "r2", "r3"):
         await chain.generate(request_id=name)
-    states = [admin_pb2.REQUEST_STATE_FINISHED, admin_pb2.REQUEST_STATE_FAILED]
+    states: list[int] = [admin_pb2.REQUEST_STATE_FINISHED, admin_pb2.REQUEST_STATE_FAILED]
     first = await _list(chain, states=states, page_size=2)
     second = await _list(chain, states=states, page_size=2, page_token=first.next_page_token)
     assert [request.request_id for request in (*first.requests, *second.requests)] == ["r3", "r2", "r1"]
