@@ -137,7 +137,7 @@ outputs: {audio: play.audio, spoken: speak.audio}
 WHERE = {"function": "function speak of stage speak", "transform": "transform pass of edge speak->play"}
 
 
-def _deployment(folder: Path, *, non_finite: str = "warn") -> Path:
+def _pipeline(folder: Path, *, non_finite: str) -> Path:
     path = folder / "flawed.yaml"
     path.write_text(PIPELINE.replace("NON_FINITE", non_finite))
     return path
@@ -145,10 +145,19 @@ def _deployment(folder: Path, *, non_finite: str = "warn") -> Path:
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    folder = tmp_path_factory.mktemp("flawed")
+    """A deployment whose processes no test ends."""
+    yield from _deployed(tmp_path_factory.mktemp("flawed"), non_finite="warn")
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    yield from _deployed(tmp_path_factory.mktemp("strict"), non_finite="error")
+
+
+def _deployed(folder: Path, *, non_finite: str) -> Iterator[Deployment]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         _add_packages(folder, monkeypatch)
-        with deployed(_deployment(folder)) as deployment:
+        with deployed(_pipeline(folder, non_finite=non_finite)) as deployment:
             yield deployment
 
 
@@ -225,15 +234,14 @@ def test_non_finite_audio_is_a_warning(up: Deployment, where: str, stages: set[s
     assert {name: warnings[0].reason for name, warnings in warned.items()} == dict.fromkeys(stages, "NON_FINITE_RESULT")
 
 
-def test_non_finite_audio_is_an_error_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _add_packages(tmp_path, monkeypatch)
-    with deployed(_deployment(tmp_path, non_finite="error")) as up:
-        error = _error_of(up, "transform nan")
-    assert (error.reason, error.metadata["stage"]) == ("NON_FINITE_RESULT", "play")
+def test_non_finite_audio_is_an_error_on_request(strict: Deployment) -> None:
+    with pytest.raises(StagemeshError) as caught:
+        _generate(strict, "transform nan")
+    assert (caught.value.reason, caught.value.metadata["stage"]) == ("NON_FINITE_RESULT", "play")
 
 
 @pytest.mark.parametrize("where", ["function", "transform"])
-def test_code_that_ends_its_process_is_poison(up: Deployment, where: str) -> None:
+def test_code_that_ends_its_process_is_poison(strict: Deployment, where: str) -> None:
     with pytest.raises(StagemeshError) as caught:
-        _generate(up, f"{where} die")
+        _generate(strict, f"{where} die")
     assert caught.value.reason == "POISON_REQUEST"
