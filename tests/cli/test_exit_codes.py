@@ -21,6 +21,7 @@ from stagemesh.common.errors import (
     UnsupportedError,
 )
 from stagemesh.common.exit_codes import ExitCode
+from stagemesh.orchestrator.cli.error_output import show_error
 from tests.cli.commands import COMMAND, invoke, stagemesh
 from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, text
 
@@ -95,3 +96,23 @@ def test_the_help_and_the_documentation_list_every_code() -> None:
     for code in ExitCode:
         assert f" {code.value} " in shown
         assert f"| {code.value} |" in document
+
+
+@pytest.mark.parametrize(
+    ("error", "command"),
+    [
+        (
+            InternalError("it raised; the log of this replica has the traceback", metadata={"replica": "voice-0"}),
+            "stagemesh logs voice-0",
+        ),
+        (InternalError("the orchestrator failed; its log has the details"), "stagemesh logs"),
+        (InternalError("the catalogue is logical"), ""),
+    ],
+)
+def test_an_error_that_mentions_a_log_names_the_command(
+    error: InternalError, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_error(error, as_json=True)
+    remedy = json.loads(capsys.readouterr().err)["error"]["remedy"]
+    assert remedy.startswith(f"`{command}`" if command else "")
+    assert bool(remedy) == bool(command)

@@ -1,6 +1,7 @@
 """Prints errors with a remedy, as text or (with --json) as one JSON document. Never prints a traceback."""
 
 import json
+import re
 import sys
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from stagemesh.common.exit_codes import ExitCode, exit_code
 from stagemesh.common.extras import needs_extra
 
 _JSON_KEY = "stagemesh.json"
+_LOG = re.compile(r"\blog\b")
 # typer does not export the base class of its errors about the command line.
 _UsageError: Any = typer.BadParameter.__base__
 
@@ -132,4 +134,7 @@ def _remedy(error: StagemeshError) -> str:
         return "increase --timeout SECONDS"
     if error.retry_after_s is not None:
         return f"try again in {error.retry_after_s:.1f} s"
+    if _LOG.search(error.message):
+        command = " ".join(filter(None, ("stagemesh logs", error.metadata.get("replica", ""))))
+        return f"`{command}` shows the log, if `stagemesh up` runs the pipeline on this machine"
     return ""
