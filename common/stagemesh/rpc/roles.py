@@ -1,6 +1,8 @@
 """The roles of callers, as the API states them for each RPC, and the filter by which a port serves only some roles."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -15,6 +17,9 @@ CLIENT = roles_pb2.CALLER_ROLE_CLIENT
 ORCHESTRATOR = roles_pb2.CALLER_ROLE_ORCHESTRATOR
 STAGE = roles_pb2.CALLER_ROLE_STAGE
 OPERATOR = roles_pb2.CALLER_ROLE_OPERATOR
+
+_RECEIVE_S = 0.2
+"""The time for which the requests of a rejected call are received, in seconds."""
 
 
 @lru_cache(maxsize=256)
@@ -56,7 +61,12 @@ class RoleFilter(grpc.aio.ServerInterceptor):
             "the server's other port (`admin_listen`; with `stagemesh up`, the next port after the one for clients)"
         )
 
-        async def refuse(_: Any, context: Any) -> AsyncGenerator[Any]:
+        async def refuse(requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[Any]:
+            # If the call ends while the client sends, the client may report INTERNAL instead of the status.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_RECEIVE_S):
+                    async for _ in requests:
+                        pass
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
             yield
 
