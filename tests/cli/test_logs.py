@@ -67,6 +67,14 @@ def test_runs_are_listed(run: RunFolder) -> None:
     assert "ended" in invoke("logs", "--list").stdout
 
 
+def test_an_incomplete_line_is_shown_when_the_run_is_over(run: RunFolder) -> None:
+    with run.log_path("orchestrator").open("a") as log:
+        log.write("Segmentation fault")
+    assert "Segmentation fault" not in invoke("logs").stdout
+    run.close()
+    assert _lines(invoke("logs"))[-1] == "orchestrator: Segmentation fault"
+
+
 async def test_logs_are_followed_to_the_end_of_the_run(run: RunFolder) -> None:
     process = await asyncio.create_subprocess_exec(
         *COMMAND, "logs", "voice", "-f", "-n", "1", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL

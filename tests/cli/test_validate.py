@@ -74,6 +74,20 @@ def test_mistakes_are_reported_as_text(tmp_path: Path) -> None:
     assert (ran.exit_code, len(ran.stderr.splitlines())) == (ExitCode.USAGE, 9)
 
 
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("pipeline: p\nstages: {a: [}\n", 2, "invalid YAML"),
+        ("- pipeline\n", 1, "the file does not contain a mapping"),
+    ],
+)
+def test_a_file_that_cannot_be_parsed_is_a_finding(tmp_path: Path, text: str, line: int, message: str) -> None:
+    (tmp_path / "wrong.yaml").write_text(text)
+    (finding,) = _findings(tmp_path / "wrong.yaml")
+    assert (finding["line"], finding["place"]) == (line, f"{tmp_path / 'wrong.yaml'}:{line}")
+    assert message in finding["message"]
+
+
 def test_code_is_imported_unless_the_option_forbids_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_function(tmp_path, monkeypatch, name="talks", source=FUNCTION)
     file = tmp_path / "talks.yaml"
@@ -95,6 +109,9 @@ def test_an_unknown_class_of_a_model_is_reported(tmp_path: Path) -> None:
     assert (finding["line"], finding["key"]) == (3, "stages.talks.model")
     assert "vLLM knows no model class 'LamaForCausalLM'" in finding["message"]
     assert "LlamaForCausalLM" in finding["message"]
+    # vLLM names it only as a class that earlier versions ran.
+    config.write_text(json.dumps({"architectures": ["Phi3SmallForCausalLM"]}))
+    assert len(_findings(file)) == 1
     config.write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     assert _findings(file) == []
 

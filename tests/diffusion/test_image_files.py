@@ -30,7 +30,9 @@ def test_each_value_becomes_a_pixel_without_a_warning(value: float, pixel: int) 
     assert pixels[1, 1].tolist() == [255] * 3
 
 
-@pytest.mark.parametrize(("value", "non_finite"), [(np.nan, ("image",)), (np.inf, ("image",)), (0.5, ())])
+@pytest.mark.parametrize(
+    ("value", "non_finite"), [(np.nan, ("image", "frames")), (np.inf, ("image", "frames")), (0.5, ())]
+)
 async def test_the_engine_reports_values_that_are_not_finite(value: float, non_finite: tuple[str, ...]) -> None:
     (emission,) = await DiffusionEngine._images(cast("DiffusionEngine", None), _frames(value), Task("r", 0), {})
     assert emission.non_finite == non_finite

@@ -231,6 +231,7 @@ async def test_an_idle_engine_retains_no_input(engine: FunctionEngine) -> None:
     async with asyncio.timeout(5):
         while alive() is not None:
             await asyncio.sleep(0.01)
+    assert alive() is None
 
 
 async def test_submit_before_start_is_rejected() -> None:

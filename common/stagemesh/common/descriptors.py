@@ -243,7 +243,8 @@ def _broken(message: str) -> NotReadyError:
 def load_engine_descriptor(name: str) -> EngineDescriptor:
     """Returns the descriptor of the engine `name`.
 
-    Raises NotFoundError if there is no such engine. The message lists all engine names.
+    Raises NotFoundError, which lists all engine names, if the name is unknown. Raises NotReadyError
+    (INVALID_DESCRIPTOR) if its package is broken, or if several packages register the name.
     """
     return _load("stagemesh.engines", name, EngineDescriptor)
 
@@ -251,7 +252,8 @@ def load_engine_descriptor(name: str) -> EngineDescriptor:
 def load_function_descriptor(name: str) -> FunctionDescriptor:
     """Returns the descriptor of the function `name`.
 
-    Raises NotFoundError if there is no such function. The message lists all function names.
+    Raises NotFoundError, which lists all function names, if the name is unknown. Raises NotReadyError
+    (INVALID_DESCRIPTOR) if its package is broken, or if several packages register the name.
     """
     return _load("stagemesh.functions", name, FunctionDescriptor)
 
@@ -259,7 +261,8 @@ def load_function_descriptor(name: str) -> FunctionDescriptor:
 def load_transform_descriptor(name: str) -> TransformDescriptor:
     """Returns the descriptor of the transform `name`.
 
-    Raises NotFoundError if there is no such transform. The message lists all transform names.
+    Raises NotFoundError, which lists all transform names, if the name is unknown. Raises NotReadyError
+    (INVALID_DESCRIPTOR) if its package is broken, or if several packages register the name.
     """
     return _load("stagemesh.transforms", name, TransformDescriptor)
 
@@ -267,7 +270,7 @@ def load_transform_descriptor(name: str) -> TransformDescriptor:
 def load_codec_model_descriptor(name: str) -> CodecModelDescriptor:
     """Returns the descriptor of the codec language model `name`.
 
-    Raises NotFoundError if there is no such model. The message lists the names of all codec language models.
+    Raises the errors of `load_engine_descriptor`.
     """
     return _load("stagemesh.codec_models", name, CodecModelDescriptor)
 

@@ -113,7 +113,7 @@ class InvalidPipelineError(InvalidRequestError):
 
     default_reason = "INVALID_PIPELINE"
     findings: Sequence[Finding] = ()
-    """Every mistake in the file. Empty if the file cannot be parsed at all."""
+    """Every mistake in the file. Empty if the error comes from another process."""
 
 
 class UnauthenticatedError(StagemeshError):

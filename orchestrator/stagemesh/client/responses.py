@@ -366,23 +366,23 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """The text of all text outputs, concatenated. Empty if there is no text output."""
+        """The concatenated text of all text outputs, or an empty text without text outputs."""
         return "".join(self.texts.values())
 
     @property
     def audio(self) -> npt.NDArray[np.float32]:
-        """The samples of the first audio output, or an empty array if there is no audio output."""
+        """The samples of the first audio output, or an empty array without audio outputs."""
         return next((audio.samples for audio in self.audios.values()), np.empty(0, np.float32))
 
     @property
     def sample_rate_hz(self) -> int:
-        """The sample rate of the first audio output in hertz, or 0 if there is no audio output."""
+        """The sample rate of the first audio output in hertz, or 0 without audio outputs."""
         return next((audio.sample_rate_hz for audio in self.audios.values()), 0)
 
     def save_wav(self, path: Path | str) -> None:
         """Writes the first audio output to a WAV file as 16-bit PCM.
 
-        Raises NotFoundError if there is no audio output.
+        Raises NotFoundError if the request has not produced audio.
         """
         if not self.audios:
             raise NotFoundError("the request produced no audio to save; request an audio output", reason="NO_AUDIO")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from stagemesh.common.errors import Finding, InvalidPipelineError
+from stagemesh.common.errors import InvalidPipelineError
 from stagemesh.common.exit_codes import exit_code
 from stagemesh.orchestrator.cli.error_output import AsJson
 from stagemesh.orchestrator.cli.options import PipelineName, Replicas, Settings, read_overrides
@@ -43,12 +43,13 @@ def validate(
         ),
     ] = False,
     imports: Annotated[
-        bool,
+        bool | None,
         typer.Option(
             "--import/--no-import",
-            help="Also import the code of engines, functions and transforms, and look up the classes of models.",
+            help="Also import the code of engines, functions and transforms, and look up the classes of models. The "
+            "default is --import, or --no-import with --kubernetes.",
         ),
-    ] = True,
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check a pipeline file. Report every mistake with its file, line and remedy."""
@@ -62,13 +63,12 @@ def validate(
             overrides=overrides,
             check_models=check_models,
             for_kubernetes=kubernetes,
-            check_code=imports and not kubernetes,
+            check_code=not kubernetes if imports is None else imports,
         )
     except InvalidPipelineError as exc:
         if not as_json:
             raise
-        findings = exc.findings or [Finding("", 0, "", exc.message)]
-        print_json({"findings": [finding._asdict() for finding in findings]})
+        print_json({"findings": [finding._asdict() for finding in exc.findings]})
         raise typer.Exit(exit_code(exc)) from None
     hints = kubernetes_hints(pipeline) if kubernetes else ()
     if as_json:

@@ -118,7 +118,7 @@ def _audio_s(result: "Result") -> float:
 def _real_time_factor(result: "Result") -> float | None:
     """Returns the request's total time divided by the playing time of the request's audio outputs of all choices.
 
-    Returns None if there is no audio.
+    Returns None without audio.
     """
     audio_s = _audio_s(result)
     return result.total_s / audio_s if audio_s else None

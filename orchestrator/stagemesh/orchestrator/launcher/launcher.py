@@ -71,12 +71,12 @@ class Launcher:
         self._external = ExternalStages(pipeline, admin_endpoint=self.admin_endpoint)
         self.processes: dict[str, ProcessStatus] = {}
         self._ready = asyncio.Event()
-        self.run_folder: Path | None = None
-        """The folder with the logs of the run. None before the run."""
 
     @asynccontextmanager
-    async def running(self) -> AsyncGenerator[None]:
+    async def running(self) -> AsyncGenerator[Path]:
         """Starts all processes when the block is entered, and stops them when the block is exited.
+
+        Yields the folder with the logs of the processes.
 
         Raises NotReadyError (PORT_IN_USE) if a port is in use. If a process terminates repeatedly without ever
         becoming ready, cancels the block and raises NotReadyError (START_FAILED).
@@ -84,7 +84,6 @@ class Launcher:
         check_listen(self.endpoint)
         check_listen(self.admin_endpoint, option="--admin-port")
         folder = RunFolder(settings.runs_dir(), pipeline=self._pipeline.name)
-        self.run_folder = folder.path
         try:
             async with (
                 self._fork_server(folder) as fork_server,
@@ -101,7 +100,7 @@ class Launcher:
                     spec.name: group.create_task(Supervisor(spec, policy=self._policy, listener=self._update).run())
                     for spec in specs
                 }
-                yield
+                yield folder.path
                 watching.cancel()
                 await _stop(tasks)
         except BaseExceptionGroup as group:

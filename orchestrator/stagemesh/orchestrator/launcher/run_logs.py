@@ -38,9 +38,13 @@ class RunLogs:
             raise NotFoundError(f"run {run.name} has no log of {name!r}; it has {names}", reason="UNKNOWN_LOG")
 
     def read(self) -> Iterator[LogLine]:
-        """Yields the lines that have been added since the last call, in the order of their times."""
+        """Yields the lines that have been added since the last call, in the order of their times.
+
+        Yields an incomplete last line only if the run is over.
+        """
+        is_over = self._run.is_over
         self._find()
-        return merge(*[file.read() for file in self._files.values()], key=lambda line: line.time)
+        return merge(*[file.read(to_end=is_over) for file in self._files.values()], key=lambda line: line.time)
 
     def follow(self) -> Iterator[LogLine]:
         """Yields all lines, and then each further line until the run has ended."""
@@ -62,12 +66,11 @@ class _LogFile:
     def __init__(self, path: Path) -> None:
         self._path, self._offset, self._time = path, 0, b""
 
-    def read(self) -> list[LogLine]:
+    def read(self, *, to_end: bool) -> list[LogLine]:
         with self._path.open("rb") as file:
             file.seek(self._offset)
             added = file.read()
-        # The last line may be incomplete.
-        complete = added[: added.rfind(b"\n") + 1]
+        complete = added if to_end else added[: added.rfind(b"\n") + 1]
         self._offset += len(complete)
         return list(self._lines(complete.splitlines()))
 

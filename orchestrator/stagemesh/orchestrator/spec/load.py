@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import cast
 
 from stagemesh.common import settings
-from stagemesh.common.errors import InvalidPipelineError, NotFoundError
+from stagemesh.common.errors import NotFoundError
 from stagemesh.common.media_config import parse_root
-from stagemesh.orchestrator.spec.checks.code import check_code as check_imports
+from stagemesh.orchestrator.spec.checks.code import check_factories_and_models
 from stagemesh.orchestrator.spec.checks.conditions import ConditionResolver, merge_options
 from stagemesh.orchestrator.spec.checks.edges import EdgeResolver, topological_order
 from stagemesh.orchestrator.spec.checks.flows import check_flows
 from stagemesh.orchestrator.spec.checks.kubernetes import check_pods, check_values
 from stagemesh.orchestrator.spec.checks.media import check_media
 from stagemesh.orchestrator.spec.checks.sessions import resolve_speech
+from stagemesh.orchestrator.spec.checks.shape import check_shape
 from stagemesh.orchestrator.spec.checks.stages_and_outputs import (
     Catalog,
     StageResolver,
@@ -26,9 +27,9 @@ from stagemesh.orchestrator.spec.checks.stages_and_outputs import (
     resolve_outputs,
 )
 from stagemesh.orchestrator.spec.model import Edge, ExplainedValue, Pipeline, Stage
-from stagemesh.orchestrator.spec.schema import Limits, PipelineFile, check_shape
+from stagemesh.orchestrator.spec.schema import Limits, PipelineFile
 from stagemesh.orchestrator.spec.source.document import apply_overrides, read_document
-from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Origin, Problems, dotted, suggest
+from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Origin, Problems, dotted, invalid_line, suggest
 from stagemesh.orchestrator.spec.splitting import divide_stages
 
 _BUILT_IN_DIR = Path(str(files("stagemesh.orchestrator"))) / "pipelines"
@@ -49,7 +50,7 @@ def load_pipeline(
     check_code: bool = False,
     catalog: Catalog | None = None,
 ) -> Pipeline:
-    """Loads and checks a pipeline.
+    """Returns the pipeline that a file describes, after all checks.
 
     `name_or_path` is the name of a built-in pipeline, or the path of a pipeline file or of the chart's values file.
 
@@ -62,7 +63,7 @@ def load_pipeline(
       looked up.
     - `catalog` loads the descriptors of engines, functions and transforms. If None, the installed descriptors are used.
 
-    Raises NotFoundError (UNKNOWN_PIPELINE) if there is no such pipeline. Raises InvalidPipelineError if the file is
+    Raises NotFoundError (UNKNOWN_PIPELINE) if the pipeline does not exist. Raises InvalidPipelineError if the file is
     invalid. The message of this error has a line "file:line: error; remedy" for each error in the file.
     """
     source = _find_file(name_or_path)
@@ -85,16 +86,7 @@ def load_pipeline(
     edges = EdgeResolver(catalog, problems, conditions).resolve(file, stages)
     check_all_used(file, edges, problems)
     speech = resolve_speech(file, stages, edges, problems)
-    stages = {
-        name: stage.model_copy(
-            update={
-                "condition": conditions.resolve(("stages", name, "when"), file.stages[name].when or ()),
-                "is_main": file.main_stage in (None, name, _assisted(stage, edges)),
-                "assisted": _assisted(stage, edges),
-            }
-        )
-        for name, stage in stages.items()
-    }
+    stages = _with_roles(stages, file, edges, conditions)
     _check_main_stage(file, stages, problems)
     _check_limits(file.limits, problems)
     if file.media is not None:
@@ -102,7 +94,7 @@ def load_pipeline(
     if for_kubernetes:
         check_pods(file, problems)
     if check_code:
-        check_imports(file, stages, catalog, problems)
+        check_factories_and_models(file, stages, catalog, problems)
     problems.raise_any()
     between = tuple(edge for edge in edges if not edge.is_input)
     stages = {name: stages[name] for name in topological_order(list(stages), {edge.arc for edge in between})}
@@ -131,6 +123,22 @@ def load_pipeline(
     return pipeline
 
 
+def _with_roles(
+    stages: Mapping[str, Stage], file: PipelineFile, edges: Sequence[Edge], conditions: ConditionResolver
+) -> Mapping[str, Stage]:
+    """Returns the stages with their conditions, and with their roles for sampling parameters and adapters."""
+    return {
+        name: stage.model_copy(
+            update={
+                "condition": conditions.resolve(("stages", name, "when"), file.stages[name].when or ()),
+                "is_main": file.main_stage in (None, name, _assisted(stage, edges)),
+                "assisted": _assisted(stage, edges),
+            }
+        )
+        for name, stage in stages.items()
+    }
+
+
 def _assisted(stage: Stage, edges: Sequence[Edge]) -> str:
     """Returns the name of the stage of whose work `stage` computes a part. Empty if there is none."""
     consumers = [edge.consumer for edge in edges if edge.producer == stage.name] if stage.signature.assists else []
@@ -155,7 +163,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
-        raise InvalidPipelineError(f"{path}:1: cannot be read: {exc}; give a text file in UTF-8") from exc
+        raise invalid_line(str(path), 1, f"cannot be read: {exc}; give a text file in UTF-8") from exc
 
 
 def _fetch_hint(name_or_path: str) -> str:

@@ -6,7 +6,8 @@ prefill stage is named STAGE-prefill. The document then has the content that a u
 
 from typing import Any, cast
 
-from stagemesh.orchestrator.spec.schema import PipelineFile, SplitEntry, StageEntry, check_shape
+from stagemesh.orchestrator.spec.checks.shape import check_shape
+from stagemesh.orchestrator.spec.schema import PipelineFile, SplitEntry, StageEntry
 from stagemesh.orchestrator.spec.source.document import Document
 from stagemesh.orchestrator.spec.source.problem_lines import KeyPath
 

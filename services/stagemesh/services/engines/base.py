@@ -342,7 +342,7 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class Emission:
-    """The tensors that one engine step has produced, for the outgoing edges and for the client."""
+    """The tensors that one engine step has produced. They are sent over the outgoing edges and to the client."""
 
     packet: Packet
     logprobs: tuple[TokenLogprobs, ...] = ()

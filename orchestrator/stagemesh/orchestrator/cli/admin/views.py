@@ -237,7 +237,7 @@ _STEPS = (
 
 
 def _newest(flow: Any) -> "control_pb2.FlowReport":
-    """Returns the producer's report about a flow, or the consumer's report if there is no report of the producer."""
+    """Returns the producer's report about a flow, or the consumer's report if the producer has not reported."""
     report: control_pb2.FlowReport = flow.sent if flow.HasField("sent") else flow.received
     return report
 

@@ -1,7 +1,7 @@
 """Displays of the processes that `up` and `demo` run: lines of text, a live table, or lines of JSON."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -22,6 +22,22 @@ from stagemesh.orchestrator.cli.output import (
 )
 from stagemesh.orchestrator.launcher import ProcessState, ProcessStatus
 from stagemesh.v1.orchestrator_pb2 import EdgeDescription
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A pipeline whose processes are ready."""
+
+    endpoint: str
+    """The address for clients."""
+    edges: Sequence[EdgeDescription]
+    """The edges whose connectors are displayed."""
+    hint: str
+    """The next command, as a suggestion to the user."""
+    logs: Path
+    """The folder with the logs."""
+    admin_endpoint: str = ""
+    """The address for operators, or "" to display neither this address nor the logs."""
 
 
 def make_display(*, as_json: bool) -> "Display":
@@ -50,31 +66,16 @@ class Display:
         self.restarts += status.state is ProcessState.RESTARTING
         self._show(status)
 
-    def ready(
-        self,
-        endpoint: str,
-        *,
-        edges: Sequence[EdgeDescription],
-        hint: str,
-        admin_endpoint: str = "",
-        logs: Path | None = None,
-    ) -> None:
-        """Displays that all processes are ready.
-
-        - `endpoint` is the address for clients.
-        - `edges` are the edges whose connectors are displayed.
-        - `hint` suggests the next command to the user.
-        - `admin_endpoint` is the address for operators, or "" to display none.
-        - `logs` is the folder with the logs.
-        """
+    def ready(self, serving: Serving) -> None:
+        """Displays that all processes are ready."""
         self._live.stop()
-        if edges:
-            self._console.print(links_table(edges), soft_wrap=True)
-        self._print(Text.assemble(("ready", "bold green"), f" at {endpoint}; {hint}"))
-        if admin_endpoint:
+        if serving.edges:
+            self._console.print(links_table(serving.edges), soft_wrap=True)
+        self._print(Text.assemble(("ready", "bold green"), f" at {serving.endpoint}; {serving.hint}"))
+        if admin_endpoint := serving.admin_endpoint:
             server = "" if admin_endpoint == DEFAULT_ADMIN_SERVER else f" --server {admin_endpoint}"
             self._print(Text(f"operators at {admin_endpoint}; try: stagemesh top{server}"))
-            self._print(Text(f"logs in {logs}; try: stagemesh logs -f"))
+            self._print(Text(f"logs in {serving.logs}; try: stagemesh logs -f"))
 
     def close(self, message: str = "") -> None:
         """Stops updating the display. Prints `message` unless it is empty. May be called more than once."""
@@ -96,23 +97,15 @@ class Display:
 class JsonDisplay(Display):
     """Prints one JSON document per line to stdout: the events "process", "ready" and "stopped"."""
 
-    def ready(
-        self,
-        endpoint: str,
-        *,
-        edges: Sequence[EdgeDescription],
-        hint: str,
-        admin_endpoint: str = "",
-        logs: Path | None = None,
-    ) -> None:
+    def ready(self, serving: Serving) -> None:
         print_json(
             {
                 "event": "ready",
-                "endpoint": endpoint,
-                "admin_endpoint": admin_endpoint,
-                "logs": str(logs),
-                "edges": [to_json(edge) for edge in edges],
-                "hint": hint,
+                "endpoint": serving.endpoint,
+                "admin_endpoint": serving.admin_endpoint,
+                "logs": str(serving.logs),
+                "edges": [to_json(edge) for edge in serving.edges],
+                "hint": serving.hint,
             }
         )
 

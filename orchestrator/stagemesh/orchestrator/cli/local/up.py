@@ -82,15 +82,14 @@ async def run_until_signal(
     - `hint` is the text that `display` shows when the pipeline is ready.
     - `admin_endpoint` is the address for operators that `display` shows. If it is empty, no address is shown.
     """
+    from stagemesh.orchestrator.cli.local.process_display import Serving
     from stagemesh.orchestrator.cli.local.signals import result_before, stop_on_signals
 
     stopping = stop_on_signals()
-    async with launcher.running():
+    async with launcher.running() as logs:
         edges = await result_before(stopping, launcher.wait_ready)
         if edges is None:
             return None
-        display.ready(
-            launcher.endpoint, edges=edges, hint=hint, admin_endpoint=admin_endpoint, logs=launcher.run_folder
-        )
+        display.ready(Serving(launcher.endpoint, edges, hint=hint, logs=logs, admin_endpoint=admin_endpoint))
         return await result_before(stopping, work)
     raise AssertionError("the launcher ends the block only by an error")

@@ -1,4 +1,4 @@
-"""Checks the code that the stages and edges of a pipeline file name. Imports the code."""
+"""Checks the classes of models, and the code that stages and edges name, which it imports."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +13,9 @@ _ENGINE, _FUNCTION, _TRANSFORM = ("start", "submit"), ("open", "__call__"), ("pu
 """The methods of an engine, of a function and of a transform."""
 
 
-def check_code(file: PipelineFile, stages: Mapping[str, Stage], catalog: Catalog, problems: Problems) -> None:
+def check_factories_and_models(
+    file: PipelineFile, stages: Mapping[str, Stage], catalog: Catalog, problems: Problems
+) -> None:
     """Imports the factories of engines, functions and transforms, and looks up the classes of models.
 
     `stages` are the stages with a valid signature. Reports errors to `problems`. Omits descriptors that cannot be

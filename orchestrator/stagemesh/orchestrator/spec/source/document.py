@@ -21,7 +21,7 @@ from yaml.resolver import Resolver
 
 from stagemesh.common.descriptors import INPUT
 from stagemesh.common.errors import InvalidPipelineError
-from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Origin, Problems, dotted
+from stagemesh.orchestrator.spec.source.problem_lines import KeyPath, Origin, Problems, dotted, invalid_line
 
 _REFERENCE = re.compile(r"\$(?P<escape>\$?)\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}\n]*))?\}")
 # Marks consist of private-use characters, because YAML allows these everywhere in plain scalars.
@@ -76,9 +76,7 @@ def read_document(text: str, *, file: str, variables: Mapping[str, str]) -> Docu
     except yaml.YAMLError as exc:
         raise _syntax_error(exc, file=file) from exc
     if not isinstance(root, yaml.MappingNode):
-        raise InvalidPipelineError(
-            f"{file}:1: the file does not contain a mapping; begin with `pipeline: NAME` and `stages:`"
-        )
+        raise invalid_line(file, 1, "the file does not contain a mapping; begin with `pipeline: NAME` and `stages:`")
     return Document(reader.read_file(root), reader.problems, reader.references)
 
 
@@ -91,7 +89,7 @@ def _syntax_error(exc: yaml.YAMLError, *, file: str) -> InvalidPipelineError:
     mark = exc.problem_mark if isinstance(exc, yaml.MarkedYAMLError) else None
     problem = exc.problem if isinstance(exc, yaml.MarkedYAMLError) else str(exc)
     line = mark.line + 1 if mark else 1
-    return InvalidPipelineError(f"{file}:{line}: invalid YAML: {problem}; correct this line or the one before it")
+    return invalid_line(file, line, f"invalid YAML: {problem}; correct this line or the one before it")
 
 
 # PyYAML's annotations lack the types of these two methods.

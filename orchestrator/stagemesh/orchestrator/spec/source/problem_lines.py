@@ -1,6 +1,6 @@
 """The file and line of every value of a pipeline file, and the problems that are reported at these lines."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TypeAlias
@@ -47,21 +47,13 @@ class Problems:
         """Returns whether an error was added for exactly this path, not for a value above or below it."""
         return path in self._paths
 
-    @property
-    def any(self) -> bool:
-        """Whether any error was added."""
-        return bool(self._found)
-
     def raise_any(self) -> None:
         """Raises InvalidPipelineError if any error was added.
 
         The message has one line for each error, in ascending order of the line numbers in the file.
         """
         if self._found:
-            findings = sorted(self._found, key=lambda finding: finding.line)
-            error = InvalidPipelineError("\n".join(f"{finding.place}: {finding.message}" for finding in findings))
-            error.findings = findings
-            raise error
+            raise _invalid(sorted(self._found, key=lambda finding: finding.line))
 
     def _nearest_origin(self, path: KeyPath) -> Origin:
         """Returns the origin of the value at a path, or of the closest enclosing value that has an origin.
@@ -73,6 +65,17 @@ class Problems:
             if (*reached, element) in self.origins:
                 reached = (*reached, element)
         return self.origins[reached]
+
+
+def invalid_line(file: str, line: int, text: str) -> InvalidPipelineError:
+    """Returns the error for a file that cannot be parsed beyond a line. `text` has the form "error; remedy"."""
+    return _invalid([Finding(f"{file}:{line}", line, "", text)])
+
+
+def _invalid(findings: Sequence[Finding]) -> InvalidPipelineError:
+    error = InvalidPipelineError("\n".join(f"{finding.place}: {finding.message}" for finding in findings))
+    error.findings = findings
+    return error
 
 
 def suggest(name: str, known: Collection[str]) -> str:

@@ -265,11 +265,11 @@ class DiffusionEngine:
         from stagemesh.services.engines.diffusion.image_files import encode_file
 
         tensors: dict[str, Array] = {}
-        non_finite = () if np.isfinite(frames).all() else (IMAGE,)
         if task.wanted is None or IMAGE in task.wanted:
             tensors[IMAGE] = await asyncio.to_thread(encode_file, frames)
         if task.wanted is None or FRAMES in task.wanted:
             tensors[FRAMES] = np.asarray(frames)
+        non_finite = () if np.isfinite(frames).all() else tuple(tensors)
         return [Emission(Packet(tensors, metadata), non_finite=non_finite)] if tensors else []
 
 

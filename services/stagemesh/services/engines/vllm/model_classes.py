@@ -12,21 +12,23 @@ from pydantic import JsonValue
 
 _REGISTRY = "model_executor/models/registry.py"
 _TRANSFORMERS_MODELS = "models/auto/modeling_auto.py"
-_PLUGINS, _OWN_PLUGINS = "vllm.general_plugins", ("stagemesh", "vllm")
-"""The group of plug-ins, which may register classes, and the packages whose plug-ins are known to register none."""
+_PLUGINS, _KNOWN_PLUGINS = "vllm.general_plugins", ("stagemesh", "vllm")
+"""The group of plug-ins, and the packages whose plug-ins register no classes, except those of codec language models."""
+_REMOVED = "_PREVIOUSLY_SUPPORTED_MODELS"
+"""The registry's table of the classes that vLLM no longer runs."""
 
 
 def model_problem(folder: Path, options: Mapping[str, JsonValue]) -> str:
-    """Returns why vLLM cannot run the model in a folder: its class is unknown. Otherwise, returns "".
+    """Returns a text if neither vLLM nor transformers knows the class of the model in a folder, and "" otherwise.
 
-    Knows the classes of vLLM and of transformers. Accepts any class if it cannot be determined: without a config.json,
-    for a codec language model, for a model with its own code, without vLLM, and with plug-ins of other packages.
+    Returns "" also if the class cannot be checked: the folder has no config.json, the stage runs a codec language model,
+    the model has code of its own, vLLM is not installed, or other packages have plug-ins for vLLM.
     """
     config = _read_config(folder)
     names, known = config.get("architectures"), _known_classes()
     if not isinstance(names, list) or not names or not known or "codec" in options or "auto_map" in config:
         return ""
-    if any(entry.module.partition(".")[0] not in _OWN_PLUGINS for entry in entry_points(group=_PLUGINS)):
+    if any(entry.module.partition(".")[0] not in _KNOWN_PLUGINS for entry in entry_points(group=_PLUGINS)):
         return ""
     if any(name in known for name in names) or _is_in_transformers(str(names[0])):
         return ""
@@ -46,7 +48,8 @@ def _read_config(folder: Path) -> Mapping[str, JsonValue]:
 def _known_classes() -> frozenset[str]:
     """Returns the keys of the tables in vLLM's registry, or nothing if there are none."""
     source = _source_of("vllm", _REGISTRY)
-    tables = [node.value for node in ast.parse(source).body if isinstance(node, ast.Assign)]
+    assignments = [node for node in ast.parse(source).body if isinstance(node, ast.Assign)]
+    tables = [node.value for node in assignments if ast.unparse(node.targets[0]) != _REMOVED]
     keys = [key for table in tables if isinstance(table, ast.Dict) for key in table.keys]
     return frozenset(key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
 
@@ -57,9 +60,6 @@ def _is_in_transformers(name: str) -> bool:
 
 def _source_of(package: str, file: str) -> str:
     spec = find_spec(package)
-    for folder in (spec.submodule_search_locations if spec is not None else None) or ():
-        try:
-            return (Path(folder) / file).read_text(encoding="utf-8")
-        except OSError:
-            pass
-    return ""
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    found = [path for folder in folders if (path := Path(folder) / file).is_file()]
+    return found[0].read_text(encoding="utf-8") if found else ""

@@ -38,7 +38,7 @@ from stagemesh.services.stage.step.checks import check_handover, check_rebinding
 from stagemesh.services.stage.step.edges import StepEdges
 from stagemesh.services.stage.step.frame_intervals import FrameIntervals
 from stagemesh.services.stage.step.registry import RunRegistry
-from stagemesh.services.stage.step.results import check_for
+from stagemesh.services.stage.step.results import engine_result_check
 from stagemesh.services.stage.step.run import StepRun, drained_error
 from stagemesh.services.stage.step.spec import Rebinding, StepSpec
 from stagemesh.v1 import control_pb2, stage_pb2
@@ -77,7 +77,7 @@ class StageRuntime:
         self.engine = engine
         self.where = {"stage": config.stage, "replica": config.replica}
         """The names of the stage and of the replica, for log records and errors."""
-        self._runs, self._results = RunRegistry(), check_for(config, signature)
+        self._runs, self._results = RunRegistry(), engine_result_check(config, signature)
         self._frame_intervals, self._memory = FrameIntervals(), RecentMemory()
         self.states = PausedStates()
         """The states from which paused requests can resume."""
@@ -272,7 +272,7 @@ class StageRuntime:
 
         Returns the step's events as serialized ExecuteStepResponses. The caller must begin to read them at once: the
         step is cancelled ABANDON_S seconds after its last reader has stopped. `time_left_s` is the time until the
-        deadline in seconds, or None if there is no deadline.
+        deadline in seconds, or None without a deadline.
         """
         deadline_s = None if time_left_s is None else asyncio.get_running_loop().time() + time_left_s
         return self._admit(spec, deadline_s=deadline_s).journal

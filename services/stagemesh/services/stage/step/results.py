@@ -35,7 +35,7 @@ class ResultCheck:
         self._known: set[tuple[object, ...]] = set()
 
     def check(self, packet: Packet) -> None:
-        """Raises InternalError (INVALID_RESULT) if a packet has a tensor that the descriptor does not declare so."""
+        """Raises InternalError (INVALID_RESULT) if a tensor of a packet is not declared, or has another type."""
         kinds = tuple((name, tensor.dtype, tensor.shape) for name, tensor in packet.tensors.items())
         if kinds in self._known:
             return
@@ -75,7 +75,7 @@ def check_lengths(name: str, tensor: Array, spec: TensorSpec, *, lengths: dict[s
             )
 
 
-def check_for(config: StageConfig, signature: Signature) -> ResultCheck:
+def engine_result_check(config: StageConfig, signature: Signature) -> ResultCheck:
     """Returns the check of what a stage's engine makes."""
     maker = f"function {config.function}" if config.function else f"engine {config.engine}"
     return ResultCheck(
