@@ -21,8 +21,8 @@ _REMOVED = "_PREVIOUSLY_SUPPORTED_MODELS"
 def model_problem(folder: Path, options: Mapping[str, JsonValue]) -> str:
     """Returns a text if neither vLLM nor transformers knows the class of the model in a folder, and "" otherwise.
 
-    Returns "" also if the class cannot be checked: the folder has no config.json, the stage runs a codec language model,
-    the model has code of its own, vLLM is not installed, or other packages have plug-ins for vLLM.
+    Returns "" also if the class cannot be checked: the folder has no config.json, the stage runs a codec language
+    model, the model has code of its own, vLLM is not installed, or other packages have plug-ins for vLLM.
     """
     config = _read_config(folder)
     names, known = config.get("architectures"), _known_classes()
