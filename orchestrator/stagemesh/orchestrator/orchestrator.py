@@ -69,6 +69,8 @@ class Orchestrator:
         self.totals = Totals()
         """Totals over the requests that have ended. Running requests are not included."""
         self.history = History()
+        self.on_ended: list[Callable[[Timeline], None]] = []
+        """The functions to call with the timeline of each request that has ended."""
         self._clock = clock
         self._planner = Planner(pipeline, fleet.registry, adapters=fleet.adapters, warm=fleet.warm, choice=choice)
         self._failover = Failover(self._planner, max_kept_state_bytes=max_kept_state_bytes)
@@ -212,6 +214,8 @@ class Orchestrator:
         record.timeline.end(error)
         self.totals.add(record.timeline)
         self.history.add(record.timeline)
+        for observe in self.on_ended:
+            observe(record.timeline)
         if known.has_run and not record.abandoned:
             self.requests.end(request.request_id)
         else:

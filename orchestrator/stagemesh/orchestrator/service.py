@@ -13,7 +13,7 @@ from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.membership.addresses import DnsSource, StaticSource
 from stagemesh.orchestrator.membership.base import MemberSource
 from stagemesh.orchestrator.membership.registration import RegistrationSource
-from stagemesh.orchestrator.metrics import serving_metrics
+from stagemesh.orchestrator.metrics.serving import serving_metrics
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.scaling.warm_tier import WarmTier
 from stagemesh.orchestrator.servicer import SERVICE_NAME, OrchestratorServicer, add_orchestrator_service

@@ -53,8 +53,10 @@ def _scrape(endpoint: str) -> str:
 
 
 async def _gauges(orchestrator: Orchestrator) -> dict[str, float]:
+    """Returns the signals that Prometheus reads."""
     text = await asyncio.to_thread(_scrape, orchestrator.metrics_endpoint)
-    lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+    signals = tuple(f"{metric.value}{{" for metric in Metric)
+    lines = [line.rpartition(" ") for line in text.splitlines() if line.startswith(signals)]
     return {name: float(value) for name, _, value in lines}
 
 

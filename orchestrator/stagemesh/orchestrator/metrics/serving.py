@@ -2,49 +2,55 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import asynccontextmanager
 
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from stagemesh.orchestrator.metrics.requests import RequestMetrics
 from stagemesh.orchestrator.orchestrator import Orchestrator
-from stagemesh.orchestrator.scaling.signals import Metric, ScalingSignals, StageSignals
+from stagemesh.orchestrator.scaling.signals import Metric as Signal
+from stagemesh.orchestrator.scaling.signals import ScalingSignals
 from stagemesh.rpc.server import listen_error, parse_address
 
 _log = logging.getLogger(__name__)
 
 _HELP = {
-    Metric.QUEUED: "Seconds of work that waits for the stage: this orchestrator's part of the replicas' queues, and "
+    Signal.QUEUED: "Seconds of work that waits for the stage: this orchestrator's part of the replicas' queues, and "
     "its requests that are not planned yet.",
-    Metric.PLAYOUT: "Audio streams of this orchestrator that the stage emits and that are about to run dry.",
-    Metric.IN_FLIGHT: "Steps of this orchestrator that run or wait at the stage's replicas.",
+    Signal.PLAYOUT: "Audio streams of this orchestrator that the stage emits and that are about to run dry.",
+    Signal.IN_FLIGHT: "Steps of this orchestrator that run or wait at the stage's replicas.",
 }
 _COMPUTE_TIMEOUT_S = 5.0
 """Time limit for the event loop to compute the metrics. A scrape that takes longer fails."""
 
 
-class StageCollector(Collector):
-    """Collects the metrics by which stages are scaled. `collect` is called by a thread of the HTTP server."""
+class OrchestratorCollector(Collector):
+    """Collects the metrics of an orchestrator. `collect` is called by a thread of the HTTP server."""
 
     def __init__(self, orchestrator: Orchestrator) -> None:
         """Must be called on the orchestrator's event loop."""
         self._signals = ScalingSignals(orchestrator)
+        self._requests = RequestMetrics(orchestrator)
         self._loop = asyncio.get_running_loop()
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
+    def collect(self) -> Iterable[Metric]:
         # The state of the orchestrator may be read on its event loop only.
-        computing = asyncio.run_coroutine_threadsafe(self._by_stage(), self._loop)
-        by_stage = computing.result(_COMPUTE_TIMEOUT_S)
-        for metric in Metric:
-            family = GaugeMetricFamily(metric.value, _HELP[metric], labels=("stage",))
-            for stage, signals in by_stage.items():
-                family.add_metric((stage,), signals.own(metric))
-            yield family
+        computing = asyncio.run_coroutine_threadsafe(self._compute(), self._loop)
+        return computing.result(_COMPUTE_TIMEOUT_S)
 
-    async def _by_stage(self) -> Mapping[str, StageSignals]:
-        return self._signals.by_stage()
+    async def _compute(self) -> list[Metric]:
+        return [*self._scaling(), *self._requests.collect()]
+
+    def _scaling(self) -> Iterator[Metric]:
+        by_stage = self._signals.by_stage()
+        for signal in Signal:
+            family = GaugeMetricFamily(signal.value, _HELP[signal], labels=("stage",))
+            for stage, signals in by_stage.items():
+                family.add_metric((stage,), signals.own(signal))
+            yield family
 
 
 @asynccontextmanager
@@ -55,7 +61,8 @@ async def serving_metrics(orchestrator: Orchestrator, listen: str) -> AsyncGener
     """
     host, port = parse_address(listen)
     registry = CollectorRegistry()
-    registry.register(StageCollector(orchestrator))
+    registry.register(OrchestratorCollector(orchestrator))
+    ProcessCollector(registry=registry)
     try:
         # In a thread, because the server looks up the name of its own host.
         server, thread = await asyncio.to_thread(start_http_server, port, host, registry)

@@ -1,0 +1,1 @@
+"""The metrics of an orchestrator, which Prometheus reads by HTTP."""

@@ -1,0 +1,122 @@
+"""The metrics of an orchestrator, compared with what clients have received."""
+
+import asyncio
+import math
+import re
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from stagemesh.client import EdgeUsage
+from stagemesh.common.errors import StagemeshError
+from tests.orchestrator.scaling.processes import Orchestrator, running_pipeline
+
+PIPELINE = """\
+pipeline: measured
+stages:
+  source: {{engine: fake, function: source, options: {{steps: 6, step_s: 0.02, size_bytes: 30000}}}}
+  relay: {{engine: fake, function: relay{replicas}}}
+edges: [{{from: source, to: relay, connector: {connector}}}]
+outputs: {{text: source, relayed: relay}}
+"""
+
+
+async def _scrape(orchestrator: Orchestrator) -> dict[str, Metric]:
+    def read() -> str:
+        with urllib.request.urlopen(f"http://{orchestrator.metrics_endpoint}/metrics", timeout=10) as answer:
+            return str(answer.read().decode())
+
+    return {metric.name: metric for metric in text_string_to_metric_families(await asyncio.to_thread(read))}
+
+
+def _value(metrics: dict[str, Metric], sample: str, **labels: str) -> float:
+    """Returns the value of a sample, or 0 if it does not exist."""
+    samples = (each for metric in metrics.values() for each in metric.samples if each.name == sample)
+    return sum(each.value for each in samples if labels.items() <= each.labels.items())
+
+
+@pytest.mark.parametrize("connector", ["shm", "grpc", "nixl"])
+async def test_bytes_and_seconds_are_those_of_the_clients(tmp_path: Path, connector: str) -> None:
+    text = PIPELINE.format(connector=connector, replicas="")
+    sent: list[EdgeUsage] = []
+    tokens = least_s = most_s = 0.0
+    async with running_pipeline(tmp_path, text) as (orchestrator,):
+        for _ in range(5):
+            began_s = time.monotonic()
+            result = await orchestrator.client.generate("hello").result()
+            most_s += time.monotonic() - began_s
+            assert result.finished.timings is not None
+            least_s += result.finished.timings.finished_s
+            sent += [edge for report in result.finished.stages.values() for edge in report.edges]
+            tokens += sum(report.usage.output_tokens for report in result.finished.stages.values())
+        metrics = await _scrape(orchestrator)
+    assert _value(metrics, "stagemesh_requests_total", outcome="finished") == 5
+    edge = "source->relay"
+    assert _value(metrics, "stagemesh_edge_bytes_total", edge=edge) == sum(each.size_bytes for each in sent) > 0
+    assert _value(metrics, "stagemesh_edge_chunks_total", edge=edge) == sum(each.chunks for each in sent) > 0
+    assert _value(metrics, "stagemesh_edge_links", edge=edge, connector=connector) == 1
+    assert _value(metrics, "stagemesh_stage_output_tokens_total") == tokens
+    seconds = _value(metrics, "stagemesh_request_seconds_sum")
+    assert 0.99 * least_s <= seconds <= most_s
+    assert _value(metrics, "stagemesh_request_seconds_count") == 5
+    assert _value(metrics, "stagemesh_request_queue_seconds_count") == 5
+    assert _value(metrics, "stagemesh_stage_step_seconds_count", stage="source") == 5
+    assert 0 < _value(metrics, "stagemesh_request_first_output_seconds_sum") < seconds
+    assert math.isclose(_value(metrics, "stagemesh_replicas", state="ready"), 2)
+
+
+async def test_recoveries_and_errors_have_their_causes(tmp_path: Path) -> None:
+    text = PIPELINE.format(connector="grpc", replicas=", replicas: 2").replace("step_s: 0.02", "step_s: 0.1")
+    async with running_pipeline(tmp_path, text, replicas={"relay": 2}) as (orchestrator,):
+        running = asyncio.create_task(orchestrator.client.generate("hello").result())
+        name = await _working_replica(orchestrator)
+        orchestrator.replicas[name].kill()
+        await running
+        with pytest.raises(StagemeshError) as caught:
+            await orchestrator.client.generate("hello", timeout_s=0.3).result()
+        metrics = await _scrape(orchestrator)
+        while not _value(metrics, "stagemesh_requests_total", outcome="failed") + _value(
+            metrics, "stagemesh_requests_total", outcome="cancelled"
+        ):
+            await asyncio.sleep(0.05)
+            metrics = await _scrape(orchestrator)
+    assert _value(metrics, "stagemesh_stage_recoveries_total", stage="relay") >= 1
+    reasons = {
+        each.labels["reason"]
+        for each in metrics["stagemesh_stage_recoveries"].samples
+        if each.name.endswith("_total") and each.value
+    }
+    assert reasons <= {"REPLICA_LOST", "PRODUCER_LOST", "CONSUMER_LOST", "REPLICA_RESTARTED", "UPSTREAM_LOST"}, reasons
+    assert caught.value.code.name == "DEADLINE_EXCEEDED"
+
+
+async def test_each_metric_has_help_and_a_conventional_name(tmp_path: Path) -> None:
+    text = PIPELINE.format(connector="grpc", replicas="")
+    async with running_pipeline(tmp_path, text) as (orchestrator,):
+        await orchestrator.client.generate("hello").result()
+        metrics = await _scrape(orchestrator)
+    own = [metric for name, metric in metrics.items() if name.startswith("stagemesh_")]
+    assert len(own) > 20
+    assert "process_resident_memory_bytes" in metrics
+    for metric in own:
+        assert metric.documentation.endswith(".")
+        assert re.fullmatch(r"stagemesh(_[a-z]+)+", metric.name)
+        assert {label for each in metric.samples for label in each.labels} <= {
+            *("stage", "replica", "state", "edge", "connector", "outcome", "reason", "le")
+        }
+
+
+async def _working_replica(orchestrator: Orchestrator) -> str:
+    """Returns the name of a replica of the stage `relay` that runs a step."""
+    while True:
+        for name, value in [
+            (each.labels["replica"], each.value)
+            for each in (await _scrape(orchestrator))["stagemesh_replica_running_steps"].samples
+        ]:
+            if name.startswith("relay") and value:
+                return name
+        await asyncio.sleep(0.02)
