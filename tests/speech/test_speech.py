@@ -42,6 +42,8 @@ def _ask(up: Deployment, prompt: str, *, seed: int = SEED, max_tokens: int = MAX
         return client.generate(prompt, seed=seed, max_tokens=max_tokens).result()
 
 
+# test_audio_equals_that_of_one_process compares both connectors exactly.
+@ON_ONE_CONNECTOR
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_whisper_transcribes_the_thinkers_text(speech: Deployment, prompt: str) -> None:
     result = _ask(speech, prompt)
