@@ -1,6 +1,7 @@
 """A running pipeline: `stagemesh up` as a child process, and the actions of a test on it."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,14 +12,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-import grpc
 import psutil
 
 from stagemesh.client import Client
-from stagemesh.rpc.channels import CHANNEL_OPTIONS
+from stagemesh.orchestrator.launcher.certificates import Authority
+from stagemesh.rpc.channels import CHANNEL_OPTIONS, open_sync
+from stagemesh.rpc.credentials import PROCESS, Credentials
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
 READY_TIMEOUT_S = 150.0
+TLS_FOLDER = os.environ.get("STAGEMESH_TEST_TLS")
+"""The folder of an authority, or None: `STAGEMESH_TEST_TLS=FOLDER pytest tests/speech` runs these tests by TLS."""
 
 
 class Deployment:
@@ -63,7 +67,7 @@ class Deployment:
 
     def load(self, name: str) -> stage_pb2.WatchLoadResponse:
         """Asks a replica for its present load."""
-        with grpc.insecure_channel(self.statuses[name]["endpoint"], options=CHANNEL_OPTIONS) as channel:
+        with open_sync(self.statuses[name]["endpoint"], PROCESS.credentials, CHANNEL_OPTIONS) as channel:
             call = stage_pb2_grpc.StageServiceStub(channel).WatchLoad(
                 stage_pb2.WatchLoadRequest(), timeout=10, wait_for_ready=True
             )
@@ -110,6 +114,10 @@ def deployed(
     """
     program = stagemesh or (str(Path(sys.executable).with_name("stagemesh")),)
     command = [*program, "up", str(pipeline), "--port", "0", "--json"]
+    if TLS_FOLDER is not None:
+        command += ["--tls", TLS_FOLDER]
+        names = [f"{role}/tests" for role in ("client", "operator", "orchestrator")]
+        PROCESS.use(Credentials(Authority(Path(TLS_FOLDER)).issue(Path(TLS_FOLDER) / "tests", names)))
     process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
     deployment = Deployment(process)
     try:

@@ -56,7 +56,7 @@ def test_a_context_is_added_listed_shown_and_removed() -> None:
 
 def test_contexts_can_be_printed_as_json() -> None:
     added = invoke("context", "add", "here", "--server", "a:1", "--json")
-    document = {"context": "here", "server": "a:1", "admin": "", "current": False}
+    document = {"context": "here", "server": "a:1", "admin": "", "tls": "", "token_file": "", "current": False}
     assert json.loads(added.stdout) == document
     assert json.loads(invoke("context", "list", "--json").stdout) == [document]
     assert json.loads(invoke("context", "use", "here", "--json").stdout) == {**document, "current": True}

@@ -1,64 +1,36 @@
-"""The caller of a request, over TLS with client certificates and without."""
+"""The caller of a request: from a certificate, from a token, and without credentials."""
 
+import json
+import re
+import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
+import jwt
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-from stagemesh.common.errors import PermissionDeniedError
+from stagemesh.common.errors import PermissionDeniedError, StagemeshError, UnauthenticatedError
+from stagemesh.common.token_config import TokenConfig
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.servicer import OrchestratorServicer, add_orchestrator_service
+from stagemesh.rpc.authentication import TokenChecker, token_digest
+from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.credentials import TlsFolder
 from stagemesh.rpc.error_mapping import from_rpc_error
+from stagemesh.rpc.roles import CLIENT
+from stagemesh.rpc.server import Server
 from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
+from tests.credentials import issue, process_credentials
 
 if TYPE_CHECKING:
     from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceAsyncStub
 
-_SERVER = "orchestrator.test"
-
-
-class Authority:
-    """A certificate authority that exists only within a test."""
-
-    def __init__(self) -> None:
-        self._key = ec.generate_private_key(ec.SECP256R1())
-        self._name = _subject("authority")
-        self.certificate = _pem(self._sign(self._name, self._key, x509.BasicConstraints(ca=True, path_length=0)))
-
-    def issue(self, name: str, *alternatives: x509.GeneralName) -> tuple[bytes, bytes]:
-        """Returns a new private key and its certificate, which names `name` and the subject alternative names."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        extension = x509.SubjectAlternativeName(alternatives) if alternatives else None
-        private = key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-        return private, _pem(self._sign(_subject(name), key, extension))
-
-    def _sign(
-        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, extension: x509.ExtensionType | None
-    ) -> x509.Certificate:
-        now = datetime.now(UTC)
-        builder = x509.CertificateBuilder(self._name, subject, key.public_key(), x509.random_serial_number())
-        builder = builder.not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(hours=1))
-        if extension is not None:
-            builder = builder.add_extension(extension, critical=isinstance(extension, x509.BasicConstraints))
-        return builder.sign(self._key, hashes.SHA256())
-
-
-def _subject(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-
-
-def _pem(certificate: x509.Certificate) -> bytes:
-    return certificate.public_bytes(serialization.Encoding.PEM)
+ISSUER, AUDIENCE = "https://id.example", "stagemesh"
 
 
 @dataclass
@@ -82,21 +54,25 @@ async def _nothing() -> AsyncGenerator[bytes]:
 
 @asynccontextmanager
 async def _orchestrator(
-    authority: Authority, callers: Callers, *, client: tuple[bytes, bytes] | None
+    callers: Callers,
+    *,
+    own: Path | None,
+    client: Path | None,
+    token: Path | None = None,
+    tokens: TokenConfig | None = None,
 ) -> "AsyncGenerator[OrchestratorServiceAsyncStub]":
-    """Serves TLS, and yields the stub of a client that presents the key and certificate `client`."""
-    server = grpc.aio.server()
-    add_orchestrator_service(OrchestratorServicer(cast("Orchestrator", callers)), server)
-    own = authority.issue(_SERVER, x509.DNSName(_SERVER))
-    credentials = grpc.ssl_server_credentials([own], authority.certificate, require_client_auth=client is not None)
-    port = server.add_secure_port("127.0.0.1:0", credentials)
-    await server.start()
-    key, certificate = client or (None, None)
-    trusted = grpc.ssl_channel_credentials(authority.certificate, key, certificate)
-    options = [("grpc.ssl_target_name_override", _SERVER)]
-    async with grpc.aio.secure_channel(f"127.0.0.1:{port}", trusted, options=options) as channel:
-        yield orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
-    await server.stop(0)
+    """Serves with the certificates in `own`, and yields the stub of a client with those in `client`."""
+    with process_credentials(own):
+        server = Server("127.0.0.1:0", roles={CLIENT}, tokens=TokenChecker(tokens) if tokens else None)
+        add_orchestrator_service(OrchestratorServicer(cast("Orchestrator", callers)), server.grpc)
+        port = await server.start()
+    with process_credentials(client, token_file=token):
+        channel = open_channel(f"localhost:{port}")
+    try:
+        async with channel:
+            yield orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+    finally:
+        await server.stop(grace_s=0)
 
 
 async def _generate(stub: "OrchestratorServiceAsyncStub", caller: str = "") -> None:
@@ -104,41 +80,222 @@ async def _generate(stub: "OrchestratorServiceAsyncStub", caller: str = "") -> N
         pass
 
 
-@pytest.fixture(scope="module")
-def authority() -> Authority:
-    return Authority()
+async def _refusal(stub: "OrchestratorServiceAsyncStub", caller: str = "") -> StagemeshError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await _generate(stub, caller)
+    return from_rpc_error(caught.value, peer="x")
 
 
-async def test_a_client_certificate_names_the_caller(authority: Authority) -> None:
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    return issue(tmp_path, "orchestrator/main")
+
+
+async def test_a_client_certificate_names_the_caller(tmp_path: Path, own: Path) -> None:
     callers = Callers()
-    async with _orchestrator(authority, callers, client=authority.issue("team-a")) as stub:
+    async with _orchestrator(callers, own=own, client=issue(tmp_path, "client/team-a", "client/team-c")) as stub:
         await _generate(stub)
-        await _generate(stub, "team-a")
-    assert callers.seen == ["team-a", "team-a"]
+        await _generate(stub, "team-c")
+    assert callers.seen == ["team-a", "team-c"]
 
 
-async def test_each_alternative_name_of_a_certificate_is_a_caller(authority: Authority) -> None:
-    names = x509.UniformResourceIdentifier("spiffe://example/team-a"), x509.DNSName("a.example")
+async def test_a_caller_that_the_certificate_does_not_name_is_rejected(tmp_path: Path, own: Path) -> None:
     callers = Callers()
-    async with _orchestrator(authority, callers, client=authority.issue("ignored", *names)) as stub:
-        await _generate(stub)
-        await _generate(stub, "a.example")
-    assert callers.seen == ["spiffe://example/team-a", "a.example"]
-
-
-async def test_a_caller_that_the_certificate_does_not_name_is_rejected(authority: Authority) -> None:
-    callers = Callers()
-    async with _orchestrator(authority, callers, client=authority.issue("team-a")) as stub:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await _generate(stub, "team-b")
-    error = from_rpc_error(caught.value, peer="x")
+    async with _orchestrator(callers, own=own, client=issue(tmp_path, "client/team-a")) as stub:
+        error = await _refusal(stub, "team-b")
     assert (type(error), error.reason) == (PermissionDeniedError, "CALLER_MISMATCH")
     assert "use one of team-a" in error.message
     assert callers.seen == []
 
 
-async def test_without_a_certificate_the_request_names_the_caller(authority: Authority) -> None:
+async def test_without_credentials_the_request_names_the_caller() -> None:
     callers = Callers()
-    async with _orchestrator(authority, callers, client=None) as stub:
+    async with _orchestrator(callers, own=None, client=None) as stub:
         await _generate(stub, "team-b")
     assert callers.seen == ["team-b"]
+
+
+@pytest.mark.parametrize("name", ["stage/a-0", "orchestrator/main", "operator/alice"])
+async def test_another_role_may_not_call(tmp_path: Path, own: Path, name: str) -> None:
+    callers = Callers()
+    async with _orchestrator(callers, own=own, client=issue(tmp_path, name)) as stub:
+        error = await _refusal(stub)
+    assert (type(error), error.reason) == (PermissionDeniedError, "WRONG_ROLE")
+    assert "Generate is for clients, and the caller's credentials are those of" in error.message
+    assert callers.seen == []
+
+
+async def test_a_certificate_without_a_role_is_refused(tmp_path: Path, own: Path) -> None:
+    from stagemesh.orchestrator.launcher import certificates
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(certificates, "SCHEME", "spiffe://other/")
+        client = issue(tmp_path, "client/team-a")
+    async with _orchestrator(Callers(), own=own, client=client) as stub:
+        error = await _refusal(stub)
+    assert (type(error), error.reason) == (UnauthenticatedError, "UNKNOWN_IDENTITY")
+
+
+@pytest.mark.parametrize("client", ["none", "alone", "other authority", "expired"])
+async def test_connections_without_a_valid_certificate_are_refused(
+    tmp_path: Path, own: Path, client: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A client of Stagemesh notices an expired certificate itself. Others do not.
+    monkeypatch.setattr(TlsFolder, "_check_times", lambda *_: None)
+    folder = issue(tmp_path, "client/a", hours=1 if client != "expired" else -0.01)
+    if client == "other authority":
+        other = issue(tmp_path, "client/a", authority="other")
+        (other / "ca.crt").write_bytes((own / "ca.crt").read_bytes())
+        folder = other
+    if client == "alone":
+        for name in ("tls.crt", "tls.key"):
+            (folder / name).unlink()
+    callers = Callers()
+    async with _orchestrator(callers, own=own, client=None if client == "none" else folder) as stub:
+        error = await _refusal(stub)
+    assert error.code.name == "UNAVAILABLE"
+    assert callers.seen == []
+
+
+async def test_a_server_of_another_authority_is_not_called(tmp_path: Path, own: Path) -> None:
+    callers = Callers()
+    async with _orchestrator(callers, own=own, client=issue(tmp_path, "client/a", authority="other")) as stub:
+        error = await _refusal(stub)
+    assert "CERTIFICATE_VERIFY_FAILED" in error.message
+    assert callers.seen == []
+
+
+# -- tokens
+
+
+def _write_tokens(path: Path, **tokens: str) -> Path:
+    """Writes the digests of tokens, by caller."""
+    entries = [{"caller": caller, "sha256": token_digest(token)} for caller, token in tokens.items()]
+    path.write_text(json.dumps({"tokens": entries}))
+    return path
+
+
+@asynccontextmanager
+async def _by_token(
+    folder: Path, token: str, config: TokenConfig, callers: Callers
+) -> "AsyncGenerator[OrchestratorServiceAsyncStub]":
+    own, ca, file = issue(folder, "orchestrator/main"), folder / "client", folder / "token"
+    ca.mkdir()
+    (ca / "ca.crt").write_bytes((own / "ca.crt").read_bytes())
+    file.write_text(token)
+    async with _orchestrator(callers, own=own, client=ca, token=file, tokens=config) as stub:
+        yield stub
+
+
+async def test_a_token_names_the_caller(tmp_path: Path) -> None:
+    config = TokenConfig(file=str(_write_tokens(tmp_path / "tokens", alice="secret", bob="other")))
+    callers = Callers()
+    async with _by_token(tmp_path, "secret", config, callers) as stub:
+        await _generate(stub)
+        await _generate(stub, "alice")
+        error = await _refusal(stub, "bob")
+    assert callers.seen == ["alice", "alice"]
+    assert error.reason == "CALLER_MISMATCH"
+
+
+async def test_a_revoked_token_is_refused_at_the_next_call(tmp_path: Path) -> None:
+    file = _write_tokens(tmp_path / "tokens", alice="secret")
+    callers = Callers()
+    async with _by_token(tmp_path, "secret", TokenConfig(file=str(file)), callers) as stub:
+        await _generate(stub)
+        _write_tokens(file, alice="another")
+        error = await _refusal(stub)
+    assert (type(error), error.reason) == (UnauthenticatedError, "INVALID_TOKEN")
+    assert callers.seen == ["alice"]
+
+
+async def test_an_expired_token_of_the_file_is_refused(tmp_path: Path) -> None:
+    entry = {"caller": "alice", "sha256": token_digest("secret"), "expires": "2026-01-01T00:00:00+00:00"}
+    (tmp_path / "tokens").write_text(json.dumps({"tokens": [entry]}))
+    async with _by_token(tmp_path, "secret", TokenConfig(file=str(tmp_path / "tokens")), Callers()) as stub:
+        assert (await _refusal(stub)).reason == "INVALID_TOKEN"
+
+
+async def test_a_call_without_a_token_is_refused(tmp_path: Path, own: Path) -> None:
+    config = TokenConfig(file=str(_write_tokens(tmp_path / "tokens", alice="secret")))
+    async with _orchestrator(Callers(), own=own, client=issue(tmp_path, "client/alice"), tokens=config) as stub:
+        error = await _refusal(stub)
+    assert (type(error), error.reason) == (UnauthenticatedError, "NO_TOKEN")
+
+
+@pytest.fixture(scope="module")
+def key() -> rsa.RSAPrivateKey:
+    return rsa.generate_private_key(public_exponent=65537, key_size=2048)
+
+
+def _keys(path: Path, key: rsa.RSAPrivateKey) -> Path:
+    """Writes the key set of a provider."""
+    document = jwt.algorithms.RSAAlgorithm.to_jwk(key.public_key(), as_dict=True) | {"kid": "1", "use": "sig"}
+    path.write_text(json.dumps({"keys": [document]}))
+    return path
+
+
+def _claims(**changes: Any) -> dict[str, Any]:
+    return {"iss": ISSUER, "aud": AUDIENCE, "sub": "alice", "exp": time.time() + 600} | changes
+
+
+async def test_a_token_of_the_provider_names_the_caller(tmp_path: Path, key: rsa.RSAPrivateKey) -> None:
+    config = TokenConfig(keys=str(_keys(tmp_path / "keys", key)), issuer=ISSUER, audience=AUDIENCE)
+    callers = Callers()
+    async with _by_token(tmp_path, jwt.encode(_claims(), key, "RS256", {"kid": "1"}), config, callers) as stub:
+        await _generate(stub)
+    assert callers.seen == ["alice"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"exp": 1_700_000_000}, "expired"),
+        ({"exp": None}, "exp"),
+        ({"aud": "another service"}, "[Aa]udience"),
+        ({"iss": "https://other.example"}, "issuer"),
+        ({"sub": ""}, "no claim 'sub'"),
+        ({"nbf": 4_000_000_000}, "not yet valid"),
+    ],
+    ids=[
+        "replayed after its expiry",
+        "without expiry",
+        "for another service",
+        "other issuer",
+        "no caller",
+        "too early",
+    ],
+)
+async def test_other_tokens_of_the_provider_are_refused(
+    tmp_path: Path, key: rsa.RSAPrivateKey, changes: dict[str, Any], problem: str
+) -> None:
+    config = TokenConfig(keys=str(_keys(tmp_path / "keys", key)), issuer=ISSUER, audience=AUDIENCE)
+    claims = {name: value for name, value in _claims(**changes).items() if value is not None}
+    callers = Callers()
+    async with _by_token(tmp_path, jwt.encode(claims, key, "RS256", {"kid": "1"}), config, callers) as stub:
+        error = await _refusal(stub)
+    assert (type(error), error.reason) == (UnauthenticatedError, "INVALID_TOKEN")
+    assert re.search(problem, error.message), error.message
+    assert callers.seen == []
+
+
+@pytest.mark.parametrize("forgery", ["other key", "unknown key", "no signature", "shared secret", "no token"])
+async def test_forged_tokens_are_refused(tmp_path: Path, key: rsa.RSAPrivateKey, forgery: str) -> None:
+    config = TokenConfig(keys=str(_keys(tmp_path / "keys", key)), issuer=ISSUER, audience=AUDIENCE)
+    other = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    signed: dict[str, tuple[Any, str, str]] = {
+        "other key": (other, "RS256", "1"),
+        "unknown key": (ec.generate_private_key(ec.SECP256R1()), "ES256", "2"),
+        "no signature": (None, "none", "1"),
+        "shared secret": ("x" * 64, "HS256", "1"),
+    }
+    if forgery in signed:
+        secret, algorithm, name = signed[forgery]
+        token = jwt.encode(_claims(), secret, algorithm, {"kid": name})
+    else:
+        token = "not.a.token"  # noqa: S105
+    callers = Callers()
+    async with _by_token(tmp_path, token, config, callers) as stub:
+        error = await _refusal(stub)
+    assert (type(error), error.reason) == (UnauthenticatedError, "INVALID_TOKEN")
+    assert callers.seen == []

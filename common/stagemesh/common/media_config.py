@@ -12,6 +12,7 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from stagemesh.common.errors import PermissionDeniedError
+from stagemesh.common.token_config import TokenConfig
 
 LOCAL = "file"
 """The protocol of files in folders."""
@@ -96,6 +97,13 @@ class MediaServiceConfig:
     media: MediaConfig
     name: str = "media"
     """The name of the process. Processes with the same store need different names."""
+    tls: str | None = None
+    """The folder with the certificates of this process: `ca.crt`, `tls.crt` and `tls.key` in PEM. None for no TLS.
+
+    The service then serves TLS alone. The files are read again when they have changed.
+    """
+    tokens: TokenConfig | None = None
+    """The tokens by which clients identify themselves, or None if they need a certificate. Needs `tls`."""
     parent_pid: int | None = None
     """The id of the parent process. If the parent terminates, this process terminates too.
 
@@ -103,6 +111,8 @@ class MediaServiceConfig:
     """
 
     def __post_init__(self) -> None:
+        if self.tokens is not None and self.tls is None:
+            raise ValueError("tokens need tls; without it, anyone on the network can read and use them")
         if not self.media.store:
             raise ValueError("media.store is not set; name the folder or the URL in which uploads are stored")
 

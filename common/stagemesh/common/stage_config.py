@@ -112,6 +112,12 @@ class StageConfig:
 
     Empty if it is the host of the address at which they reach the replica.
     """
+    tls: str | None = None
+    """The folder with the certificates of this process: `ca.crt`, `tls.crt` and `tls.key` in PEM. None for no TLS.
+
+    The replica then serves TLS alone, and every peer needs a certificate of an authority in `ca.crt`. `tls.crt` must
+    have the name `stagemesh://stage/REPLICA`. The files are read again when they have changed.
+    """
     zone: str | None = None
     """The name of the location of the replica's host. Plans prefer replicas in the same location.
 

@@ -1,31 +1,86 @@
-"""The caller of a request, from the credentials of its connection or from the request itself."""
+"""The identity of a caller: the roles and names in its certificate, or the name in its token.
 
-from collections.abc import Iterable
+A certificate has subject alternative names of the form `stagemesh://ROLE/NAME`: `stagemesh://stage/thinker-0` for a
+replica, `stagemesh://orchestrator/main`, `stagemesh://operator/alice` and `stagemesh://client/web`. In the name of a
+replica, `*` stands for any text, so that the replicas of a stage can share a certificate.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Protocol
 
 from stagemesh.common.errors import PermissionDeniedError
+from stagemesh.rpc.roles import CLIENT, OPERATOR, ORCHESTRATOR, STAGE, Role
+
+SCHEME = "stagemesh://"
+ROLE_NAMES: Mapping[str, Role] = {
+    "client": CLIENT,
+    "orchestrator": ORCHESTRATOR,
+    "stage": STAGE,
+    "operator": OPERATOR,
+}
+"""The roles by their words in certificates."""
 
 
 class AuthenticatedContext(Protocol):
-    """The method of grpc.aio.ServicerContext that returns the authenticated identities of the peer."""
+    """The method of grpc.aio.ServicerContext that returns what the peer has proved about itself."""
 
-    def peer_identities(self) -> Iterable[bytes] | None:
-        """Returns the names in the peer's certificate, or None if the connection is not authenticated."""
+    def auth_context(self) -> Mapping[str, Iterable[bytes]]:
+        """Returns the properties of the peer's certificate. `peer_uri` has its URIs."""
         ...
 
 
-def caller_of(context: AuthenticatedContext, *, claimed: str) -> str:
-    """Returns the name of an RPC's caller. `claimed` is the name that the request states, or empty.
+@dataclass(frozen=True)
+class Identity:
+    """The names of a caller, each with a role, as its credentials prove them."""
 
-    Without credentials, this is `claimed`. With credentials, for example a client certificate, it is one of the names
-    in them: `claimed` if it is among them, or the first name if `claimed` is empty. A certificate's names are its
-    subject alternative names, or its common name if it has none.
+    names: Sequence[tuple[Role, str]]
 
-    Raises PermissionDeniedError (CALLER_MISMATCH) if the credentials contain names, but not `claimed`. The request is
+    @property
+    def roles(self) -> frozenset[Role]:
+        """The roles of the caller."""
+        return frozenset(role for role, _ in self.names)
+
+    def names_as(self, role: Role) -> list[str]:
+        """Returns the names of the caller in a role."""
+        return [name for each, name in self.names if each == role]
+
+
+_CURRENT: ContextVar[Identity | None] = ContextVar("caller", default=None)
+
+
+def set_identity(identity: Identity) -> None:
+    """Sets the identity of the caller of the RPC that this task serves."""
+    _CURRENT.set(identity)
+
+
+def identity_of_certificate(context: AuthenticatedContext) -> Identity | None:
+    """Returns the identity in the certificate of the peer, or None if it has no certificate with such a name."""
+    names: list[tuple[Role, str]] = []
+    for uri in context.auth_context().get("peer_uri", ()):
+        word, slash, name = uri.decode(errors="replace").removeprefix(SCHEME).partition("/")
+        if uri.startswith(SCHEME.encode()) and slash and name and word in ROLE_NAMES:
+            names.append((ROLE_NAMES[word], name))
+    return Identity(names) if names else None
+
+
+def caller_of(*, claimed: str) -> str:
+    """Returns the name of the caller of the RPC that this task serves. `claimed` is the name that the request states,
+    or empty.
+
+    Without credentials, this is `claimed`. With credentials, it is one of the client names in them: `claimed` if it is
+    among them, or the first name if `claimed` is empty.
+
+    Raises PermissionDeniedError (CALLER_MISMATCH) if the credentials do not contain `claimed`. The request is
     rejected, not attributed to another caller, because its sender would otherwise not notice whose share it uses.
     """
-    names = [identity.decode(errors="replace") for identity in context.peer_identities() or ()]
-    if not names or claimed in names:
+    identity = _CURRENT.get()
+    if identity is None:
+        return claimed
+    names = identity.names_as(CLIENT)
+    if claimed in names:
         return claimed
     if claimed:
         raise PermissionDeniedError(
@@ -34,3 +89,29 @@ def caller_of(context: AuthenticatedContext, *, claimed: str) -> str:
             metadata={"caller": claimed},
         )
     return names[0]
+
+
+def may_act_for(caller: str) -> bool:
+    """Returns whether the caller of the RPC that this task serves may act for `caller`, a name that `caller_of` has
+    returned earlier. True for any name if there are no credentials.
+    """
+    identity = _CURRENT.get()
+    return identity is None or caller in identity.names_as(CLIENT)
+
+
+def check_replica(name: str) -> None:
+    """Raises PermissionDeniedError (REPLICA_MISMATCH) if the caller of the RPC that this task serves has credentials of
+    a stage, and they do not name the replica `name`.
+
+    Orchestrators, which send the input of requests under names of their own, pass.
+    """
+    identity = _CURRENT.get()
+    if identity is None or ORCHESTRATOR in identity.roles:
+        return
+    patterns = identity.names_as(STAGE)
+    if not any(fnmatchcase(name, pattern) for pattern in patterns):
+        raise PermissionDeniedError(
+            f"the caller's certificate does not name replica {name!r}; it names {', '.join(patterns) or 'none'}",
+            reason="REPLICA_MISMATCH",
+            metadata={"replica": name},
+        )

@@ -1,8 +1,13 @@
 """gRPC channels, and the options of channels and servers: message size limits, keepalive and reconnection."""
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import grpc
+
+from stagemesh.rpc.credentials import PROCESS, Credentials
+
+ChannelOptions: TypeAlias = Sequence[tuple[str, int | str]]
 
 MAX_MESSAGE_BYTES = 8 << 20  # the limit for each message of every RPC and local stream
 MEDIA_PART_BYTES = 1 << 20  # the limit for the bytes of a file in one message
@@ -59,8 +64,8 @@ def named_options(options: Sequence[tuple[str, int]], server_name: str) -> Seque
 def open_channel(endpoint: str, *, server_name: str = "", keepalive_s: float | None = None) -> grpc.aio.Channel:
     """Opens and returns a channel to `endpoint` ("host:port"). The caller must close the channel.
 
-    `server_name` is the name in the server's TLS certificate, or empty if it is the host in `endpoint`. A channel
-    without TLS does not verify it.
+    The channel uses the credentials of this process (`rpc.credentials`), or no TLS if it has none. `server_name` is the
+    name in the server's TLS certificate, or empty if it is the host in `endpoint`.
 
     `keepalive_s` is the number of seconds between keepalive pings. None stands for the default of two seconds, with
     which a silent connection is detected within three seconds.
@@ -68,4 +73,20 @@ def open_channel(endpoint: str, *, server_name: str = "", keepalive_s: float | N
     options = dict[str, int | str](named_options(CHANNEL_OPTIONS, server_name))
     if keepalive_s is not None:
         options["grpc.keepalive_time_ms"] = round(1000 * keepalive_s)
-    return grpc.aio.insecure_channel(endpoint, options=list(options.items()))
+    return open_async(endpoint, PROCESS.credentials, list(options.items()))
+
+
+def open_async(endpoint: str, credentials: Credentials, options: ChannelOptions) -> grpc.aio.Channel:
+    """Opens and returns a channel for asyncio programs. The caller must close the channel."""
+    secure = credentials.for_channel()
+    if secure is None:
+        return grpc.aio.insecure_channel(endpoint, options=options)
+    return grpc.aio.secure_channel(endpoint, secure, options=options)
+
+
+def open_sync(endpoint: str, credentials: Credentials, options: ChannelOptions) -> grpc.Channel:
+    """Opens and returns a channel for programs without asyncio. The caller must close the channel."""
+    secure = credentials.for_channel()
+    if secure is None:
+        return grpc.insecure_channel(endpoint, options=options)
+    return grpc.secure_channel(endpoint, secure, options=options)

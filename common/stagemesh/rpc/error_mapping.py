@@ -3,6 +3,8 @@
 A status contains the error's code and message, one ErrorInfo, and a RetryInfo if the error's `retry_after_s` is set.
 """
 
+import re
+
 import grpc
 from google.protobuf.any import pack
 from google.protobuf.duration import from_nanoseconds
@@ -13,6 +15,8 @@ from stagemesh.common.errors import DeadlineError, StagemeshError, UnavailableEr
 from stagemesh.v1 import chunk_pb2
 
 DOMAIN = "stagemesh"
+_FAILED_HANDSHAKE = re.compile("failed to connect.*(Socket closed|SSL|handshake)", re.IGNORECASE)
+_TLS_HINT = "; if only one of both uses TLS, or a certificate is refused, correct `tls` (the option --tls)"
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
 
@@ -36,7 +40,8 @@ def from_rpc_error(error: grpc.RpcError, *, peer: str) -> StagemeshError:
             return _from_status(status_pb2.Status.FromString(value))
     code, message = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE:
-        return UnavailableError(f"{peer} cannot be reached ({message})", metadata={"peer": peer})
+        hint = _TLS_HINT if _FAILED_HANDSHAKE.search(message) else ""
+        return UnavailableError(f"{peer} cannot be reached ({message}){hint}", metadata={"peer": peer})
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(f"no answer from {peer} before the deadline", metadata={"peer": peer})
     return error_class(code.value[0])(f"{peer}: {message}", metadata={"peer": peer})

@@ -12,7 +12,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from stagemesh.common.errors import NotReadyError
+from stagemesh.rpc.authentication import TokenChecker, authentication
 from stagemesh.rpc.channels import SERVER_OPTIONS
+from stagemesh.rpc.credentials import PROCESS
 from stagemesh.rpc.handlers import streaming
 from stagemesh.rpc.roles import CLIENT, OPERATOR, ORCHESTRATOR, STAGE, Role, RoleFilter
 
@@ -31,9 +33,21 @@ class Server:
     server serves only the RPCs that at least one of `roles` may call.
     """
 
-    def __init__(self, listen: str, *, roles: Collection[Role] = (CLIENT, ORCHESTRATOR, STAGE, OPERATOR)) -> None:
-        self._listen = listen
-        self.grpc = grpc.aio.server(interceptors=(RoleFilter(roles),), options=SERVER_OPTIONS)
+    def __init__(
+        self,
+        listen: str,
+        *,
+        roles: Collection[Role] = (CLIENT, ORCHESTRATOR, STAGE, OPERATOR),
+        tokens: TokenChecker | None = None,
+    ) -> None:
+        """Creates a server that will listen at `listen` ("host:port").
+
+        If this process has certificates (`rpc.credentials`), the port serves TLS alone, and callers must have a
+        certificate. With `tokens`, they need no certificate, but one of the tokens.
+        """
+        self._listen, self._tokens, self._tls = listen, tokens, PROCESS.credentials.tls
+        authenticate = None if self._tls is None else authentication(tokens)
+        self.grpc = grpc.aio.server(interceptors=(RoleFilter(roles, authenticate),), options=SERVER_OPTIONS)
         """The grpc.aio server on which servicers are registered."""
         self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
@@ -55,12 +69,18 @@ class Server:
         host, wanted_port = parse_address(self._listen)
         reflection.enable_server_reflection(self._services, self.grpc)
         try:
-            port = self.grpc.add_insecure_port(self._listen)
+            port = self._add_port()
         except RuntimeError as exc:
             raise listen_error(host, wanted_port) from exc
         await self.grpc.start()
         _log.info("listening on %s:%d", host, port)
         return port
+
+    def _add_port(self) -> int:
+        if self._tls is None:
+            return self.grpc.add_insecure_port(self._listen)
+        credentials = self._tls.server_credentials(ask_certificate=self._tokens is None)
+        return self.grpc.add_secure_port(self._listen, credentials)
 
     async def stop(self, *, grace_s: float) -> None:
         """Stops the server. Running calls are ended after `grace_s` seconds. Idempotent.

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Generic, Self, TypeVar
 
 import grpc
@@ -17,6 +18,7 @@ from stagemesh.common.errors import (
     UnsupportedError,
 )
 from stagemesh.common.unknown_kinds import UNKNOWN_KIND
+from stagemesh.rpc.credentials import PROCESS, Credentials
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import orchestrator_pb2
 
@@ -26,12 +28,25 @@ _LEFT_EARLY = (GeneratorExit, KeyboardInterrupt, asyncio.CancelledError)
 class BaseClient:
     """Base class of the clients. Stores the endpoints of one pipeline and the running requests.
 
-    A subclass implements `_send_leave`.
+    A subclass implements `_send_leave` and `_connect`.
     """
 
-    def __init__(self, *endpoints: str, retry_policy: RetryPolicy | None = None) -> None:
+    def __init__(
+        self,
+        *endpoints: str,
+        retry_policy: RetryPolicy | None = None,
+        tls: Path | str | None = None,
+        token_file: Path | str | None = None,
+    ) -> None:
         if not endpoints:
             raise ValueError("a client needs at least one endpoint")
+        given = tls is not None or token_file is not None
+        self.credentials = (
+            Credentials(tls, token_file=token_file, needs_certificate=False) if given else PROCESS.credentials
+        )
+        """The certificates and the token of the client."""
+        self._certificates = [self.credentials.version] * len(endpoints)
+        """The version of the certificates with which each endpoint was connected."""
         self.endpoints = endpoints
         self.retry_policy = retry_policy or RetryPolicy()
         self.closed = False
@@ -59,9 +74,22 @@ class BaseClient:
         """
         peer = self.endpoints[endpoint]
         error = from_rpc_error(failure, peer=peer)
-        if not (is_broken(failure, error, peer=peer) or (anywhere and isinstance(error, NotFoundError))):
+        broken = is_broken(failure, error, peer=peer)
+        if broken:
+            self.renew_certificates(endpoint)
+        if not (broken or (anywhere and isinstance(error, NotFoundError))):
             raise error from failure
         return error
+
+    def renew_certificates(self, endpoint: int) -> None:
+        """Connects to an endpoint again if its connection is broken and the client's certificates have been renewed."""
+        if self.credentials.version != self._certificates[endpoint]:
+            self._certificates[endpoint] = self.credentials.version
+            self._connect(endpoint)
+
+    def _connect(self, endpoint: int) -> None:
+        """Opens a new channel to an endpoint for the next calls. Calls that still run keep theirs."""
+        raise NotImplementedError
 
     def leave(self, calls: "RequestCalls") -> None:
         """Asks the server to stop a request whose caller has stopped reading before the last event."""
@@ -111,6 +139,8 @@ class CallSequence:
         peer = self._client.endpoints[self.endpoint]
         error = from_rpc_error(failure, peer=peer)
         broken = is_broken(failure, error, peer=peer)
+        if broken:
+            self._client.renew_certificates(self.endpoint)
         pause_s = self._attempts.pause_s(error, broken=broken)
         if pause_s is None or self._client.closed:
             raise error from failure

@@ -77,9 +77,23 @@ class AsyncClient(BaseClient):
     states the cause and the remedy.
     """
 
-    def __init__(self, *endpoints: str, retry_policy: RetryPolicy | None = None) -> None:
-        super().__init__(*endpoints, retry_policy=retry_policy)
-        self._channels = [grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS) for endpoint in endpoints]
+    def __init__(
+        self,
+        *endpoints: str,
+        retry_policy: RetryPolicy | None = None,
+        tls: Path | str | None = None,
+        token_file: Path | str | None = None,
+    ) -> None:
+        """Creates a client. Without `tls`, the connections are not encrypted.
+
+        - `tls` is a folder with `ca.crt`, the certificate of the authority that signs those of the servers, and with
+          `tls.crt` and `tls.key`, the client's own certificate, unless the client has a token.
+        - `token_file` is a file with a token. It is read again for each call.
+
+        Raises InvalidRequestError (INVALID_TLS, INVALID_TOKENS) if a file is missing, damaged or unsuitable.
+        """
+        super().__init__(*endpoints, retry_policy=retry_policy, tls=tls, token_file=token_file)
+        self._channels = [channels.open_async(endpoint, self.credentials, _CHANNEL_OPTIONS) for endpoint in endpoints]
         self.stubs = [OrchestratorServiceStub(channel) for channel in self._channels]
         self._leaving: set[asyncio.Task[None]] = set()
         self.sessions: set[AsyncSession] = set()
@@ -157,7 +171,7 @@ class AsyncClient(BaseClient):
             loop.call_soon_threadsafe(ended.set)
 
         # A call of grpc.aio loses its status if the server ends it while a message is written.
-        with grpc.insecure_channel(endpoint, options=options) as channel:
+        with channels.open_sync(endpoint, self.credentials, options) as channel:
             call = MediaServiceStub(channel).UploadMedia.future(iter(messages), timeout=timeout_s)
             call.add_done_callback(end)
             try:
@@ -185,7 +199,7 @@ class AsyncClient(BaseClient):
         """
         endpoint, server_name = media_address(await self.describe())
         options = channels.named_options(_CHANNEL_OPTIONS, server_name)
-        async with grpc.aio.insecure_channel(endpoint, options=options) as channel:
+        async with channels.open_async(endpoint, self.credentials, options) as channel:
             with Download(file, path, on_bytes=on_bytes) as download:
                 try:
                     async for response in MediaServiceStub(channel).DownloadMedia(download.request, timeout=timeout_s):
@@ -218,6 +232,11 @@ class AsyncClient(BaseClient):
             await asyncio.wait(self._leaving)
         for channel in self._channels:
             await channel.close()
+
+    def _connect(self, endpoint: int) -> None:
+        channel = channels.open_async(self.endpoints[endpoint], self.credentials, _CHANNEL_OPTIONS)
+        self._channels.append(channel)
+        self.stubs[endpoint] = OrchestratorServiceStub(channel)
 
     def _send_leave(self, endpoint: int, request: orchestrator_pb2.CancelRequestRequest) -> None:
         async def send() -> None:
@@ -274,9 +293,23 @@ class Client(BaseClient):
     A failed call raises a StagemeshError. The error's message states the cause and the remedy.
     """
 
-    def __init__(self, *endpoints: str, retry_policy: RetryPolicy | None = None) -> None:
-        super().__init__(*endpoints, retry_policy=retry_policy)
-        self._channels = [grpc.insecure_channel(endpoint, options=_CHANNEL_OPTIONS) for endpoint in endpoints]
+    def __init__(
+        self,
+        *endpoints: str,
+        retry_policy: RetryPolicy | None = None,
+        tls: Path | str | None = None,
+        token_file: Path | str | None = None,
+    ) -> None:
+        """Creates a client. Without `tls`, the connections are not encrypted.
+
+        - `tls` is a folder with `ca.crt`, the certificate of the authority that signs those of the servers, and with
+          `tls.crt` and `tls.key`, the client's own certificate, unless the client has a token.
+        - `token_file` is a file with a token. It is read again for each call.
+
+        Raises InvalidRequestError (INVALID_TLS, INVALID_TOKENS) if a file is missing, damaged or unsuitable.
+        """
+        super().__init__(*endpoints, retry_policy=retry_policy, tls=tls, token_file=token_file)
+        self._channels = [channels.open_sync(endpoint, self.credentials, _CHANNEL_OPTIONS) for endpoint in endpoints]
         self.stubs = [OrchestratorServiceStub(channel) for channel in self._channels]
         self._leaving: set[grpc.Future[orchestrator_pb2.CancelRequestResponse]] = set()
         self.sessions: set[Session] = set()
@@ -338,7 +371,7 @@ class Client(BaseClient):
         messages = UploadMessages(path, media_type=media_type, on_bytes=on_bytes)
         endpoint, server_name = media_address(self.describe())
         options = channels.named_options(_CHANNEL_OPTIONS, server_name)
-        with grpc.insecure_channel(endpoint, options=options) as channel:
+        with channels.open_sync(endpoint, self.credentials, options) as channel:
             try:
                 return stored_file(MediaServiceStub(channel).UploadMedia(iter(messages), timeout=timeout_s).file)
             except grpc.RpcError as exc:
@@ -356,7 +389,7 @@ class Client(BaseClient):
         endpoint, server_name = media_address(self.describe())
         options = channels.named_options(_CHANNEL_OPTIONS, server_name)
         with (
-            grpc.insecure_channel(endpoint, options=options) as channel,
+            channels.open_sync(endpoint, self.credentials, options) as channel,
             Download(file, path, on_bytes=on_bytes) as download,
         ):
             try:
@@ -389,6 +422,11 @@ class Client(BaseClient):
                 future.exception()
         for channel in self._channels:
             channel.close()
+
+    def _connect(self, endpoint: int) -> None:
+        channel = channels.open_sync(self.endpoints[endpoint], self.credentials, _CHANNEL_OPTIONS)
+        self._channels.append(channel)
+        self.stubs[endpoint] = OrchestratorServiceStub(channel)
 
     def _send_leave(self, endpoint: int, request: orchestrator_pb2.CancelRequestRequest) -> None:
         future = self.stubs[endpoint].CancelRequest.future(request, timeout=_LEAVE_TIMEOUT_S)

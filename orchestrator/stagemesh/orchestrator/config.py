@@ -10,6 +10,8 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from stagemesh.common.token_config import TokenConfig
+
 _STRICT = ConfigDict(extra="forbid")
 """The setting by which an unknown key is an error."""
 
@@ -95,6 +97,14 @@ class OrchestratorConfig:
     """The address at which clients reach the media service, "host:port". Empty if the pipeline accepts no uploads."""
     media_server_name: str = ""
     """The name in the media service's TLS certificate, or empty if it is the host in `media_endpoint`."""
+    tls: str | None = None
+    """The folder with the certificates of this process: `ca.crt`, `tls.crt` and `tls.key` in PEM. None for no TLS.
+
+    All ports then serve TLS alone, except that for metrics, and every peer needs a certificate of an authority in
+    `ca.crt`. The files are read again when they have changed.
+    """
+    tokens: TokenConfig | None = None
+    """The tokens by which clients identify themselves, or None if they need a certificate. Needs `tls`."""
     max_request_s: Annotated[float, Field(gt=0)] = 3600.0
     """The maximum duration of a request, in seconds. A client may set a shorter limit for its own request."""
     drain_s: Annotated[float, Field(ge=0)] = 10.0
@@ -123,6 +133,8 @@ class OrchestratorConfig:
             if address in addresses:
                 raise ValueError(f"{name} is {address}, as {addresses[address]} is; they must be different addresses")
             addresses[address] = name
+        if self.tokens is not None and self.tls is None:
+            raise ValueError("tokens need tls; without it, anyone on the network can read and use them")
         if self.registration is not None and self.admin_listen is None:
             raise ValueError("registration needs admin_listen, the address at which replicas register")
         names = [address.name for addresses in self.replicas.values() for address in addresses]

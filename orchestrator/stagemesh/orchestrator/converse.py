@@ -25,7 +25,7 @@ async def converse(sessions: SessionRegistry, context: _Context) -> None:
     opening = await _read(context)
     if opening is None or not opening.HasField("open"):
         raise NotReadyError("the first event must open the session; send `open` first", reason="SESSION_NOT_OPEN")
-    opening.open.caller = caller_of(context, claimed=opening.open.caller)
+    opening.open.caller = caller_of(claimed=opening.open.caller)
     session, call = await sessions.open(opening.open)
     reading = asyncio.create_task(_read_events(session, call, context), name="read events of a session")
     try:

@@ -163,14 +163,16 @@ class Orchestrator:
         self._group.create_task(self._run(request, known), name=request.request_id)
         return known
 
-    async def cancel(self, request_id: str, *, when_left: bool = False) -> None:
+    async def cancel(
+        self, request_id: str, *, when_left: bool = False, may_act_for: Callable[[str], bool] = lambda _: True
+    ) -> None:
         """Stops a request. Returns after every stage has released the request.
 
         If `when_left` is True, returns immediately, and the request is stopped when its last caller leaves. Raises
-        NotFoundError (UNKNOWN_REQUEST) if the request is unknown.
+        NotFoundError (UNKNOWN_REQUEST) if the request is unknown, or if `may_act_for` returns False for its caller.
         """
         known = self.requests.find(request_id)
-        if known is None:
+        if known is None or not may_act_for(known.caller):
             raise NotFoundError(
                 f"unknown request {request_id!r}: it never existed, it ended too long ago, or another orchestrator "
                 "runs it; call every orchestrator of the pipeline",

@@ -18,6 +18,8 @@ from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.scaling.warm_tier import WarmTier
 from stagemesh.orchestrator.servicer import SERVICE_NAME, OrchestratorServicer, add_orchestrator_service
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.rpc.authentication import TokenChecker
+from stagemesh.rpc.credentials import PROCESS, Credentials
 from stagemesh.rpc.roles import CLIENT
 from stagemesh.rpc.server import Server
 
@@ -44,7 +46,9 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
     usable, and the orchestrator is not draining. The health status of "liveness" is always SERVING.
     """
     _check_stages(config, pipeline)
-    server = Server(config.listen, roles={CLIENT})
+    PROCESS.use(Credentials(config.tls))
+    tokens = None if config.tokens is None else TokenChecker(config.tokens)
+    server = Server(config.listen, roles={CLIENT}, tokens=tokens)
     registration = _registration(config, pipeline)
     sources = _sources(config, pipeline, registration)
     fleet = Fleet(pipeline, sources, generations=config.generations, warm=config.warm)

@@ -11,7 +11,7 @@ from stagemesh.orchestrator.converse import converse
 from stagemesh.orchestrator.describe import describe_pipeline
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.validation import check_pipeline
-from stagemesh.rpc.callers import caller_of
+from stagemesh.rpc.callers import caller_of, may_act_for
 from stagemesh.rpc.handlers import add_with_raw_methods, answering, time_left_s
 from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
@@ -32,7 +32,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         # Responses are written in serialized form (`add_orchestrator_service`), because there are many of them.
         location = {"request_id": request.request_id} if request.request_id else {}
         async with answering(context, **location):
-            request.caller = caller_of(context, claimed=request.caller)
+            request.caller = caller_of(claimed=request.caller)
             events = await self._orchestrator.generate(request, time_left_s=time_left_s(context))
             async with aclosing(events):
                 async for event in events:
@@ -50,7 +50,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self, request: orchestrator_pb2.CancelRequestRequest, context: _Context
     ) -> orchestrator_pb2.CancelRequestResponse:
         async with answering(context, request_id=request.request_id):
-            await self._orchestrator.cancel(request.request_id, when_left=request.when_left)
+            await self._orchestrator.cancel(request.request_id, when_left=request.when_left, may_act_for=may_act_for)
         return orchestrator_pb2.CancelRequestResponse()
 
     async def DescribePipeline(  # noqa: N802

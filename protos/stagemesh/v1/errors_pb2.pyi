@@ -55,6 +55,14 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A restarted producer produced other data than its previous attempt, so that the consumer cannot continue. Make the
     stage deterministic for a given seed.
     """
+    ERROR_REASON_INVALID_TLS: _ErrorReason.ValueType  # 230
+    """A folder for TLS lacks a file, or one of its files is damaged, expired or does not belong to the others. Or a token is
+    to be used without TLS. The message names the file.
+    """
+    ERROR_REASON_INVALID_TOKENS: _ErrorReason.ValueType  # 231
+    """A file with a token, with the digests of tokens, or with the keys of their provider cannot be read or is damaged. The
+    message names it.
+    """
     ERROR_REASON_INVALID_CONTEXTS: _ErrorReason.ValueType  # 10
     """The file of named contexts cannot be read. Correct or delete it; the message names it."""
     ERROR_REASON_CANNOT_WRITE: _ErrorReason.ValueType  # 11
@@ -239,6 +247,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The request_id was used with other content. Use another request_id."""
     ERROR_REASON_STEP_EXISTS: _ErrorReason.ValueType  # 78
     """The step_id was used with other content. Use another step_id, or repeat the original call."""
+    ERROR_REASON_WRONG_ROLE: _ErrorReason.ValueType  # 232
+    """The RPC is for other roles than those of the caller's credentials. Use other credentials."""
+    ERROR_REASON_REPLICA_MISMATCH: _ErrorReason.ValueType  # 233
+    """The caller's certificate does not name the replica as which it registers or sends. Use the certificate of the replica."""
     ERROR_REASON_CALLER_MISMATCH: _ErrorReason.ValueType  # 79
     """The request names a caller that is not in the connection's credentials. Omit the caller, or use its credentials."""
     ERROR_REASON_REFERENCE_NOT_ALLOWED: _ErrorReason.ValueType  # 155
@@ -444,6 +456,12 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The caller's credentials are missing, invalid or expired. Present valid credentials. If the metadata names a replica,
     the replica rejected the orchestrator's credentials, which the operator must correct.
     """
+    ERROR_REASON_NO_TOKEN: _ErrorReason.ValueType  # 234
+    """The call has no token, and the port accepts only clients with tokens. Send `authorization: Bearer TOKEN`."""
+    ERROR_REASON_INVALID_TOKEN: _ErrorReason.ValueType  # 235
+    """The token is unknown, expired, revoked or meant for another service, or its signature is wrong. Get a new one."""
+    ERROR_REASON_UNKNOWN_IDENTITY: _ErrorReason.ValueType  # 236
+    """The caller's certificate has no name of the form stagemesh://ROLE/NAME. Use a certificate with such a name."""
     ERROR_REASON_FOLDER_NOT_EMPTY: _ErrorReason.ValueType  # 190
     """The folder to write a model to contains files. Choose another folder, or add --force to replace files of the same
     name.
@@ -574,6 +592,14 @@ ERROR_REASON_INVALID_PIPELINE: ErrorReason.ValueType  # 8
 ERROR_REASON_ATTEMPTS_DIFFER: ErrorReason.ValueType  # 9
 """A restarted producer produced other data than its previous attempt, so that the consumer cannot continue. Make the
 stage deterministic for a given seed.
+"""
+ERROR_REASON_INVALID_TLS: ErrorReason.ValueType  # 230
+"""A folder for TLS lacks a file, or one of its files is damaged, expired or does not belong to the others. Or a token is
+to be used without TLS. The message names the file.
+"""
+ERROR_REASON_INVALID_TOKENS: ErrorReason.ValueType  # 231
+"""A file with a token, with the digests of tokens, or with the keys of their provider cannot be read or is damaged. The
+message names it.
 """
 ERROR_REASON_INVALID_CONTEXTS: ErrorReason.ValueType  # 10
 """The file of named contexts cannot be read. Correct or delete it; the message names it."""
@@ -759,6 +785,10 @@ ERROR_REASON_REQUEST_EXISTS: ErrorReason.ValueType  # 77
 """The request_id was used with other content. Use another request_id."""
 ERROR_REASON_STEP_EXISTS: ErrorReason.ValueType  # 78
 """The step_id was used with other content. Use another step_id, or repeat the original call."""
+ERROR_REASON_WRONG_ROLE: ErrorReason.ValueType  # 232
+"""The RPC is for other roles than those of the caller's credentials. Use other credentials."""
+ERROR_REASON_REPLICA_MISMATCH: ErrorReason.ValueType  # 233
+"""The caller's certificate does not name the replica as which it registers or sends. Use the certificate of the replica."""
 ERROR_REASON_CALLER_MISMATCH: ErrorReason.ValueType  # 79
 """The request names a caller that is not in the connection's credentials. Omit the caller, or use its credentials."""
 ERROR_REASON_REFERENCE_NOT_ALLOWED: ErrorReason.ValueType  # 155
@@ -964,6 +994,12 @@ ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 151
 """The caller's credentials are missing, invalid or expired. Present valid credentials. If the metadata names a replica,
 the replica rejected the orchestrator's credentials, which the operator must correct.
 """
+ERROR_REASON_NO_TOKEN: ErrorReason.ValueType  # 234
+"""The call has no token, and the port accepts only clients with tokens. Send `authorization: Bearer TOKEN`."""
+ERROR_REASON_INVALID_TOKEN: ErrorReason.ValueType  # 235
+"""The token is unknown, expired, revoked or meant for another service, or its signature is wrong. Get a new one."""
+ERROR_REASON_UNKNOWN_IDENTITY: ErrorReason.ValueType  # 236
+"""The caller's certificate has no name of the form stagemesh://ROLE/NAME. Use a certificate with such a name."""
 ERROR_REASON_FOLDER_NOT_EMPTY: ErrorReason.ValueType  # 190
 """The folder to write a model to contains files. Choose another folder, or add --force to replace files of the same
 name.

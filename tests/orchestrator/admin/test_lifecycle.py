@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
-import grpc
 import pytest
 
 from stagemesh.common.errors import DeadlineError, StagemeshError, UnavailableError
@@ -21,7 +20,6 @@ from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.request.lifecycle import RequestRegistry
 from stagemesh.orchestrator.request.timeline import History, Timeline
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
-from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import control_pb2, control_pb2_grpc, stage_pb2
 from tests.orchestrator.mesh import CHAIN
@@ -141,9 +139,8 @@ async def test_the_number_of_concurrent_probes_is_limited(fleet: Fleet, director
 
 
 async def test_a_call_over_a_closed_connection_reports_an_unreachable_replica() -> None:
-    channel = open_channel("127.0.0.1:1")
-    client = ReplicaClient(channel, stage="b", replica="b-0", endpoint="127.0.0.1:1")
-    await channel.close()
+    client = ReplicaClient(stage="b", replica="b-0", endpoint="127.0.0.1:1")
+    await client.close()
     for call in (
         anext(client.watch_load(stage_pb2.ROLLOUT_VERDICT_RELEASED)),
         client.describe(timeout_s=5),
@@ -169,24 +166,24 @@ class SilentControls(control_pb2_grpc.StageControlServiceServicer):
 
 
 @asynccontextmanager
-async def _asking() -> AsyncGenerator[tuple[grpc.aio.Channel, asyncio.Task[bytes]]]:
-    """Yields a call that has reached its replica, and the call's channel."""
+async def _asking() -> AsyncGenerator[tuple[ReplicaClient, asyncio.Task[bytes]]]:
+    """Yields a call that has reached its replica, and the call's client."""
     server, controls = Server("127.0.0.1:0"), SilentControls()  # type: ignore[abstract]
     control_pb2_grpc.add_StageControlServiceServicer_to_server(controls, server.grpc)
     endpoint = f"127.0.0.1:{await server.start()}"
     try:
-        async with open_channel(endpoint) as channel:
-            client = ReplicaClient(channel, stage="b", replica="b-0", endpoint=endpoint)
-            asking = asyncio.create_task(client.control("ListSteps", b"", timeout_s=20))
-            await asyncio.wait_for(controls.asked.wait(), 10)
-            yield channel, asking
+        client = ReplicaClient(stage="b", replica="b-0", endpoint=endpoint)
+        asking = asyncio.create_task(client.control("ListSteps", b"", timeout_s=20))
+        await asyncio.wait_for(controls.asked.wait(), 10)
+        yield client, asking
+        await client.close()
     finally:
         await server.stop(grace_s=0)
 
 
 async def test_closing_a_connection_fails_its_calls_without_cancelling_their_tasks() -> None:
-    async with _asking() as (channel, asking):
-        await channel.close()
+    async with _asking() as (client, asking):
+        await client.close()
         with pytest.raises(UnavailableError, match="no longer connected"):
             await asking
 

@@ -18,7 +18,6 @@ from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.membership.base import Member
 from stagemesh.orchestrator.spec import Edge
-from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN, Mesh, mesh, texts, until_health
@@ -204,7 +203,7 @@ async def test_closing_the_client_fails_a_probe_that_runs() -> None:
     # Connections to this port are never accepted.
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
-        client = ReplicaClient(open_channel(endpoint), stage="a", replica="a-0", endpoint=endpoint)
+        client = ReplicaClient(stage="a", replica="a-0", endpoint=endpoint)
         asking = asyncio.create_task(
             client.probe_edge("a->b", consumer="b-0", endpoint="h:1", connector="auto", timeout_s=20)
         )

@@ -20,7 +20,7 @@ from stagemesh.common.errors import (
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient
 from stagemesh.orchestrator.request.step_calls import follow_step
-from stagemesh.rpc.channels import MAX_MESSAGE_BYTES, open_channel
+from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.rpc.server import Server
 from stagemesh.services.stage.service import servicer
 from stagemesh.v1 import stage_pb2
@@ -62,13 +62,11 @@ async def _calling(
 ) -> AsyncGenerator[Caller]:
     stage = kind("a", script=script)
     server, endpoint = await serve(stage, minimal=minimal)
-    channel = open_channel(endpoint)
-    client = ReplicaClient(channel, stage="a", replica="a-0", endpoint=endpoint)
+    client = ReplicaClient(stage="a", replica="a-0", endpoint=endpoint)
     try:
         yield Caller(client, stage, server)
     finally:
         await client.close()
-        await channel.close()
         await server.stop(grace_s=0)
 
 
@@ -278,11 +276,10 @@ async def test_a_step_that_is_cancelled_before_it_was_accepted_is_freed_at_once(
 async def test_a_service_without_the_method_does_not_count_as_lost() -> None:
     server = Server("127.0.0.1:0")
     endpoint = f"127.0.0.1:{await server.start()}"
-    async with open_channel(endpoint) as channel:
-        client = ReplicaClient(channel, stage="a", replica="a-0", endpoint=endpoint)
-        with pytest.raises(UnsupportedError, match=r"replica a-0 .* Method not found") as caught:
-            await client.execute(stage_pb2.ExecuteStepRequest(), timeout_s=BOUND_S, take=lambda _: None)
-        await client.close()
+    client = ReplicaClient(stage="a", replica="a-0", endpoint=endpoint)
+    with pytest.raises(UnsupportedError, match=r"replica a-0 .* Method not found") as caught:
+        await client.execute(stage_pb2.ExecuteStepRequest(), timeout_s=BOUND_S, take=lambda _: None)
+    await client.close()
     await server.stop(grace_s=0)
     assert caught.value.metadata["replica"] == "a-0"
 

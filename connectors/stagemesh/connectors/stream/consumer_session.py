@@ -24,6 +24,7 @@ from stagemesh.connectors.stream import wire
 from stagemesh.connectors.stream.consumer import Consumer, ProducerState
 from stagemesh.connectors.stream.fragment_assembly import FragmentAssembler
 from stagemesh.connectors.stream.local_socket import LocalProducer
+from stagemesh.rpc.callers import check_replica
 from stagemesh.rpc.error_mapping import error_from_wire, error_to_wire
 from stagemesh.rpc.message_streams import MessageStream
 from stagemesh.v1 import chunk_pb2, stage_pb2
@@ -178,6 +179,7 @@ class ConsumerSession:
             raise InvalidRequestError("the first message of PutChunk must have Hello", reason="NO_HELLO")
         if not request.hello.replica or not request.hello.incarnation:
             raise InvalidRequestError("Hello must name the producer and its incarnation", reason="NO_HELLO")
+        check_replica(request.hello.replica)
         self._producer_state = producer = self._consumer.admit(request.hello)
         assert self._stream is not None, "call `begin` before the session receives messages"
         self._stream.write(stage_pb2.PutChunkResponse(welcome=self._consumer.welcome(producer)).SerializeToString())

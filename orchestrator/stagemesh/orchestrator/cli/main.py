@@ -17,7 +17,7 @@ from stagemesh.orchestrator.cli import (
 from stagemesh.orchestrator.cli.contexts import commands as contexts
 from stagemesh.orchestrator.cli.error_output import ErrorGroup
 from stagemesh.orchestrator.cli.k8s import commands as k8s
-from stagemesh.orchestrator.cli.local import config, demo, logs, serve, up, verify
+from stagemesh.orchestrator.cli.local import config, credentials, demo, logs, serve, up, verify
 from stagemesh.orchestrator.cli.new import app as new
 from stagemesh.orchestrator.cli.options import with_parameters
 
@@ -49,6 +49,8 @@ app.command("verify")(with_parameters(verify.verify, verify.PARAMETERS))
 app.command("demo")(with_parameters(demo.demo, demo.PARAMETERS))
 app.add_typer(serve.app, name="serve")
 app.add_typer(config.app, name="config")
+app.add_typer(credentials.certificates, name="certificate")
+app.add_typer(credentials.tokens, name="token")
 app.command("probe-transport")(probe_transport.probe_transport)
 app.command("version")(with_parameters(version.version, version.PARAMETERS))
 

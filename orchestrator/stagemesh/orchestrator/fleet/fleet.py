@@ -16,7 +16,6 @@ from stagemesh.orchestrator.fleet.replica_watcher import ReplicaWatcher
 from stagemesh.orchestrator.fleet.stage_adapters import StageAdapters
 from stagemesh.orchestrator.membership.base import Member, MemberSource
 from stagemesh.orchestrator.spec import Pipeline
-from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import stage_pb2
 
 _log = logging.getLogger(__name__)
@@ -25,8 +24,7 @@ _log = logging.getLogger(__name__)
 def connect(member: Member) -> ReplicaClient:
     """Returns a client for the replica at the address of a member."""
     name = member.name or member.endpoint
-    channel = open_channel(member.endpoint, server_name=member.server_name)
-    return ReplicaClient(channel, stage=member.stage, replica=name, endpoint=member.endpoint)
+    return ReplicaClient(stage=member.stage, replica=name, endpoint=member.endpoint, server_name=member.server_name)
 
 
 class Fleet:

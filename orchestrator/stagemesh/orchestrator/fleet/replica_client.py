@@ -25,7 +25,8 @@ from stagemesh.common.errors import (
 from stagemesh.common.unknown_kinds import unknown_kind
 from stagemesh.common.versions import own_protocol
 from stagemesh.connectors.stream.wire import EdgeProbe, probe_from_wire
-from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
+from stagemesh.rpc.channels import MAX_MESSAGE_BYTES, open_channel
+from stagemesh.rpc.credentials import PROCESS
 from stagemesh.rpc.error_mapping import error_from_wire, from_rpc_error
 from stagemesh.rpc.message_streams import ClientStream
 from stagemesh.v1 import control_pb2, stage_pb2, stage_pb2_grpc
@@ -52,17 +53,34 @@ _UnaryBytes: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]"
 class ReplicaClient:
     """Calls the replica at one address over a gRPC channel. The calls raise the errors of `stagemesh.common.errors`."""
 
-    def __init__(self, channel: grpc.aio.Channel, *, stage: str, replica: str, endpoint: str) -> None:
-        """Creates a client for the replica at `endpoint`. The client owns `channel` and closes it in `close`."""
-        self._channel, self._endpoint = channel, endpoint
-        self._stub = stage_pb2_grpc.StageServiceStub(channel)
-        self._watch_health = channel.unary_stream(
+    def __init__(self, *, stage: str, replica: str, endpoint: str, server_name: str = "") -> None:
+        """Creates a client for the replica at `endpoint` ("host:port").
+
+        `server_name` is the name in the replica's TLS certificate, or empty if it is the host in `endpoint`.
+        """
+        self._endpoint, self._server_name = endpoint, server_name
+        self._errors = _ReplicaErrors(stage=stage, replica=replica, endpoint=endpoint)
+        self._steps: _StepStream | None = None
+        self._open()
+
+    def _open(self) -> None:
+        self._certificates = PROCESS.credentials.version
+        self._channel = open_channel(self._endpoint, server_name=self._server_name)
+        self._stub = stage_pb2_grpc.StageServiceStub(self._channel)
+        self._watch_health = self._channel.unary_stream(
             "/grpc.health.v1.Health/Watch",
             health_pb2.HealthCheckRequest.SerializeToString,
             health_pb2.HealthCheckResponse.FromString,
         )
-        self._errors = _ReplicaErrors(stage=stage, replica=replica, endpoint=endpoint)
-        self._steps: _StepStream | None = None
+
+    async def _renew_certificates(self) -> None:
+        """Connects again if the certificates of this process have been renewed since the connection was opened.
+
+        A channel never reads them again. The calls that still run end.
+        """
+        if PROCESS.credentials.version != self._certificates:
+            await self.close()
+            self._open()
 
     def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> Awaitable[None]:
         """Executes a step until it ends, and calls `take` with each event. Cancelling this call cancels the step.
@@ -135,9 +153,16 @@ class ReplicaClient:
             return EdgeProbe(GRPC, {})
 
     async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
-        """Returns the replica's state, identity and location."""
-        with self._errors.mapped():
-            return await self._stub.Describe(stage_pb2.DescribeRequest(protocol=own_protocol()), timeout=timeout_s)
+        """Returns the replica's state, identity and location.
+
+        If the replica cannot be reached, the next call uses the certificates of this process that have been renewed.
+        """
+        try:
+            with self._errors.mapped():
+                return await self._stub.Describe(stage_pb2.DescribeRequest(protocol=own_protocol()), timeout=timeout_s)
+        except UnavailableError:
+            await self._renew_certificates()
+            raise
 
     async def watch_load(self, verdict: Verdict) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
         """Yields load reports of the replica periodically, less often if the replica is idle.

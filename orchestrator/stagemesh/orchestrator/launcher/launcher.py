@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from stagemesh.common import settings
 from stagemesh.common.descriptors import load_engine_descriptor
@@ -30,12 +30,20 @@ from stagemesh.orchestrator.launcher.run_folder import RunFolder
 from stagemesh.orchestrator.launcher.supervisor import Listener, ProcessSpec, RestartPolicy, Supervisor
 from stagemesh.orchestrator.spec import Pipeline, Stage
 from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.credentials import PROCESS, Credentials
 from stagemesh.v1.orchestrator_pb2 import EdgeDescription
+
+if TYPE_CHECKING:
+    from stagemesh.orchestrator.launcher.certificates import Authority
 
 FORK_SERVER = "fork-server"
 """The name of the fork server's log."""
 
 _POLL_S = 0.1
+_LAUNCHER = "launcher"
+_HOSTS = (HOST, "localhost")
+_CERTIFICATE_DAYS = 365
+"""The validity of the certificates, in days. Each run issues its own and removes them at its end."""
 
 
 class Launcher:
@@ -49,6 +57,7 @@ class Launcher:
     - `overrides` are the overrides of the pipeline file with which `pipeline` was loaded. None means no overrides.
     - `listener` is called with a process's new status after each change of the process's state.
     - `policy` limits the restarts of each process. If it is None, the defaults of RestartPolicy apply.
+    - `authority` issues the certificates of the processes. If it is None, they do not use TLS.
     """
 
     def __init__(
@@ -60,11 +69,13 @@ class Launcher:
         overrides: Mapping[str, str] | None = None,
         listener: Listener | None = None,
         policy: RestartPolicy | None = None,
+        authority: "Authority | None" = None,
     ) -> None:
         self._pipeline = pipeline
         self._overrides = dict(overrides or {})
         self._listener = listener
         self._policy = policy or RestartPolicy()
+        self._authority = authority
         self._ports = PortPicker()
         self.endpoint = self._with_port(listen)
         self.admin_endpoint = self._next_to_clients() if admin_listen is None else self._with_port(admin_listen)
@@ -85,6 +96,7 @@ class Launcher:
         check_listen(self.admin_endpoint, option="--admin-port")
         folder = RunFolder(settings.runs_dir(), pipeline=self._pipeline.name)
         try:
+            PROCESS.use(Credentials(self._certify(folder, _LAUNCHER, "operator", "client")))
             async with (
                 self._fork_server(folder) as fork_server,
                 open_channel(self.endpoint) as channel,
@@ -130,6 +142,13 @@ class Launcher:
             return nullcontext()
         return ForkServer.running(tuple(preload), log=folder.log_path(FORK_SERVER))
 
+    def _certify(self, folder: RunFolder, name: str, *roles: str) -> str | None:
+        """Issues the certificate of the process `name`. Returns its folder, or None if there is no authority."""
+        if self._authority is None:
+            return None
+        names = [f"{role}/{name}" for role in roles]
+        return str(self._authority.issue(folder.certificates_path(name), names, hosts=_HOSTS, days=_CERTIFICATE_DAYS))
+
     def _plan_processes(self, folder: RunFolder, fork_server: ForkServer | None) -> tuple[ProcessSpec, ...]:
         """Returns the specifications of all processes of the pipeline: the orchestrator first, then all replicas.
 
@@ -146,6 +165,7 @@ class Launcher:
             admin_listen=self.admin_endpoint,
             media_endpoint=media[0].endpoint if media else "",
             registration=Registration() if self._external.register else None,
+            tls=self._certify(folder, ORCHESTRATOR, "orchestrator"),
             parent_pid=os.getpid(),
         )
         command = _command("stagemesh.orchestrator", folder.write_config(ORCHESTRATOR, dump_config(config)))
@@ -162,7 +182,8 @@ class Launcher:
         if media is None or not media.store:
             return ()
         endpoint = f"{HOST}:{self._ports.pick()}"
-        config = replace(media_service_config(self._pipeline, listen=endpoint), parent_pid=os.getpid())
+        tls = self._certify(folder, MEDIA, "orchestrator")
+        config = replace(media_service_config(self._pipeline, listen=endpoint), tls=tls, parent_pid=os.getpid())
         command = _command("stagemesh.services.media", folder.write_config(MEDIA, dump_config(config)))
         return (ProcessSpec(MEDIA, "", endpoint, command, folder.log_path(MEDIA), probe_health),)
 
@@ -174,7 +195,8 @@ class Launcher:
         config = stage_config(self._pipeline, stage, replica=address.name, listen=address.endpoint)
         log = folder.log_path(address.name)
         details = stage.error_details is not False
-        config = replace(config, parent_pid=os.getpid(), error_details=details, log=str(log) if details else "")
+        config = replace(config, tls=self._certify(folder, address.name, "stage"), parent_pid=os.getpid())
+        config = replace(config, error_details=details, log=str(log) if details else "")
         file = folder.write_config(address.name, dump_config(config))
         command = _command("stagemesh.services.stage", file)
         return ProcessSpec(address.name, stage.name, address.endpoint, command, log, probe_stage, config=file)

@@ -14,6 +14,7 @@ KEPT_S = 7 * 24 * 3600.0
 KEPT_BYTES, KEPT_RUNS = 1 << 30, 200
 """The folders of ended runs are kept up to this age in seconds, this total size in bytes, and this number."""
 _LOCK = ".lock"
+_CERTIFICATES = "tls"
 
 
 class RunFolder:
@@ -54,6 +55,10 @@ class RunFolder:
         except OSError as exc:
             raise _unwritable(self.path, exc) from exc
         return path
+
+    def certificates_path(self, name: str) -> Path:
+        """Returns the path of the folder for the certificates of the process `name`. Does not create the folder."""
+        return self.path / _CERTIFICATES / name
 
     def log_path(self, name: str) -> Path:
         """Returns the path of the log file of the process `name`. Does not create the file."""
@@ -162,6 +167,7 @@ def _is_ended(path: Path) -> bool:
 def _remove_configs(path: Path) -> None:
     for config in path.glob("*.json"):
         config.unlink(missing_ok=True)
+    shutil.rmtree(path / _CERTIFICATES, ignore_errors=True)
 
 
 def _lock(folder: Path, *, flags: int) -> int:

@@ -20,6 +20,7 @@ from stagemesh.common.errors import (
 from stagemesh.common.versions import check_version, own_protocol
 from stagemesh.orchestrator.membership.base import Member, MembershipListener, find_refusal
 from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.rpc.callers import check_replica
 from stagemesh.rpc.handlers import answering, streaming
 from stagemesh.v1 import membership_pb2, membership_pb2_grpc
 
@@ -211,6 +212,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
                 raise InvalidRequestError(
                     "the first message must contain the replica's identity", reason="INVALID_REPLICA"
                 )
+            check_replica(first.replica.replica)
             lease = source.register(first.replica)
             try:
                 yield membership_pb2.RegisterResponse(lease_s=source.lease_s, protocol=own_protocol())

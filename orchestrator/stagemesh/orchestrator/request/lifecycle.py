@@ -100,6 +100,11 @@ class RequestLifecycle:
         if not self._runs and self._admission.withdraw(self._ticket):
             self.refused(self._stopped)
 
+    @property
+    def caller(self) -> str:
+        """The name of the caller who started the request, or empty if it has no name."""
+        return self._admission_request.caller
+
     async def run(
         self, request: ValidRequest, plan: PlanRuns, made_bytes: Callable[[RequestRecord], int]
     ) -> StagemeshError | None:

@@ -10,6 +10,8 @@ import grpc
 from stagemesh.common import settings
 from stagemesh.common.errors import DeadlineError
 from stagemesh.common.media_config import MediaServiceConfig
+from stagemesh.rpc.authentication import TokenChecker
+from stagemesh.rpc.credentials import PROCESS, Credentials
 from stagemesh.rpc.handlers import answered, streaming
 from stagemesh.rpc.roles import CLIENT
 from stagemesh.rpc.server import Server
@@ -32,7 +34,9 @@ async def serve(config: MediaServiceConfig, stopping: asyncio.Event) -> None:
     store = MediaStore(config.media, writer=f"{config.pipeline}.{config.name}", spool=settings.spool_dir())
     store.check_packages()
     store.sweep()
-    server = Server(config.listen, roles={CLIENT})
+    PROCESS.use(Credentials(config.tls))
+    tokens = None if config.tokens is None else TokenChecker(config.tokens)
+    server = Server(config.listen, roles={CLIENT}, tokens=tokens)
     media_pb2_grpc.add_MediaServiceServicer_to_server(MediaServicer(store), server.grpc)
     server.reflect(SERVICE_NAME)
     await server.start()

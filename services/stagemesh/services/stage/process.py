@@ -14,6 +14,7 @@ from stagemesh.common.process_lifecycle import bind_forks_to_this_process, end_w
 from stagemesh.common.replica_state import ReplicaState
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.rpc.credentials import PROCESS, Credentials
 from stagemesh.rpc.handlers import add_stage_service
 from stagemesh.rpc.roles import OPERATOR, ORCHESTRATOR, STAGE
 from stagemesh.rpc.server import Server
@@ -50,6 +51,7 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
     """
     bind_log_context(stage=config.stage)
     bind_forks_to_this_process()
+    PROCESS.use(Credentials(config.tls))
     server = Server(config.listen, roles={ORCHESTRATOR, STAGE, OPERATOR})
     runtime = _make_runtime(config)
     add_stage_service(StageServicer(runtime), server.grpc)

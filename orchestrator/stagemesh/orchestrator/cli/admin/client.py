@@ -11,7 +11,8 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 
 from stagemesh.common.errors import NotFoundError, StagemeshError, UnavailableError
-from stagemesh.rpc.channels import CHANNEL_OPTIONS
+from stagemesh.rpc.channels import CHANNEL_OPTIONS, open_sync
+from stagemesh.rpc.credentials import PROCESS
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import admin_pb2, control_pb2
 from stagemesh.v1.admin_pb2_grpc import AdminServiceStub
@@ -59,7 +60,7 @@ class AdminConnection(AbstractContextManager["AdminConnection"]):
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
-        self._channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+        self._channel = open_sync(endpoint, PROCESS.credentials, CHANNEL_OPTIONS)
         self._stubs = AdminServiceStub(self._channel), StageControlServiceStub(self._channel)
 
     def call(self, rpc: str, request: "Message", *, replica: str = "", timeout_s: float = TIMEOUT_S) -> Any:

@@ -1,11 +1,14 @@
-"""The options by which a command selects its server: --server, --context and their environment variables."""
+"""The options by which a command connects: --server, --context, --tls, --token-file and their environment variables."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stagemesh.orchestrator.cli.options import Parameter
+
+if TYPE_CHECKING:
+    from stagemesh.orchestrator.cli.contexts.file import Context
 
 DEFAULT_PORT = 7780
 DEFAULT_SERVER = f"127.0.0.1:{DEFAULT_PORT}"
@@ -72,6 +75,32 @@ def _find_address(ctx: typer.Context, param: typer.CallbackParam, value: str) ->
     return value
 
 
+def _use_credentials(ctx: typer.Context, value: str | None) -> str | None:
+    """Makes this process use certificates and a token: those of the options, or those of the context.
+
+    A context applies if its address does. Raises a StagemeshError if a file is missing or unsuitable.
+    """
+    from stagemesh.rpc.credentials import PROCESS, Credentials
+
+    context = _context_in_use(ctx)
+    folder = value or (context.tls if context else None) or None
+    token_file = ctx.params.get("token_file") or (context.token_file if context else None) or None
+    PROCESS.use(Credentials(folder, token_file=token_file, needs_certificate=False))
+    return value
+
+
+def _context_in_use(ctx: typer.Context) -> "Context | None":
+    from stagemesh.orchestrator.cli.contexts.file import load_contexts
+
+    name = ctx.params.get("context")
+    source = ctx.get_parameter_source("admin_server" if "admin_server" in ctx.params else "server")
+    if name is None and (source is None or source.name != "DEFAULT"):
+        return None
+    contexts = load_contexts()
+    name = contexts.current if name is None else name
+    return contexts.get(name) if name else None
+
+
 def _address_of_context(name: str | None, *, admin: bool) -> str | None:
     """Returns an address of the context `name`, or of the current context if `name` is None.
 
@@ -121,6 +150,38 @@ _CONTEXT = Parameter(
     ],
     None,
 )
+_CREDENTIALS: Mapping[str, Parameter] = {
+    # The callback of --tls needs the value, and the source of --server, which is above these in a command.
+    "token_file": Parameter(
+        Annotated[
+            str | None,
+            typer.Option(
+                "--token-file",
+                metavar="FILE",
+                help="Send the token in this file. Needs --tls.",
+                envvar="STAGEMESH_TOKEN_FILE",
+                is_eager=True,
+                rich_help_panel=_PANEL,
+            ),
+        ],
+        None,
+    ),
+    "tls": Parameter(
+        Annotated[
+            str | None,
+            typer.Option(
+                "--tls",
+                metavar="FOLDER",
+                help="Connect by TLS. The folder contains ca.crt, the authority of the server's certificate, and "
+                "tls.crt and tls.key, your own certificate, unless you have a token.",
+                envvar="STAGEMESH_TLS",
+                callback=_use_credentials,
+                rich_help_panel=_PANEL,
+            ),
+        ],
+        None,
+    ),
+}
 SERVER: Mapping[str, Parameter] = {
     "context": _CONTEXT,
     "server": Parameter(
@@ -133,6 +194,7 @@ SERVER: Mapping[str, Parameter] = {
         ],
         DEFAULT_SERVER,
     ),
+    **_CREDENTIALS,
 }
 """The parameters of a command that calls the API for clients. `server` contains addresses for `split_addresses`."""
 ADMIN_SERVER: Mapping[str, Parameter] = {
@@ -147,5 +209,6 @@ ADMIN_SERVER: Mapping[str, Parameter] = {
         ],
         DEFAULT_ADMIN_SERVER,
     ),
+    **_CREDENTIALS,
 }
 """The parameters of a command for operators. `admin_server` contains the address of AdminService."""

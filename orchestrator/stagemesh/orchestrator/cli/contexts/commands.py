@@ -1,5 +1,7 @@
 """`stagemesh context`: stores the addresses of deployments under names."""
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -58,12 +60,32 @@ def add(
             show_default=False,
         ),
     ] = "",
+    tls: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER",
+            help="Connect with the certificates in this folder. Commands connect without TLS if omitted.",
+            show_default=False,
+        ),
+    ] = "",
+    token_file: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="Send the token in this file. Needs --tls.",
+            show_default=False,
+        ),
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Add a context. The current context does not change."""
     from stagemesh.orchestrator.cli.contexts.file import Context, load_contexts, save_contexts
+    from stagemesh.rpc.credentials import Credentials
 
-    contexts = load_contexts().with_context(name, Context(server, admin))
+    Credentials(tls or None, token_file=token_file or None, needs_certificate=False)
+    # The file is used from any folder.
+    folder, token = (str(Path(each).expanduser().absolute()) if each else "" for each in (tls, token_file))
+    contexts = load_contexts().with_context(name, Context(server, admin, folder, token))
     save_contexts(contexts)
     _show(contexts, name, as_json=as_json)
 
@@ -135,7 +157,7 @@ def show(
 
 def _document(contexts: "Contexts", name: str) -> dict[str, object]:
     context = contexts.get(name)
-    return {"context": name, "server": context.server, "admin": context.admin, "current": name == contexts.current}
+    return {"context": name, **asdict(context), "current": name == contexts.current}
 
 
 def _show(contexts: "Contexts", name: str, *, as_json: bool) -> None:
@@ -144,4 +166,6 @@ def _show(contexts: "Contexts", name: str, *, as_json: bool) -> None:
         return
     context = contexts.get(name)
     current = " (current)" if name == contexts.current else ""
-    typer.echo(f"{name}{current}: server {context.server}, admin {context.admin or 'not set'}")
+    credentials = f", TLS with {context.tls}" if context.tls else ""
+    credentials += f", token {context.token_file}" if context.token_file else ""
+    typer.echo(f"{name}{current}: server {context.server}, admin {context.admin or 'not set'}{credentials}")

@@ -1,4 +1,4 @@
-"""The file of named contexts. A context contains the addresses of one deployment."""
+"""The file of named contexts. A context contains the addresses of one deployment, and the user's credentials for it."""
 
 import json
 import os
@@ -23,10 +23,14 @@ class Context:
 
     - `server` is the address for clients, "host:port". Several addresses are separated by commas.
     - `admin` is the address for operators, "host:port", or "" if the context has none.
+    - `tls` is the folder with the user's certificates, or "" if the deployment does not use TLS.
+    - `token_file` is the file with the user's token, or "" if the user has a certificate.
     """
 
     server: str
     admin: str = ""
+    tls: str = ""
+    token_file: str = ""
 
     def __post_init__(self) -> None:
         split_addresses(self.server)
@@ -131,7 +135,11 @@ def _read_contexts(document: Any) -> Contexts:
 
 def _read_context(name: str, document: Any) -> Context:
     place = f"context {name!r}"
-    values = _members(document, place, server=str, admin=str)
+    # Files of earlier versions lack the credentials.
+    complete: Any = document
+    if isinstance(document, dict):
+        complete = {"tls": "", "token_file": "", **cast("dict[str, Any]", document)}
+    values = _members(complete, place, server=str, admin=str, tls=str, token_file=str)
     try:
         return Context(**values)
     except ValueError as exc:

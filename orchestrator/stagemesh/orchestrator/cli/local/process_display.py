@@ -38,6 +38,8 @@ class Serving:
     """The folder with the logs."""
     admin_endpoint: str = ""
     """The address for operators, or "" to display neither this address nor the logs."""
+    admin_options: str = ""
+    """The options with which commands for operators connect, or "" if they need none."""
 
 
 def make_display(*, as_json: bool) -> "Display":
@@ -74,6 +76,7 @@ class Display:
         self._print(Text.assemble(("ready", "bold green"), f" at {serving.endpoint}; {serving.hint}"))
         if admin_endpoint := serving.admin_endpoint:
             server = "" if admin_endpoint == DEFAULT_ADMIN_SERVER else f" --server {admin_endpoint}"
+            server += serving.admin_options
             self._print(Text(f"operators at {admin_endpoint}; try: stagemesh top{server}"))
             self._print(Text(f"logs in {serving.logs}; try: stagemesh logs -f"))
 

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -14,8 +15,11 @@ from stagemesh.orchestrator.cli.options import PipelineName, Replicas, Settings,
 if TYPE_CHECKING:
     from stagemesh.orchestrator.cli.local.process_display import Display
     from stagemesh.orchestrator.launcher import Launcher
+    from stagemesh.orchestrator.launcher.certificates import Authority
 
 _HOST = "127.0.0.1"
+CLIENT, OPERATOR = "client", "operator"
+"""The folders with the certificates of users, within that of `--tls`."""
 _Result = TypeVar("_Result")
 
 
@@ -36,6 +40,15 @@ def up(
     ] = None,
     settings: Settings = None,
     replicas: Replicas = None,
+    tls: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Connect all processes by TLS, with certificates of the authority in this folder, which is created if "
+            "it does not exist. Users connect with the certificates in its folders client and operator.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a pipeline on this machine until Ctrl-C. Start the orchestrator and every stage, and restart processes that
@@ -48,22 +61,46 @@ def up(
     overrides = read_overrides(settings, replicas)
     loaded = load_pipeline(pipeline, overrides=overrides)
     admin_listen = None if admin_port is None else f"{_HOST}:{admin_port}"
+    authority = None if tls is None else open_authority(tls)
     display = make_display(as_json=as_json)
     began_s = time.monotonic()
     try:
         launcher = Launcher(
-            loaded, listen=f"{_HOST}:{port}", admin_listen=admin_listen, overrides=overrides, listener=display.show
+            loaded,
+            listen=f"{_HOST}:{port}",
+            admin_listen=admin_listen,
+            overrides=overrides,
+            listener=display.show,
+            authority=authority,
         )
         server = "" if launcher.endpoint == DEFAULT_SERVER else f" --server {launcher.endpoint}"
-        hint = f'try: stagemesh generate "Tell me a story."{server}'
+        client, operator = ("", "") if tls is None else (f" --tls {tls / CLIENT}", f" --tls {tls / OPERATOR}")
+        hint = f'try: stagemesh generate "Tell me a story."{server}{client}'
         forever = asyncio.Event().wait
         asyncio.run(
-            run_until_signal(launcher, forever, display=display, hint=hint, admin_endpoint=launcher.admin_endpoint)
+            run_until_signal(
+                launcher,
+                forever,
+                display=display,
+                hint=hint,
+                admin_endpoint=launcher.admin_endpoint,
+                admin_options=operator,
+            )
         )
         restarts = f", {display.restarts} restarts" if display.restarts else ""
         display.close(f"stopped {loaded.name} after {time.monotonic() - began_s:.0f} s{restarts}")
     finally:
         display.close()
+
+
+def open_authority(folder: Path) -> "Authority":
+    """Returns the authority in a folder, after it has issued certificates for the users of this machine."""
+    from stagemesh.orchestrator.launcher.certificates import Authority
+
+    authority = Authority(folder)
+    for role in (CLIENT, OPERATOR):
+        authority.issue(folder / role, [f"{role}/local"])
+    return authority
 
 
 async def run_until_signal(
@@ -73,6 +110,7 @@ async def run_until_signal(
     display: "Display",
     hint: str,
     admin_endpoint: str = "",
+    admin_options: str = "",
 ) -> _Result | None:
     """Runs a pipeline, and calls `work` when the pipeline is ready.
 
@@ -81,6 +119,7 @@ async def run_until_signal(
 
     - `hint` is the text that `display` shows when the pipeline is ready.
     - `admin_endpoint` is the address for operators that `display` shows. If it is empty, no address is shown.
+    - `admin_options` are the options with which commands for operators connect.
     """
     from stagemesh.orchestrator.cli.local.process_display import Serving
     from stagemesh.orchestrator.cli.local.signals import result_before, stop_on_signals
@@ -90,6 +129,15 @@ async def run_until_signal(
         edges = await result_before(stopping, launcher.wait_ready)
         if edges is None:
             return None
-        display.ready(Serving(launcher.endpoint, edges, hint=hint, logs=logs, admin_endpoint=admin_endpoint))
+        display.ready(
+            Serving(
+                launcher.endpoint,
+                edges,
+                hint=hint,
+                logs=logs,
+                admin_endpoint=admin_endpoint,
+                admin_options=admin_options,
+            )
+        )
         return await result_before(stopping, work)
     raise AssertionError("the launcher ends the block only by an error")

@@ -88,15 +88,15 @@ class Registration:
 
         After `leaving` is set, deregisters the replica and returns.
         """
-        async with open_channel(self._orchestrator, server_name=self._server_name, keepalive_s=20) as channel:
-            stub = membership_pb2_grpc.MembershipServiceStub(channel)
-            while not self._leaving.is_set():
-                try:
-                    await self._stay_registered(stub)
-                except StagemeshError as exc:
-                    self._note_failure(exc)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._leaving.wait(), self._pause_s)
+        while not self._leaving.is_set():
+            try:
+                # A channel of its own for each registration uses renewed certificates.
+                async with open_channel(self._orchestrator, server_name=self._server_name, keepalive_s=20) as channel:
+                    await self._stay_registered(membership_pb2_grpc.MembershipServiceStub(channel))
+            except StagemeshError as exc:
+                self._note_failure(exc)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._leaving.wait(), self._pause_s)
 
     async def _stay_registered(self, stub: "membership_pb2_grpc.MembershipServiceAsyncStub") -> None:
         """Registers the replica and renews the registration until `leaving` is set, then deregisters the replica.

@@ -1,0 +1,217 @@
+"""Credentials: certificates for TLS, tokens, and those that this process uses.
+
+The folder with certificates has the layout of a Kubernetes TLS secret, which cert-manager writes:
+
+- `ca.crt`: the certificates of the authorities that sign the certificates of peers, in PEM
+- `tls.crt`: the certificate of this process and those between it and an authority, in PEM
+- `tls.key`: the private key of the certificate, in PEM and not encrypted
+
+A client that identifies itself by a token needs only `ca.crt`.
+"""
+
+import logging
+import ssl
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+
+from stagemesh.common.errors import InvalidRequestError
+
+CA, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"
+
+_log = logging.getLogger(__name__)
+
+
+class _Pems(NamedTuple):
+    ca: bytes
+    certificate: bytes | None
+    key: bytes | None
+
+
+class TlsFolder:
+    """The certificates in a folder. They are read again when the files have changed, so that they can be renewed."""
+
+    def __init__(self, path: Path | str, *, needs_certificate: bool = True) -> None:
+        """Reads the certificates. Raises InvalidRequestError (INVALID_TLS) if one is missing, damaged or unsuitable.
+
+        If `needs_certificate` is False, the folder may contain `ca.crt` alone.
+        """
+        self.path = Path(path)
+        self._needs_certificate = needs_certificate
+        self._version = self._find_version()
+        self._pems = self._read()
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """A value that changes when the certificates have been renewed. New connections then use the new ones."""
+        self._refresh()
+        return self._version
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Returns the credentials of a connection to a server."""
+        self._refresh()
+        return grpc.ssl_channel_credentials(self._pems.ca, self._pems.key, self._pems.certificate)
+
+    def server_credentials(self, *, ask_certificate: bool) -> grpc.ServerCredentials:
+        """Returns the credentials of a port. It uses renewed certificates for new connections.
+
+        If `ask_certificate` is True, callers must have a certificate of an authority in `ca.crt`.
+        """
+        used: list[_Pems] = [self._pems]
+
+        def renewed() -> Any:
+            # gRPC continues with the former certificates if this function returns None.
+            self._refresh()
+            if self._pems is used[0]:
+                return None
+            used[0] = self._pems
+            return _server_configuration(self._pems)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _server_configuration(self._pems), renewed, require_client_authentication=ask_certificate
+        )
+
+    def _refresh(self) -> None:
+        """Reads the files again if they have changed. Continues with the former certificates if that fails."""
+        try:
+            version = self._find_version()
+            if version != self._version:
+                # A failure is reported once, not for each connection.
+                self._version = version
+                self._pems = self._read()
+                _log.info("renewed the certificates of %s", self.path)
+        except InvalidRequestError as exc:
+            _log.error("the former certificates remain in use: %s", exc.message)
+
+    def _find_version(self) -> tuple[int, ...]:
+        try:
+            return tuple((self.path / name).stat().st_mtime_ns for name in self._names())
+        except OSError as exc:
+            raise self._invalid(f"{exc.filename} cannot be read: {exc.strerror}") from exc
+
+    def _names(self) -> tuple[str, ...]:
+        alone = not self._needs_certificate and not any((self.path / name).exists() for name in (CERTIFICATE, KEY))
+        return (CA,) if alone else (CA, CERTIFICATE, KEY)
+
+    def _read(self) -> _Pems:
+        try:
+            contents = [(self.path / name).read_bytes() for name in self._names()]
+        except OSError as exc:
+            raise self._invalid(f"{exc.filename} cannot be read: {exc.strerror}") from exc
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_verify_locations(self.path / CA)
+        except ssl.SSLError as exc:
+            raise self._invalid(f"{self.path / CA} contains no certificate ({exc.reason or exc})") from exc
+        if len(contents) == 1:
+            return _Pems(contents[0], None, None)
+        try:
+            # Without a password, OpenSSL would ask for one on the terminal.
+            context.load_cert_chain(self.path / CERTIFICATE, self.path / KEY, password="")
+        except ssl.SSLError as exc:
+            text = f"{self.path / CERTIFICATE} and {KEY} are damaged, encrypted, or do not belong together"
+            raise self._invalid(f"{text} ({exc.reason or exc})") from exc
+        self._check_times(contents[1])
+        return _Pems(*contents)
+
+    def _check_times(self, certificate: bytes) -> None:
+        """Raises InvalidRequestError (INVALID_TLS) if the certificate has expired, or is not valid yet."""
+        try:
+            from cryptography import x509
+        except ImportError:
+            # Programs that only call pipelines may lack this package. Servers check the times, too.
+            return
+        parsed = x509.load_pem_x509_certificate(certificate)
+        now = datetime.now(UTC)
+        if not parsed.not_valid_before_utc <= now < parsed.not_valid_after_utc:
+            raise InvalidRequestError(
+                f"{self.path / CERTIFICATE} is valid from {parsed.not_valid_before_utc:%Y-%m-%d %H:%M} to "
+                f"{parsed.not_valid_after_utc:%Y-%m-%d %H:%M} UTC, and it is {now:%Y-%m-%d %H:%M}; renew it",
+                reason="INVALID_TLS",
+            )
+
+    def _invalid(self, problem: str) -> InvalidRequestError:
+        names = CA if not self._needs_certificate else f"{CA}, {CERTIFICATE} and {KEY}"
+        return InvalidRequestError(f"{problem}; a folder for TLS contains {names}", reason="INVALID_TLS")
+
+
+class TokenFile(grpc.AuthMetadataPlugin):
+    """Adds the token in a file to each call. The file is read for each call, so that the token can be renewed."""
+
+    def __init__(self, path: Path | str) -> None:
+        """Checks the file. Raises InvalidRequestError (INVALID_TOKENS) if it cannot be read or contains no token."""
+        self._path = Path(path)
+        self._read()
+
+    def __call__(self, context: grpc.AuthMetadataContext, callback: grpc.AuthMetadataPluginCallback) -> None:
+        del context
+        try:
+            callback((("authorization", f"Bearer {self._read()}"),), None)
+        except InvalidRequestError as exc:
+            callback((), exc)
+
+    def _read(self) -> str:
+        try:
+            token = self._path.read_text(encoding="ascii").strip()
+        except (OSError, ValueError) as exc:
+            problem = exc.strerror if isinstance(exc, OSError) else "it is not ASCII text"
+            raise InvalidRequestError(f"{self._path} cannot be read: {problem}", reason="INVALID_TOKENS") from exc
+        if not token or not token.isprintable():
+            raise InvalidRequestError(f"{self._path} does not contain one token", reason="INVALID_TOKENS")
+        return token
+
+
+class Credentials:
+    """The certificates and the token of a process or of a client. Without TLS, it has neither."""
+
+    def __init__(
+        self, tls: Path | str | None = None, *, token_file: Path | str | None = None, needs_certificate: bool = True
+    ) -> None:
+        """`tls` is a folder with certificates, and `token_file` is a file with a token. Both may be None.
+
+        Raises InvalidRequestError (INVALID_TLS, INVALID_TOKENS) if one of them is missing, damaged or unsuitable.
+        """
+        if token_file is not None and tls is None:
+            raise InvalidRequestError(
+                "a token needs TLS, because anyone on the network could read it; name the folder with ca.crt",
+                reason="INVALID_TLS",
+            )
+        self.tls = None if tls is None else TlsFolder(tls, needs_certificate=needs_certificate)
+        """The certificates, or None for no TLS."""
+        self._token = None if token_file is None else grpc.metadata_call_credentials(TokenFile(token_file))
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """A value that changes when the certificates have been renewed. Channels that are open do not use new ones."""
+        return self.tls.version if self.tls is not None else ()
+
+    def for_channel(self) -> grpc.ChannelCredentials | None:
+        """Returns the credentials of a channel, or None for a channel without TLS."""
+        if self.tls is None:
+            return None
+        own = self.tls.channel_credentials()
+        return own if self._token is None else grpc.composite_channel_credentials(own, self._token)
+
+
+class ProcessCredentials:
+    """The credentials of this process, which all of its channels and ports use.
+
+    A process has one identity: that of a replica, of an orchestrator, or of a user of the command line.
+    """
+
+    def __init__(self) -> None:
+        self.credentials = Credentials()
+
+    def use(self, credentials: Credentials) -> None:
+        """Sets the credentials. Call this method before the process opens channels and ports."""
+        self.credentials = credentials
+
+
+PROCESS = ProcessCredentials()
+
+
+def _server_configuration(pems: _Pems) -> grpc.ServerCertificateConfiguration:
+    pair: Any = (pems.key, pems.certificate)
+    return grpc.ssl_server_certificate_configuration([pair], root_certificates=pems.ca)

@@ -1,0 +1,184 @@
+"""Deployments by TLS, as real processes: who is refused, and certificates that are renewed under load."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from stagemesh.client import AsyncClient, Client
+from stagemesh.common.errors import NotFoundError, UnavailableError
+from stagemesh.rpc.error_mapping import from_rpc_error
+from stagemesh.v1 import orchestrator_pb2, stage_pb2
+from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
+from stagemesh.v1.stage_pb2_grpc import StageServiceStub
+from tests.credentials import issue, process_credentials
+from tests.deployment import Deployment, deployed
+from tests.soak.load import Load
+from tests.system.cluster import cluster, load, until_ready
+from tests.system.pipelines import relays
+
+PROCESSES = {
+    "orchestrator": "orchestrator/main",
+    **{f"{stage}-0": f"stage/{stage}-*" for stage in ("source", "frames", "sound")},
+}
+_STEP_S = 0.05
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trust") / "authority"
+
+
+@pytest.fixture(scope="module")
+def up(authority: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    folder = tmp_path_factory.mktemp("relays")
+    path = relays(folder, steps=20, step_s=0.05)
+    path.write_text(f"{path.read_text()}media: {{store: {folder / 'store'}}}\n")
+    with deployed(path, "--tls", str(authority)) as up:
+        yield up
+
+
+def _stagemesh(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    command = [str(Path(sys.executable).with_name("stagemesh")), *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, **variables}, timeout=60
+    )
+
+
+def test_users_connect_with_the_certificates_that_up_has_issued(up: Deployment, authority: Path) -> None:
+    with Client(up.endpoint, tls=authority / "client") as client:
+        first = client.generate("hello", seed=1).result()
+        assert first.text
+        assert first.text == client.generate("hello", seed=1).result().text
+    answer = _stagemesh("generate", "hello", "--server", up.endpoint, "--json", STAGEMESH_TLS=str(authority / "client"))
+    assert answer.returncode == 0, answer.stderr
+    shown = _stagemesh(
+        "admin", "replicas", "--server", up.admin_endpoint, "--tls", str(authority / "operator"), "--json"
+    )
+    assert {each["name"] for each in json.loads(shown.stdout)["replicas"]} == {"source-0", "relay-0", "frames-0"}
+
+
+def test_files_are_stored_and_read_by_tls(up: Deployment, authority: Path, tmp_path: Path) -> None:
+    (tmp_path / "image.png").write_bytes(b"pixels")
+    with Client(up.endpoint, tls=authority / "client") as client:
+        stored = client.upload(tmp_path / "image.png")
+        client.download(stored, tmp_path / "copy.png")
+    assert (tmp_path / "copy.png").read_bytes() == b"pixels"
+
+
+def test_a_context_has_the_credentials(up: Deployment, authority: Path, tmp_path: Path) -> None:
+    home = {"XDG_CONFIG_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    tls = str(authority / "client")
+    assert _stagemesh("context", "add", "here", "--server", up.endpoint, "--tls", tls, **home).returncode == 0
+    assert _stagemesh("context", "use", "here", **home).returncode == 0
+    assert _stagemesh("generate", "hello", **home).returncode == 0
+    elsewhere = _stagemesh("generate", "hello", "--server", up.endpoint, "--wait", "0", **home)
+    assert elsewhere.returncode == 4
+
+
+def test_a_client_may_not_use_the_port_of_operators(up: Deployment, authority: Path) -> None:
+    answer = _stagemesh("admin", "replicas", "--server", up.admin_endpoint, "--tls", str(authority / "client"))
+    assert answer.returncode == 6
+    assert "ListReplicas is for operators" in answer.stderr
+
+
+@pytest.mark.parametrize("port", ["clients", "operators", "stage"])
+def test_calls_without_tls_are_refused(up: Deployment, port: str) -> None:
+    endpoint = {"clients": up.endpoint, "operators": up.admin_endpoint, "stage": up.statuses["relay-0"]["endpoint"]}
+    with grpc.insecure_channel(endpoint[port]) as channel, pytest.raises(grpc.RpcError) as caught:
+        OrchestratorServiceStub(channel).DescribePipeline(orchestrator_pb2.DescribePipelineRequest(), timeout=10)
+    assert isinstance(from_rpc_error(caught.value, peer="x"), UnavailableError)
+
+
+@pytest.mark.parametrize("role", ["client", "operator"])
+def test_a_user_may_not_call_a_stage(up: Deployment, authority: Path, role: str) -> None:
+    ca, key, certificate = ((authority / role / name).read_bytes() for name in ("ca.crt", "tls.key", "tls.crt"))
+    credentials = grpc.ssl_channel_credentials(ca, key, certificate)
+    endpoint = up.statuses["relay-0"]["endpoint"]
+    with grpc.secure_channel(endpoint, credentials) as channel, pytest.raises(grpc.RpcError) as caught:
+        StageServiceStub(channel).CancelStep(stage_pb2.CancelStepRequest(request_id="x"), timeout=10)
+    assert from_rpc_error(caught.value, peer="x").reason == "WRONG_ROLE"
+
+
+def test_a_client_cannot_cancel_the_request_of_another(up: Deployment, authority: Path) -> None:
+    other = issue(authority.parent, "client/other", authority=authority.name)
+    with Client(up.endpoint, tls=authority / "client") as owner, Client(up.endpoint, tls=other) as thief:
+        events = iter(owner.generate("hello", request_id="mine"))
+        next(events)
+        with pytest.raises(NotFoundError) as caught:
+            thief.cancel("mine")
+        assert caught.value.reason == "UNKNOWN_REQUEST"
+        owner.cancel("mine")
+        events.close()
+
+
+@pytest.mark.timeout(240)
+async def test_certificates_and_their_authority_are_replaced_under_load(tmp_path: Path) -> None:
+    for name, identity in PROCESSES.items():
+        issue(tmp_path, identity, authority="old").rename(tmp_path / name)
+    client = issue(tmp_path, "client/a", authority="old")
+    with process_credentials(client), cluster(tmp_path, step_s=_STEP_S, tls=tmp_path) as replicas:
+        for name in PROCESSES:
+            if name != "orchestrator":
+                replicas.start(name)
+        async with AsyncClient(replicas.endpoint) as asking:
+            await until_ready(asking, replicas=1)
+            new = issue(tmp_path, "client/a", authority="new")
+            async with load(replicas.endpoint) as running:
+                await _until_ended(running, 4)
+                # Everyone trusts both authorities before anyone has a certificate of the new one.
+                both = (client / "ca.crt").read_bytes() + (new / "ca.crt").read_bytes()
+                for folder in (client, *(tmp_path / name for name in PROCESSES)):
+                    (folder / "ca.crt").write_bytes(both)
+                for name, identity in PROCESSES.items():
+                    _copy(issue(tmp_path, identity, authority="new"), tmp_path / name, "tls.key", "tls.crt")
+                _copy(new, client, "tls.key", "tls.crt")
+                for folder in (client, *(tmp_path / name for name in PROCESSES)):
+                    _copy(new, folder, "ca.crt")
+                # The replicas connect again, with the new certificates, to an orchestrator that has not restarted.
+                for name in PROCESSES:
+                    if name != "orchestrator":
+                        await replicas.restart(name)
+                        await until_ready(asking, replicas=1)
+                await _until_ended(running, len(running.ended) + 8)
+        # The former authority has lost its power.
+        former = issue(tmp_path, "client/b", authority="old")
+        _copy(new, former, "ca.crt")
+        async with AsyncClient(replicas.endpoint, tls=former) as late:
+            with pytest.raises(UnavailableError):
+                await late.describe()
+
+
+@pytest.mark.timeout(120)
+async def test_a_replica_with_the_certificate_of_another_does_not_register(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, identity in {**PROCESSES, "frames-0": "stage/sound-0"}.items():
+        issue(tmp_path, identity).rename(tmp_path / name)
+    shown = ""
+    with process_credentials(issue(tmp_path, "client/a")), cluster(tmp_path, step_s=_STEP_S, tls=tmp_path) as replicas:
+        for name in PROCESSES:
+            if name != "orchestrator":
+                replicas.start(name)
+        async with AsyncClient(replicas.endpoint) as client, asyncio.timeout(60):
+            while "does not name replica 'frames-0'" not in shown:
+                await asyncio.sleep(0.1)
+                shown += capfd.readouterr().err
+            stages = {stage.name: len(stage.replicas) for stage in (await client.describe()).stages}
+            assert stages["frames"] == 0
+
+
+async def _until_ended(running: Load, count: int) -> None:
+    while len(running.ended) < count:
+        await asyncio.sleep(_STEP_S)
+
+
+def _copy(source: Path, target: Path, *names: str) -> None:
+    for name in names:
+        (target / name).write_bytes((source / name).read_bytes())
