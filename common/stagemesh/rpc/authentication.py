@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from stagemesh.common.errors import InvalidRequestError, UnauthenticatedError
 from stagemesh.common.token_config import TokenConfig
 from stagemesh.rpc.callers import SCHEME, Identity, identity_of_certificate, set_identity
+from stagemesh.rpc.credentials import file_version
 from stagemesh.rpc.roles import CLIENT, Authenticate, Role
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class _Entry:
 class _TokenFile:
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._version = -1
+        self._version: tuple[int, ...] = ()
         self._entries: Mapping[str, _Entry] = {}
         self._read()
 
@@ -102,7 +103,7 @@ class _TokenFile:
 
     def _read(self) -> None:
         try:
-            version = self._path.stat().st_mtime_ns
+            version = file_version(self._path)
             if version == self._version:
                 return
             self._version = version

@@ -30,6 +30,13 @@ class _Pems(NamedTuple):
     key: bytes | None
 
 
+def file_version(path: Path) -> tuple[int, int, int]:
+    """Returns a value that changes when a file is written or replaced. Raises OSError if there is no such file."""
+    status = path.stat()
+    # The time alone may be the same for two changes within a few milliseconds.
+    return status.st_mtime_ns, status.st_ino, status.st_size
+
+
 class TlsFolder:
     """The certificates in a folder. They are read again when the files have changed, so that they can be renewed."""
 
@@ -87,7 +94,7 @@ class TlsFolder:
 
     def _find_version(self) -> tuple[int, ...]:
         try:
-            return tuple((self.path / name).stat().st_mtime_ns for name in self._names())
+            return tuple(part for name in self._names() for part in file_version(self.path / name))
         except OSError as exc:
             raise self._invalid(f"{exc.filename} cannot be read: {exc.strerror}") from exc
 
