@@ -1,5 +1,6 @@
 """Monitors, alerts, dashboards, traces and the test of the release."""
 
+import functools
 import json
 import re
 import shutil
@@ -8,7 +9,11 @@ from typing import Any
 
 import pytest
 
+from stagemesh.orchestrator.fleet.fleet import Fleet
+from stagemesh.orchestrator.metrics.requests import RequestMetrics
+from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.scaling.signals import Metric
+from stagemesh.orchestrator.spec import load_pipeline
 from tests.k8s.helm import CHART, HELMS, NAMESPACE, RELEASE, Values, load_objects, render_text
 from tests.k8s.manifests import field
 from tests.k8s.release import EXTERNAL, SPEECH, Release, at, merged
@@ -83,8 +88,15 @@ def test_dashboards_use_metrics_that_exist(monitored: Release) -> None:
     assert found <= served_metrics()
 
 
+@functools.cache
 def served_metrics() -> set[str]:
-    return {metric.value for metric in Metric}
+    """Returns the names of the samples that an orchestrator serves."""
+    pipeline = load_pipeline("speech", check_models=False)
+    orchestrator = Orchestrator(pipeline, Fleet(pipeline, ()), max_request_s=60, drain_s=0)
+    suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
+    families = RequestMetrics(orchestrator).collect()
+    own = {f"{each.name}{suffix}" for each in families for suffix in suffixes.get(each.type, ("",))}
+    return own | {metric.value for metric in Metric}
 
 
 def test_grafana_finds_the_dashboards_by_their_label(monitored: Release) -> None:
