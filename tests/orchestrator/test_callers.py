@@ -15,7 +15,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from stagemesh.common.errors import PermissionDeniedError, StagemeshError, UnauthenticatedError
+from stagemesh.common.media_config import MediaConfig, MediaServiceConfig
 from stagemesh.common.token_config import TokenConfig
+from stagemesh.orchestrator.config import OrchestratorConfig
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.servicer import OrchestratorServicer, add_orchestrator_service
 from stagemesh.rpc.authentication import TokenChecker, token_digest
@@ -299,3 +301,26 @@ async def test_forged_tokens_are_refused(tmp_path: Path, key: rsa.RSAPrivateKey,
         error = await _refusal(stub)
     assert (type(error), error.reason) == (UnauthenticatedError, "INVALID_TOKEN")
     assert callers.seen == []
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({}, "tokens need `file` or `keys`"),
+        ({"keys": "/keys"}, "belong together"),
+        ({"file": "/tokens", "issuer": ISSUER, "audience": AUDIENCE}, "belong together"),
+        ({"keys": "/keys", "issuer": ISSUER}, "belong together"),
+        ({"keys": "http://id.example/keys", "issuer": ISSUER, "audience": AUDIENCE}, "it must be an https URL"),
+    ],
+)
+def test_half_a_configuration_of_tokens_is_an_error(values: dict[str, str], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        TokenConfig(**values)
+
+
+def test_tokens_without_tls_are_an_error() -> None:
+    tokens, media = TokenConfig(file="/tokens"), MediaConfig(store="/store")
+    with pytest.raises(ValueError, match="tokens need tls"):
+        OrchestratorConfig("p.yaml", {}, "127.0.0.1:0", tokens=tokens)
+    with pytest.raises(ValueError, match="tokens need tls"):
+        MediaServiceConfig("p", "127.0.0.1:0", media, tokens=tokens)
