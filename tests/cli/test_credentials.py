@@ -50,14 +50,14 @@ async def test_tokens_of_the_command_are_accepted_until_they_are_removed(tmp_pat
     alice = invoke("token", "new", str(file), "--caller", "alice").stdout.strip()
     bob = json.loads(invoke("token", "new", str(file), "--caller", "bob", "--days", "1", "--json").stdout)
     checker = TokenChecker(TokenConfig(file=str(file)))
-    assert [await checker.caller(alice), await checker.caller(bob["token"])] == ["alice", "bob"]
+    assert [await checker.find_caller(alice), await checker.find_caller(bob["token"])] == ["alice", "bob"]
     assert alice not in file.read_text()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     document = json.loads(file.read_text())
     file.write_text(json.dumps({"tokens": [each for each in document["tokens"] if each["caller"] != "alice"]}))
     with pytest.raises(UnauthenticatedError):
-        await checker.caller(alice)
-    assert await checker.caller(bob["token"]) == "bob"
+        await checker.find_caller(alice)
+    assert await checker.find_caller(bob["token"]) == "bob"
 
 
 def test_a_damaged_file_of_tokens_is_named_and_kept(tmp_path: Path) -> None:

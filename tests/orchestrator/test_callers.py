@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,18 +15,21 @@ import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-from stagemesh.common.errors import PermissionDeniedError, StagemeshError, UnauthenticatedError
+from stagemesh.common.errors import InvalidRequestError, PermissionDeniedError, StagemeshError, UnauthenticatedError
 from stagemesh.common.media_config import MediaConfig, MediaServiceConfig
+from stagemesh.common.process_config import dump_config, load_config
 from stagemesh.common.token_config import TokenConfig
 from stagemesh.orchestrator.config import OrchestratorConfig
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.servicer import OrchestratorServicer, add_orchestrator_service
-from stagemesh.rpc.authentication import TokenChecker, token_digest
+from stagemesh.rpc import authentication
+from stagemesh.rpc.authentication import TokenChecker
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.credentials import TlsFolder
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.rpc.roles import CLIENT
 from stagemesh.rpc.server import Server
+from stagemesh.rpc.token_file import TokenEntry, add_token
 from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from tests.credentials import issue, process_credentials
 
@@ -171,9 +175,10 @@ async def test_a_server_of_another_authority_is_not_called(tmp_path: Path, own: 
 
 
 def _write_tokens(path: Path, **tokens: str) -> Path:
-    """Writes the digests of tokens, by caller."""
-    entries = [{"caller": caller, "sha256": token_digest(token)} for caller, token in tokens.items()]
-    path.write_text(json.dumps({"tokens": entries}))
+    """Writes a file with these tokens, by caller."""
+    path.unlink(missing_ok=True)
+    for caller, token in tokens.items():
+        add_token(path, token, TokenEntry(caller))
     return path
 
 
@@ -212,8 +217,7 @@ async def test_a_revoked_token_is_refused_at_the_next_call(tmp_path: Path) -> No
 
 
 async def test_an_expired_token_of_the_file_is_refused(tmp_path: Path) -> None:
-    entry = {"caller": "alice", "sha256": token_digest("secret"), "expires": "2026-01-01T00:00:00+00:00"}
-    (tmp_path / "tokens").write_text(json.dumps({"tokens": [entry]}))
+    add_token(tmp_path / "tokens", "secret", TokenEntry("alice", datetime.now(UTC) - timedelta(seconds=1)))
     async with _by_token(tmp_path, "secret", TokenConfig(file=str(tmp_path / "tokens")), Callers()) as stub:
         assert (await _refusal(stub)).reason == "INVALID_TOKEN"
 
@@ -230,9 +234,9 @@ def key() -> rsa.RSAPrivateKey:
     return rsa.generate_private_key(public_exponent=65537, key_size=2048)
 
 
-def _keys(path: Path, key: rsa.RSAPrivateKey) -> Path:
+def _keys(path: Path, key: rsa.RSAPrivateKey, *, name: str = "1") -> Path:
     """Writes the key set of a provider."""
-    document = jwt.algorithms.RSAAlgorithm.to_jwk(key.public_key(), as_dict=True) | {"kid": "1", "use": "sig"}
+    document = jwt.algorithms.RSAAlgorithm.to_jwk(key.public_key(), as_dict=True) | {"kid": name, "use": "sig"}
     path.write_text(json.dumps({"keys": [document]}))
     return path
 
@@ -247,6 +251,50 @@ async def test_a_token_of_the_provider_names_the_caller(tmp_path: Path, key: rsa
     async with _by_token(tmp_path, jwt.encode(_claims(), key, "RS256", {"kid": "1"}), config, callers) as stub:
         await _generate(stub)
     assert callers.seen == ["alice"]
+
+
+async def test_a_new_key_of_the_provider_is_found(
+    tmp_path: Path, key: rsa.RSAPrivateKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(authentication, "_FETCH_PAUSE_S", 0.0)
+    file, new = _keys(tmp_path / "keys", key), rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    checker = TokenChecker(TokenConfig(keys=str(file), issuer=ISSUER, audience=AUDIENCE))
+    token = jwt.encode(_claims(), new, "RS256", {"kid": "2"})
+    with pytest.raises(UnauthenticatedError, match="its key is not one of the provider's"):
+        await checker.find_caller(token)
+    _keys(file, new, name="2")
+    assert await checker.find_caller(token) == "alice"
+
+
+async def test_the_keys_remain_valid_while_the_provider_cannot_be_read(
+    tmp_path: Path, key: rsa.RSAPrivateKey, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(authentication, "_FETCH_PAUSE_S", 0.0)
+    file = _keys(tmp_path / "keys", key)
+    checker = TokenChecker(TokenConfig(keys=str(file), issuer=ISSUER, audience=AUDIENCE))
+    file.write_text("damaged")
+    with pytest.raises(UnauthenticatedError):
+        await checker.find_caller(jwt.encode(_claims(), key, "RS256", {"kid": "2"}))
+    assert "the previous keys remain valid" in caplog.text
+    assert await checker.find_caller(jwt.encode(_claims(), key, "RS256", {"kid": "1"})) == "alice"
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"keys": []}', '{"keys": [{"kty": "RSA"}]}'])
+def test_damaged_keys_are_an_error_at_the_start(tmp_path: Path, content: str) -> None:
+    (tmp_path / "keys").write_text(content)
+    with pytest.raises(InvalidRequestError, match="keys cannot be read") as caught:
+        TokenChecker(TokenConfig(keys=str(tmp_path / "keys"), issuer=ISSUER, audience=AUDIENCE))
+    assert caught.value.reason == "INVALID_TOKENS"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"tokens": [1]}', '{"tokens": [{"sha256": "x"}]}', '{"tokens": 1}']
+)
+def test_a_damaged_file_of_tokens_is_an_error_at_the_start(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokens").write_text(content)
+    with pytest.raises(InvalidRequestError, match="tokens is damaged") as caught:
+        TokenChecker(TokenConfig(file=str(tmp_path / "tokens")))
+    assert caught.value.reason == "INVALID_TOKENS"
 
 
 @pytest.mark.parametrize(
@@ -316,6 +364,12 @@ async def test_forged_tokens_are_refused(tmp_path: Path, key: rsa.RSAPrivateKey,
 def test_half_a_configuration_of_tokens_is_an_error(values: dict[str, str], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         TokenConfig(**values)
+
+
+def test_tokens_are_part_of_a_config_file(tmp_path: Path) -> None:
+    config = OrchestratorConfig("p.yaml", {}, "127.0.0.1:0", tls="/tls", tokens=TokenConfig(file="/tokens"))
+    (tmp_path / "config.json").write_bytes(dump_config(config))
+    assert load_config(OrchestratorConfig, tmp_path / "config.json") == config
 
 
 def test_tokens_without_tls_are_an_error() -> None:

@@ -13,6 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from stagemesh.client import EdgeUsage
 from stagemesh.common.errors import StagemeshError
+from stagemesh.orchestrator.fleet.fleet import Fleet
+from stagemesh.orchestrator.metrics.requests import RequestMetrics
+from stagemesh.orchestrator.orchestrator import Orchestrator as Core
+from stagemesh.orchestrator.request.timeline import Timeline
+from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.v1 import request_pb2, stage_pb2
 from tests.orchestrator.scaling.processes import Orchestrator, running_pipeline
 
 PIPELINE = """\
@@ -92,6 +98,22 @@ async def test_recoveries_and_errors_have_their_causes(tmp_path: Path) -> None:
     }
     assert reasons <= {"REPLICA_LOST", "PRODUCER_LOST", "CONSUMER_LOST", "REPLICA_RESTARTED", "UPSTREAM_LOST"}, reasons
     assert caught.value.code.name == "DEADLINE_EXCEEDED"
+
+
+@pytest.mark.parametrize("audio_s", [-1.0, math.nan, math.inf])
+async def test_a_number_that_a_stage_invents_is_not_counted(tmp_path: Path, audio_s: float) -> None:
+    (tmp_path / "p.yaml").write_text(PIPELINE.format(connector="grpc", replicas=""))
+    pipeline = load_pipeline(str(tmp_path / "p.yaml"))
+    observed = Core(pipeline, Fleet(pipeline, ()), max_request_s=60, drain_s=0)
+    metrics, timeline = RequestMetrics(observed), Timeline("r")
+    step = timeline.begin("source", replica="source-0", attempt=1)
+    step.note_finished(stage_pb2.StepFinished(usage=request_pb2.Usage(audio_s=audio_s, output_tokens=3)))
+    timeline.end(None)
+    for observe in observed.on_ended:
+        observe(timeline)
+    counted = {each.name: each.samples for each in metrics.collect()}
+    assert not counted["stagemesh_stage_audio_seconds"]
+    assert counted["stagemesh_stage_output_tokens"][0].value == 3
 
 
 async def test_each_metric_has_help_and_a_conventional_name(tmp_path: Path) -> None:

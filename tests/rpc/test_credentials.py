@@ -75,7 +75,7 @@ def test_renewed_files_have_another_version(tmp_path: Path) -> None:
     assert tls.version != first
 
 
-async def test_a_server_continues_with_the_former_certificate_until_the_new_one_is_whole(
+async def test_a_server_continues_with_the_previous_certificate_until_the_new_one_is_whole(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = issue(tmp_path, "stage/a-0")
@@ -87,7 +87,7 @@ async def test_a_server_continues_with_the_former_certificate_until_the_new_one_
         (folder / KEY).write_text("half")
         async with open_channel(f"127.0.0.1:{port}") as channel:
             await check(channel)(Request(), timeout=10)
-        assert "the former certificates remain in use" in caplog.text
+        assert "the previous certificates remain in use" in caplog.text
         (folder / KEY).write_bytes(key)
         async with open_channel(f"127.0.0.1:{port}") as channel:
             await check(channel)(Request(), timeout=10)

@@ -118,6 +118,7 @@ def test_disconnected_client_leaves_no_work(speech: Deployment) -> None:
         for event in client.generate(PROMPTS[0], seed=SEED, max_tokens=200):
             if isinstance(event, AudioChunk):
                 break
+        assert isinstance(event, AudioChunk)
     eventually(speech.idle, timeout_s=10)
 
 

@@ -69,7 +69,7 @@ async def test_a_stage_grows_from_one_replica_to_four_and_shrinks_again(tmp_path
             replicas.start(f"{stage}-0")
         async with AsyncClient(replicas.endpoint) as client:
             await until_ready(client, replicas=1)
-            async with load(replicas.endpoint):
+            async with load(replicas.endpoint) as running:
                 for number in (1, 2, 3):
                     replicas.start(f"frames-{number}")
                 await until_ready(client, replicas=4)
@@ -77,6 +77,7 @@ async def test_a_stage_grows_from_one_replica_to_four_and_shrinks_again(tmp_path
                 for number in (0, 2, 1):
                     replicas.terminate(f"frames-{number}")
                 await until_ready(client, replicas=1)
+    assert not [delivery.error for delivery in running.ended.values() if delivery.error]
 
 
 async def _runs_something(operator: "AdminServiceAsyncStub", name: str) -> bool:

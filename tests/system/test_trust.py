@@ -12,7 +12,10 @@ import grpc
 import pytest
 
 from stagemesh.client import AsyncClient, Client
-from stagemesh.common.errors import NotFoundError, UnavailableError
+from stagemesh.common.errors import ExistsError, NotFoundError, UnavailableError
+from stagemesh.common.versions import own_protocol
+from stagemesh.rpc.channels import CHANNEL_OPTIONS, open_sync
+from stagemesh.rpc.credentials import Credentials
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import orchestrator_pb2, stage_pb2
 from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
@@ -93,7 +96,9 @@ def test_calls_without_tls_are_refused(up: Deployment, port: str) -> None:
     endpoint = {"clients": up.endpoint, "operators": up.admin_endpoint, "stage": up.statuses["relay-0"]["endpoint"]}
     with grpc.insecure_channel(endpoint[port]) as channel, pytest.raises(grpc.RpcError) as caught:
         OrchestratorServiceStub(channel).DescribePipeline(orchestrator_pb2.DescribePipelineRequest(), timeout=10)
-    assert isinstance(from_rpc_error(caught.value, peer="x"), UnavailableError)
+    error = from_rpc_error(caught.value, peer="x")
+    assert isinstance(error, UnavailableError)
+    assert "if only one of both uses TLS" in error.message
 
 
 @pytest.mark.parametrize("role", ["client", "operator"])
@@ -106,7 +111,37 @@ def test_a_user_may_not_call_a_stage(up: Deployment, authority: Path, role: str)
     assert from_rpc_error(caught.value, peer="x").reason == "WRONG_ROLE"
 
 
-def test_a_client_cannot_cancel_the_request_of_another(up: Deployment, authority: Path) -> None:
+def test_a_session_can_be_continued_by_its_own_caller_alone(up: Deployment, authority: Path) -> None:
+    other = issue(authority.parent, "client/other", authority=authority.name)
+    with Client(up.endpoint, tls=authority / "client") as owner, Client(up.endpoint, tls=other) as thief:
+        with owner.converse(session_id="mine"), pytest.raises(ExistsError) as caught:
+            thief.converse(session_id="mine").__enter__()
+        assert caught.value.reason == "SESSION_EXISTS"
+
+
+@pytest.mark.parametrize(
+    ("certificate", "name", "accepted"), [("source-0", "source-0", True), ("source-0", "x-0", False)]
+)
+def test_a_replica_sends_under_its_own_name_alone(
+    up: Deployment, authority: Path, certificate: str, name: str, accepted: bool
+) -> None:
+    folder = issue(authority.parent, f"stage/{certificate}", authority=authority.name)
+    with Client(up.endpoint, tls=authority / "client") as client:
+        described = client.describe()
+    hello = stage_pb2.Hello(replica=name, incarnation="1", pipeline="relays", generation=described.generation)
+    hello.protocol.CopyFrom(own_protocol())
+    with open_sync(up.statuses["relay-0"]["endpoint"], Credentials(folder), CHANNEL_OPTIONS) as channel:
+        call = StageServiceStub(channel).PutChunk(iter([stage_pb2.PutChunkRequest(hello=hello)]), timeout=10)
+        if accepted:
+            assert next(call).HasField("welcome")
+        else:
+            with pytest.raises(grpc.RpcError) as caught:
+                next(call)
+            assert from_rpc_error(caught.value, peer="x").reason == "REPLICA_MISMATCH"
+        call.cancel()
+
+
+def test_a_client_cannot_cancel_or_read_the_request_of_another(up: Deployment, authority: Path) -> None:
     other = issue(authority.parent, "client/other", authority=authority.name)
     with Client(up.endpoint, tls=authority / "client") as owner, Client(up.endpoint, tls=other) as thief:
         events = iter(owner.generate("hello", request_id="mine"))
@@ -114,6 +149,9 @@ def test_a_client_cannot_cancel_the_request_of_another(up: Deployment, authority
         with pytest.raises(NotFoundError) as caught:
             thief.cancel("mine")
         assert caught.value.reason == "UNKNOWN_REQUEST"
+        with pytest.raises(ExistsError) as exists:
+            thief.generate("hello", request_id="mine").result()
+        assert exists.value.reason == "REQUEST_EXISTS"
         owner.cancel("mine")
         events.close()
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from stagemesh.common.errors import PermissionDeniedError
-from stagemesh.common.token_config import TokenConfig
+from stagemesh.common.token_config import TokenConfig, check_tokens
 
 LOCAL = "file"
 """The protocol of files in folders."""
@@ -111,8 +111,7 @@ class MediaServiceConfig:
     """
 
     def __post_init__(self) -> None:
-        if self.tokens is not None and self.tls is None:
-            raise ValueError("tokens need tls; without it, anyone on the network can read and use them")
+        check_tokens(self.tokens, tls=self.tls)
         if not self.media.store:
             raise ValueError("media.store is not set; name the folder or the URL in which uploads are stored")
 

@@ -35,3 +35,9 @@ class TokenConfig:
             raise ValueError("`keys`, `issuer` and `audience` belong together; set all of them, or none")
         if "://" in self.keys and not self.keys.startswith("https://"):
             raise ValueError(f"keys is {self.keys!r}; it must be an https URL, or the path of a file")
+
+
+def check_tokens(tokens: TokenConfig | None, *, tls: str | None) -> None:
+    """Raises ValueError if a config has tokens but no certificates."""
+    if tokens is not None and tls is None:
+        raise ValueError("tokens need tls; without it, anyone on the network can read and use them")

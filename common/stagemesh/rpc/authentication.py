@@ -1,22 +1,17 @@
 """Authentication of callers: by the certificate of the connection, or by a bearer token in the metadata of the call."""
 
 import asyncio
-import hashlib
-import json
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagemesh.common.errors import InvalidRequestError, UnauthenticatedError
 from stagemesh.common.token_config import TokenConfig
 from stagemesh.rpc.callers import SCHEME, Identity, identity_of_certificate, set_identity
-from stagemesh.rpc.credentials import file_version
 from stagemesh.rpc.roles import CLIENT, Authenticate, Role
+from stagemesh.rpc.token_file import TokenFile
 
 if TYPE_CHECKING:
     import jwt
@@ -24,12 +19,12 @@ if TYPE_CHECKING:
 _Metadata: TypeAlias = Iterable[tuple[str, str | bytes]] | None
 
 _HEADER, _PREFIX = "authorization", "Bearer "
-_MAX_TOKEN_BYTES = 8192
-_ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "ES256", "ES384", "EdDSA")
-"""The accepted signatures of JWTs. They are asymmetric: a public key cannot serve as a secret."""
+_MAX_TOKEN_LENGTH = 8192
+_ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
+"""The accepted signatures of JWTs. They are asymmetric, so that a public key is not accepted as a shared secret."""
 _KEYS_LIFE_S = 300.0
 _FETCH_PAUSE_S = 10.0
-"""The minimum time between two requests for the keys of a provider. Callers could otherwise flood it with requests."""
+"""The minimum time between two requests for the keys of a provider, which tokens with unknown keys cause."""
 _FETCH_TIMEOUT_S = 5.0
 _LEEWAY_S = 10.0
 """The tolerated difference between the clocks of this host and of the provider, in seconds."""
@@ -52,7 +47,7 @@ def authentication(tokens: "TokenChecker | None") -> Authenticate:
 
     async def by_token(context: Any, metadata: _Metadata) -> frozenset[Role]:  # noqa: ARG001
         assert tokens is not None, "the port accepts tokens"
-        identity = Identity([(CLIENT, await tokens.caller(_bearer_token(metadata)))])
+        identity = Identity([(CLIENT, await tokens.find_caller(_bearer_token(metadata)))])
         set_identity(identity)
         return identity.roles
 
@@ -63,84 +58,27 @@ class TokenChecker:
     """Checks the tokens of clients. A token is random text whose digest is in a file, or a JWT of a provider."""
 
     def __init__(self, config: TokenConfig) -> None:
-        """Reads the file and the keys. Raises InvalidRequestError (INVALID_TOKENS) if they are damaged."""
-        self._file = _TokenFile(Path(config.file)) if config.file else None
+        """Reads the file, and the keys if they are a file.
+
+        Raises InvalidRequestError (INVALID_TOKENS) if one of them cannot be read or is damaged.
+        """
+        self._file = TokenFile(Path(config.file)) if config.file else None
         self._provider = _Provider(config) if config.keys else None
 
-    async def caller(self, token: str) -> str:
-        """Returns the name of the caller that has this token. Raises UnauthenticatedError if no caller has it."""
-        if self._file is not None and (caller := self._file.find(token)) is not None:
+    async def find_caller(self, token: str) -> str:
+        """Returns the caller with this token.
+
+        Raises UnauthenticatedError (INVALID_TOKEN) if the token is unknown, expired, revoked or not valid here.
+        """
+        if self._file is not None and (caller := self._file.find_caller(token)) is not None:
             return caller
         if self._provider is None:
-            raise _invalid_token("it is unknown, has expired, or was revoked")
-        return await self._provider.check(token)
-
-
-@dataclass(frozen=True)
-class _Entry:
-    caller: str
-    expires: datetime | None
-
-
-class _TokenFile:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._version: tuple[int, ...] = ()
-        self._entries: Mapping[str, _Entry] = {}
-        self._read()
-
-    def find(self, token: str) -> str | None:
-        """Returns the caller with this token, or None if it is not in the file or has expired."""
-        try:
-            self._read()
-        except InvalidRequestError as exc:
-            _log.error("the former tokens remain valid: %s", exc.message)
-        # A digest is looked up, so that the time does not depend on the contents of valid tokens.
-        entry = self._entries.get(token_digest(token))
-        if entry is None or (entry.expires is not None and datetime.now(UTC) >= entry.expires):
-            return None
-        return entry.caller
-
-    def _read(self) -> None:
-        try:
-            version = file_version(self._path)
-            if version == self._version:
-                return
-            self._version = version
-            self._entries = {digest: _Entry(*each) for digest, each in read_token_file(self._path).items()}
-        except OSError as exc:
-            raise _invalid_file(self._path, f"cannot be read: {exc.strerror}") from exc
-
-
-def token_digest(token: str) -> str:
-    """Returns the digest of a token. The file contains digests, so that a copy of it is of no use to a thief."""
-    return hashlib.sha256(token.encode()).hexdigest()
-
-
-def read_token_file(path: Path) -> dict[str, tuple[str, datetime | None]]:
-    """Returns the caller and the time of expiry of each token in a file, by the digest of the token.
-
-    Raises OSError if the file cannot be read, and InvalidRequestError (INVALID_TOKENS) if it is damaged.
-    """
-    try:
-        entries = json.loads(path.read_bytes())["tokens"]
-        found = {str(each["sha256"]): (str(each["caller"]), _read_expiry(each.get("expires"))) for each in entries}
-    except (ValueError, TypeError, KeyError) as exc:
-        raise _invalid_file(path, f"is damaged: {exc}") from exc
-    return found
-
-
-def _read_expiry(text: str | None) -> datetime | None:
-    if not text:
-        return None
-    expires = datetime.fromisoformat(text)
-    if expires.tzinfo is None:
-        raise ValueError(f"the time {text} has no time zone")
-    return expires
+            raise _invalid_token("it is unknown, expired or revoked")
+        return await self._provider.find_caller(token)
 
 
 class _Provider:
-    """An identity provider that issues JWTs. Its keys are fetched again when a token names an unknown one."""
+    """An identity provider that issues JWTs. Its keys are fetched again when a token names an unknown key."""
 
     def __init__(self, config: TokenConfig) -> None:
         try:
@@ -150,17 +88,15 @@ class _Provider:
                 "tokens of an identity provider need PyJWT: pip install 'stagemesh[stage]'", reason="INVALID_TOKENS"
             ) from exc
         self._jwt, self._config = jwt, config
-        self._keys: Mapping[str | None, jwt.PyJWK] = {}
-        self._fetched_s = -_FETCH_PAUSE_S
-        self._fetching = asyncio.Lock()
-        self._renewing: asyncio.Task[None] | None = None
-        if not config.keys.startswith("https://"):
-            self._take(_read_keys(Path(config.keys)))
+        self._is_remote = config.keys.startswith("https://")
+        self._keys: Mapping[str | None, jwt.PyJWK] = {} if self._is_remote else self._read_keys()
+        self._fetched_s = time.monotonic() - (_KEYS_LIFE_S if self._is_remote else 0.0)
+        self._fetching: asyncio.Task[None] | None = None
 
-    async def check(self, token: str) -> str:
-        """Returns the caller of a valid token. Raises UnauthenticatedError if the token is not valid."""
+    async def find_caller(self, token: str) -> str:
+        """Returns the caller with this token. Raises UnauthenticatedError (INVALID_TOKEN) if the token is not valid."""
         try:
-            key = await self._key(self._jwt.get_unverified_header(token).get("kid"))
+            key = await self._find_key(self._jwt.get_unverified_header(token).get("kid"))
             claims = self._jwt.decode(
                 token,
                 key,
@@ -170,56 +106,49 @@ class _Provider:
                 leeway=_LEEWAY_S,
                 options={"require": ["exp", "iss", "aud"]},
             )
-        except self._jwt.InvalidTokenError as exc:
+        except self._jwt.PyJWTError as exc:
             raise _invalid_token(str(exc)) from exc
         caller = claims.get(self._config.caller_claim)
         if not isinstance(caller, str) or not caller:
             raise _invalid_token(f"it has no claim {self._config.caller_claim!r}")
         return caller
 
-    async def _key(self, name: str | None) -> "jwt.PyJWK":
-        """Returns the key with this name. Raises InvalidTokenError if the provider has no such key."""
-        if name not in self._keys:
-            async with self._fetching:
-                await self._fetch(after_s=_FETCH_PAUSE_S)
-        elif time.monotonic() - self._fetched_s >= _KEYS_LIFE_S:
-            # Callers with known keys do not wait for the provider.
-            self._renewing = asyncio.create_task(self._fetch(after_s=_KEYS_LIFE_S), name="fetch keys")
+    async def _find_key(self, name: str | None) -> "jwt.PyJWK":
+        """Returns the key with this name. Raises InvalidTokenError if the provider has no such key.
+
+        Callers with a known key do not wait until the keys are fetched.
+        """
+        is_known = name in self._keys
+        if self._fetching is None and time.monotonic() - self._fetched_s >= (
+            _KEYS_LIFE_S if is_known else _FETCH_PAUSE_S
+        ):
+            self._fetching = asyncio.create_task(self._fetch(), name="fetch keys")
+        if not is_known and self._fetching is not None:
+            await asyncio.shield(self._fetching)
         if name not in self._keys:
             raise self._jwt.InvalidTokenError("its key is not one of the provider's")
         return self._keys[name]
 
-    async def _fetch(self, *, after_s: float) -> None:
-        """Fetches the keys if `after_s` seconds have passed since they were last fetched."""
-        if time.monotonic() - self._fetched_s < after_s:
-            return
-        self._fetched_s = time.monotonic()
-        # An unreachable provider does not make the keys invalid that it has published before.
-        with suppress(InvalidRequestError):
-            self._take(await asyncio.to_thread(_read_keys, self._config.keys))
-
-    def _take(self, document: dict[str, Any]) -> None:
+    async def _fetch(self) -> None:
         try:
-            self._keys = {key.key_id: key for key in self._jwt.PyJWKSet.from_dict(document).keys}
-        except self._jwt.PyJWTError as exc:
-            raise _invalid_file(self._config.keys, f"is not a JSON Web Key Set: {exc}") from exc
+            self._keys = await asyncio.to_thread(self._read_keys)
+        except InvalidRequestError as exc:
+            _log.warning("the previous keys remain valid: %s", exc.message)
+        finally:
+            self._fetched_s, self._fetching = time.monotonic(), None
 
-
-def _read_keys(source: Path | str) -> dict[str, Any]:
-    document: dict[str, Any]
-    from urllib.request import urlopen
-
-    try:
-        if isinstance(source, str) and source.startswith("https://"):
-            with urlopen(source, timeout=_FETCH_TIMEOUT_S) as answer:  # noqa: S310 - the scheme is checked
-                content = answer.read()
-        else:
-            content = Path(source).read_bytes()
-        document = dict(json.loads(content))
-    except (OSError, ValueError, TypeError) as exc:
-        _log.warning("the keys %s cannot be read: %s", source, exc)
-        raise _invalid_file(source, f"cannot be read: {exc}") from exc
-    return document
+    def _read_keys(self) -> "Mapping[str | None, jwt.PyJWK]":
+        """Raises InvalidRequestError (INVALID_TOKENS) if the keys cannot be read or are damaged."""
+        try:
+            if self._is_remote:
+                found = self._jwt.PyJWKClient(self._config.keys, timeout=_FETCH_TIMEOUT_S).get_jwk_set(refresh=True)
+            else:
+                found = self._jwt.PyJWKSet.from_json(Path(self._config.keys).read_text())
+        except (OSError, ValueError, TypeError, AttributeError, self._jwt.PyJWTError) as exc:
+            raise InvalidRequestError(
+                f"the keys {self._config.keys} cannot be read: {exc}", reason="INVALID_TOKENS"
+            ) from exc
+        return {key.key_id: key for key in found.keys}
 
 
 def _bearer_token(metadata: _Metadata) -> str:
@@ -230,14 +159,10 @@ def _bearer_token(metadata: _Metadata) -> str:
             reason="NO_TOKEN",
         )
     token = values[0].removeprefix(_PREFIX)
-    if len(token) > _MAX_TOKEN_BYTES:
-        raise _invalid_token(f"it is longer than {_MAX_TOKEN_BYTES} characters")
+    if len(token) > _MAX_TOKEN_LENGTH:
+        raise _invalid_token(f"it is longer than {_MAX_TOKEN_LENGTH} characters")
     return token
 
 
 def _invalid_token(problem: str) -> UnauthenticatedError:
-    return UnauthenticatedError(f"the token is not valid: {problem}; get a new one", reason="INVALID_TOKEN")
-
-
-def _invalid_file(path: Path | str, problem: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{path} {problem}", reason="INVALID_TOKENS")
+    return UnauthenticatedError(f"the token is not valid: {problem}; use a new token", reason="INVALID_TOKEN")

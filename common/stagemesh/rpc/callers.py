@@ -21,11 +21,11 @@ ROLE_NAMES: Mapping[str, Role] = {
     "stage": STAGE,
     "operator": OPERATOR,
 }
-"""The roles by their words in certificates."""
+"""The roles by their names in certificates."""
 
 
 class AuthenticatedContext(Protocol):
-    """The method of grpc.aio.ServicerContext that returns what the peer has proved about itself."""
+    """The method of grpc.aio.ServicerContext that returns the certificate of the peer."""
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
         """Returns the properties of the peer's certificate. `peer_uri` has its URIs."""
@@ -52,26 +52,25 @@ _CURRENT: ContextVar[Identity | None] = ContextVar("caller", default=None)
 
 
 def set_identity(identity: Identity) -> None:
-    """Sets the identity of the caller of the RPC that this task serves."""
+    """Sets the identity of the current RPC's caller. The current RPC is the RPC that this task serves."""
     _CURRENT.set(identity)
 
 
 def identity_of_certificate(context: AuthenticatedContext) -> Identity | None:
-    """Returns the identity in the certificate of the peer, or None if it has no certificate with such a name."""
-    names: list[tuple[Role, str]] = []
-    for uri in context.auth_context().get("peer_uri", ()):
-        word, slash, name = uri.decode(errors="replace").removeprefix(SCHEME).partition("/")
-        if uri.startswith(SCHEME.encode()) and slash and name and word in ROLE_NAMES:
-            names.append((ROLE_NAMES[word], name))
+    """Returns the identity in the certificate of the peer, or None if the certificate names no role."""
+    uris = (uri.decode(errors="replace") for uri in context.auth_context().get("peer_uri", ()))
+    parts = (uri.removeprefix(SCHEME).partition("/") for uri in uris if uri.startswith(SCHEME))
+    names = [(ROLE_NAMES[role], name) for role, _, name in parts if role in ROLE_NAMES and name]
     return Identity(names) if names else None
 
 
 def caller_of(*, claimed: str) -> str:
-    """Returns the name of the caller of the RPC that this task serves. `claimed` is the name that the request states,
-    or empty.
+    """Returns the name of the current RPC's caller.
 
-    Without credentials, this is `claimed`. With credentials, it is one of the client names in them: `claimed` if it is
-    among them, or the first name if `claimed` is empty.
+    - `claimed` is the name that the request states, or empty.
+
+    Without credentials, the caller's name is `claimed`. With credentials, it is one of the client names in them:
+    `claimed` if it is among them, or the first name if `claimed` is empty.
 
     Raises PermissionDeniedError (CALLER_MISMATCH) if the credentials do not contain `claimed`. The request is
     rejected, not attributed to another caller, because its sender would otherwise not notice whose share it uses.
@@ -92,18 +91,20 @@ def caller_of(*, claimed: str) -> str:
 
 
 def may_act_for(caller: str) -> bool:
-    """Returns whether the caller of the RPC that this task serves may act for `caller`, a name that `caller_of` has
-    returned earlier. True for any name if there are no credentials.
+    """Returns whether the current RPC's caller may act for the caller with this name.
+
+    Returns True if the current RPC's caller has no credentials.
     """
     identity = _CURRENT.get()
     return identity is None or caller in identity.names_as(CLIENT)
 
 
 def check_replica(name: str) -> None:
-    """Raises PermissionDeniedError (REPLICA_MISMATCH) if the caller of the RPC that this task serves has credentials of
-    a stage, and they do not name the replica `name`.
+    """Checks that the current RPC's caller may use this name of a replica.
 
-    Orchestrators, which send the input of requests under names of their own, pass.
+    Raises PermissionDeniedError (REPLICA_MISMATCH) if the caller's certificate does not contain the name. Accepts any
+    name if the caller has no credentials. Also accepts any name of an orchestrator, because orchestrators send the
+    input of requests under names of their own.
     """
     identity = _CURRENT.get()
     if identity is None or ORCHESTRATOR in identity.roles:

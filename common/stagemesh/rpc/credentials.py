@@ -31,7 +31,10 @@ class _Pems(NamedTuple):
 
 
 def file_version(path: Path) -> tuple[int, int, int]:
-    """Returns a value that changes when a file is written or replaced. Raises OSError if there is no such file."""
+    """Returns a value that changes when the file at `path` changes.
+
+    Raises OSError if the file does not exist.
+    """
     status = path.stat()
     # The time alone may be the same for two changes within a few milliseconds.
     return status.st_mtime_ns, status.st_ino, status.st_size
@@ -69,7 +72,7 @@ class TlsFolder:
         used: list[_Pems] = [self._pems]
 
         def renewed() -> Any:
-            # gRPC continues with the former certificates if this function returns None.
+            # gRPC continues with the previous certificates if this function returns None.
             self._refresh()
             if self._pems is used[0]:
                 return None
@@ -81,7 +84,7 @@ class TlsFolder:
         )
 
     def _refresh(self) -> None:
-        """Reads the files again if they have changed. Continues with the former certificates if that fails."""
+        """Reads the files again if they have changed. Continues with the previous certificates if that fails."""
         try:
             version = self._find_version()
             if version != self._version:
@@ -90,7 +93,7 @@ class TlsFolder:
                 self._pems = self._read()
                 _log.info("renewed the certificates of %s", self.path)
         except InvalidRequestError as exc:
-            _log.error("the former certificates remain in use: %s", exc.message)
+            _log.error("the previous certificates remain in use: %s", exc.message)
 
     def _find_version(self) -> tuple[int, ...]:
         try:
@@ -103,25 +106,22 @@ class TlsFolder:
         return (CA,) if alone else (CA, CERTIFICATE, KEY)
 
     def _read(self) -> _Pems:
-        try:
-            contents = [(self.path / name).read_bytes() for name in self._names()]
-        except OSError as exc:
-            raise self._invalid(f"{exc.filename} cannot be read: {exc.strerror}") from exc
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        problem = f"{self.path / CA} contains no certificate"
         try:
+            ca, *own = [(self.path / name).read_bytes() for name in self._names()]
             context.load_verify_locations(self.path / CA)
-        except ssl.SSLError as exc:
-            raise self._invalid(f"{self.path / CA} contains no certificate ({exc.reason or exc})") from exc
-        if len(contents) == 1:
-            return _Pems(contents[0], None, None)
-        try:
+            if not own:
+                return _Pems(ca, None, None)
+            problem = f"{self.path / CERTIFICATE} and {KEY} are damaged, encrypted, or do not belong together"
             # Without a password, OpenSSL would ask for one on the terminal.
             context.load_cert_chain(self.path / CERTIFICATE, self.path / KEY, password="")
         except ssl.SSLError as exc:
-            text = f"{self.path / CERTIFICATE} and {KEY} are damaged, encrypted, or do not belong together"
-            raise self._invalid(f"{text} ({exc.reason or exc})") from exc
-        self._check_times(contents[1])
-        return _Pems(*contents)
+            raise self._invalid(f"{problem} ({exc.reason or exc})") from exc
+        except OSError as exc:
+            raise self._invalid(f"{exc.filename} cannot be read: {exc.strerror}") from exc
+        self._check_times(own[0])
+        return _Pems(ca, *own)
 
     def _check_times(self, certificate: bytes) -> None:
         """Raises InvalidRequestError (INVALID_TLS) if the certificate has expired, or is not valid yet."""

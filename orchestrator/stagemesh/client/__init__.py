@@ -4,6 +4,7 @@ Calls raise the errors of `stagemesh.common.errors`. docs/errors.md lists every 
 remedy, and whether a retry helps.
 """
 
+from stagemesh.client.calls import ClientOptions as ClientOptions
 from stagemesh.client.clients import AsyncClient as AsyncClient
 from stagemesh.client.clients import AsyncGeneration as AsyncGeneration
 from stagemesh.client.clients import Client as Client

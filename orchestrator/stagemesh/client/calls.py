@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Generic, Self, TypeVar
+from typing import Generic, Self, TypedDict, TypeVar, Unpack
 
 import grpc
 
@@ -25,30 +25,42 @@ from stagemesh.v1 import orchestrator_pb2
 _LEFT_EARLY = (GeneratorExit, KeyboardInterrupt, asyncio.CancelledError)
 
 
+class ClientOptions(TypedDict, total=False):
+    """The options of a client. Without `tls`, its connections are not encrypted.
+
+    A missing, damaged or unsuitable file raises InvalidRequestError (INVALID_TLS, INVALID_TOKENS).
+    """
+
+    retry_policy: RetryPolicy
+    """The policy by which the client repeats failed calls."""
+    tls: Path | str
+    """A folder with the file `ca.crt`: the certificates of the authorities that sign those of servers.
+
+    It also has `tls.crt` and `tls.key`, the client's own certificate and its key, unless the client has a token.
+    """
+    token_file: Path | str
+    """A file with the client's token. The client reads it for each call."""
+
+
 class BaseClient:
     """Base class of the clients. Stores the endpoints of one pipeline and the running requests.
 
-    A subclass implements `_send_leave` and `_connect`.
+    A subclass implements `_connect` and `_send_leave`.
     """
 
-    def __init__(
-        self,
-        *endpoints: str,
-        retry_policy: RetryPolicy | None = None,
-        tls: Path | str | None = None,
-        token_file: Path | str | None = None,
-    ) -> None:
+    def __init__(self, *endpoints: str, **options: Unpack[ClientOptions]) -> None:
+        """Connects to the endpoints, the "host:port" of one orchestrator each."""
         if not endpoints:
             raise ValueError("a client needs at least one endpoint")
-        given = tls is not None or token_file is not None
-        self.credentials = (
-            Credentials(tls, token_file=token_file, needs_certificate=False) if given else PROCESS.credentials
-        )
-        """The certificates and the token of the client."""
+        tls, token_file = options.get("tls"), options.get("token_file")
+        self.credentials = PROCESS.credentials
+        """The certificates and the token of the client: by default those of this process."""
+        if tls is not None or token_file is not None:
+            self.credentials = Credentials(tls, token_file=token_file, needs_certificate=False)
         self._certificates = [self.credentials.version] * len(endpoints)
-        """The version of the certificates with which each endpoint was connected."""
+        """For each endpoint, the version of the certificates with which its channel was opened."""
         self.endpoints = endpoints
-        self.retry_policy = retry_policy or RetryPolicy()
+        self.retry_policy = options.get("retry_policy") or RetryPolicy()
         self.closed = False
         self.latest = 0
         """The index of the last called endpoint.
@@ -82,13 +94,16 @@ class BaseClient:
         return error
 
     def renew_certificates(self, endpoint: int) -> None:
-        """Connects to an endpoint again if its connection is broken and the client's certificates have been renewed."""
+        """Opens a new channel to an endpoint if the certificates have changed since the last channel was opened.
+
+        Call this method when the connection to the endpoint is broken.
+        """
         if self.credentials.version != self._certificates[endpoint]:
             self._certificates[endpoint] = self.credentials.version
             self._connect(endpoint)
 
     def _connect(self, endpoint: int) -> None:
-        """Opens a new channel to an endpoint for the next calls. Calls that still run keep theirs."""
+        """Opens a new channel to an endpoint for the next calls. Running calls continue on their channel."""
         raise NotImplementedError
 
     def leave(self, calls: "RequestCalls") -> None:
@@ -221,8 +236,8 @@ class BaseGeneration(Generic[ClientT]):
 
 
 def main_error(errors: Sequence[StagemeshError]) -> StagemeshError:
-    """Returns the error to raise after the calls to all endpoints have failed.
+    """Returns the most informative error of the failed calls to all endpoints.
 
-    Returns the first NotFoundError, or the first error if there is no NotFoundError.
+    This is the first NotFoundError, or the first error if there is no NotFoundError.
     """
     return next((error for error in errors if isinstance(error, NotFoundError)), errors[0])

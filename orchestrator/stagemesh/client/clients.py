@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 import grpc
 import grpc.aio
 
-from stagemesh.client.calls import BaseClient, BaseGeneration, main_error
+from stagemesh.client.calls import BaseClient, BaseGeneration, ClientOptions, main_error
 from stagemesh.client.content import Content, MediaFile
 from stagemesh.client.media_transfer import Download, OnBytes, UploadMessages, media_address, stored_file
 from stagemesh.client.requests import ConverseArguments, GenerateArguments, build_open, build_request
 from stagemesh.client.responses import Event, Result, ResultBuilder
-from stagemesh.client.retries import RetryPolicy
 from stagemesh.client.sessions.async_session import AsyncSession
 from stagemesh.client.sessions.sync_session import Session
 from stagemesh.common.errors import StagemeshError
@@ -77,22 +76,8 @@ class AsyncClient(BaseClient):
     states the cause and the remedy.
     """
 
-    def __init__(
-        self,
-        *endpoints: str,
-        retry_policy: RetryPolicy | None = None,
-        tls: Path | str | None = None,
-        token_file: Path | str | None = None,
-    ) -> None:
-        """Creates a client. Without `tls`, the connections are not encrypted.
-
-        - `tls` is a folder with `ca.crt`, the certificate of the authority that signs those of the servers, and with
-          `tls.crt` and `tls.key`, the client's own certificate, unless the client has a token.
-        - `token_file` is a file with a token. It is read again for each call.
-
-        Raises InvalidRequestError (INVALID_TLS, INVALID_TOKENS) if a file is missing, damaged or unsuitable.
-        """
-        super().__init__(*endpoints, retry_policy=retry_policy, tls=tls, token_file=token_file)
+    def __init__(self, *endpoints: str, **options: Unpack[ClientOptions]) -> None:
+        super().__init__(*endpoints, **options)
         self._channels = [channels.open_async(endpoint, self.credentials, _CHANNEL_OPTIONS) for endpoint in endpoints]
         self.stubs = [OrchestratorServiceStub(channel) for channel in self._channels]
         self._leaving: set[asyncio.Task[None]] = set()
@@ -190,12 +175,14 @@ class AsyncClient(BaseClient):
         on_bytes: OnBytes | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Downloads a stored file, compares it with the size and the digest in `file`, and writes it to `path`.
+        """Downloads a stored file to `path`. Compares its content with the size and the digest in `file`.
 
-        `on_bytes` is called during the transfer with the number of bytes received so far. `timeout_s` is the time limit
-        in seconds, or None for no limit. Raises NotFoundError (UNKNOWN_MEDIA) if there is no such file,
-        InvalidRequestError (MEDIA_MISMATCH) if it differs from `file`, and UnsupportedError if the pipeline has no
-        media service. After an error, an earlier file at `path` is unchanged.
+        - `on_bytes` is called during the transfer with the number of bytes received so far.
+        - `timeout_s` is the time limit in seconds, or None for no limit.
+
+        Raises NotFoundError (UNKNOWN_MEDIA) if there is no such file, InvalidRequestError (MEDIA_MISMATCH) if the
+        content differs, and UnsupportedError if the pipeline has no media service. After an error, an earlier file at
+        `path` is unchanged.
         """
         endpoint, server_name = media_address(await self.describe())
         options = channels.named_options(_CHANNEL_OPTIONS, server_name)
@@ -293,22 +280,8 @@ class Client(BaseClient):
     A failed call raises a StagemeshError. The error's message states the cause and the remedy.
     """
 
-    def __init__(
-        self,
-        *endpoints: str,
-        retry_policy: RetryPolicy | None = None,
-        tls: Path | str | None = None,
-        token_file: Path | str | None = None,
-    ) -> None:
-        """Creates a client. Without `tls`, the connections are not encrypted.
-
-        - `tls` is a folder with `ca.crt`, the certificate of the authority that signs those of the servers, and with
-          `tls.crt` and `tls.key`, the client's own certificate, unless the client has a token.
-        - `token_file` is a file with a token. It is read again for each call.
-
-        Raises InvalidRequestError (INVALID_TLS, INVALID_TOKENS) if a file is missing, damaged or unsuitable.
-        """
-        super().__init__(*endpoints, retry_policy=retry_policy, tls=tls, token_file=token_file)
+    def __init__(self, *endpoints: str, **options: Unpack[ClientOptions]) -> None:
+        super().__init__(*endpoints, **options)
         self._channels = [channels.open_sync(endpoint, self.credentials, _CHANNEL_OPTIONS) for endpoint in endpoints]
         self.stubs = [OrchestratorServiceStub(channel) for channel in self._channels]
         self._leaving: set[grpc.Future[orchestrator_pb2.CancelRequestResponse]] = set()

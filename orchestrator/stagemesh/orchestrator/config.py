@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from stagemesh.common.token_config import TokenConfig
+from stagemesh.common.token_config import TokenConfig, check_tokens
 
 _STRICT = ConfigDict(extra="forbid")
 """The setting by which an unknown key is an error."""
@@ -133,8 +133,7 @@ class OrchestratorConfig:
             if address in addresses:
                 raise ValueError(f"{name} is {address}, as {addresses[address]} is; they must be different addresses")
             addresses[address] = name
-        if self.tokens is not None and self.tls is None:
-            raise ValueError("tokens need tls; without it, anyone on the network can read and use them")
+        check_tokens(self.tokens, tls=self.tls)
         if self.registration is not None and self.admin_listen is None:
             raise ValueError("registration needs admin_listen, the address at which replicas register")
         names = [address.name for addresses in self.replicas.values() for address in addresses]

@@ -83,9 +83,9 @@ class GenerateRequest(_message.Message):
     caller: _builtins.str
     """The caller's name: at most 128 characters of letters, digits and "._:@/-". Anything else is rejected
     (INVALID_ARGUMENT, INVALID_CALLER). Callers with the same priority get equal shares of the pipeline and of its
-    queue, and limits per caller apply to each. All requests with an empty caller count as one caller. If the connection
-    has credentials with names, such as a client certificate, the caller is the first of these names, or the one that is
-    set here. Any other name is rejected (PERMISSION_DENIED, CALLER_MISMATCH).
+    queue, and limits per caller apply to each. All requests with an empty caller count as one caller. If the call
+    has credentials (a certificate with names stagemesh://client/NAME, or a token), the caller is the first of the names
+    in them, or the one that is set here. Any other name is rejected (PERMISSION_DENIED, CALLER_MISMATCH).
     """
     linger_s: _builtins.int
     """For how many seconds the request continues without a caller. More than 60 counts as 60. The value of the latest

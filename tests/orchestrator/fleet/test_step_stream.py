@@ -118,6 +118,7 @@ async def test_a_step_call_of_its_own_is_cancelled() -> None:
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
         await _until(lambda: caller.stage.running == 0)
+    assert leaving.cancelled()
 
 
 async def test_a_step_call_of_its_own_loses_its_replica() -> None:

@@ -169,9 +169,9 @@ class Fleet:
             _log.warning("replica %s of stage %s: %s", replica.name, replica.stage, replica.detail)
 
     def replace(self, replica: Replica, successor: Replica | None) -> None:
-        """Removes a replica that has ended, and adds the next process at the same address.
+        """Replaces a replica that has ended with its successor.
 
-        `successor` represents this process. It is None if the address is no longer watched.
+        - `successor` is the next process at the same address, or None if the address is no longer watched.
         """
         self.registry.remove(replica)
         self.edge_connectors.leave(replica)

@@ -4,7 +4,6 @@ It serves deployments by `stagemesh up` or by hand. A cluster has an authority o
 """
 
 import ipaddress
-import os
 import secrets
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -16,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.private_files import write_private
 from stagemesh.rpc.callers import ROLE_NAMES, SCHEME
 from stagemesh.rpc.credentials import CA, CERTIFICATE, KEY
 
@@ -36,7 +36,6 @@ class Authority:
         certificate, key = folder / CA, folder / _CA_KEY
         try:
             if not certificate.exists() and not key.exists():
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 _create_authority(certificate, key)
             self._pem = certificate.read_bytes()
             loaded = serialization.load_pem_private_key(key.read_bytes(), password=None)
@@ -80,7 +79,6 @@ class Authority:
             )
         )
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_private(folder / CA, self._pem)
             write_private(folder / KEY, _private(key))
             write_private(folder / CERTIFICATE, builder.sign(self._key, hashes.SHA256()).public_bytes(_PEM))
@@ -136,12 +134,3 @@ def _subject(name: str) -> x509.Name:
 
 def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Replaces a file atomically. Only the user can read it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-    temporary.replace(path)

@@ -143,7 +143,10 @@ class Launcher:
         return ForkServer.running(tuple(preload), log=folder.log_path(FORK_SERVER))
 
     def _certify(self, folder: RunFolder, name: str, *roles: str) -> str | None:
-        """Issues the certificate of the process `name`. Returns its folder, or None if there is no authority."""
+        """Issues a certificate to the process `name`. Returns the folder with the certificate.
+
+        Returns None if the launcher has no authority.
+        """
         if self._authority is None:
             return None
         names = [f"{role}/{name}" for role in roles]
@@ -195,8 +198,13 @@ class Launcher:
         config = stage_config(self._pipeline, stage, replica=address.name, listen=address.endpoint)
         log = folder.log_path(address.name)
         details = stage.error_details is not False
-        config = replace(config, tls=self._certify(folder, address.name, "stage"), parent_pid=os.getpid())
-        config = replace(config, error_details=details, log=str(log) if details else "")
+        config = replace(
+            config,
+            tls=self._certify(folder, address.name, "stage"),
+            parent_pid=os.getpid(),
+            error_details=details,
+            log=str(log) if details else "",
+        )
         file = folder.write_config(address.name, dump_config(config))
         command = _command("stagemesh.services.stage", file)
         return ProcessSpec(address.name, stage.name, address.endpoint, command, log, probe_stage, config=file)

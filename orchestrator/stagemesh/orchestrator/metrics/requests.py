@@ -3,6 +3,7 @@
 Counters and histograms count what has ended: a request is added once, at its end. Nothing is done for each output.
 """
 
+import math
 from collections import Counter as Counts
 from collections.abc import Iterable, Iterator
 
@@ -10,6 +11,7 @@ from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from stagemesh.common.errors import StagemeshError
+from stagemesh.orchestrator.describe import reported_load
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.timeline import RequestState, StepNotes, Timeline
 from stagemesh.v1.errors_pb2 import ErrorReason
@@ -94,7 +96,9 @@ class RequestMetrics:
         if notes.finished is not None:
             usage = notes.finished.usage
             for name, counter in self._work.items():
-                if amount := getattr(usage, name):
+                amount = getattr(usage, name)
+                # An external stage may report any number. A counter rejects negative numbers.
+                if 0 < amount < math.inf:
                     counter.labels(notes.stage).inc(amount)
         elif not is_latest:
             self._recoveries.labels(notes.stage, _known_reason(notes.error)).inc()
@@ -165,7 +169,7 @@ class RequestMetrics:
             for state, count in Counts(replica.state for replica in replicas).items():
                 states.add_metric([stage, state.name.lower()], count)
             for replica in replicas:
-                if (report := replica.last_report) is not None:
+                if (report := reported_load(replica)) is not None:
                     used.add_metric([stage, replica.name], report.arena_used_bytes)
                     size.add_metric([stage, replica.name], report.arena_size_bytes)
                     running.add_metric([stage, replica.name], report.running)

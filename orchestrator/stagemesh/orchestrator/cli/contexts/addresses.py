@@ -59,15 +59,15 @@ def is_given(ctx: typer.Context, name: str) -> bool:
 def _find_address(ctx: typer.Context, param: typer.CallbackParam, value: str) -> str:
     """Returns the address to connect to: that of --server, of --context, of the environment, or of the current context.
 
-    Returns `value`, the default, if none of them is set.
+    Returns `value`, the default, if none of them is set. Raises NotFoundError (NO_ADMIN_ADDRESS) if the context has no
+    address for operators.
     """
-    name, context = param.name or "", ctx.params.get("context")
+    name = param.name or ""
     admin = name in ADMIN_SERVER
-    if context is not None and is_given(ctx, name):
+    if ctx.params.get("context") is not None and is_given(ctx, name):
         raise typer.BadParameter("give either --server or --context, not both")
-    source = ctx.get_parameter_source(name)
-    if context is not None or (source is not None and source.name == "DEFAULT"):
-        value = _address_of_context(context, admin=admin) or value
+    if (found := _find_context(ctx, address=name)) is not None:
+        value = _address_of(*found, admin=admin)
     try:
         check_admin_address(value) if admin else split_addresses(value)
     except ValueError as exc:
@@ -76,45 +76,41 @@ def _find_address(ctx: typer.Context, param: typer.CallbackParam, value: str) ->
 
 
 def _use_credentials(ctx: typer.Context, value: str | None) -> str | None:
-    """Makes this process use certificates and a token: those of the options, or those of the context.
+    """Sets the credentials of this process: those of the options, or those of the context.
 
-    A context applies if its address does. Raises a StagemeshError if a file is missing or unsuitable.
+    A context applies if the command connects to its address. Raises a StagemeshError if a file is missing or
+    unsuitable.
     """
     from stagemesh.rpc.credentials import PROCESS, Credentials
 
-    context = _context_in_use(ctx)
-    folder = value or (context.tls if context else None) or None
-    token_file = ctx.params.get("token_file") or (context.token_file if context else None) or None
-    PROCESS.use(Credentials(folder, token_file=token_file, needs_certificate=False))
+    found = _find_context(ctx, address="admin_server" if "admin_server" in ctx.params else "server")
+    folder = value or (found[1].tls if found else "")
+    token_file = ctx.params.get("token_file") or (found[1].token_file if found else "")
+    PROCESS.use(Credentials(folder or None, token_file=token_file or None, needs_certificate=False))
     return value
 
 
-def _context_in_use(ctx: typer.Context) -> "Context | None":
+def _find_context(ctx: typer.Context, *, address: str) -> "tuple[str, Context] | None":
+    """Returns the name and the context that --context selects, or the current context if `address` is not set.
+
+    `address` is the parameter with the address. Returns None if no context applies.
+    """
     from stagemesh.orchestrator.cli.contexts.file import load_contexts
 
-    name = ctx.params.get("context")
-    source = ctx.get_parameter_source("admin_server" if "admin_server" in ctx.params else "server")
+    name, source = ctx.params.get("context"), ctx.get_parameter_source(address)
     if name is None and (source is None or source.name != "DEFAULT"):
         return None
-    contexts = load_contexts()
-    name = contexts.current if name is None else name
-    return contexts.get(name) if name else None
-
-
-def _address_of_context(name: str | None, *, admin: bool) -> str | None:
-    """Returns an address of the context `name`, or of the current context if `name` is None.
-
-    Returns None if no context is current. The address is that for operators if `admin` is True. Raises NotFoundError
-    if the context lacks this address.
-    """
-    from stagemesh.common.errors import NotFoundError
-    from stagemesh.orchestrator.cli.contexts.file import contexts_path, load_contexts
-
     contexts = load_contexts()
     if name is None and not contexts.current:
         return None
     name = contexts.current if name is None else name
-    context = contexts.get(name)
+    return name, contexts.get(name)
+
+
+def _address_of(name: str, context: "Context", *, admin: bool) -> str:
+    from stagemesh.common.errors import NotFoundError
+    from stagemesh.orchestrator.cli.contexts.file import contexts_path
+
     if admin and not context.admin:
         raise NotFoundError(
             f"context {name!r} of {contexts_path()} has no address for operators", reason="NO_ADMIN_ADDRESS"

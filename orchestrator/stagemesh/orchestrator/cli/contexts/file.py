@@ -1,9 +1,7 @@
 """The file of named contexts. A context contains the addresses of one deployment, and the user's credentials for it."""
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any, cast
 import typer
 
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError
+from stagemesh.common.private_files import write_private
 from stagemesh.orchestrator.cli.contexts.addresses import check_admin_address, split_addresses
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -71,12 +70,18 @@ class Contexts:
         return replace(self, contexts={**self.contexts, name: context})
 
     def with_current(self, name: str) -> "Contexts":
-        """Returns these contexts with `name` as the current one. Raises NotFoundError if there is no such context."""
+        """Returns these contexts with `name` as the current context.
+
+        Raises NotFoundError (UNKNOWN_CONTEXT) if no context has this name.
+        """
         self.get(name)
         return replace(self, current=name)
 
     def without(self, name: str) -> "Contexts":
-        """Returns these contexts except `name`. Raises NotFoundError if there is no such context."""
+        """Returns all contexts except the context `name`.
+
+        Raises NotFoundError (UNKNOWN_CONTEXT) if no context has this name.
+        """
         self.get(name)
         others = {each: context for each, context in self.contexts.items() if each != name}
         return Contexts(others, "" if self.current == name else self.current)
@@ -110,19 +115,10 @@ def save_contexts(contexts: Contexts) -> None:
 
     Raises InvalidRequestError (CANNOT_WRITE) if the file cannot be written. The earlier file then remains.
     """
-    path, temporary = contexts_path(), ""
+    path = contexts_path()
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # The file has mode 0600 from the start.
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(f"{json.dumps(asdict(contexts), indent=2)}\n".encode())
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
+        write_private(path, f"{json.dumps(asdict(contexts), indent=2)}\n".encode())
     except OSError as exc:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
         raise InvalidRequestError(f"{path} cannot be written: {exc.strerror}", reason="CANNOT_WRITE") from exc
 
 

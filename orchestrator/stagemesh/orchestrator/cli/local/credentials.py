@@ -1,6 +1,5 @@
 """`stagemesh certificate` and `stagemesh token`: create the credentials of processes and users."""
 
-import json
 import secrets
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -76,19 +75,12 @@ def new_token(
     as_json: AsJson = False,
 ) -> None:
     """Create a token and print it. It cannot be shown again. To revoke a token, remove its entry from the file."""
-    from stagemesh.orchestrator.launcher.certificates import write_private
-    from stagemesh.rpc.authentication import read_token_file, token_digest
+    from stagemesh.rpc.token_file import TokenEntry, add_token
 
     token = secrets.token_urlsafe(_TOKEN_BYTES)
     expires = None if days is None else datetime.now(UTC).replace(microsecond=0) + timedelta(days=days)
     try:
-        entries = read_token_file(file) if file.exists() else {}
-        entries[token_digest(token)] = caller, expires
-        document = [
-            {"caller": name, "sha256": digest, "expires": end.isoformat() if end else None}
-            for digest, (name, end) in entries.items()
-        ]
-        write_private(file, f"{json.dumps({'tokens': document}, indent=2)}\n".encode())
+        add_token(file, token, TokenEntry(caller, expires))
     except OSError as exc:
         raise InvalidRequestError(f"{file} cannot be written: {exc.strerror}", reason="CANNOT_WRITE") from exc
     if as_json:
