@@ -19,9 +19,12 @@ from stagemesh.common.exit_codes import ExitCode
 from stagemesh.common.process_config import dump_config
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
 from stagemesh.orchestrator.launcher.ports import PortPicker
+from stagemesh.rpc.channels import CHANNEL_OPTIONS, open_sync
+from stagemesh.rpc.credentials import Credentials
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 from tests.children import commands_of_children
 from tests.cli.commands import COMMAND
+from tests.credentials import issue
 from tests.stage.replicas import stage_config
 
 LIMIT_S = 40
@@ -66,6 +69,11 @@ def _serving(
 @pytest.fixture
 def endpoint() -> str:
     return f"127.0.0.1:{PortPicker().pick()}"
+
+
+@pytest.fixture
+def health_endpoint(endpoint: str) -> str:
+    return f"127.0.0.1:{PortPicker().pick_after(int(endpoint.rpartition(':')[2]))}"
 
 
 def test_a_stage_is_served_with_the_configuration_of_a_file(tmp_path: Path, endpoint: str) -> None:
@@ -148,6 +156,18 @@ def test_a_stage_is_served_as_the_pipeline_file_describes_it(tiny: Path, endpoin
     assert (found.generation, found.engine) == ("3fa19c-b70e11", "fake")
 
 
+def test_a_stage_with_certificates_serves_health_checks_without_tls(
+    tiny: Path, tmp_path: Path, endpoint: str, health_endpoint: str
+) -> None:
+    options = ["--pipeline", str(tiny), "--stage", "second", "--replica", "pod-7", "--listen", endpoint]
+    stage, orchestrator = issue(tmp_path, "stage/pod-7"), issue(tmp_path, "orchestrator/main")
+    with _serving("stage", *options, "--tls", str(stage), "--health-listen", health_endpoint):
+        _await_health(health_endpoint, "stagemesh.v1.StageService")
+        with open_sync(endpoint, Credentials(orchestrator), CHANNEL_OPTIONS) as channel:
+            found = stage_pb2_grpc.StageServiceStub(channel).Describe(stage_pb2.DescribeRequest(), timeout=LIMIT_S)
+    assert found.replica == "pod-7"
+
+
 def test_a_stage_that_sleeps_when_it_is_idle_begins_asleep(tiny: Path, endpoint: str) -> None:
     options = ["--pipeline", str(tiny), "--stage", "second", "--replica", "pod-7", "--listen", endpoint]
     with _serving("stage", *options, "--sleep-when-idle-s", "5"):
@@ -173,14 +193,20 @@ def test_only_the_model_of_the_served_stage_must_exist(tmp_path: Path, endpoint:
         _await_health(endpoint, "stagemesh.v1.StageService")
 
 
-def test_a_media_service_is_served_as_the_pipeline_file_describes_it(tmp_path: Path, endpoint: str) -> None:
+def test_a_media_service_is_served_as_the_pipeline_file_describes_it(
+    tmp_path: Path, endpoint: str, health_endpoint: str
+) -> None:
     path = tmp_path / "pipeline.yaml"
     path.write_text(
         "pipeline: one\nstages:\n  first: {engine: fake, function: source}\noutputs: {out: first}\n"
         f"media: {{store: {tmp_path / 'store'}}}\n"
     )
-    with _serving("media", "--pipeline", str(path), "--listen", endpoint, "--name", "media-pod"):
+    options = ["--pipeline", str(path), "--listen", endpoint, "--name", "media-pod"]
+    with _serving("media", *options, "--health-listen", health_endpoint):
         _await_health(endpoint, "")
+    folder = str(issue(tmp_path, "orchestrator/main"))
+    with _serving("media", *options, "--tls", folder, "--health-listen", health_endpoint):
+        _await_health(health_endpoint, "")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 import grpc
 import pytest
@@ -9,8 +10,12 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from stagemesh.common.errors import NotReadyError
+from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.server import Server
+from stagemesh.v1 import stage_pb2
+from stagemesh.v1.stage_pb2_grpc import StageServiceStub
+from tests.credentials import issue, process_credentials
 from tests.rpc.health_calls import check, watch
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -41,6 +46,26 @@ async def test_watchers_receive_changes_and_the_end() -> None:
         assert (await anext(statuses)).status == SERVING
         await server.stop(grace_s=5)
         assert [response.status async for response in statuses] == [NOT_SERVING]
+
+
+async def test_health_is_served_without_tls_and_nothing_else(tmp_path: Path) -> None:
+    host = "127.0.0.1"
+    with process_credentials(issue(tmp_path, "stage/relay-0")):
+        server = Server(f"{host}:0", health_listen=f"{host}:{(health_port := PortPicker().pick())}")
+        server.set_health("liveness", serving=True)
+        server.reflect("stagemesh.v1.StageService")
+        port = await server.start()
+    liveness = health_pb2.HealthCheckRequest(service="liveness")
+    async with open_channel(f"{host}:{health_port}") as channel:
+        assert (await check(channel)(liveness)).status == SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await StageServiceStub(channel).Describe(stage_pb2.DescribeRequest())
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    async with open_channel(f"{host}:{port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await check(channel)(liveness)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    await server.stop(grace_s=0)
 
 
 async def test_a_channel_has_the_name_in_the_servers_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +109,13 @@ async def test_impossible_address_is_named(listen: str) -> None:
     with pytest.raises(NotReadyError, match="cannot listen on") as caught:
         await Server(listen).start()
     assert caught.value.reason == "CANNOT_LISTEN"
+
+
+async def test_a_health_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(NotReadyError, match=f"port {port} of 127.0.0.1: it is in use"):
+            await Server("127.0.0.1:0", health_listen=f"127.0.0.1:{port}").start()
 
 
 async def test_stopping_twice_is_harmless() -> None:

@@ -102,6 +102,11 @@ class MediaServiceConfig:
 
     The service then serves TLS alone. The files are read again when they have changed.
     """
+    health_listen: str | None = None
+    """The address of a further port, "host:port", for health checks (grpc.health.v1) without TLS. None for no such port.
+
+    The probes of Kubernetes need it if there is `tls`, because they have no certificate.
+    """
     tokens: TokenConfig | None = None
     """The tokens by which clients identify themselves, or None if they need a certificate. Needs `tls`."""
     parent_pid: int | None = None

@@ -118,6 +118,11 @@ class StageConfig:
     The replica then serves TLS alone, and every peer needs a certificate of an authority in `ca.crt`. `tls.crt` must
     have the name `stagemesh://stage/REPLICA`. The files are read again when they have changed.
     """
+    health_listen: str | None = None
+    """The address of a further port, "host:port", for health checks (grpc.health.v1) without TLS. None for no such port.
+
+    The probes of Kubernetes need it if there is `tls`, because they have no certificate.
+    """
     zone: str | None = None
     """The name of the location of the replica's host. Plans prefer replicas in the same location.
 

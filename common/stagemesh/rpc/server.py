@@ -39,8 +39,11 @@ class Server:
         *,
         roles: Collection[Role] = (CLIENT, ORCHESTRATOR, STAGE, OPERATOR),
         tokens: TokenChecker | None = None,
+        health_listen: str | None = None,
     ) -> None:
         """Creates a server that will listen at `listen` ("host:port").
+
+        At `health_listen`, the server also answers health checks without TLS, and nothing else.
 
         If this process has certificates (`rpc.credentials`), the port serves TLS alone, and callers must have a
         certificate. With `tokens`, they need no certificate, but one of the tokens.
@@ -51,6 +54,8 @@ class Server:
         """The grpc.aio server on which servicers are registered."""
         self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        self._health_listen = health_listen
+        self._health_server: grpc.aio.Server | None = None
         self._services = [_HEALTH_NAME, reflection.SERVICE_NAME]
 
     def set_health(self, service: str, *, serving: bool) -> None:
@@ -66,21 +71,17 @@ class Server:
 
         Raises NotReadyError if the port is in use (PORT_IN_USE) or cannot be bound for another reason (CANNOT_LISTEN).
         """
-        host, wanted_port = parse_address(self._listen)
         reflection.enable_server_reflection(self._services, self.grpc)
-        try:
-            port = self._add_port()
-        except RuntimeError as exc:
-            raise listen_error(host, wanted_port) from exc
+        credentials = None if self._tls is None else self._tls.server_credentials(ask_certificate=self._tokens is None)
+        port = _bind(self.grpc, self._listen, credentials)
+        if self._health_listen is not None:
+            self._health_server = grpc.aio.server(options=SERVER_OPTIONS)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
+            _bind(self._health_server, self._health_listen)
+            await self._health_server.start()
         await self.grpc.start()
-        _log.info("listening on %s:%d", host, port)
+        _log.info("listening on %s:%d", parse_address(self._listen)[0], port)
         return port
-
-    def _add_port(self) -> int:
-        if self._tls is None:
-            return self.grpc.add_insecure_port(self._listen)
-        credentials = self._tls.server_credentials(ask_certificate=self._tokens is None)
-        return self.grpc.add_secure_port(self._listen, credentials)
 
     async def stop(self, *, grace_s: float) -> None:
         """Stops the server. Running calls are ended after `grace_s` seconds. Idempotent.
@@ -89,6 +90,8 @@ class Server:
         """
         self._health.end()
         await self.grpc.stop(grace_s)
+        if self._health_server is not None:
+            await self._health_server.stop(None)
 
 
 class _Health(health_pb2_grpc.HealthServicer):
@@ -140,6 +143,18 @@ class _Health(health_pb2_grpc.HealthServicer):
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _bind(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentials | None = None) -> int:
+    """Binds a port at `listen` ("host:port"), with TLS if there are credentials. Returns the port number.
+
+    Raises NotReadyError (PORT_IN_USE, CANNOT_LISTEN) if that is not possible.
+    """
+    host, wanted_port = parse_address(listen)
+    try:
+        return server.add_secure_port(listen, credentials) if credentials else server.add_insecure_port(listen)
+    except RuntimeError as exc:
+        raise listen_error(host, wanted_port) from exc
 
 
 def parse_address(listen: str) -> tuple[str, int]:

@@ -100,8 +100,13 @@ class OrchestratorConfig:
     tls: str | None = None
     """The folder with the certificates of this process: `ca.crt`, `tls.crt` and `tls.key` in PEM. None for no TLS.
 
-    All ports then serve TLS alone, except that for metrics, and every peer needs a certificate of an authority in
-    `ca.crt`. The files are read again when they have changed.
+    All ports then serve TLS alone, except those for metrics and health, and every peer needs a certificate of an
+    authority in `ca.crt`. The files are read again when they have changed.
+    """
+    health_listen: str | None = None
+    """The address of a further port, "host:port", for health checks (grpc.health.v1) without TLS. None for no such port.
+
+    The probes of Kubernetes need it if there is `tls`, because they have no certificate.
     """
     tokens: TokenConfig | None = None
     """The tokens by which clients identify themselves, or None if they need a certificate. Needs `tls`."""
@@ -126,7 +131,7 @@ class OrchestratorConfig:
 
     def __post_init__(self) -> None:
         addresses: dict[str, str] = {}
-        for name in ("listen", "admin_listen", "metrics_listen"):
+        for name in ("listen", "admin_listen", "metrics_listen", "health_listen"):
             address: str | None = getattr(self, name)
             if address is None or address.endswith(":0"):
                 continue

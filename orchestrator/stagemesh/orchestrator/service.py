@@ -48,7 +48,7 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
     _check_stages(config, pipeline)
     PROCESS.use(Credentials(config.tls))
     tokens = None if config.tokens is None else TokenChecker(config.tokens)
-    server = Server(config.listen, roles={CLIENT}, tokens=tokens)
+    server = Server(config.listen, roles={CLIENT}, tokens=tokens, health_listen=config.health_listen)
     registration = _registration(config, pipeline)
     sources = _sources(config, pipeline, registration)
     fleet = Fleet(pipeline, sources, generations=config.generations, warm=config.warm)

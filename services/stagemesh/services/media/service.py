@@ -36,7 +36,7 @@ async def serve(config: MediaServiceConfig, stopping: asyncio.Event) -> None:
     store.sweep()
     PROCESS.use(Credentials(config.tls))
     tokens = None if config.tokens is None else TokenChecker(config.tokens)
-    server = Server(config.listen, roles={CLIENT}, tokens=tokens)
+    server = Server(config.listen, roles={CLIENT}, tokens=tokens, health_listen=config.health_listen)
     media_pb2_grpc.add_MediaServiceServicer_to_server(MediaServicer(store), server.grpc)
     server.reflect(SERVICE_NAME)
     await server.start()

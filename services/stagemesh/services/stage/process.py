@@ -52,7 +52,7 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
     bind_log_context(stage=config.stage)
     bind_forks_to_this_process()
     PROCESS.use(Credentials(config.tls))
-    server = Server(config.listen, roles={ORCHESTRATOR, STAGE, OPERATOR})
+    server = Server(config.listen, roles={ORCHESTRATOR, STAGE, OPERATOR}, health_listen=config.health_listen)
     runtime = _make_runtime(config)
     add_stage_service(StageServicer(runtime), server.grpc)
     control_pb2_grpc.add_StageControlServiceServicer_to_server(StageControlServicer(runtime), server.grpc)

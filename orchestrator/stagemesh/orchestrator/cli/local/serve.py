@@ -41,6 +41,23 @@ _Listen = Annotated[
     str | None,
     typer.Option(metavar="HOST:PORT", help="Listen on this address. Required with --pipeline."),
 ]
+_Tls = Annotated[
+    str | None,
+    typer.Option(
+        "--tls",
+        metavar="FOLDER",
+        help="Serve TLS with ca.crt, tls.crt and tls.key in this folder (docs/security.md).",
+        show_default="no TLS",
+    ),
+]
+_HealthListen = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Answer health checks without TLS at this further address.",
+        show_default="only at --listen",
+    ),
+]
 
 
 @app.command()
@@ -94,6 +111,8 @@ def stage(
             show_default="never sleep",
         ),
     ] = None,
+    tls: _Tls = None,
+    health_listen: _HealthListen = None,
 ) -> None:
     """Run a replica of a stage, configured by CONFIG (docs/replicas.md) or by a pipeline file.
 
@@ -101,7 +120,13 @@ def stage(
     option node_rank is above 0, run the workers of that node of the replica.
     """
     required = {"--stage": stage, "--replica": replica, "--listen": listen}
-    optional = {"--generation": generation, "--drain-s": drain_s, "--sleep-when-idle-s": sleep_when_idle_s}
+    optional = {
+        "--generation": generation,
+        "--drain-s": drain_s,
+        "--sleep-when-idle-s": sleep_when_idle_s,
+        "--tls": tls,
+        "--health-listen": health_listen,
+    }
     _check_form(config, pipeline, required=required, optional=optional)
     if config is not None:
         _replace_process("stagemesh.services.stage", config)
@@ -121,6 +146,8 @@ def stage(
         generation=generation or derived.generation,
         drain_s=derived.drain_s if drain_s is None else drain_s,
         sleep_when_idle_s=sleep_when_idle_s,
+        tls=tls,
+        health_listen=health_listen,
     )
     is_further_node = derived.engine == "vllm" and derived.options.get("node_rank")
     module = "stagemesh.services.engines.vllm.node" if is_further_node else "stagemesh.services.stage"
@@ -140,12 +167,19 @@ def media(
             show_default="media",
         ),
     ] = None,
+    tls: _Tls = None,
+    health_listen: _HealthListen = None,
 ) -> None:
     """Run a media service, which stores uploads and serves downloads.
 
     It is configured by CONFIG (docs/media.md) or by a pipeline file.
     """
-    _check_form(config, pipeline, required={"--listen": listen}, optional={"--name": name})
+    _check_form(
+        config,
+        pipeline,
+        required={"--listen": listen},
+        optional={"--name": name, "--tls": tls, "--health-listen": health_listen},
+    )
     if config is not None:
         _replace_process("stagemesh.services.media", config)
     from stagemesh.orchestrator.launcher.process_configs import MEDIA, media_service_config
@@ -153,6 +187,7 @@ def media(
 
     loaded = load_pipeline(str(pipeline), check_models=False)
     derived = media_service_config(loaded, listen=str(listen), name=name or MEDIA)
+    derived = replace(derived, tls=tls, health_listen=health_listen)
     _replace_process("stagemesh.services.media", _standard_input(derived))
 
 
