@@ -103,7 +103,7 @@ class MediaServiceConfig:
     The service then serves TLS alone. The files are read again when they have changed.
     """
     health_listen: str | None = None
-    """The address of a further port, "host:port", for health checks (grpc.health.v1) without TLS. None for no such port.
+    """The address of a further port for health checks without TLS, "host:port", or None for no such port.
 
     The probes of Kubernetes need it if there is `tls`, because they have no certificate.
     """

@@ -119,7 +119,7 @@ class StageConfig:
     have the name `stagemesh://stage/REPLICA`. The files are read again when they have changed.
     """
     health_listen: str | None = None
-    """The address of a further port, "host:port", for health checks (grpc.health.v1) without TLS. None for no such port.
+    """The address of a further port for health checks without TLS, "host:port", or None for no such port.
 
     The probes of Kubernetes need it if there is `tls`, because they have no certificate.
     """
