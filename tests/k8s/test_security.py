@@ -1,5 +1,7 @@
 """Connections between pods, and the rights of a pod."""
 
+import json
+
 import pytest
 
 from tests.k8s.manifests import all_pods, field, pods_of
@@ -10,7 +12,7 @@ from tests.k8s.test_stage_settings import NIXL_EDGE
 ADMIN, CLIENTS, METRICS = 7781, 7780, 9464
 UCX = 18_620
 PORTS = [at("stages", {"thinker": {"port": 40_000}, "acoustic": {"port": 40_001}, "vocoder": {"port": 40_003}})]
-TLS_SECRETS = {"orchestrator": "tls-o", "stages": "tls-s", "media": "tls-m"}
+TLS_SECRETS = {"orchestrator": "tls-o", "stages": "tls-s", "media": "tls-m", "test": "tls-t"}
 
 
 class Network:
@@ -204,10 +206,55 @@ def test_the_root_is_read_only_and_scratch_folders_are_volumes() -> None:
 def test_cert_manager_makes_a_certificate_for_each_service() -> None:
     release = Release(at("tls", {"enabled": True, "issuer": {"name": "ca", "kind": "ClusterIssuer"}}))
     certificates = {item["metadata"]["name"]: item["spec"] for item in release.of_kind("Certificate")}
-    names = [name for spec in certificates.values() for name in spec["dnsNames"]]
+    names = [name for spec in certificates.values() for name in spec.get("dnsNames", [])]
     assert all(spec["issuerRef"]["kind"] == "ClusterIssuer" for spec in certificates.values())
     for service in ("orchestrator", "thinker", "acoustic", "vocoder"):
         assert f"release-{service}.models.svc.cluster.local" in names
+    assert {name.removeprefix("release-"): spec["uris"] for name, spec in certificates.items()} == {
+        "orchestrator": ["stagemesh://orchestrator/release"],
+        "test": ["stagemesh://client/release"],
+        "thinker": ["stagemesh://stage/release-thinker-*"],
+        "voice": ["stagemesh://stage/release-voice-*"],
+    }
+
+
+def test_keda_has_the_certificate_of_an_operator() -> None:
+    tls = at("tls", {"enabled": True, "issuer": {"name": "ca"}})
+    scaling = at("stageDefaults.autoscaling", {"enabled": True, "queuedSeconds": 1, "maxReplicas": 2})
+    release = Release(tls, scaling)
+    (authentication,) = release.of_kind("TriggerAuthentication")
+    (certificate,) = [each for each in release.of_kind("Certificate") if each["metadata"]["name"] == "release-keda"]
+    assert certificate["spec"]["uris"] == ["stagemesh://operator/release"]
+    assert {each["name"] for each in authentication["spec"]["secretTargetRef"]} == {certificate["spec"]["secretName"]}
+    triggers = [trigger for item in release.of_kind("ScaledObject") for trigger in item["spec"]["triggers"]]
+    assert triggers
+    assert all(trigger["authenticationRef"] == {"name": "release-keda"} for trigger in triggers)
+    assert not Release(scaling).of_kind("TriggerAuthentication")
+
+
+def test_probes_have_a_port_without_tls() -> None:
+    release = Release(at("tls", {"enabled": True, "issuer": {"name": "ca"}}))
+    config = json.loads(release.pod("orchestrator").annotations["stagemesh.dev/config"])
+    assert (config["tls"], config["health_listen"]) == ("/etc/stagemesh/tls", "0.0.0.0:7782")
+    for name in ("thinker", "acoustic", "vocoder"):
+        container = release.container(name)
+        ports = {
+            probe: container[probe]["grpc"]["port"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")
+        }
+        (port,) = set(ports.values())
+        assert f"--health-listen=0.0.0.0:{port}" in container["args"]
+        assert "--tls=/etc/stagemesh/tls" in container["args"]
+        assert f"--listen=0.0.0.0:{port}" not in container["args"]
+
+
+def test_a_release_with_tls_has_another_topology() -> None:
+    with_tls = Release(at("tls", {"enabled": True, "issuer": {"name": "ca"}}))
+    topologies = {_generation(release).partition("-")[0] for release in (Release(), with_tls)}
+    assert len(topologies) == 2
+
+
+def _generation(release: Release) -> str:
+    return str(json.loads(release.pod("orchestrator").annotations["stagemesh.dev/config"])["generation"])
 
 
 def test_given_certificates_are_mounted_by_reference() -> None:

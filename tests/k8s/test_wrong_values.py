@@ -153,6 +153,21 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         [at("tls", {"enabled": True, "secrets": {"orchestrator": "tls-o"}})],
         ["tls.enabled is true, but tls.secrets.stages is not set", "set it, or tls.issuer.name"],
     ),
+    "TLS without a certificate for the test of the release": (
+        [at("tls", {"enabled": True, "secrets": {"orchestrator": "tls-o", "stages": "tls-s"}})],
+        ["tls.enabled is true, but tls.secrets.test is not set", "set it, or tls.issuer.name"],
+    ),
+    "TLS without a certificate for KEDA": (
+        [
+            at("tls", {"enabled": True, "secrets": {"orchestrator": "tls-o", "stages": "tls-s", "test": "tls-t"}}),
+            at("stageDefaults.autoscaling", {"enabled": True, "queuedSeconds": 1, "maxReplicas": 2}),
+        ],
+        ["tls.enabled is true, but tls.secrets.keda is not set", "set it, or tls.issuer.name"],
+    ),
+    "port of health checks": (
+        [at("tls", {"enabled": True, "issuer": {"name": "ca"}}), at("stages.vocoder.port", 8090)],
+        ["stages.vocoder.port is 8090", "answers health checks", "set another port, or leave it out"],
+    ),
     "certificates without TLS": (
         [at("tls.secrets.orchestrator", "tls-o")],
         ["tls.secrets.orchestrator is set, but tls.enabled is false", "set tls.enabled: true, or remove the secret"],
@@ -226,7 +241,7 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
     ),
     "reserved name": (
         [at("pipeline.stages.media", {"engine": "fake"})],
-        ["pipeline.stages.media", "choose a name other than orchestrator, admin and media"],
+        ["pipeline.stages.media", "choose a name other than orchestrator, admin, media, test and keda"],
     ),
     "reserved end of a name": (
         [at("pipeline.stages.acoustic.group", "voice-warm")],

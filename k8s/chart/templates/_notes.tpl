@@ -4,9 +4,7 @@
 {{- $values := $root.Values -}}
 {{- $plan := index . 1 -}}
 {{- $warnings := list -}}
-{{- if $values.tls.enabled -}}
-  {{- $warnings = append $warnings "this version does not use the certificates yet. All connections are plaintext." -}}
-{{- else -}}
+{{- if not $values.tls.enabled -}}
   {{- $warnings = append $warnings "connections are neither encrypted nor authenticated. Restrict clients by networkPolicy." -}}
 {{- end -}}
 {{- if not $values.networkPolicy.enabled -}}

@@ -1,6 +1,6 @@
 {{/*
 Everything that the templates derive from the values, as JSON. Refuses wrong values.
-- stages: the settings of each stage that the chart starts, with its group, port and pipeline entry, and with `nixl` if
+- stages: the settings of each stage that the chart starts, with its group, ports and pipeline entry, and with `nixl` if
   one of its edges may use the connector nixl
 - groups: the settings of each group's pods, with the names of its stages
 - external: the host and port of each external stage's Service
@@ -68,6 +68,8 @@ Everything that the templates derive from the values, as JSON. Refuses wrong val
     {{- /* The port depends on the name alone, so that it remains if the group gets further stages. */ -}}
     {{- $offset := ternary 0 (mod (adler32sum $stageName) 100) (eq (len $group.stages) 1) -}}
     {{- $_ := set $stage "port" ($stage.port | default (add 50051 $offset)) -}}
+    {{- /* With TLS, the probes of the kubelet need a port of their own, because they have no certificate. */ -}}
+    {{- $_ := set $stage "healthPort" (ternary (add 8090 $index) $stage.port $.Values.tls.enabled) -}}
     {{- /* The names of ports are unique in a pod. */ -}}
     {{- $_ := set $stage "portName" (ternary "grpc" (printf "grpc-%d" (add1 $index)) (eq $index 0)) -}}
     {{- $shmBytes = add $shmBytes $stage.shmBytes $stage.arenaBytes -}}
@@ -109,6 +111,10 @@ Arguments: (list root plan).
 {{- $edges := list -}}
 {{- range $pipeline.edges -}}
   {{- $edges = append $edges . -}}
+{{- end -}}
+{{- /* An orchestrator without TLS cannot call stages with TLS. */ -}}
+{{- if (index . 0).Values.tls.enabled -}}
+  {{- $_ := set $ports "tls" true -}}
 {{- end -}}
 {{- dict "stages" $stages "ports" $ports "edges" $edges "outputs" ($pipeline.outputs | default dict) "options" ($pipeline.options | default dict) | toJson | sha256sum | trunc 6 -}}
 {{- end -}}

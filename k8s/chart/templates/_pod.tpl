@@ -53,9 +53,11 @@ read-only one, so both are one projected volume.
     # 0440 in octal.
     defaultMode: 288
     sources:
+      {{- with $items }}
       - downwardAPI:
           items:
-            {{- toYaml $items | nindent 12 }}
+            {{- toYaml . | nindent 12 }}
+      {{- end }}
       - secret:
           name: {{ include "stagemesh.tlsSecret" (list $root (index . 1)) | quote }}
           items:

@@ -12,20 +12,34 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The URIs in a component's certificate, which are its roles (docs/security.md), as a JSON array. Arguments: (list root owner stages). */}}
-{{- define "stagemesh.tlsUris" -}}
-{{- $root := index . 0 -}}
+{{/*
+The components that need a certificate, as a JSON array, without the groups: the orchestrators, the media service, the test
+of the release, and KEDA. Arguments: (list root plan).
+*/}}
+{{- define "stagemesh.tlsComponents" -}}
+{{- $owners := list "orchestrator" -}}
+{{- if include "stagemesh.hasMedia" (index . 0) -}}
+  {{- $owners = append $owners "media" -}}
+{{- end -}}
+{{- if (index . 0).Values.test.enabled -}}
+  {{- $owners = append $owners "test" -}}
+{{- end -}}
+{{- if include "stagemesh.hasKeda" (index . 1) -}}
+  {{- $owners = append $owners "keda" -}}
+{{- end -}}
+{{- toJson $owners -}}
+{{- end -}}
+
+{{/* The URI in a component's certificate, which says what it may do (docs/security.md). Arguments: (list root component-or-group). */}}
+{{- define "stagemesh.tlsUri" -}}
+{{- $fullname := include "stagemesh.fullname" (index . 0) -}}
 {{- $owner := index . 1 -}}
-{{- $fullname := include "stagemesh.fullname" $root -}}
-{{- if eq $owner "client" -}}
-{{- list (printf "stagemesh://client/%s-test" $fullname) | toJson -}}
-{{- else if eq $owner "operator" -}}
-{{- list (printf "stagemesh://operator/%s-keda" $fullname) | toJson -}}
-{{- else if has $owner (list "orchestrator" "media") -}}
-{{- list (printf "stagemesh://%s/%s" "orchestrator" $fullname) | toJson -}}
-{{- else -}}
-{{- /* Replicas are named like their pods, whose names begin with that of the workload. */ -}}
-{{- list (printf "stagemesh://stage/%s-%s-*" $fullname $owner) | toJson -}}
+{{- $roles := dict "orchestrator" "orchestrator" "test" "client" "keda" "operator" -}}
+{{- if hasKey $roles $owner -}}
+stagemesh://{{ get $roles $owner }}/{{ $fullname }}
+{{- else if ne $owner "media" -}}
+{{- /* Replicas are named like their pods, whose names begin with that of their workload. The media service calls nobody. */ -}}
+stagemesh://stage/{{ $fullname }}-{{ $owner }}-*
 {{- end -}}
 {{- end -}}
 

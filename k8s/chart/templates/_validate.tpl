@@ -127,8 +127,8 @@ stageDefaults.{{ $key }}
     {{- if not (regexMatch "^[a-z]([a-z0-9-]{0,28}[a-z0-9])?$" $value) -}}
       {{- fail (printf "%s is named %q; use at most 30 lower-case letters, digits and '-', a letter first and no '-' last" $path $value) -}}
     {{- end -}}
-    {{- if or (has $value (list "orchestrator" "admin" "media")) (hasSuffix "-warm" $value) -}}
-      {{- fail (printf "%s is named %q, as another object of the chart is; choose a name other than orchestrator, admin and media, without the end -warm" $path $value) -}}
+    {{- if or (has $value (list "orchestrator" "admin" "media" "test" "keda")) (hasSuffix "-warm" $value) -}}
+      {{- fail (printf "%s is named %q, as another object of the chart is; choose a name other than orchestrator, admin, media, test and keda, without the end -warm" $path $value) -}}
     {{- end -}}
   {{- end -}}
   {{- if eq $name "liveness" -}}
@@ -237,6 +237,12 @@ stageDefaults.{{ $key }}
       {{- fail (printf "stages.%s.port is %s, which stage %s of the same pod uses; set another port, or leave it out" $stage $port (get $owners $port)) -}}
     {{- end -}}
     {{- $_ := set $owners $port $stage -}}
+  {{- end -}}
+  {{- range $stage := $group.stages -}}
+    {{- $port := toString (int64 (get $plan.stages $stage).healthPort) -}}
+    {{- if ne (get $owners $port | default $stage) $stage -}}
+      {{- fail (printf "stages.%s.port is %s, at which stage %s of the same pod answers health checks; set another port, or leave it out" (get $owners $port) $port $stage) -}}
+    {{- end -}}
   {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -637,10 +643,7 @@ stageDefaults.{{ $key }}
 {{- define "stagemesh.rule.tls" -}}
 {{- $root := index . 0 -}}
 {{- $tls := $root.Values.tls -}}
-{{- $needed := list "orchestrator" "stages" -}}
-{{- if include "stagemesh.hasMedia" $root -}}
-  {{- $needed = append $needed "media" -}}
-{{- end -}}
+{{- $needed := append (include "stagemesh.tlsComponents" . | fromJsonArray) "stages" -}}
 {{- range $owner, $secret := $tls.secrets -}}
   {{- if and $secret (not $tls.enabled) -}}
     {{- fail (printf "tls.secrets.%s is set, but tls.enabled is false; set tls.enabled: true, or remove the secret" $owner) -}}

@@ -74,6 +74,10 @@ _SPECS: dict[tuple[str, str], _Schema] = {
             horizontalPodAutoscalerConfig=_mapping(name=_TEXT, behavior=_ANY_MAPPING),
         ),
     ),
+    ("keda.sh/v1alpha1", "TriggerAuthentication"): _mapping(
+        "secretTargetRef",
+        secretTargetRef=_several(_mapping("parameter name key", parameter=_TEXT, name=_TEXT, key=_TEXT)),
+    ),
     ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): _mapping(
         "leaderWorkerTemplate",
         replicas=_COUNT,
@@ -89,9 +93,9 @@ _SPECS: dict[tuple[str, str], _Schema] = {
         networkConfig=_mapping("subdomainPolicy", subdomainPolicy={"enum": ["Shared", "UniquePerReplica"]}),
     ),
     ("cert-manager.io/v1", "Certificate"): _mapping(
-        "secretName issuerRef dnsNames",
+        "secretName issuerRef",
         secretName=_TEXT, issuerRef=_mapping("name", name=_TEXT, kind=_TEXT, group=_TEXT),
-        dnsNames=_several(_TEXT), commonName=_TEXT, duration=_DURATION, renewBefore=_DURATION,
+        dnsNames=_several(_TEXT), uris=_several(_TEXT), commonName=_TEXT, duration=_DURATION, renewBefore=_DURATION,
         usages=_several({"enum": ["digital signature", "key encipherment", "server auth", "client auth"]}),
         privateKey=_mapping(algorithm={"enum": ["RSA", "ECDSA", "Ed25519"]}, size=_COUNT,
                             rotationPolicy={"enum": ["Never", "Always"]}),

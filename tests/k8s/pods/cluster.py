@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Self
 from uuid import uuid4
 
+from stagemesh.orchestrator.launcher.certificates import Authority
+from stagemesh.rpc.callers import SCHEME
 from tests.k8s.helm import NAMESPACE
 from tests.k8s.manifests import Manifest
 from tests.k8s.pods.container import FASTER
@@ -38,6 +40,8 @@ class Cluster:
     """A running cluster. `with` ends its processes and removes its namespaces."""
 
     def __init__(self, folder: Path) -> None:
+        self.authority = Authority(folder / "authority")
+        """The authority that signs all certificates."""
         self.pods: dict[str, Pod] = {}
         self.events: list[str] = []
         """Everything that happened, in order."""
@@ -50,6 +54,7 @@ class Cluster:
         self._cluster_ips: dict[str, str] = {}
         self._endpoints: dict[str, Sequence[Pod]] = {}
         self._hooks: dict[str, Manifest] = {}
+        self._secrets: dict[str, Path] = {}
         self._owners: dict[str, tuple[str, str]] = {}
         """The Deployment and the revision of each pod."""
         self._running = set[asyncio.Task[None]]()
@@ -79,12 +84,22 @@ class Cluster:
         for name, service in self._services.items():
             if name not in self._cluster_ips and service["spec"].get("clusterIP") != "None":
                 self._cluster_ips[name] = await self._network.relay_in_cluster(self._choices(service))
+        for certificate in (each for (kind, _), each in named.items() if kind == "Certificate"):
+            self._issue(certificate["spec"])
         deployments = {name: each for (kind, name), each in named.items() if kind == "Deployment"}
         for name, manifest in deployments.items():
             present = self._deployments[name].replicas if name in self._deployments else 1
             self._deployments[name] = Deployment(manifest, manifest["spec"].get("replicas", present))
         for name in self._deployments.keys() - deployments.keys():
             del self._deployments[name]
+
+    def _issue(self, spec: Manifest) -> None:
+        """Makes the Secret of a Certificate, as cert-manager does."""
+        names = [uri.removeprefix(SCHEME) for uri in spec["uris"]]
+        secret = spec["secretName"]
+        self._secrets[secret] = self.authority.issue(
+            self._folder / "secrets" / secret, names, hosts=spec.get("dnsNames", [])
+        )
 
     def scale(self, deployment: str, replicas: int) -> None:
         """Sets the number of replicas of a Deployment, as an autoscaler does."""
@@ -179,6 +194,7 @@ class Cluster:
             network=self._network,
             folder=folder,
             links=self._links(),
+            secrets=self._secrets,
             report=self._note,
         )
 

@@ -39,11 +39,13 @@ class Pod:
         network: Network,
         folder: Path,
         links: Mapping[str, str],
+        secrets: Mapping[str, Path],
         report: Report,
     ) -> None:
         """Creates a pod from a pod template.
 
-        `links` are the variables that name the cluster's Services.
+        - `links` are the variables that name the cluster's Services.
+        - `secrets` are the folders with the content of Secrets, by name.
         """
         self.name, self.node = name, node
         self.labels: Mapping[str, str] = template["metadata"].get("labels", {})
@@ -52,6 +54,7 @@ class Pod:
         self._ready_since_s: float | None = None
         self.terminating = False
         self._network, self._folder, self._links, self._report = network, folder, links, report
+        self._secrets = secrets
         self._stop = asyncio.Event()
         self._grace_s = float(self.spec.get("terminationGracePeriodSeconds", 30))
         self._containers: list[Container] = []
@@ -172,13 +175,20 @@ class Pod:
             size = f",size={size_bytes(limit)}" if limit else ""
             self.namespaces.run(f"mkdir -p {folder}; mount -t tmpfs -o mode=0777{size} tmpfs {folder}", "mount")
             return folder
-        assert "downwardAPI" in volume, f"volumes like {volume} are not supported here"
-        files = downward_files(volume["downwardAPI"]["items"], self._facts)
-        for path, content in files.items():
-            file = Path(folder, path)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(content)
+        for source in volume.get("projected", {"sources": [volume]})["sources"]:
+            for path, content in self._files(source).items():
+                file = Path(folder, path)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(content)
         return folder
+
+    def _files(self, source: Manifest) -> Mapping[str, str]:
+        """Returns the files of a source of a volume by their paths."""
+        if "downwardAPI" in source:
+            return downward_files(source["downwardAPI"]["items"], self._facts)
+        assert "secret" in source, f"volumes like {source} are not supported here"
+        folder = self._secrets[source["secret"]["name"]]
+        return {item["path"]: (folder / item["key"]).read_text() for item in source["secret"]["items"]}
 
     def _write_etc(self) -> None:
         domain = f"svc.{CLUSTER_DOMAIN}"

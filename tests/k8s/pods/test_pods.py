@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from stagemesh.client import AsyncClient
+from stagemesh.client.retries import RetryPolicy
+from stagemesh.common.errors import UnavailableError
 from tests.k8s.helm import RELEASE
 from tests.k8s.pods.cluster import NODES, Cluster
 from tests.k8s.pods.relays import COMPATIBLE, GROUP, INCOMPATIBLE, OLD, OUTPUTS, Generation, release
@@ -28,11 +31,11 @@ _LATCHED_S = 11.0
 
 
 @asynccontextmanager
-async def _running(folder: Path, *, replicas: int) -> AsyncIterator[Cluster]:
+async def _running(folder: Path, *, replicas: int, tls: bool = False) -> AsyncIterator[Cluster]:
     """Runs a release of the old generation. Asserts at the end that no container has failed."""
     async with Cluster(folder) as cluster:
         with cluster.logged():
-            await cluster.apply(release(OLD, replicas=replicas))
+            await cluster.apply(release(OLD, replicas=replicas, tls=tls))
             await cluster.until_settled()
             yield cluster
             assert not cluster.failures
@@ -89,6 +92,21 @@ async def test_no_request_of_a_rolling_update_fails_or_pairs_generations(tmp_pat
                 await _until_more(cluster, ended)
                 assert generation.made(list(ended.values())[-1])
         assert await cluster.run_hook(f"{RELEASE}-test") == {"generate": 0}
+
+
+async def test_all_pods_use_the_certificates_of_the_issuer(tmp_path: Path) -> None:
+    async with _running(tmp_path, replicas=1, tls=True) as cluster:
+        assert await cluster.run_hook(f"{RELEASE}-test") == {"generate": 0}
+        endpoint = (await cluster.outside(ORCHESTRATOR, "grpc")).replace("127.0.0.1", "localhost")
+        request = requests(3, count=1, steps=(8, 8))[0]
+        async with AsyncClient(endpoint, tls=cluster.authority.issue(tmp_path / "user", ["client/user"])) as client:
+            result = await client.generate(
+                request.prompt, outputs=["text"], seed=request.seed, max_tokens=request.steps
+            ).result()
+        assert result.text.encode() == OLD.outputs(request)["text"]
+        async with AsyncClient(endpoint, retry_policy=RetryPolicy(attempts=1)) as client:
+            with pytest.raises(UnavailableError, match="uses TLS"):
+                await client.describe()
 
 
 async def test_no_request_fails_while_stages_grow_to_three_replicas_and_shrink_again(shared: Cluster) -> None:

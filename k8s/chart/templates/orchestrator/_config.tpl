@@ -30,14 +30,26 @@
   "max_kept_state_bytes" $settings.maxKeptStateBytes
   "drain_s" $settings.drainSeconds
 -}}
+{{- if $root.Values.tls.enabled -}}
+  {{- $_ := set $config "tls" "/etc/stagemesh/tls" -}}
+  {{- $_ := set $config "health_listen" (printf "0.0.0.0:%s" (include "stagemesh.orchestratorHealthPort" $root)) -}}
+{{- end -}}
 {{- if $warm -}}
   {{- $_ := set $config "warm" $warm -}}
 {{- end -}}
 {{- if include "stagemesh.hasMedia" $root -}}
   {{- $host := include "stagemesh.serviceHost" (list $root (printf "%s-media" $fullname)) -}}
   {{- $_ := set $config "media_endpoint" ($root.Values.media.endpoint | default (printf "%s:7790" $host)) -}}
+  {{- if $root.Values.tls.enabled -}}
+    {{- $_ := set $config "media_server_name" $host -}}
+  {{- end -}}
 {{- end -}}
 {{- toPrettyJson $config -}}
+{{- end -}}
+
+{{/* The port at which the kubelet probes the orchestrators. With TLS, it is apart, because probes have no certificate. */}}
+{{- define "stagemesh.orchestratorHealthPort" -}}
+{{- ternary 7782 7780 .Values.tls.enabled -}}
 {{- end -}}
 
 {{/* Not empty if the pipeline stores media files. */}}

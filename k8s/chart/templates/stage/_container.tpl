@@ -77,6 +77,10 @@ component is stage, or worker for the other nodes of a stage that spans nodes.
     - --listen=0.0.0.0:{{ int64 $stage.port }}
     - --generation={{ (index . 1).generation }}
     - --drain-s={{ int64 $group.drainSeconds }}
+    {{- if $root.Values.tls.enabled }}
+    - --tls=/etc/stagemesh/tls
+    - --health-listen=0.0.0.0:{{ int64 $stage.healthPort }}
+    {{- end }}
     {{- if eq $tier "warm" }}
     - --sleep-when-idle-s={{ int64 $group.warm.sleepAfterSeconds }}
     {{- end }}
@@ -86,15 +90,20 @@ component is stage, or worker for the other nodes of a stage that spans nodes.
     - name: {{ $stage.portName }}
       containerPort: {{ int64 $stage.port }}
       protocol: TCP
+    {{- if $root.Values.tls.enabled }}
+    - name: {{ replace "grpc" "health" $stage.portName }}
+      containerPort: {{ int64 $stage.healthPort }}
+      protocol: TCP
+    {{- end }}
   startupProbe:
     {{- $period := 5 }}
-    {{- include "stagemesh.probe" (list $stage.port "stagemesh.v1.StageControlService" $period 5 (ceil (divf $stage.loadSeconds $period))) | nindent 4 }}
+    {{- include "stagemesh.probe" (list $stage.healthPort "stagemesh.v1.StageControlService" $period 5 (ceil (divf $stage.loadSeconds $period))) | nindent 4 }}
   # Depends on no other process: the server of this container answers.
   livenessProbe:
-    {{- include "stagemesh.probe" (list $stage.port "liveness" 10 5 6) | nindent 4 }}
+    {{- include "stagemesh.probe" (list $stage.healthPort "liveness" 10 5 6) | nindent 4 }}
   # The name of the stage is ready if the replica accepts steps and the orchestrators have released it for the rollout.
   readinessProbe:
-    {{- include "stagemesh.probe" (list $stage.port $name 2 2 3) | nindent 4 }}
+    {{- include "stagemesh.probe" (list $stage.healthPort $name 2 2 3) | nindent 4 }}
   {{- end }}
   env:
     {{- include "stagemesh.stageEnv" (list $root $stage) | nindent 4 }}
