@@ -1,5 +1,6 @@
 import re
 import tomllib
+from collections.abc import Iterator
 from importlib.metadata import requires
 
 import pytest
@@ -14,7 +15,17 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 def runtime(extras: str) -> list[str]:
     """Returns the requirements of the project with these extras, which are separated by commas."""
-    return [*PROJECT["dependencies"], *(line for extra in extras.split(",") for line in EXTRAS[extra])]
+    return [*PROJECT["dependencies"], *(line for extra in extras.split(",") for line in _lines(extra))]
+
+
+def _lines(extra: str) -> Iterator[str]:
+    for line in EXTRAS[extra]:
+        requirement = Requirement(line)
+        if requirement.name == PROJECT["name"]:
+            for other in requirement.extras:
+                yield from _lines(other)
+        else:
+            yield line
 
 
 @pytest.mark.parametrize(
@@ -31,6 +42,20 @@ def test_the_lock_satisfies_the_project(lock: list[str], wanted: list[str], excl
     requirements = [item for item in map(Requirement, wanted) if normalize(item.name) not in excluded]
     unmet = [str(item) for item in requirements if not item.specifier.contains(versions.get(normalize(item.name), "0"))]
     assert not unmet
+
+
+def test_the_lock_of_an_orchestrator_has_all_that_its_packages_need() -> None:
+    locked = read("orchestrator.txt")
+    missing = {
+        name: [item for item in map(Requirement, requires(name) or []) if _is_needed(item) and item.name not in locked]
+        for name in locked
+    }
+    assert {name: [str(each) for each in items] for name, items in missing.items() if items} == {}
+
+
+def _is_needed(requirement: Requirement) -> bool:
+    requirement.name = normalize(requirement.name)
+    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
 
 
 def test_the_lock_contains_no_cuda_builds() -> None:
