@@ -156,6 +156,23 @@ def test_a_pipeline_is_accepted_exactly_when_it_serves_every_request(pipeline: P
     assert _is_accepted(pipeline) == _is_sound(pipeline)
 
 
+def test_a_stage_that_reads_a_prompt_may_exclude_streamed_input() -> None:
+    prompted = (Term(Fact("input", "stream"), Comparison.IS, 0.0),)
+    reads = Signature(accepts={"x": NUMBERS})
+    stages = {
+        "s0": Stage(name="s0", engine="many", signature=Signature(), condition=prompted),
+        "s1": Stage(name="s1", engine="many", signature=reads),
+    }
+    outputs = {
+        "first": PipelineOutput(name="first", source="s0.x", kind="tensor", sample_rate_hz=0),
+        "last": PipelineOutput(name="last", source="s1.x", kind="tensor", sample_rate_hz=0),
+    }
+    edge = Edge(name="@input->s1", producer=INPUT, consumer="s1", brings=("x",))
+    pipeline = Pipeline("p", "g", stages, (), outputs, Limits(max_in_flight=1), Path("p.yaml"), input_edges=(edge,))
+    assert _is_sound(pipeline)
+    assert _is_accepted(pipeline)
+
+
 @given(_CONDITIONS, st.lists(_CONDITIONS, max_size=3))
 def test_facts_are_found_if_and_only_if_some_exist(given_: Condition, unless: list[Condition]) -> None:
     worlds = [

@@ -54,9 +54,11 @@ class _FlowChecker:
             edge.name: sets.where(_own_condition(edge) + (() if edge.is_input else stages[edge.producer].condition))
             for edge in edges
         }
+        self._needed: dict[str, RequestSet] = {}
         self._runs: dict[str, RequestSet] = {}
         for stage in reversed(list(stages.values())):
-            self._runs[stage.name] = self._runs_when(stage)
+            self._needed[stage.name] = needed = self._needed_when(stage)
+            self._runs[stage.name] = sets.both(sets.where(stage.condition), needed)
         rejected = reduce(sets.either, map(self._lacks_input, stages.values()), NONE)
         self._accepted = sets.difference(ALL, rejected)
         """The requests that are not rejected because a stage lacks their kind of input."""
@@ -81,26 +83,24 @@ class _FlowChecker:
         sets, incoming = self._sets, self._incoming(stage)
         if not self._pipeline.input_edges or not all(edge.is_input for edge in incoming):
             return NONE
-        streamed, runs = sets.where((STREAMED,)), self._runs[stage.name]
-        return sets.difference(runs, streamed) if incoming else sets.both(runs, streamed)
+        streamed, needed = sets.where((STREAMED,)), self._needed[stage.name]
+        return sets.difference(needed, streamed) if incoming else sets.both(needed, streamed)
 
-    def _runs_when(self, stage: Stage) -> RequestSet:
-        """Returns the set of requests for which a stage runs.
+    def _needed_when(self, stage: Stage) -> RequestSet:
+        """Returns the set of requests that need an output of a stage, for the client or for a stage that runs.
 
-        A request belongs to the set if the request fulfils the stage's condition and needs one of the stage's outputs,
-        either for the client or for a downstream stage that runs.
+        The stage runs for those of these requests that fulfil its condition.
         """
         sets = self._sets
         outputs, edges = self._pipeline.all_outputs.values(), self._pipeline.outgoing(stage.name)
         ways = [sets.where((wanted(output.name),)) for output in outputs if output.stage == stage.name]
         ways += [sets.both(self._open[edge.name], self._runs[edge.consumer]) for edge in edges]
-        return sets.both(sets.where(stage.condition), reduce(sets.either, ways, NONE))
+        return reduce(sets.either, ways, NONE)
 
     def _check_made(self, output: PipelineOutput) -> None:
         stage = self._pipeline.stages[output.stage]
-        facts = self._sets.find_facts(
-            self._sets.difference(self._sets.where((wanted(output.name),)), self._sets.where(stage.condition))
-        )
+        requests = self._sets.both(self._sets.where((wanted(output.name),)), self._accepted)
+        facts = self._sets.find_facts(self._sets.difference(requests, self._sets.where(stage.condition)))
         if facts is not None:
             self._problems.add(
                 ("outputs", output.name),
