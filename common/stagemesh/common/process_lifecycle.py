@@ -32,10 +32,10 @@ def run_service(main: Main, *, parent_pid: int | None = None) -> int:
     The argument of `main` is an event that is set by SIGTERM and SIGINT. If `parent_pid` is not None, the kernel kills
     this process when the process `parent_pid` terminates.
     """
-    configure_logging()
     if parent_pid is not None:
         die_with_parent(parent_pid)
     try:
+        configure_logging()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_until_stopped(main))
     except StagemeshError as exc:

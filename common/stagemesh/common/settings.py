@@ -1,10 +1,13 @@
 """Settings from environment variables. No other module reads or sets environment variables."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from stagemesh.common.errors import InvalidRequestError
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+"""The levels of logs, the lowest first."""
 
 
 def home() -> Path:
@@ -58,6 +61,22 @@ def zone() -> str:
     return name
 
 
+def log_format() -> str:
+    """Returns the format of logs: the value of STAGEMESH_LOG_FORMAT, "text" or "json", by default "text".
+
+    Raises InvalidRequestError (INVALID_SETTING) for another value.
+    """
+    return _one_of("STAGEMESH_LOG_FORMAT", ("text", "json"))
+
+
+def log_level() -> str:
+    """Returns the level of logs: the value of STAGEMESH_LOG_LEVEL in capital letters, by default "INFO".
+
+    Raises InvalidRequestError (INVALID_SETTING) if it is none of LOG_LEVELS.
+    """
+    return _one_of("STAGEMESH_LOG_LEVEL", LOG_LEVELS, default="INFO")
+
+
 def variables() -> dict[str, str]:
     """Returns a copy of all environment variables, for use in child processes and for ${NAME} in pipeline files."""
     return dict(os.environ)
@@ -85,6 +104,14 @@ def replace_variables(values: Mapping[str, str]) -> None:
     """Replaces all environment variables, for example in a forked process with those of its parent."""
     os.environ.clear()
     os.environ.update(values)
+
+
+def _one_of(name: str, allowed: Sequence[str], *, default: str = "") -> str:
+    value = os.environ.get(name) or default or allowed[0]
+    found = next((each for each in allowed if each.lower() == value.lower()), None)
+    if found is None:
+        raise _invalid(name, value, " or ".join(allowed))
+    return found
 
 
 def _invalid(name: str, value: str, allowed: str) -> InvalidRequestError:

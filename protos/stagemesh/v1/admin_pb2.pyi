@@ -1545,6 +1545,94 @@ class StageAdapter(_message.Message):
 Global___StageAdapter: _TypeAlias = StageAdapter  # noqa: Y015
 
 @_typing.final
+class AdminServiceSetLogLevelRequest(_message.Message):
+    """AdminServiceSetLogLevelRequest contains a level, and names the processes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGET_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    LOGGER_FIELD_NUMBER: _builtins.int
+    target: _builtins.str
+    """A replica, a stage for all of its replicas, or "@orchestrator" for this orchestrator. Empty for this orchestrator and
+    all replicas. An unknown one fails (NOT_FOUND, UNKNOWN_TARGET).
+    """
+    level: _control_pb2.LogLevel.ValueType
+    """The level."""
+    logger: _builtins.str
+    """The logger, as in SetLogLevelRequest."""
+    def __init__(
+        self,
+        *,
+        target: _builtins.str = ...,
+        level: _control_pb2.LogLevel.ValueType = ...,
+        logger: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "logger", b"logger", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdminServiceSetLogLevelRequest: _TypeAlias = AdminServiceSetLogLevelRequest  # noqa: Y015
+
+@_typing.final
+class AdminServiceSetLogLevelResponse(_message.Message):
+    """AdminServiceSetLogLevelResponse contains the outcome for each process."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogLevelOutcome]:
+        """The outcomes: that of this orchestrator first, then those of replicas in the order of ListReplicas."""
+
+    def __init__(
+        self,
+        *,
+        processes: _abc.Iterable[Global___LogLevelOutcome] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["processes", b"processes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdminServiceSetLogLevelResponse: _TypeAlias = AdminServiceSetLogLevelResponse  # noqa: Y015
+
+@_typing.final
+class LogLevelOutcome(_message.Message):
+    """LogLevelOutcome says whether a process has the level now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROCESS_FIELD_NUMBER: _builtins.int
+    PREVIOUS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    process: _builtins.str
+    """The replica, or "@orchestrator"."""
+    previous: _control_pb2.LogLevel.ValueType
+    """The level before the call."""
+    @_builtins.property
+    def error(self) -> _chunk_pb2.Error:
+        """Why the level is unchanged. Unset if it was set."""
+
+    def __init__(
+        self,
+        *,
+        process: _builtins.str = ...,
+        previous: _control_pb2.LogLevel.ValueType = ...,
+        error: _chunk_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "previous", b"previous", "process", b"process"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogLevelOutcome: _TypeAlias = LogLevelOutcome  # noqa: Y015
+
+@_typing.final
 class AdminServiceCancelRequestRequest(_message.Message):
     """AdminServiceCancelRequestRequest names the request to cancel."""
 

@@ -116,6 +116,11 @@ class AdminServiceStub(object):
                 request_serializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceListAdaptersRequest.SerializeToString,
                 response_deserializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceListAdaptersResponse.FromString,
                 _registered_method=True)
+        self.SetLogLevel = channel.unary_unary(
+                '/stagemesh.v1.AdminService/SetLogLevel',
+                request_serializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceSetLogLevelRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceSetLogLevelResponse.FromString,
+                _registered_method=True)
         self.CancelRequest = channel.unary_unary(
                 '/stagemesh.v1.AdminService/CancelRequest',
                 request_serializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceCancelRequestRequest.SerializeToString,
@@ -255,6 +260,14 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetLogLevel(self, request, context):
+        """SetLogLevel sets the level of the logs of this orchestrator and of replicas until their processes end
+        (StageControlService.SetLogLevel). The response has the outcome for each process.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CancelRequest(self, request, context):
         """CancelRequest cancels a request on every stage, and returns after all have released it. An unknown request fails
         (NOT_FOUND, UNKNOWN_REQUEST). A request that has ended fails (FAILED_PRECONDITION, REQUEST_ENDED), and the error
@@ -343,6 +356,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListAdapters,
                     request_deserializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceListAdaptersRequest.FromString,
                     response_serializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceListAdaptersResponse.SerializeToString,
+            ),
+            'SetLogLevel': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLogLevel,
+                    request_deserializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceSetLogLevelRequest.FromString,
+                    response_serializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceSetLogLevelResponse.SerializeToString,
             ),
             'CancelRequest': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelRequest,
@@ -745,6 +763,33 @@ class AdminService(object):
             '/stagemesh.v1.AdminService/ListAdapters',
             stagemesh_dot_v1_dot_admin__pb2.AdminServiceListAdaptersRequest.SerializeToString,
             stagemesh_dot_v1_dot_admin__pb2.AdminServiceListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetLogLevel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagemesh.v1.AdminService/SetLogLevel',
+            stagemesh_dot_v1_dot_admin__pb2.AdminServiceSetLogLevelRequest.SerializeToString,
+            stagemesh_dot_v1_dot_admin__pb2.AdminServiceSetLogLevelResponse.FromString,
             options,
             channel_credentials,
             insecure,

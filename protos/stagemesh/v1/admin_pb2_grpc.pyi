@@ -95,6 +95,10 @@ class AdminServiceStub:
     """ListAdapters lists the adapters of a stage in the order of their names. If no replica answers, the call fails with
     the error of the first one.
     """
+    SetLogLevel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceSetLogLevelRequest, _admin_pb2.AdminServiceSetLogLevelResponse]
+    """SetLogLevel sets the level of the logs of this orchestrator and of replicas until their processes end
+    (StageControlService.SetLogLevel). The response has the outcome for each process.
+    """
     CancelRequest: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceCancelRequestRequest, _admin_pb2.AdminServiceCancelRequestResponse]
     """CancelRequest cancels a request on every stage, and returns after all have released it. An unknown request fails
     (NOT_FOUND, UNKNOWN_REQUEST). A request that has ended fails (FAILED_PRECONDITION, REQUEST_ENDED), and the error
@@ -169,6 +173,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceListAdaptersRequest, _admin_pb2.AdminServiceListAdaptersResponse]  # type: ignore[assignment]
     """ListAdapters lists the adapters of a stage in the order of their names. If no replica answers, the call fails with
     the error of the first one.
+    """
+    SetLogLevel: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceSetLogLevelRequest, _admin_pb2.AdminServiceSetLogLevelResponse]  # type: ignore[assignment]
+    """SetLogLevel sets the level of the logs of this orchestrator and of replicas until their processes end
+    (StageControlService.SetLogLevel). The response has the outcome for each process.
     """
     CancelRequest: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceCancelRequestRequest, _admin_pb2.AdminServiceCancelRequestResponse]  # type: ignore[assignment]
     """CancelRequest cancels a request on every stage, and returns after all have released it. An unknown request fails
@@ -325,6 +333,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.AdminServiceListAdaptersResponse, _abc.Awaitable[_admin_pb2.AdminServiceListAdaptersResponse]]:
         """ListAdapters lists the adapters of a stage in the order of their names. If no replica answers, the call fails with
         the error of the first one.
+        """
+
+    @_abc_1.abstractmethod
+    def SetLogLevel(
+        self,
+        request: _admin_pb2.AdminServiceSetLogLevelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.AdminServiceSetLogLevelResponse, _abc.Awaitable[_admin_pb2.AdminServiceSetLogLevelResponse]]:
+        """SetLogLevel sets the level of the logs of this orchestrator and of replicas until their processes end
+        (StageControlService.SetLogLevel). The response has the outcome for each process.
         """
 
     @_abc_1.abstractmethod

@@ -48,6 +48,42 @@ state is restored.
 """
 Global___BusyPolicy: _TypeAlias = BusyPolicy  # noqa: Y015
 
+class _LogLevel:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LogLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LogLevel.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LOG_LEVEL_UNSPECIFIED: _LogLevel.ValueType  # 0
+    """Not set; never valid."""
+    LOG_LEVEL_DEBUG: _LogLevel.ValueType  # 1
+    """What happens to each request, for finding the cause of a problem."""
+    LOG_LEVEL_INFO: _LogLevel.ValueType  # 2
+    """What happens to processes and connections. The level of a process at its start, unless its environment names
+    another.
+    """
+    LOG_LEVEL_WARNING: _LogLevel.ValueType  # 3
+    """Failed requests, and what may need attention."""
+    LOG_LEVEL_ERROR: _LogLevel.ValueType  # 4
+    """What must be repaired."""
+
+class LogLevel(_LogLevel, metaclass=_LogLevelEnumTypeWrapper):
+    """LogLevel is the importance of log records. A process writes records of its level and of the levels above."""
+
+LOG_LEVEL_UNSPECIFIED: LogLevel.ValueType  # 0
+"""Not set; never valid."""
+LOG_LEVEL_DEBUG: LogLevel.ValueType  # 1
+"""What happens to each request, for finding the cause of a problem."""
+LOG_LEVEL_INFO: LogLevel.ValueType  # 2
+"""What happens to processes and connections. The level of a process at its start, unless its environment names
+another.
+"""
+LOG_LEVEL_WARNING: LogLevel.ValueType  # 3
+"""Failed requests, and what may need attention."""
+LOG_LEVEL_ERROR: LogLevel.ValueType  # 4
+"""What must be repaired."""
+Global___LogLevel: _TypeAlias = LogLevel  # noqa: Y015
+
 @_typing.final
 class Adapter(_message.Message):
     """Adapter is a LoRA adapter that a replica has loaded."""
@@ -890,3 +926,53 @@ class FlowReport(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FlowReport: _TypeAlias = FlowReport  # noqa: Y015
+
+@_typing.final
+class SetLogLevelRequest(_message.Message):
+    """SetLogLevelRequest contains a level."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    LOGGER_FIELD_NUMBER: _builtins.int
+    level: Global___LogLevel.ValueType
+    """The level."""
+    logger: _builtins.str
+    """The logger whose level is set, with all below it, for example "stagemesh.connectors" or "vllm". Empty for all of
+    Stagemesh. An unknown one fails (NOT_FOUND, UNKNOWN_LOGGER).
+    """
+    def __init__(
+        self,
+        *,
+        level: Global___LogLevel.ValueType = ...,
+        logger: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "logger", b"logger"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetLogLevelRequest: _TypeAlias = SetLogLevelRequest  # noqa: Y015
+
+@_typing.final
+class SetLogLevelResponse(_message.Message):
+    """SetLogLevelResponse confirms the level."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREVIOUS_FIELD_NUMBER: _builtins.int
+    previous: Global___LogLevel.ValueType
+    """The level before the call."""
+    def __init__(
+        self,
+        *,
+        previous: Global___LogLevel.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["previous", b"previous"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetLogLevelResponse: _TypeAlias = SetLogLevelResponse  # noqa: Y015

@@ -31,7 +31,7 @@ class StageControlServiceStub:
     Orchestrators call it, for themselves and for operators, and operators' tools may call it directly. A call that the
     engine does not support fails (UNIMPLEMENTED, UNSUPPORTED) and names the engine and the ability. While the replica
     loads, sleeps or drains, calls fail (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile
-    and GetCacheStatistics only require that the replica has loaded, and ListSteps, Resume and Shutdown always work. The
+    and GetCacheStatistics only require that the replica has loaded, and ListSteps, SetLogLevel, Resume and Shutdown always work. The
     port of AdminService forwards these calls to the replica that the metadata "stagemesh-replica" names, except Drain,
     Resume, Shutdown, LoadAdapter and UnloadAdapter, for which AdminService has calls of its own.
     """
@@ -81,6 +81,10 @@ class StageControlServiceStub:
     """
     ListSteps: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListStepsRequest, _control_pb2.ListStepsResponse]
     """ListSteps lists the steps that run on the replica, and the state of their flows."""
+    SetLogLevel: _grpc.UnaryUnaryMultiCallable[_control_pb2.SetLogLevelRequest, _control_pb2.SetLogLevelResponse]
+    """SetLogLevel sets the level of the replica's logs until its process ends. Processes that the engine has started keep
+    their level.
+    """
 
 @_typing.type_check_only
 class StageControlServiceAsyncStub(StageControlServiceStub):
@@ -88,7 +92,7 @@ class StageControlServiceAsyncStub(StageControlServiceStub):
     Orchestrators call it, for themselves and for operators, and operators' tools may call it directly. A call that the
     engine does not support fails (UNIMPLEMENTED, UNSUPPORTED) and names the engine and the ability. While the replica
     loads, sleeps or drains, calls fail (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile
-    and GetCacheStatistics only require that the replica has loaded, and ListSteps, Resume and Shutdown always work. The
+    and GetCacheStatistics only require that the replica has loaded, and ListSteps, SetLogLevel, Resume and Shutdown always work. The
     port of AdminService forwards these calls to the replica that the metadata "stagemesh-replica" names, except Drain,
     Resume, Shutdown, LoadAdapter and UnloadAdapter, for which AdminService has calls of its own.
     """
@@ -135,13 +139,17 @@ class StageControlServiceAsyncStub(StageControlServiceStub):
     """
     ListSteps: _aio.UnaryUnaryMultiCallable[_control_pb2.ListStepsRequest, _control_pb2.ListStepsResponse]  # type: ignore[assignment]
     """ListSteps lists the steps that run on the replica, and the state of their flows."""
+    SetLogLevel: _aio.UnaryUnaryMultiCallable[_control_pb2.SetLogLevelRequest, _control_pb2.SetLogLevelResponse]  # type: ignore[assignment]
+    """SetLogLevel sets the level of the replica's logs until its process ends. Processes that the engine has started keep
+    their level.
+    """
 
 class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
     """StageControlService controls one replica while it serves. Every stage process serves it on the port of StageService.
     Orchestrators call it, for themselves and for operators, and operators' tools may call it directly. A call that the
     engine does not support fails (UNIMPLEMENTED, UNSUPPORTED) and names the engine and the ability. While the replica
     loads, sleeps or drains, calls fail (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile
-    and GetCacheStatistics only require that the replica has loaded, and ListSteps, Resume and Shutdown always work. The
+    and GetCacheStatistics only require that the replica has loaded, and ListSteps, SetLogLevel, Resume and Shutdown always work. The
     port of AdminService forwards these calls to the replica that the metadata "stagemesh-replica" names, except Drain,
     Resume, Shutdown, LoadAdapter and UnloadAdapter, for which AdminService has calls of its own.
     """
@@ -270,5 +278,15 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ListStepsResponse, _abc.Awaitable[_control_pb2.ListStepsResponse]]:
         """ListSteps lists the steps that run on the replica, and the state of their flows."""
+
+    @_abc_1.abstractmethod
+    def SetLogLevel(
+        self,
+        request: _control_pb2.SetLogLevelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.SetLogLevelResponse, _abc.Awaitable[_control_pb2.SetLogLevelResponse]]:
+        """SetLogLevel sets the level of the replica's logs until its process ends. Processes that the engine has started keep
+        their level.
+        """
 
 def add_StageControlServiceServicer_to_server(servicer: StageControlServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -225,6 +225,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The orchestrator does not know the request: it never existed, ended too long ago, or runs at another orchestrator."""
     ERROR_REASON_UNKNOWN_STEP: _ErrorReason.ValueType  # 69
     """The step does not run on this replica and has left no open edges."""
+    ERROR_REASON_UNKNOWN_LOGGER: _ErrorReason.ValueType  # 237
+    """The process has no logger of this name. The message lists the names with which those of the process begin."""
     ERROR_REASON_UNKNOWN_TARGET: _ErrorReason.ValueType  # 70
     """No replica or stage has this name. List the replicas."""
     ERROR_REASON_UNKNOWN_TRANSFORM: _ErrorReason.ValueType  # 71
@@ -763,6 +765,8 @@ ERROR_REASON_UNKNOWN_REQUEST: ErrorReason.ValueType  # 68
 """The orchestrator does not know the request: it never existed, ended too long ago, or runs at another orchestrator."""
 ERROR_REASON_UNKNOWN_STEP: ErrorReason.ValueType  # 69
 """The step does not run on this replica and has left no open edges."""
+ERROR_REASON_UNKNOWN_LOGGER: ErrorReason.ValueType  # 237
+"""The process has no logger of this name. The message lists the names with which those of the process begin."""
 ERROR_REASON_UNKNOWN_TARGET: ErrorReason.ValueType  # 70
 """No replica or stage has this name. List the replicas."""
 ERROR_REASON_UNKNOWN_TRANSFORM: ErrorReason.ValueType  # 71

@@ -20,6 +20,7 @@ from stagemesh.orchestrator.admin.adapters import Adapters
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.inspection import Inspector
 from stagemesh.orchestrator.admin.lifecycle import Lifecycle
+from stagemesh.orchestrator.admin.log_levels import LogLevels
 from stagemesh.orchestrator.admin.pages import Key, page_of
 from stagemesh.orchestrator.describe import describe_edge, replica_status
 from stagemesh.orchestrator.fleet.replica_client import CONTROL_NAME
@@ -84,6 +85,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._directory = directory
         self._inspector = Inspector(orchestrator, directory)
         self._lifecycle = Lifecycle(directory)
+        self._log_levels = LogLevels(directory)
         self._adapters = Adapters(directory, orchestrator.fleet.adapters)
 
     @_answered
@@ -190,6 +192,13 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.AdminServiceListAdaptersResponse:
         found = [((adapter.name,), adapter) for adapter in await self._adapters.list(request.stage)]
         return page_of(admin_pb2.AdminServiceListAdaptersResponse, request, field="adapters", items=found)
+
+    @_answered
+    async def SetLogLevel(
+        self, request: admin_pb2.AdminServiceSetLogLevelRequest
+    ) -> admin_pb2.AdminServiceSetLogLevelResponse:
+        outcomes = await self._log_levels.set(request.target, request.level, request.logger)
+        return admin_pb2.AdminServiceSetLogLevelResponse(processes=outcomes)
 
     @_answered
     async def CancelRequest(

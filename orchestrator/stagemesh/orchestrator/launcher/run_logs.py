@@ -12,6 +12,7 @@ from stagemesh.orchestrator.launcher.run_folder import PastRun
 
 _POLL_S = 0.2
 _TIME = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ")
+_JSON_TIME = re.compile(rb'^\{.*"time": "([^"]*)"')
 
 
 class LogLine(NamedTuple):
@@ -76,6 +77,6 @@ class _LogFile:
 
     def _lines(self, lines: Iterable[bytes]) -> Iterator[LogLine]:
         for line in lines:
-            if found := _TIME.match(line):
-                self._time = found[0]
+            if found := _TIME.match(line) or _JSON_TIME.match(line):
+                self._time = found[found.lastindex or 0]
             yield LogLine(self._time, self._path.stem, line.decode(errors="replace"))

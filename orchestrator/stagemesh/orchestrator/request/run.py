@@ -267,6 +267,7 @@ class RequestRun:
         belongs.
         """
         replica, attempt = state.replica, state.attempt
+        _log.debug("attempt %d of stage %s is placed on %s", attempt, state.name, replica.name)
         state.notes = self._record.timeline.begin(
             state.name, replica=replica.name, attempt=attempt, index=self._request.index
         )
@@ -289,8 +290,8 @@ class RequestRun:
 
         `request` is a serialized ExecuteStepRequest.
         """
-        bind_log_context(stage=state.name)
         attempt, notes = state.attempt, state.notes
+        bind_log_context(stage=state.name, replica=state.replica.name, attempt=str(attempt))
         assert notes is not None, "its replica is chosen"
         notes.note_sent()
         try:
@@ -321,7 +322,7 @@ class RequestRun:
 
         If this fails although the attempt does not fail, adds a failure of the attempt.
         """
-        bind_log_context(stage=state.name)
+        bind_log_context(stage=state.name, replica=state.replica.name, attempt=str(state.attempt))
         attempt, stream, planes = state.attempt, self._request.stream, self._input_planes
         assert stream is not None, "only such a request has edges from @input"
         assert planes is not None, "only such a request has edges from @input"

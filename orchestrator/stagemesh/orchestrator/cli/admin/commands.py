@@ -131,6 +131,17 @@ def _outcome(outcome: Any) -> str:
     return f"rank {adapter.rank}{', pinned' if adapter.pinned else ''}, {adapter.running} running  {adapter.path}"
 
 
+def _log_levels(answer: Any, values: Values) -> str:
+    from stagemesh.v1 import control_pb2
+
+    def outcome(each: Any) -> str:
+        if each.HasField("error"):
+            return f"failed: {each.error.message}"
+        return f"{values['level'].value}, was {enum_word(control_pb2.LogLevel.DESCRIPTOR, each.previous)}"
+
+    return "\n".join(f"{each.process}: {outcome(each)}" for each in answer.processes)
+
+
 def _any_failed(answer: Any) -> bool:
     return any(each.HasField("error") for each in answer.replicas)
 
@@ -205,6 +216,8 @@ _PAGE = {
 }
 _STAGE = {"stage": argument(str, "Select the stage with this name.", metavar="STAGE", complete=_complete("ListStages"))}
 _ADAPTER_NAME = argument(str, "Select the loaded adapter with this name.", metavar="NAME")
+
+_LogLevel = StrEnum("_LogLevel", ["DEBUG", "INFO", "WARNING", "ERROR"])
 
 GROUPS = {
     "lora": "Load, list, pin and unload the LoRA adapters of stages.",
@@ -332,6 +345,29 @@ COMMANDS = (
         "CancelRequest",
         lambda _, values: f"cancelled {values['request_id']}; every stage has released it",
         **_ID,
+    ),
+    Command(
+        "log-level",
+        "Set the level of the logs of the orchestrator and of all replicas while they run, until they end. Exits with "
+        "status 1 if a process fails.",
+        "SetLogLevel",
+        _log_levels,
+        lambda values: {"level": f"LOG_LEVEL_{values['level'].name}"},
+        lambda answer: any(each.HasField("error") for each in answer.processes),
+        level=argument(_LogLevel, "Write records of this level and of those above it.", metavar="LEVEL"),
+        target=option(
+            str,
+            "Select only the replica or the stage with this name, or the orchestrator with @orchestrator.",
+            "--on",
+            metavar="TARGET",
+            autocompletion=complete_target,
+        ),
+        logger=option(
+            str,
+            "Set the level of this logger and of those below it, for example stagemesh.connectors or vllm. Sets that "
+            "of Stagemesh if omitted.",
+            metavar="NAME",
+        ),
     ),
     Command(
         "probe",

@@ -6,6 +6,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from stagemesh.rpc.handlers import answered
+from stagemesh.rpc.log_levels import set_log_level
 from stagemesh.services.engines.abilities import AdapterControl, CacheControl
 from stagemesh.services.stage.replica.runtime import StageRuntime
 from stagemesh.v1 import control_pb2, control_pb2_grpc
@@ -126,6 +127,11 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
         reports = self._runtime.reports(request.request_id)
         page = page_of(reports, attrgetter("step_id"), page_size=request.page_size, page_token=request.page_token)
         return control_pb2.ListStepsResponse(steps=page.items, next_page_token=page.next_token)
+
+    async def SetLogLevel(
+        self, request: control_pb2.SetLogLevelRequest, context: _Context
+    ) -> control_pb2.SetLogLevelResponse:
+        return control_pb2.SetLogLevelResponse(previous=set_log_level(request.level, request.logger))
 
     def _adapters(self, *, ready: bool = True) -> AdapterControl:
         return self._runtime.require(self._runtime.engine.abilities.adapters, "adapters", ready=ready)

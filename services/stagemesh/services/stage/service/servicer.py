@@ -319,7 +319,7 @@ class StepSession:
 
     async def _run(self, number: int, start: stage_pb2.StartStep) -> None:
         where = {**self._where, "request_id": start.step.request_id}
-        bind_log_context(**where)
+        bind_log_context(**where, attempt=str(start.step.attempt))
         call = StepCall(number, where, self._changed)
         try:
             await self._follow(call, start)

@@ -251,8 +251,10 @@ class StepRun:
         self._timer = loop.call_at(deadline_s, self.stop, error) if deadline_s is not None else None
 
     async def _run(self, on_ended: Callable[["StepRun", StepEdges | None], None]) -> None:
-        bind_log_context(**self._where)
+        bind_log_context(**self._where, attempt=str(self.attempt))
+        _log.debug("the step starts")
         error = await self._outcome()
+        _log.debug("the step ended: %s", "it finished" if error is None else error)
         if error is not None:
             await self._files.discard()
         left = await (self._early_close or self._close(error))

@@ -1,0 +1,102 @@
+"""Logs of a running pipeline: as JSON, with levels that operators change, and without prompts."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagemesh.common.exit_codes import ExitCode
+from tests.cli.commands import Ran, invoke
+from tests.deployment import Deployment, deployed
+from tests.system.pipelines import relays
+
+PROMPT = "a prompt that nobody shall read"
+PROCESSES = ("@orchestrator", "source-0", "relay-0", "frames-0")
+_RUN = "stagemesh.services.stage.step.run"
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    folder = tmp_path_factory.mktemp("logs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STAGEMESH_HOME", str(folder / "home"))
+        patch.setenv("STAGEMESH_LOG_FORMAT", "json")
+        with deployed(relays(folder, steps=2)) as running:
+            yield running
+
+
+def _set(running: Deployment, *arguments: str) -> Ran:
+    return invoke("admin", "log-level", *arguments, "--server", running.admin_endpoint)
+
+
+def _records(running: Deployment, request_id: str) -> list[dict[str, Any]]:
+    """Runs a request, and returns the log records that name it."""
+    with running.client() as client:
+        client.generate(PROMPT, seed=1, request_id=request_id).result()
+    ran = invoke("logs", "--json")
+    records = [json.loads(json.loads(line)["text"]) for line in ran.stdout.splitlines()]
+    assert records
+    return [record for record in records if record.get("request_id") == request_id]
+
+
+def test_the_level_changes_while_processes_run(running: Deployment) -> None:
+    assert _records(running, "quiet") == []
+    ran = _set(running, "debug")
+    assert ran.stdout.splitlines() == [f"{process}: debug, was info" for process in PROCESSES]
+    records = _records(running, "loud")
+    assert {record["level"] for record in records} == {"DEBUG"}
+    steps = [record for record in records if record["logger"] == _RUN]
+    assert {(record["stage"], record["replica"], record["attempt"]) for record in steps} == {
+        (stage, f"{stage}-0", "1") for stage in ("source", "relay", "frames")
+    }
+    assert "debug" in _set(running, "info").stdout
+    assert _records(running, "quiet-again") == []
+
+
+def test_logs_contain_no_prompt(running: Deployment) -> None:
+    _set(running, "debug")
+    assert _records(running, "private")
+    _set(running, "info")
+    logs = invoke("logs").stdout
+    assert "private" in logs
+    assert PROMPT not in logs
+
+
+def test_only_a_target_and_a_logger_change(running: Deployment) -> None:
+    ran = _set(running, "debug", "--on", "relay", "--logger", "stagemesh.services.stage.step")
+    assert ran.stdout.splitlines() == ["relay-0: debug, was info"]
+    assert {(record["replica"], record["logger"]) for record in _records(running, "one")} == {("relay-0", _RUN)}
+    assert _set(running, "info", "--on", "@orchestrator").stdout.splitlines() == ["@orchestrator: info, was info"]
+    _set(running, "info", "--on", "relay-0", "--logger", "stagemesh.services.stage.step")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["debug", "--on", "nobody"], ExitCode.NOT_FOUND, "unknown replica or stage 'nobody'"),
+        (["loud"], ExitCode.USAGE, "'loud' is not one of"),
+    ],
+)
+def test_a_wrong_target_and_a_wrong_level(running: Deployment, arguments: list[str], code: int, message: str) -> None:
+    ran = _set(running, *arguments)
+    assert ran.exit_code == code
+    assert message in " ".join(ran.stderr.split())
+
+
+def test_a_process_without_the_logger_is_named(running: Deployment) -> None:
+    ran = _set(running, "debug", "--logger", "stagemesh.services.stage.step.run")
+    assert ran.exit_code == ExitCode.FAILED
+    first, *others = ran.stdout.splitlines()
+    assert first.startswith("@orchestrator: failed: this process has no logger")
+    assert len(others) == 3
+    assert all("debug, was" in line for line in others)
+    _set(running, "info", "--logger", "stagemesh.services.stage.step.run")
+
+
+def test_the_level_of_a_process_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGEMESH_LOG_LEVEL", "loud")
+    ran = invoke("up", str(relays(tmp_path)))
+    assert ran.exit_code != 0
+    assert "STAGEMESH_LOG_LEVEL is 'loud'; it must be DEBUG or INFO or WARNING or ERROR" in ran.stderr
