@@ -14,6 +14,7 @@ from stagemesh.common.errors import NotFoundError, StagemeshError
 from stagemesh.common.output_position import OutputKey, length_of
 from stagemesh.common.tensors import inline_tensor
 from stagemesh.common.versions import own_protocol
+from stagemesh.rpc.authentication import TokenChecker
 from stagemesh.rpc.handlers import RpcContext, answering, streaming
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import chunk_pb2
@@ -134,10 +135,10 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
 
 
 @asynccontextmanager
-async def served() -> AsyncGenerator[ScriptedOrchestrator]:
-    """Serves a scripted orchestrator on a free port."""
+async def served(*, tokens: TokenChecker | None = None) -> AsyncGenerator[ScriptedOrchestrator]:
+    """Serves a scripted orchestrator on a free port. With `tokens`, clients need one of these."""
     service = ScriptedOrchestrator()
-    server = Server("127.0.0.1:0")
+    server = Server("127.0.0.1:0", tokens=tokens)
     add_OrchestratorServiceServicer_to_server(service, server.grpc)
     service.endpoint = f"127.0.0.1:{await server.start()}"
     yield service

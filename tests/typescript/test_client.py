@@ -6,15 +6,20 @@ import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stagemesh.client import Result
 from stagemesh.common.errors import InternalError, OverloadedError, StagemeshError, UnavailableError
+from stagemesh.common.token_config import TokenConfig
+from stagemesh.rpc.authentication import TokenChecker
+from stagemesh.rpc.token_file import TokenEntry, add_token
 from stagemesh.v1 import request_pb2
 from stagemesh.v1.orchestrator_pb2 import GenerateResponse
 from tests.client.scripted import Pause, admitted, audio, ended, finished, progress, queued, served, text
+from tests.credentials import issue, process_credentials
 from tests.deployment import Deployment, deployed
 from tests.later_contract import later_class
 from tests.system.breakable_relay import breakable_relay
@@ -253,3 +258,30 @@ async def test_orchestrator_without_a_common_version_is_refused() -> None:
         orchestrator.description.protocol.highest_version = 3
         async with running_client(orchestrator.endpoint, "hello") as client:
             assert "NO_COMMON_VERSION" in await client.error()
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+async def test_a_client_identifies_itself_by_a_certificate_or_a_token(tmp_path: Path, *, by_token: bool) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    add_token(tmp_path / "tokens.json", "secret", TokenEntry("alice"))
+    checker = TokenChecker(TokenConfig(file=str(tmp_path / "tokens.json"))) if by_token else None
+    folder = issue(tmp_path, "client/alice")
+    arguments = ["--tls", str(folder)]
+    if by_token:
+        for name in ("tls.crt", "tls.key"):
+            (folder / name).unlink()
+        arguments += ["--token-file", str(tmp_path / "token")]
+    with process_credentials(issue(tmp_path, "orchestrator/main")):
+        async with served(tokens=checker) as orchestrator:
+            orchestrator.scripts.append([admitted(), text("hi"), ended("text"), finished()])
+            async with running_client(orchestrator.endpoint, "hello", *arguments) as client:
+                assert (await receive(client)).text == "hi"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--tls", "nowhere"], "ca.crt"), (["--token-file", "token"], "a token needs TLS")],
+)
+async def test_half_an_identity_is_an_error(arguments: list[str], message: str) -> None:
+    async with running_client("127.0.0.1:1", "hello", *arguments) as client:
+        assert message in await client.error()

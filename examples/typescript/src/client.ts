@@ -1,6 +1,7 @@
 import { randomUUID } from "node:crypto";
 import { setTimeout as sleep } from "node:timers/promises";
-import { credentials, Metadata, status } from "@grpc/grpc-js";
+import { Metadata, status } from "@grpc/grpc-js";
+import { channelCredentials, type Identity } from "./credentials.js";
 import { errorFromStatus, failure, isServiceError, StagemeshError } from "./errors.js";
 import {
   type DeepPartial,
@@ -46,11 +47,10 @@ export class StagemeshClient {
   readonly #checked = new Set<OrchestratorServiceClient>();
   #current = 0;
 
-  constructor(endpoints: readonly string[]) {
+  constructor(endpoints: readonly string[], identity: Identity = {}) {
     if (endpoints.length === 0) throw new RangeError("a client needs the address of an orchestrator");
-    this.#stubs = endpoints.map(
-      (endpoint) => new OrchestratorServiceClient(endpoint, credentials.createInsecure(), CHANNEL_OPTIONS),
-    );
+    const credentials = channelCredentials(identity);
+    this.#stubs = endpoints.map((endpoint) => new OrchestratorServiceClient(endpoint, credentials, CHANNEL_OPTIONS));
   }
 
   /**

@@ -3,7 +3,8 @@
  *
  *     node dist/generate.js 127.0.0.1:7780 "Tell me about the sea."
  *
- * Several addresses are separated by commas. With `--json`, prints every event as a line of JSON.
+ * Several addresses are separated by commas. With `--json`, prints every event as a line of JSON. `--tls` names a folder
+ * with certificates, and `--token-file` a file with a token.
  */
 import { parseArgs } from "node:util";
 import { type GenerateEvent, StagemeshClient } from "./client.js";
@@ -11,7 +12,8 @@ import { StagemeshError } from "./errors.js";
 import { FinishReason } from "./gen/stagemesh/v1/request.js";
 
 const USAGE =
-  "usage: node dist/generate.js [--seed N] [--choices N] [--request-id ID] [--json] HOST:PORT[,HOST:PORT…] PROMPT";
+  "usage: node dist/generate.js [--seed N] [--choices N] [--request-id ID] [--json] [--tls FOLDER] [--token-file FILE] " +
+  "HOST:PORT[,HOST:PORT…] PROMPT";
 
 async function main(): Promise<void> {
   const { positionals, values } = parseArgs({
@@ -21,11 +23,16 @@ async function main(): Promise<void> {
       json: { type: "boolean" },
       "request-id": { type: "string" },
       seed: { type: "string" },
+      tls: { type: "string" },
+      "token-file": { type: "string" },
     },
   });
   const [endpoints, prompt] = positionals;
   if (endpoints === undefined || prompt === undefined) throw new TypeError(USAGE);
-  const client = new StagemeshClient(endpoints.split(","));
+  const client = new StagemeshClient(endpoints.split(","), {
+    ...(values.tls === undefined ? {} : { tls: values.tls }),
+    ...(values["token-file"] === undefined ? {} : { tokenFile: values["token-file"] }),
+  });
   const stop = new AbortController();
   process.once("SIGINT", () => stop.abort());
   try {
