@@ -5,13 +5,14 @@ import math
 import re
 import time
 import urllib.request
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from stagemesh.client import EdgeUsage
+from stagemesh.client import AsyncGeneration, AudioChunk, EdgeUsage
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.metrics.requests import RequestMetrics
@@ -73,6 +74,45 @@ async def test_bytes_and_seconds_are_those_of_the_clients(tmp_path: Path, connec
     assert _value(metrics, "stagemesh_stage_step_seconds_count", stage="source") == 5
     assert 0 < _value(metrics, "stagemesh_request_first_output_seconds_sum") < seconds
     assert math.isclose(_value(metrics, "stagemesh_replicas", state="ready"), 2)
+
+
+SPEAKING = """\
+pipeline: speaking
+stages:
+  source: {engine: fake, function: source, options: {steps: 6, step_s: 0.15, size_bytes: 30}}
+  frames: {engine: fake, function: frames}
+  sound: {engine: fake, function: sound}
+edges: [{from: source, to: frames}, {from: frames, to: sound}]
+outputs: {text: source, audio: sound}
+"""
+
+
+async def test_underruns_are_those_of_the_clients(tmp_path: Path) -> None:
+    longest, total = list[float](), 0.0
+    async with running_pipeline(tmp_path, SPEAKING) as (orchestrator,):
+        for _ in range(3):
+            waits = [wait async for wait in _waits(orchestrator.client.generate("hello"))]
+            longest.append(max(waits))
+            total += sum(waits)
+        metrics = await _scrape(orchestrator)
+    assert total > 3 * 0.3, "the stage is too slow for its listeners"
+    seconds = _value(metrics, "stagemesh_stage_audio_underrun_seconds_total", stage="sound")
+    assert math.isclose(seconds, total, rel_tol=0.2)
+    name = "stagemesh_stage_audio_longest_underrun_seconds"
+    assert _value(metrics, f"{name}_count", stage="sound") == 3
+    assert _value(metrics, f"{name}_bucket", stage="sound", le="0.05") == 0
+    assert math.isclose(_value(metrics, f"{name}_sum", stage="sound"), sum(longest), rel_tol=0.2)
+
+
+async def _waits(generation: AsyncGeneration) -> AsyncIterator[float]:
+    """Yields the seconds for which a listener who plays the audio as it arrives waits for each further part."""
+    dry_s = None
+    async for event in generation:
+        if isinstance(event, AudioChunk):
+            now_s = time.monotonic()
+            if dry_s is not None:
+                yield max(0.0, now_s - dry_s)
+            dry_s = max(now_s, dry_s or now_s) + event.duration_s
 
 
 async def test_recoveries_and_errors_have_their_causes(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from stagemesh.orchestrator.request.timeline import RequestState, StepNotes, Tim
 from stagemesh.v1.errors_pb2 import ErrorReason
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+_UNDERRUN_SECONDS = (0.0, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _OUTCOMES = (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)
 
 
@@ -54,6 +55,18 @@ class RequestMetrics:
             "images": _counter("stagemesh_stage_images", "Images that the stage has made.", stage),
             "frames": _counter("stagemesh_stage_frames", "Frames of video that the stage has made.", stage),
         }
+        self._underrun_s = _counter(
+            "stagemesh_stage_audio_underrun_seconds",
+            "Seconds for which listeners of streamed audio waited for its next part.",
+            stage,
+        )
+        self._longest_underrun_s = Histogram(
+            "stagemesh_stage_audio_longest_underrun_seconds",
+            "Seconds of the longest underrun of each audio stream that has ended.",
+            stage,
+            buckets=_UNDERRUN_SECONDS,
+            registry=None,
+        )
         orchestrator.on_ended.append(self._observe)
 
     def collect(self) -> Iterator[Metric]:
@@ -67,6 +80,8 @@ class RequestMetrics:
             self._step_first_output_s,
             self._recoveries,
             *self._work.values(),
+            self._underrun_s,
+            self._longest_underrun_s,
         ):
             yield from observed.collect()
         yield from self._requests()
@@ -84,6 +99,10 @@ class RequestMetrics:
         if outputs_s:
             self._first_output_s.observe(min(outputs_s))
         self._request_s.observe(timeline.age_s)
+        for (name, _), playout in timeline.playouts.items():
+            stage = self._orchestrator.pipeline.all_outputs[name].stage
+            self._underrun_s.labels(stage).inc(playout.underrun_s)
+            self._longest_underrun_s.labels(stage).observe(playout.longest_underrun_s)
         latest = {(notes.stage, notes.index): notes for notes in timeline.steps}
         for notes in timeline.steps:
             self._observe_step(notes, is_latest=latest[notes.stage, notes.index] is notes)

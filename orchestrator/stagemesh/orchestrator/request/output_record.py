@@ -65,11 +65,12 @@ class RequestRecord:
         rest = self.position.remainder(output)
         if rest is None:
             return
+        key = rest.name, rest.index
         if not rest.position and rest.WhichOneof("content"):
-            self.first_outputs_s.setdefault((rest.name, rest.index), self.timeline.elapsed_s())
-        if rest.finish.reason == request_pb2.FINISH_REASON_END and not self.position.counts.get(
-            (rest.name, rest.index)
-        ):
+            self.first_outputs_s.setdefault(key, self.timeline.elapsed_s())
+        if rest.HasField("audio"):
+            self.timeline.note_audio(key, samples=length_of(rest), sample_rate_hz=rest.audio.sample_rate_hz)
+        if rest.finish.reason == request_pb2.FINISH_REASON_END and not self.position.counts.get(key):
             rest.finish.CopyFrom(_EMPTY)
         self.add(orchestrator_pb2.GenerateResponse(output=rest))
 

@@ -16,7 +16,9 @@ from enum import Enum
 from typing import NamedTuple
 
 from stagemesh.common.errors import CancelledRequestError, StagemeshError
+from stagemesh.common.output_position import OutputKey
 from stagemesh.connectors.edge import FlowUsage
+from stagemesh.orchestrator.request.playout import Playout
 from stagemesh.v1 import request_pb2, stage_pb2
 
 
@@ -141,6 +143,8 @@ class Timeline:
     steps: list[StepNotes] = field(default_factory=list[StepNotes])
     inputs: list[FlowUsage] = field(default_factory=list[FlowUsage])
     """The chunks and bytes of streamed input that the orchestrator has sent, for each attempt of an edge."""
+    playouts: dict[OutputKey, Playout] = field(default_factory=dict[OutputKey, Playout])
+    """The play-out of each output of each choice that is streamed as audio."""
     planned_s: float | None = None
     ended_s: float | None = None
     error: StagemeshError | None = None
@@ -184,6 +188,14 @@ class Timeline:
         """
         steps = (step for step in self.steps if step.index == index)
         return {step.stage: step.finished or stage_pb2.StepFinished(usage=step.usage) for step in steps}
+
+    def note_audio(self, key: OutputKey, *, samples: int, sample_rate_hz: int) -> None:
+        """Adds a part of an output that is streamed as audio."""
+        # An external stage may report any rate.
+        if sample_rate_hz:
+            now_s = self.elapsed_s()
+            playout = self.playouts.setdefault(key, Playout(now_s))
+            playout.add(now_s, duration_s=samples / sample_rate_hz)
 
     def note_planned(self) -> None:
         """Records the time at which the request was first planned. Ignores further calls."""
