@@ -59,6 +59,16 @@ class TlsFolder:
         self._refresh()
         return self._version
 
+    @property
+    def expires_at_s(self) -> float | None:
+        """The time at which the certificate expires, in seconds since 1970, or None if there is no certificate."""
+        from cryptography import x509
+
+        self._refresh()
+        if self._pems.certificate is None:
+            return None
+        return x509.load_pem_x509_certificate(self._pems.certificate).not_valid_after_utc.timestamp()
+
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Returns the credentials of a connection to a server."""
         self._refresh()

@@ -1633,6 +1633,93 @@ class LogLevelOutcome(_message.Message):
 Global___LogLevelOutcome: _TypeAlias = LogLevelOutcome  # noqa: Y015
 
 @_typing.final
+class DescribeHostsRequest(_message.Message):
+    """DescribeHostsRequest asks for the reports."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeHostsRequest: _TypeAlias = DescribeHostsRequest  # noqa: Y015
+
+@_typing.final
+class DescribeHostsResponse(_message.Message):
+    """DescribeHostsResponse contains the reports."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProcessReport]:
+        """That of this orchestrator first, then those of replicas in the order of ListReplicas."""
+
+    def __init__(
+        self,
+        *,
+        processes: _abc.Iterable[Global___ProcessReport] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["processes", b"processes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeHostsResponse: _TypeAlias = DescribeHostsResponse  # noqa: Y015
+
+@_typing.final
+class ProcessReport(_message.Message):
+    """ProcessReport is the report of one process, or the reason why there is none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROCESS_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    CLOCK_AHEAD_S_FIELD_NUMBER: _builtins.int
+    CLOCK_ERROR_S_FIELD_NUMBER: _builtins.int
+    process: _builtins.str
+    """The replica, or "@orchestrator"."""
+    stage: _builtins.str
+    """The stage of the replica. Empty for an orchestrator."""
+    clock_ahead_s: _builtins.float
+    """The seconds by which the process's clock is ahead of this orchestrator's. Negative if it is behind."""
+    clock_error_s: _builtins.float
+    """The largest error of clock_ahead_s in seconds."""
+    @_builtins.property
+    def report(self) -> _control_pb2.HostReport:
+        """The report. Unset if there is an error."""
+
+    @_builtins.property
+    def error(self) -> _chunk_pb2.Error:
+        """Why there is no report. Unset if there is one."""
+
+    def __init__(
+        self,
+        *,
+        process: _builtins.str = ...,
+        stage: _builtins.str = ...,
+        report: _control_pb2.HostReport | None = ...,
+        error: _chunk_pb2.Error | None = ...,
+        clock_ahead_s: _builtins.float = ...,
+        clock_error_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_ahead_s", b"clock_ahead_s", "clock_error_s", b"clock_error_s", "error", b"error", "process", b"process", "report", b"report", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProcessReport: _TypeAlias = ProcessReport  # noqa: Y015
+
+@_typing.final
 class AdminServiceCancelRequestRequest(_message.Message):
     """AdminServiceCancelRequestRequest names the request to cancel."""
 

@@ -121,6 +121,11 @@ class AdminServiceStub(object):
                 request_serializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceSetLogLevelRequest.SerializeToString,
                 response_deserializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceSetLogLevelResponse.FromString,
                 _registered_method=True)
+        self.DescribeHosts = channel.unary_unary(
+                '/stagemesh.v1.AdminService/DescribeHosts',
+                request_serializer=stagemesh_dot_v1_dot_admin__pb2.DescribeHostsRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_v1_dot_admin__pb2.DescribeHostsResponse.FromString,
+                _registered_method=True)
         self.CancelRequest = channel.unary_unary(
                 '/stagemesh.v1.AdminService/CancelRequest',
                 request_serializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceCancelRequestRequest.SerializeToString,
@@ -268,6 +273,14 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeHosts(self, request, context):
+        """DescribeHosts collects the reports of this orchestrator and of all replicas about their hosts
+        (StageControlService.DescribeHost).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CancelRequest(self, request, context):
         """CancelRequest cancels a request on every stage, and returns after all have released it. An unknown request fails
         (NOT_FOUND, UNKNOWN_REQUEST). A request that has ended fails (FAILED_PRECONDITION, REQUEST_ENDED), and the error
@@ -361,6 +374,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.SetLogLevel,
                     request_deserializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceSetLogLevelRequest.FromString,
                     response_serializer=stagemesh_dot_v1_dot_admin__pb2.AdminServiceSetLogLevelResponse.SerializeToString,
+            ),
+            'DescribeHosts': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeHosts,
+                    request_deserializer=stagemesh_dot_v1_dot_admin__pb2.DescribeHostsRequest.FromString,
+                    response_serializer=stagemesh_dot_v1_dot_admin__pb2.DescribeHostsResponse.SerializeToString,
             ),
             'CancelRequest': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelRequest,
@@ -790,6 +808,33 @@ class AdminService(object):
             '/stagemesh.v1.AdminService/SetLogLevel',
             stagemesh_dot_v1_dot_admin__pb2.AdminServiceSetLogLevelRequest.SerializeToString,
             stagemesh_dot_v1_dot_admin__pb2.AdminServiceSetLogLevelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeHosts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagemesh.v1.AdminService/DescribeHosts',
+            stagemesh_dot_v1_dot_admin__pb2.DescribeHostsRequest.SerializeToString,
+            stagemesh_dot_v1_dot_admin__pb2.DescribeHostsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -99,6 +99,10 @@ class AdminServiceStub:
     """SetLogLevel sets the level of the logs of this orchestrator and of replicas until their processes end
     (StageControlService.SetLogLevel). The response has the outcome for each process.
     """
+    DescribeHosts: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DescribeHostsRequest, _admin_pb2.DescribeHostsResponse]
+    """DescribeHosts collects the reports of this orchestrator and of all replicas about their hosts
+    (StageControlService.DescribeHost).
+    """
     CancelRequest: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceCancelRequestRequest, _admin_pb2.AdminServiceCancelRequestResponse]
     """CancelRequest cancels a request on every stage, and returns after all have released it. An unknown request fails
     (NOT_FOUND, UNKNOWN_REQUEST). A request that has ended fails (FAILED_PRECONDITION, REQUEST_ENDED), and the error
@@ -177,6 +181,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     SetLogLevel: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceSetLogLevelRequest, _admin_pb2.AdminServiceSetLogLevelResponse]  # type: ignore[assignment]
     """SetLogLevel sets the level of the logs of this orchestrator and of replicas until their processes end
     (StageControlService.SetLogLevel). The response has the outcome for each process.
+    """
+    DescribeHosts: _aio.UnaryUnaryMultiCallable[_admin_pb2.DescribeHostsRequest, _admin_pb2.DescribeHostsResponse]  # type: ignore[assignment]
+    """DescribeHosts collects the reports of this orchestrator and of all replicas about their hosts
+    (StageControlService.DescribeHost).
     """
     CancelRequest: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceCancelRequestRequest, _admin_pb2.AdminServiceCancelRequestResponse]  # type: ignore[assignment]
     """CancelRequest cancels a request on every stage, and returns after all have released it. An unknown request fails
@@ -343,6 +351,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.AdminServiceSetLogLevelResponse, _abc.Awaitable[_admin_pb2.AdminServiceSetLogLevelResponse]]:
         """SetLogLevel sets the level of the logs of this orchestrator and of replicas until their processes end
         (StageControlService.SetLogLevel). The response has the outcome for each process.
+        """
+
+    @_abc_1.abstractmethod
+    def DescribeHosts(
+        self,
+        request: _admin_pb2.DescribeHostsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DescribeHostsResponse, _abc.Awaitable[_admin_pb2.DescribeHostsResponse]]:
+        """DescribeHosts collects the reports of this orchestrator and of all replicas about their hosts
+        (StageControlService.DescribeHost).
         """
 
     @_abc_1.abstractmethod

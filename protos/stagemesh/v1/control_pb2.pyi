@@ -976,3 +976,149 @@ class SetLogLevelResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetLogLevelResponse: _TypeAlias = SetLogLevelResponse  # noqa: Y015
+
+@_typing.final
+class DescribeHostRequest(_message.Message):
+    """DescribeHostRequest asks a replica about its host."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeHostRequest: _TypeAlias = DescribeHostRequest  # noqa: Y015
+
+@_typing.final
+class DescribeHostResponse(_message.Message):
+    """DescribeHostResponse contains the report."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPORT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def report(self) -> Global___HostReport:
+        """The report."""
+
+    def __init__(
+        self,
+        *,
+        report: Global___HostReport | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeHostResponse: _TypeAlias = DescribeHostResponse  # noqa: Y015
+
+@_typing.final
+class HostReport(_message.Message):
+    """HostReport is what a process sees of its host, within the limits of its container, and of its installation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class PackagesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SOFTWARE_FIELD_NUMBER: _builtins.int
+    PACKAGES_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    CORES_FIELD_NUMBER: _builtins.int
+    AVAILABLE_BYTES_FIELD_NUMBER: _builtins.int
+    SHM_BYTES_FIELD_NUMBER: _builtins.int
+    SHM_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    OPEN_FILES_FIELD_NUMBER: _builtins.int
+    LOCKED_BYTES_FIELD_NUMBER: _builtins.int
+    RDMA_DEVICES_FIELD_NUMBER: _builtins.int
+    UCX_TLS_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_EXPIRES_AT_S_FIELD_NUMBER: _builtins.int
+    TIME_S_FIELD_NUMBER: _builtins.int
+    software: _builtins.str
+    """The name and the version of the software, as in Protocol."""
+    host: _builtins.str
+    """The name of the host, or of the container."""
+    cores: _builtins.int
+    """The number of processor cores that the process may use."""
+    available_bytes: _builtins.int
+    """The bytes of memory that the process can still allocate. 0 if that is not known."""
+    shm_bytes: _builtins.int
+    """The size and the free bytes of /dev/shm, where arenas and engines share memory. 0 if there is none."""
+    shm_free_bytes: _builtins.int
+    """See shm_bytes."""
+    open_files: _builtins.int
+    """The limit of open files. Absent if there is none."""
+    locked_bytes: _builtins.int
+    """The limit of locked memory in bytes, which RDMA needs. Absent if there is none."""
+    ucx_tls: _builtins.str
+    """The value of UCX_TLS, which limits the transports that NIXL may use. Empty if it is not set."""
+    certificate_expires_at_s: _builtins.float
+    """The time at which the process's certificate expires, in seconds since 1970. Absent without TLS."""
+    time_s: _builtins.float
+    """The host's time, in seconds since 1970."""
+    @_builtins.property
+    def packages(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """The versions of the packages on which results depend, by the name of the package."""
+
+    @_builtins.property
+    def rdma_devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of the RDMA devices, for example "mlx5_0"."""
+
+    def __init__(
+        self,
+        *,
+        software: _builtins.str = ...,
+        packages: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        host: _builtins.str = ...,
+        cores: _builtins.int = ...,
+        available_bytes: _builtins.int = ...,
+        shm_bytes: _builtins.int = ...,
+        shm_free_bytes: _builtins.int = ...,
+        open_files: _builtins.int | None = ...,
+        locked_bytes: _builtins.int | None = ...,
+        rdma_devices: _abc.Iterable[_builtins.str] | None = ...,
+        ucx_tls: _builtins.str = ...,
+        certificate_expires_at_s: _builtins.float | None = ...,
+        time_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_certificate_expires_at_s", b"_certificate_expires_at_s", "_locked_bytes", b"_locked_bytes", "_open_files", b"_open_files", "certificate_expires_at_s", b"certificate_expires_at_s", "locked_bytes", b"locked_bytes", "open_files", b"open_files"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_certificate_expires_at_s", b"_certificate_expires_at_s", "_locked_bytes", b"_locked_bytes", "_open_files", b"_open_files", "available_bytes", b"available_bytes", "certificate_expires_at_s", b"certificate_expires_at_s", "cores", b"cores", "host", b"host", "locked_bytes", b"locked_bytes", "open_files", b"open_files", "packages", b"packages", "rdma_devices", b"rdma_devices", "shm_bytes", b"shm_bytes", "shm_free_bytes", b"shm_free_bytes", "software", b"software", "time_s", b"time_s", "ucx_tls", b"ucx_tls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__certificate_expires_at_s: _TypeAlias = _typing.Literal["certificate_expires_at_s"]  # noqa: Y015
+    _WhichOneofArgType__certificate_expires_at_s: _TypeAlias = _typing.Literal["_certificate_expires_at_s", b"_certificate_expires_at_s"]  # noqa: Y015
+    _WhichOneofReturnType__locked_bytes: _TypeAlias = _typing.Literal["locked_bytes"]  # noqa: Y015
+    _WhichOneofArgType__locked_bytes: _TypeAlias = _typing.Literal["_locked_bytes", b"_locked_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__open_files: _TypeAlias = _typing.Literal["open_files"]  # noqa: Y015
+    _WhichOneofArgType__open_files: _TypeAlias = _typing.Literal["_open_files", b"_open_files"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__certificate_expires_at_s) -> _WhichOneofReturnType__certificate_expires_at_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__locked_bytes) -> _WhichOneofReturnType__locked_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__open_files) -> _WhichOneofReturnType__open_files | None: ...
+
+Global___HostReport: _TypeAlias = HostReport  # noqa: Y015

@@ -30,7 +30,7 @@ class StageControlServiceStub(object):
     Orchestrators call it, for themselves and for operators, and operators' tools may call it directly. A call that the
     engine does not support fails (UNIMPLEMENTED, UNSUPPORTED) and names the engine and the ability. While the replica
     loads, sleeps or drains, calls fail (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile
-    and GetCacheStatistics only require that the replica has loaded, and ListSteps, SetLogLevel, Resume and Shutdown always work. The
+    and GetCacheStatistics only require that the replica has loaded, and ListSteps, SetLogLevel, DescribeHost, Resume and Shutdown always work. The
     port of AdminService forwards these calls to the replica that the metadata "stagemesh-replica" names, except Drain,
     Resume, Shutdown, LoadAdapter and UnloadAdapter, for which AdminService has calls of its own.
     """
@@ -116,6 +116,11 @@ class StageControlServiceStub(object):
                 request_serializer=stagemesh_dot_v1_dot_control__pb2.SetLogLevelRequest.SerializeToString,
                 response_deserializer=stagemesh_dot_v1_dot_control__pb2.SetLogLevelResponse.FromString,
                 _registered_method=True)
+        self.DescribeHost = channel.unary_unary(
+                '/stagemesh.v1.StageControlService/DescribeHost',
+                request_serializer=stagemesh_dot_v1_dot_control__pb2.DescribeHostRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_v1_dot_control__pb2.DescribeHostResponse.FromString,
+                _registered_method=True)
 
 
 class StageControlServiceServicer(object):
@@ -123,7 +128,7 @@ class StageControlServiceServicer(object):
     Orchestrators call it, for themselves and for operators, and operators' tools may call it directly. A call that the
     engine does not support fails (UNIMPLEMENTED, UNSUPPORTED) and names the engine and the ability. While the replica
     loads, sleeps or drains, calls fail (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile
-    and GetCacheStatistics only require that the replica has loaded, and ListSteps, SetLogLevel, Resume and Shutdown always work. The
+    and GetCacheStatistics only require that the replica has loaded, and ListSteps, SetLogLevel, DescribeHost, Resume and Shutdown always work. The
     port of AdminService forwards these calls to the replica that the metadata "stagemesh-replica" names, except Drain,
     Resume, Shutdown, LoadAdapter and UnloadAdapter, for which AdminService has calls of its own.
     """
@@ -242,6 +247,13 @@ class StageControlServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeHost(self, request, context):
+        """DescribeHost reports what the replica sees of its host and of its installation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StageControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -320,6 +332,11 @@ def add_StageControlServiceServicer_to_server(servicer, server):
                     request_deserializer=stagemesh_dot_v1_dot_control__pb2.SetLogLevelRequest.FromString,
                     response_serializer=stagemesh_dot_v1_dot_control__pb2.SetLogLevelResponse.SerializeToString,
             ),
+            'DescribeHost': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeHost,
+                    request_deserializer=stagemesh_dot_v1_dot_control__pb2.DescribeHostRequest.FromString,
+                    response_serializer=stagemesh_dot_v1_dot_control__pb2.DescribeHostResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'stagemesh.v1.StageControlService', rpc_method_handlers)
@@ -333,7 +350,7 @@ class StageControlService(object):
     Orchestrators call it, for themselves and for operators, and operators' tools may call it directly. A call that the
     engine does not support fails (UNIMPLEMENTED, UNSUPPORTED) and names the engine and the ability. While the replica
     loads, sleeps or drains, calls fail (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile
-    and GetCacheStatistics only require that the replica has loaded, and ListSteps, SetLogLevel, Resume and Shutdown always work. The
+    and GetCacheStatistics only require that the replica has loaded, and ListSteps, SetLogLevel, DescribeHost, Resume and Shutdown always work. The
     port of AdminService forwards these calls to the replica that the metadata "stagemesh-replica" names, except Drain,
     Resume, Shutdown, LoadAdapter and UnloadAdapter, for which AdminService has calls of its own.
     """
@@ -733,6 +750,33 @@ class StageControlService(object):
             '/stagemesh.v1.StageControlService/SetLogLevel',
             stagemesh_dot_v1_dot_control__pb2.SetLogLevelRequest.SerializeToString,
             stagemesh_dot_v1_dot_control__pb2.SetLogLevelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeHost(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagemesh.v1.StageControlService/DescribeHost',
+            stagemesh_dot_v1_dot_control__pb2.DescribeHostRequest.SerializeToString,
+            stagemesh_dot_v1_dot_control__pb2.DescribeHostResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -31,7 +31,7 @@ class StageControlServiceStub:
     Orchestrators call it, for themselves and for operators, and operators' tools may call it directly. A call that the
     engine does not support fails (UNIMPLEMENTED, UNSUPPORTED) and names the engine and the ability. While the replica
     loads, sleeps or drains, calls fail (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile
-    and GetCacheStatistics only require that the replica has loaded, and ListSteps, SetLogLevel, Resume and Shutdown always work. The
+    and GetCacheStatistics only require that the replica has loaded, and ListSteps, SetLogLevel, DescribeHost, Resume and Shutdown always work. The
     port of AdminService forwards these calls to the replica that the metadata "stagemesh-replica" names, except Drain,
     Resume, Shutdown, LoadAdapter and UnloadAdapter, for which AdminService has calls of its own.
     """
@@ -85,6 +85,8 @@ class StageControlServiceStub:
     """SetLogLevel sets the level of the replica's logs until its process ends. Processes that the engine has started keep
     their level.
     """
+    DescribeHost: _grpc.UnaryUnaryMultiCallable[_control_pb2.DescribeHostRequest, _control_pb2.DescribeHostResponse]
+    """DescribeHost reports what the replica sees of its host and of its installation."""
 
 @_typing.type_check_only
 class StageControlServiceAsyncStub(StageControlServiceStub):
@@ -92,7 +94,7 @@ class StageControlServiceAsyncStub(StageControlServiceStub):
     Orchestrators call it, for themselves and for operators, and operators' tools may call it directly. A call that the
     engine does not support fails (UNIMPLEMENTED, UNSUPPORTED) and names the engine and the ability. While the replica
     loads, sleeps or drains, calls fail (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile
-    and GetCacheStatistics only require that the replica has loaded, and ListSteps, SetLogLevel, Resume and Shutdown always work. The
+    and GetCacheStatistics only require that the replica has loaded, and ListSteps, SetLogLevel, DescribeHost, Resume and Shutdown always work. The
     port of AdminService forwards these calls to the replica that the metadata "stagemesh-replica" names, except Drain,
     Resume, Shutdown, LoadAdapter and UnloadAdapter, for which AdminService has calls of its own.
     """
@@ -143,13 +145,15 @@ class StageControlServiceAsyncStub(StageControlServiceStub):
     """SetLogLevel sets the level of the replica's logs until its process ends. Processes that the engine has started keep
     their level.
     """
+    DescribeHost: _aio.UnaryUnaryMultiCallable[_control_pb2.DescribeHostRequest, _control_pb2.DescribeHostResponse]  # type: ignore[assignment]
+    """DescribeHost reports what the replica sees of its host and of its installation."""
 
 class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
     """StageControlService controls one replica while it serves. Every stage process serves it on the port of StageService.
     Orchestrators call it, for themselves and for operators, and operators' tools may call it directly. A call that the
     engine does not support fails (UNIMPLEMENTED, UNSUPPORTED) and names the engine and the ability. While the replica
     loads, sleeps or drains, calls fail (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile
-    and GetCacheStatistics only require that the replica has loaded, and ListSteps, SetLogLevel, Resume and Shutdown always work. The
+    and GetCacheStatistics only require that the replica has loaded, and ListSteps, SetLogLevel, DescribeHost, Resume and Shutdown always work. The
     port of AdminService forwards these calls to the replica that the metadata "stagemesh-replica" names, except Drain,
     Resume, Shutdown, LoadAdapter and UnloadAdapter, for which AdminService has calls of its own.
     """
@@ -288,5 +292,13 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         """SetLogLevel sets the level of the replica's logs until its process ends. Processes that the engine has started keep
         their level.
         """
+
+    @_abc_1.abstractmethod
+    def DescribeHost(
+        self,
+        request: _control_pb2.DescribeHostRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.DescribeHostResponse, _abc.Awaitable[_control_pb2.DescribeHostResponse]]:
+        """DescribeHost reports what the replica sees of its host and of its installation."""
 
 def add_StageControlServiceServicer_to_server(servicer: StageControlServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -12,6 +12,8 @@ from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.spec import Edge, Pipeline
 
+ORCHESTRATOR = "@orchestrator"
+"""The name of the orchestrator itself among the names of processes. No stage or replica has it."""
 _MAX_CONCURRENT_PROBES = 64
 _RANKS = {ReplicaState.READY: 0, ReplicaState.FAILED: 2, ReplicaState.UNREACHABLE: 2}
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from stagemesh.common.errors import StagemeshError
-from stagemesh.orchestrator.admin.directory import Directory
+from stagemesh.orchestrator.admin.directory import ORCHESTRATOR, Directory
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.rpc.log_levels import set_log_level
@@ -13,8 +13,6 @@ from stagemesh.v1 import admin_pb2, control_pb2
 
 _Level: TypeAlias = "control_pb2.LogLevel.ValueType"
 
-ORCHESTRATOR = "@orchestrator"
-"""The target, and the name in an outcome, that stands for the orchestrator itself. No stage or replica has it."""
 _CALL_S = 5.0
 
 

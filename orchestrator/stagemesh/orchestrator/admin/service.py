@@ -18,6 +18,7 @@ from stagemesh.common.versions import check_version, own_protocol
 from stagemesh.keda import externalscaler_pb2_grpc
 from stagemesh.orchestrator.admin.adapters import Adapters
 from stagemesh.orchestrator.admin.directory import Directory
+from stagemesh.orchestrator.admin.hosts import process_reports
 from stagemesh.orchestrator.admin.inspection import Inspector
 from stagemesh.orchestrator.admin.lifecycle import Lifecycle
 from stagemesh.orchestrator.admin.log_levels import LogLevels
@@ -199,6 +200,11 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.AdminServiceSetLogLevelResponse:
         outcomes = await self._log_levels.set(request.target, request.level, request.logger)
         return admin_pb2.AdminServiceSetLogLevelResponse(processes=outcomes)
+
+    @_answered
+    async def DescribeHosts(self, request: admin_pb2.DescribeHostsRequest) -> admin_pb2.DescribeHostsResponse:
+        del request
+        return admin_pb2.DescribeHostsResponse(processes=await process_reports(self._directory))
 
     @_answered
     async def CancelRequest(

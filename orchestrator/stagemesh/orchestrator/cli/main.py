@@ -6,6 +6,7 @@ from stagemesh.orchestrator.cli import (
     admin,
     cancel,
     converse,
+    doctor,
     generate,
     models,
     pipeline,
@@ -43,6 +44,7 @@ app.add_typer(k8s.app, name="k8s")
 app.command("stages")(with_parameters(stages.stages, stages.PARAMETERS))
 app.add_typer(admin.app, name="admin")
 app.command("top")(with_parameters(top.top, top.PARAMETERS))
+app.command("doctor")(with_parameters(doctor.doctor, doctor.PARAMETERS))
 app.add_typer(contexts.app, name="context")
 app.add_typer(models.app, name="models")
 app.command("verify")(with_parameters(verify.verify, verify.PARAMETERS))

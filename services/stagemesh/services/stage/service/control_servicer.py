@@ -6,6 +6,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from stagemesh.rpc.handlers import answered
+from stagemesh.rpc.host_report import host_report
 from stagemesh.rpc.log_levels import set_log_level
 from stagemesh.services.engines.abilities import AdapterControl, CacheControl
 from stagemesh.services.stage.replica.runtime import StageRuntime
@@ -132,6 +133,11 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
         self, request: control_pb2.SetLogLevelRequest, context: _Context
     ) -> control_pb2.SetLogLevelResponse:
         return control_pb2.SetLogLevelResponse(previous=set_log_level(request.level, request.logger))
+
+    async def DescribeHost(
+        self, request: control_pb2.DescribeHostRequest, context: _Context
+    ) -> control_pb2.DescribeHostResponse:
+        return control_pb2.DescribeHostResponse(report=host_report())
 
     def _adapters(self, *, ready: bool = True) -> AdapterControl:
         return self._runtime.require(self._runtime.engine.abilities.adapters, "adapters", ready=ready)
