@@ -1074,7 +1074,7 @@ class HostReport(_message.Message):
     locked_bytes: _builtins.int
     """The limit of locked memory in bytes, which RDMA needs. Absent if there is none."""
     ucx_tls: _builtins.str
-    """The value of UCX_TLS, which limits the transports that NIXL may use. Empty if it is not set."""
+    """The transports that NIXL may use, as UCX's variable names them, for example "rc,cuda_copy". Empty for all."""
     certificate_expires_at_s: _builtins.float
     """The time at which the process's certificate expires, in seconds since 1970. Absent without TLS."""
     time_s: _builtins.float
