@@ -13,6 +13,7 @@ from stagemesh.orchestrator.cli import (
     probe_transport,
     stages,
     top,
+    trace,
     version,
 )
 from stagemesh.orchestrator.cli.contexts import commands as contexts
@@ -44,6 +45,7 @@ app.add_typer(k8s.app, name="k8s")
 app.command("stages")(with_parameters(stages.stages, stages.PARAMETERS))
 app.add_typer(admin.app, name="admin")
 app.command("top")(with_parameters(top.top, top.PARAMETERS))
+app.command("trace")(with_parameters(trace.trace, trace.PARAMETERS))
 app.command("doctor")(with_parameters(doctor.doctor, doctor.PARAMETERS))
 app.add_typer(contexts.app, name="context")
 app.add_typer(models.app, name="models")

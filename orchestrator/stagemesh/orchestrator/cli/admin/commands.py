@@ -190,6 +190,7 @@ _ReplicaState = StrEnum("_ReplicaState", ["LOADING", "READY", "DRAINING", "FAILE
 _RequestState = StrEnum("_RequestState", ["QUEUED", "RUNNING", "FINISHED", "FAILED", "CANCELLED"])
 
 complete_target = _complete("ListStages", "ListReplicas")
+complete_request = _complete("ListRequests")
 _complete_replica = _complete("ListReplicas")
 
 _TARGET = {
@@ -200,9 +201,7 @@ _TARGET = {
         complete=complete_target,
     )
 }
-_ID = {
-    "request_id": argument(str, "Select the request with this id.", metavar="ID", complete=_complete("ListRequests"))
-}
+_ID = {"request_id": argument(str, "Select the request with this id.", metavar="ID", complete=complete_request)}
 _PAGE = {
     "page_size": option(int, "List at most this number of items. 0 means 100.", default=0, min=0),
     "page_token": option(

@@ -1,0 +1,116 @@
+"""`stagemesh trace`: draws the timeline of a request, and writes it for Perfetto."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.orchestrator.cli.admin.commands import complete_request
+from stagemesh.orchestrator.cli.contexts.addresses import ADMIN_SERVER
+from stagemesh.orchestrator.cli.error_output import AsJson
+from stagemesh.orchestrator.cli.options import Parameter, argument, option
+from stagemesh.orchestrator.cli.output import Column, duration, make_table, number, print_all, print_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from stagemesh.orchestrator.spans import Span
+
+_BAR_CELLS = 60
+_US = 1e6
+
+PARAMETERS: Mapping[str, Parameter] = {
+    "request_id": argument(str, "Select the request with this id.", metavar="ID", complete=complete_request),
+    "output": option(
+        str,
+        "Write the spans to this file, in the JSON format of traces that Perfetto (ui.perfetto.dev) and browsers show.",
+        "-o",
+        "--output",
+        metavar="FILE",
+    ),
+    **ADMIN_SERVER,
+    "as_json": Parameter(AsJson, False),
+}
+
+
+def trace(**values: Any) -> None:
+    """Draw the timeline of a request: when it waited, and when each attempt of each stage worked. Requests that have
+    ended are known for a limited time.
+    """
+    from stagemesh.orchestrator.cli.admin.client import AdminConnection, make_request
+    from stagemesh.orchestrator.spans import request_spans
+
+    with AdminConnection(values["admin_server"]) as admin:
+        spans = request_spans(admin.call("GetRequest", make_request("GetRequest", values)))
+    if values["output"]:
+        _write(Path(values["output"]), spans)
+    if values["as_json"]:
+        print_json([_fields(span) for span in spans])
+    else:
+        print_all(_view(spans))
+
+
+def _fields(span: "Span") -> dict[str, object]:
+    return {
+        "name": span.name,
+        "process": span.process,
+        "start_s": span.start_s,
+        "end_s": span.end_s,
+        "depth": len(span.path) - 1,
+        "attributes": dict(span.attributes),
+        "error": span.error,
+    }
+
+
+def _view(spans: "Sequence[Span]") -> "Table":
+    total_s = max(span.end_s for span in spans) or 1.0
+    columns = [
+        Column("span", lambda span: [("  " * (len(span.path) - 1) + span.name, _style(span))]),
+        Column("process", lambda span: [(span.process, _style(span))]),
+        number("from", lambda span: duration(span.start_s)),
+        number("for", lambda span: duration(span.end_s - span.start_s)),
+        Column(f"0 to {duration(total_s)}", lambda span: [(_bar(span, total_s), _style(span) or "cyan")]),
+        Column("error", lambda span: [(span.error, "red")]),
+    ]
+    shown = columns if any(span.error for span in spans) else columns[:-1]
+    return make_table(shown, spans)
+
+
+def _style(span: "Span") -> str:
+    is_part = len(span.path) > 2
+    return "red" if span.error else "dim" if is_part else ""
+
+
+def _bar(span: "Span", total_s: float) -> str:
+    """Returns the bar of a span. The bar has at least one cell."""
+    first = min(round(span.start_s / total_s * _BAR_CELLS), _BAR_CELLS - 1)
+    return " " * first + "█" * max(1, round(span.end_s / total_s * _BAR_CELLS) - first)
+
+
+def _write(path: Path, spans: "Sequence[Span]") -> None:
+    """Writes the spans as complete events of the trace event format, with one thread for each process.
+
+    Raises InvalidRequestError (CANNOT_WRITE) if the file cannot be written.
+    """
+    threads = {name: number for number, name in enumerate(dict.fromkeys(span.process for span in spans))}
+    names = [
+        {"ph": "M", "pid": 1, "tid": number, "name": "thread_name", "args": {"name": name}}
+        for name, number in threads.items()
+    ]
+    events = [
+        {
+            "ph": "X",
+            "pid": 1,
+            "tid": threads[span.process],
+            "name": span.name,
+            "ts": span.start_s * _US,
+            "dur": (span.end_s - span.start_s) * _US,
+            "args": {**span.attributes, **({"error": span.error} if span.error else {})},
+        }
+        for span in spans
+    ]
+    try:
+        path.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}, indent=1) + "\n")
+    except OSError as exc:
+        raise InvalidRequestError(f"{path} cannot be written: {exc.strerror}", reason="CANNOT_WRITE") from exc

@@ -1,0 +1,144 @@
+"""The spans of a request: the times in which it waited, and in which each attempt of a stage worked."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from stagemesh.v1 import admin_pb2, request_pb2
+
+Attributes: TypeAlias = Mapping[str, "str | int | float | bool"]
+
+ORCHESTRATOR = "orchestrator"
+"""The process of spans that belong to no replica."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A time in which something happened. Times are in seconds since the request was received."""
+
+    name: str
+    process: str
+    """The name of a replica, or ORCHESTRATOR."""
+    start_s: float
+    end_s: float
+    path: tuple[str, ...]
+    """Identifies the span within the request. Without its last part, it is the path of the parent."""
+    attributes: Attributes = field(default_factory=dict[str, "str | int | float | bool"])
+    error: str = ""
+    """The message of the error with which it ended. Empty if it did not fail."""
+
+
+def request_spans(answer: admin_pb2.GetRequestResponse) -> list[Span]:
+    """Returns the spans of a request. The span of the request is the first, and parents precede their children.
+
+    What has not ended yet ends with the present.
+    """
+    request = answer.request
+    root = Span(
+        name="request",
+        process=ORCHESTRATOR,
+        start_s=0.0,
+        end_s=request.age_s,
+        path=(request.request_id,),
+        attributes={
+            "request_id": request.request_id,
+            "state": admin_pb2.RequestState.Name(request.state).removeprefix("REQUEST_STATE_").lower(),
+            "outputs": ", ".join(request.outputs),
+            "priority": request.priority,
+            "choices": max(1, request.choices),
+        },
+        error=request.error.message,
+    )
+    planned_s = answer.planned_s if answer.HasField("planned_s") else request.age_s
+    queue = Span(name="queue", process=ORCHESTRATOR, start_s=0.0, end_s=planned_s, path=(*root.path, "queue"))
+    spans, earlier = [root, queue], defaultdict[tuple[str, int], list[admin_pb2.StepStatus]](list)
+    for step in answer.steps:
+        attempts = earlier[step.stage, step.index]
+        if attempts:
+            spans.append(_recovery_span(attempts[-1], step, root))
+        attempts.append(step)
+        spans += _step_spans(step, root, count=len(attempts))
+    return spans
+
+
+def _recovery_span(lost: admin_pb2.StepStatus, step: admin_pb2.StepStatus, root: Span) -> Span:
+    """Returns the span from the end of an attempt to the plan of the next attempt of the same stage."""
+    return Span(
+        name=f"recovery of {_stage_name(step)}",
+        process=ORCHESTRATOR,
+        start_s=min(lost.ended_s, step.planned_s),
+        end_s=step.planned_s,
+        path=(*root.path, f"recovery/{step.stage}/{step.index}/{step.attempt}"),
+        attributes={"stage": step.stage, "lost_replica": lost.replica, "error.reason": lost.error.reason},
+    )
+
+
+def _step_spans(step: admin_pb2.StepStatus, root: Span, *, count: int) -> Iterator[Span]:
+    """Yields the spans of an attempt. `count` is 1 for the first attempt of a stage, 2 for the second, and so on."""
+    name = _stage_name(step)
+    path = (*root.path, f"{step.stage}/{step.index}/{step.attempt}")
+    end_s = step.ended_s if step.HasField("ended_s") else root.end_s
+    yield Span(
+        name=name if count == 1 else f"{name}, attempt {count}",
+        process=step.replica,
+        start_s=step.planned_s,
+        end_s=end_s,
+        path=path,
+        attributes=_step_attributes(step),
+        error=step.error.message,
+    )
+    start_s = step.planned_s
+    for part, part_end_s in _parts(step):
+        last_s = end_s if part_end_s is None else min(part_end_s, end_s)
+        yield Span(name=part, process=step.replica, start_s=start_s, end_s=last_s, path=(*path, part))
+        if part_end_s is None:
+            break
+        start_s = last_s
+    for rebinding in step.rebindings:
+        yield Span(
+            name=f"connected again: {', '.join(rebinding.edges)}",
+            process=step.replica,
+            start_s=rebinding.at_s,
+            end_s=rebinding.at_s,
+            path=(*path, f"rebinding at {rebinding.at_s}"),
+        )
+
+
+def _stage_name(step: admin_pb2.StepStatus) -> str:
+    return f"{step.stage}, choice {step.index}" if step.index else step.stage
+
+
+def _parts(step: admin_pb2.StepStatus) -> Iterator[tuple[str, float | None]]:
+    """Yields the parts of an attempt with their ends, one after the other. The end of the last part is None."""
+    yield "wait for consumers", step.sent_s if step.HasField("sent_s") else None
+    yield "send", step.accepted_s if step.HasField("accepted_s") else None
+    timings = step.finished.timings
+    if timings.HasField("started_s"):
+        # The replica's own clock says how long after the acceptance.
+        yield "wait for input", step.accepted_s + timings.started_s
+    yield "first output", step.first_output_s if step.HasField("first_output_s") else None
+    yield "further outputs", None
+
+
+def _step_attributes(step: admin_pb2.StepStatus) -> dict[str, str | int | float | bool]:
+    made: dict[str, str | int | float | bool] = {
+        "stage": step.stage,
+        "replica": step.replica,
+        "attempt": step.attempt,
+        "outputs": step.outputs,
+        "steps": step.steps,
+    }
+    if step.HasField("resumed_steps"):
+        made["resumed_steps"] = step.resumed_steps
+    if step.HasField("error"):
+        made["error.reason"] = step.error.reason
+    if step.HasField("finished"):
+        usage = step.finished.usage
+        made |= {each.name: getattr(usage, each.name) for each in _USAGE if getattr(usage, each.name)}
+        for edge in step.finished.edges:
+            made |= {f"{edge.edge}.chunks": edge.chunks, f"{edge.edge}.bytes": edge.size_bytes}
+    return made
+
+
+_USAGE = [each for each in request_pb2.Usage.DESCRIPTOR.fields if each.message_type is None and not each.is_repeated]
