@@ -49,9 +49,9 @@ def test_the_recovery_of_a_killed_stage_is_an_attempt(running: Deployment) -> No
         assert list(events)
     spans = json.loads(_trace(running, "killed", "--json").stdout)
     attempts = [span for span in spans if span["attributes"].get("stage") == "relay"]
-    assert [span["name"] for span in attempts] == ["relay", "relay, attempt 2"]
+    assert [span["name"] for span in attempts] == ["relay", "recovery of relay", "relay, attempt 2"]
     assert attempts[0]["error"]
-    assert not attempts[1]["error"]
+    assert not attempts[2]["error"]
     assert "relay, attempt 2" in _trace(running, "killed").stdout
 
 

@@ -3,7 +3,10 @@
 from itertools import pairwise
 from typing import Any
 
-from stagemesh.orchestrator.spans import ORCHESTRATOR, Span, request_spans
+import pytest
+
+from stagemesh.common.tracing import TraceParent
+from stagemesh.orchestrator.spans import ORCHESTRATOR, Span, TraceContext, request_spans, step_path
 from stagemesh.v1 import admin_pb2, chunk_pb2, request_pb2, stage_pb2
 
 
@@ -15,6 +18,10 @@ def _step(**fields: Any) -> admin_pb2.StepStatus:
 def _spans(*steps: admin_pb2.StepStatus) -> list[Span]:
     request = admin_pb2.RequestStatus(request_id="r", state=admin_pb2.REQUEST_STATE_FINISHED, age_s=5.0, outputs=["o"])
     return request_spans(admin_pb2.GetRequestResponse(request=request, planned_s=1.0, steps=steps))
+
+
+def _made(*spans: stage_pb2.StepSpan, dropped: int = 0) -> stage_pb2.StepSpans:
+    return stage_pb2.StepSpans(spans=spans, dropped=dropped)
 
 
 def _short(spans: list[Span]) -> list[tuple[str, float, float]]:
@@ -36,6 +43,13 @@ def test_the_parts_of_an_attempt_follow_each_other() -> None:
     ]
     assert all(before.end_s == after.start_s for before, after in pairwise(spans[3:]))
     assert [span.process for span in spans[:3]] == [ORCHESTRATOR, ORCHESTRATOR, "a-0"]
+
+
+def test_the_first_output_to_another_stage_is_known_from_the_replica() -> None:
+    timings = request_pb2.Timings(started_s=0.3, first_output_s=0.7)
+    step = admin_pb2.StepStatus(stage="a", planned_s=1.0, sent_s=1.1, accepted_s=1.2, ended_s=4.0)
+    step.finished.timings.CopyFrom(timings)
+    assert _short(_spans(step))[-2:] == [("first output", 1.5, 1.9), ("further outputs", 1.9, 4.0)]
 
 
 def test_each_span_has_a_parent() -> None:
@@ -66,6 +80,38 @@ def test_recoveries_are_attempts_with_their_cause() -> None:
     assert (first.error, first.attributes["error.reason"]) == ("a-0 was lost", "REPLICA_LOST")
     assert (second.name, second.error, second.attributes["resumed_steps"]) == ("a, attempt 2", "", 7)
     assert _short(spans)[2:3] == [("recovery of a", 2.5, 2.6)]
+
+
+def test_chunks_and_calls_are_within_their_attempt() -> None:
+    chunk = stage_pb2.ChunkSpan(edge="a->b", seq=3, size_bytes=40, connector=chunk_pb2.CONNECTOR_SHM, sent_s=0.7)
+    call = stage_pb2.CallSpan(requests=2, links=["00-" + "1" * 32 + "-" + "2" * 16 + "-01"])
+    made = _made(
+        stage_pb2.StepSpan(start_s=0.5, end_s=0.9, chunk=chunk),
+        stage_pb2.StepSpan(start_s=1.0, end_s=9.0, call=call),
+        stage_pb2.StepSpan(start_s=1.0, end_s=2.0),
+        dropped=5,
+    )
+    spans = _spans(_step(spans=made))
+    sent, called = [span for span in spans if span.is_from_replica]
+    assert sent.name == "chunk a->b"
+    assert (sent.start_s, sent.end_s) == pytest.approx((1.7, 2.1))
+    attributes = {"edge": "a->b", "seq": 3, "bytes": 40, "connector": "shm", "wait_s": pytest.approx(0.2)}
+    assert sent.attributes == attributes
+    assert (called.name, called.end_s, called.attributes["requests"]) == ("call", 4.0, 2)
+    assert called.links == tuple(call.links)
+    assert spans[2].attributes["dropped_spans"] == 5
+
+
+def test_the_ids_of_spans_depend_on_their_paths_and_the_request() -> None:
+    one, other = TraceContext.make(None), TraceContext.make(None)
+    paths = [span.path for span in _spans(_step(), _step(index=1), _step(stage="b"))]
+    ids = {str(trace.traceparent(path)) for trace in (one, other) for path in paths}
+    assert len(ids) == 2 * len(paths)
+    assert all((parsed := TraceParent.parse(each)) is not None and str(parsed) == each for each in ids)
+    path = step_path("r", "a", index=0, attempt=1)
+    assert path in paths
+    parent = TraceParent("1" * 32, "2" * 16, is_sampled=True)
+    assert TraceContext.make(parent).traceparent(path).trace_id == parent.trace_id
 
 
 def test_rebindings_and_work_are_shown() -> None:

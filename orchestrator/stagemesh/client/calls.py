@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import Generic, Self, TypedDict, TypeVar, Unpack
 
 import grpc
@@ -10,6 +12,7 @@ import grpc
 from stagemesh.client.client_position import ClientPosition
 from stagemesh.client.responses import Event
 from stagemesh.client.retries import Attempts, RetryPolicy, is_broken
+from stagemesh.client.tracing import Headers, request_span
 from stagemesh.common.errors import (
     CancelledRequestError,
     NotFoundError,
@@ -182,7 +185,10 @@ class RequestCalls(CallSequence):
     ) -> None:
         super().__init__(client, timeout_s=timeout_s)
         self.request_id = request.request_id
+        self.headers: Headers = ()
+        """The headers of the calls, which name the request's span in the caller's trace. Empty if there is none."""
         self._position = ClientPosition(request, client.retry_policy)
+        self._span = ExitStack()
 
     def request(self) -> orchestrator_pb2.GenerateRequest:
         """Returns the request to send with the next call, which asks for the outputs that are still missing."""
@@ -200,10 +206,15 @@ class RequestCalls(CallSequence):
 
     def __enter__(self) -> Self:
         self._client.running.add(self)
+        span = request_span("stagemesh.generate", {"stagemesh.request_id": self.request_id})
+        self.headers = self._span.enter_context(span)
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._client.running.discard(self)
+        self._span.__exit__(kind, error, trace)
         if isinstance(error, _LEFT_EARLY) or (isinstance(error, UnsupportedError) and error.reason == UNKNOWN_KIND):
             self._client.leave(self)
 

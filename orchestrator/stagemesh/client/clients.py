@@ -48,7 +48,8 @@ class AsyncGeneration(BaseGeneration["AsyncClient"]):
         with self._begin_calls() as calls:
             while True:
                 timeout_s = calls.begin_call()
-                call = self._client.stubs[calls.endpoint].Generate(calls.request(), timeout=timeout_s)
+                stub = self._client.stubs[calls.endpoint]
+                call = stub.Generate(calls.request(), timeout=timeout_s, metadata=calls.headers)
                 try:
                     async for response in call:
                         for event in calls.take(response):
@@ -253,7 +254,8 @@ class Generation(BaseGeneration["Client"]):
         with self._begin_calls() as calls:
             while True:
                 timeout_s = calls.begin_call()
-                call = self._client.stubs[calls.endpoint].Generate(calls.request(), timeout=timeout_s)
+                stub = self._client.stubs[calls.endpoint]
+                call = stub.Generate(calls.request(), timeout=timeout_s, metadata=calls.headers)
                 try:
                     for response in call:
                         yield from calls.take(response)

@@ -30,7 +30,9 @@ from stagemesh.orchestrator.request.timeline import History, Timeline, Totals
 from stagemesh.orchestrator.request.validation import ValidRequest, validate
 from stagemesh.orchestrator.session.registry import SessionRegistry
 from stagemesh.orchestrator.session.turn_requests import TurnRequests
+from stagemesh.orchestrator.spans import TraceContext, is_sampled_by_caller
 from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.rpc.trace_headers import current_traceparent
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 _log = logging.getLogger(__name__)
@@ -55,8 +57,11 @@ class Orchestrator:
         media_endpoint: str = "",
         media_server_name: str = "",
         choice: Choice | None = None,
+        samples: Callable[[TraceContext], bool] = is_sampled_by_caller,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`samples` decides which requests are traced: by default those that the caller traces."""
+        self._samples = samples
         self.pipeline = pipeline
         self.fleet = fleet
         self.media_endpoint = media_endpoint
@@ -145,6 +150,7 @@ class Orchestrator:
             outputs=request.outputs,
             choices=request.choices,
             timeout_s=timeout_s,
+            trace=self._trace(),
         )
         record = RequestRecord(timeline)
         known = RequestLifecycle(
@@ -184,6 +190,11 @@ class Orchestrator:
             return
         known.stop(CancelledRequestError("the request was cancelled by CancelRequest"))
         await asyncio.wait([known.ended])
+
+    def _trace(self) -> TraceContext | None:
+        """Returns the trace of a request that the current RPC starts, or None if it is not traced."""
+        trace = TraceContext.make(current_traceparent())
+        return trace if self._samples(trace) else None
 
     def _plan(self, request: ValidRequest, runs: int) -> Sequence[Plan]:
         """Plans this number of runs of a request, all in one generation."""

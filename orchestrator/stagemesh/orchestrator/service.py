@@ -1,10 +1,12 @@
 """Creates an orchestrator from its config, and serves its gRPC API."""
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.orchestrator.admin.service import serving_admin
@@ -17,11 +19,15 @@ from stagemesh.orchestrator.metrics.serving import serving_metrics
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.scaling.warm_tier import WarmTier
 from stagemesh.orchestrator.servicer import SERVICE_NAME, OrchestratorServicer, add_orchestrator_service
+from stagemesh.orchestrator.spans import is_sampled_by_caller
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.rpc.authentication import TokenChecker
 from stagemesh.rpc.credentials import PROCESS, Credentials
 from stagemesh.rpc.roles import CLIENT
 from stagemesh.rpc.server import Server
+
+if TYPE_CHECKING:
+    from stagemesh.orchestrator.traces import TraceExport
 
 LIVENESS = "liveness"
 _GRACE_S = 2.0
@@ -52,15 +58,19 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
     registration = _registration(config, pipeline)
     sources = _sources(config, pipeline, registration)
     fleet = Fleet(pipeline, sources, generations=config.generations, warm=config.warm)
+    traces = _trace_export(pipeline)
     orchestrator = Orchestrator(
         pipeline,
         fleet,
+        samples=traces.samples if traces is not None else is_sampled_by_caller,
         max_request_s=config.max_request_s,
         drain_s=config.drain_s,
         max_kept_state_bytes=config.max_kept_state_bytes,
         media_endpoint=config.media_endpoint,
         media_server_name=config.media_server_name,
     )
+    if traces is not None:
+        orchestrator.on_ended.append(traces.add)
     add_orchestrator_service(OrchestratorServicer(orchestrator), server.grpc)
     server.reflect(SERVICE_NAME)
 
@@ -78,6 +88,8 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
             await stack.enter_async_context(serving_admin(orchestrator, registration, config.admin_listen))
         if config.metrics_listen is not None:
             await stack.enter_async_context(serving_metrics(orchestrator, config.metrics_listen))
+        if traces is not None:
+            await stack.enter_async_context(traces.running())
         # A task group wraps errors. The errors of the ports above must be reported as they are.
         group = await stack.enter_async_context(asyncio.TaskGroup())
         # The server ends running calls last, so that clients receive the ends of their requests.
@@ -90,6 +102,18 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
         reject = partial(server.stop, grace_s=config.drain_s + _RELEASE_S)
         stack.callback(lambda: group.create_task(reject(), name="reject new calls"))
         yield port
+
+
+def _trace_export(pipeline: Pipeline) -> "TraceExport | None":
+    """Returns the export of traces that the environment variables of OpenTelemetry configure, or None."""
+    given = os.environ.get
+    is_off = given("OTEL_SDK_DISABLED", "").lower() == "true" or given("OTEL_TRACES_EXPORTER", "otlp") != "otlp"
+    if is_off or not any(map(given, ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"))):
+        return None
+    # Only an orchestrator that exports traces needs the memory of OpenTelemetry.
+    from stagemesh.orchestrator.traces import TraceExport
+
+    return TraceExport(pipeline.name)
 
 
 def _registration(config: OrchestratorConfig, pipeline: Pipeline) -> RegistrationSource | None:

@@ -13,6 +13,7 @@ from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.validation import check_pipeline
 from stagemesh.rpc.callers import caller_of, may_act_for
 from stagemesh.rpc.handlers import add_with_raw_methods, answering, time_left_s
+from stagemesh.rpc.trace_headers import read_trace_headers
 from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -32,6 +33,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         # Responses are written in serialized form (`add_orchestrator_service`), because there are many of them.
         location = {"request_id": request.request_id} if request.request_id else {}
         async with answering(context, **location):
+            read_trace_headers(context)
             request.caller = caller_of(claimed=request.caller)
             events = await self._orchestrator.generate(request, time_left_s=time_left_s(context))
             async with aclosing(events):
@@ -44,6 +46,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         context: _Context,
     ) -> None:
         async with answering(context):
+            read_trace_headers(context)
             await converse(self._orchestrator.sessions, context)
 
     async def CancelRequest(  # noqa: N802

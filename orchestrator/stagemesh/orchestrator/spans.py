@@ -1,11 +1,15 @@
 """The spans of a request: the times in which it waited, and in which each attempt of a stage worked."""
 
+import hashlib
+import secrets
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
-from stagemesh.v1 import admin_pb2, request_pb2
+from stagemesh.common.connector_descriptors import name_of
+from stagemesh.common.tracing import TraceParent
+from stagemesh.v1 import admin_pb2, request_pb2, stage_pb2
 
 Attributes: TypeAlias = Mapping[str, "str | int | float | bool"]
 
@@ -20,6 +24,8 @@ class Span:
     name: str
     process: str
     """The name of a replica, or ORCHESTRATOR."""
+    stage: str = ""
+    """The stage of the replica. Empty for ORCHESTRATOR."""
     start_s: float
     end_s: float
     path: tuple[str, ...]
@@ -27,6 +33,42 @@ class Span:
     attributes: Attributes = field(default_factory=dict[str, "str | int | float | bool"])
     error: str = ""
     """The message of the error with which it ended. Empty if it did not fail."""
+    is_from_replica: bool = False
+    """Whether the replica has reported it: a chunk or a call of the engine."""
+    links: tuple[str, ...] = ()
+    """The trace contexts of the steps of other requests that were computed together with it."""
+
+
+@dataclass(frozen=True)
+class TraceContext:
+    """The trace of a request. The id of a span depends only on its path, so that stages can know it before it ends."""
+
+    parent: TraceParent | None = None
+    """The trace context that the caller sent. None if it sent none."""
+    trace_id: str = ""
+    """The id of the trace, as 32 hexadecimal digits: the caller's, or a random one."""
+    root_id: str = ""
+    """The id of the span of the request, which is random, because several orchestrators may run the same request."""
+
+    @classmethod
+    def make(cls, parent: TraceParent | None) -> Self:
+        """Returns the trace of a request. `parent` is the trace context that the caller sent, or None."""
+        return cls(parent, parent.trace_id if parent is not None else secrets.token_hex(16), secrets.token_hex(8))
+
+    def traceparent(self, path: tuple[str, ...]) -> TraceParent:
+        """Returns the trace context of the span with this path."""
+        digest = hashlib.blake2b("/".join(path[1:]).encode(), digest_size=8, key=self.root_id.encode())
+        return TraceParent(self.trace_id, digest.hexdigest() if len(path) > 1 else self.root_id, is_sampled=True)
+
+
+def is_sampled_by_caller(trace: TraceContext) -> bool:
+    """Returns whether the caller has sent a trace context that says that it traces the request."""
+    return trace.parent is not None and trace.parent.is_sampled
+
+
+def step_path(request_id: str, stage: str, *, index: int, attempt: int) -> tuple[str, ...]:
+    """Returns the path of the span of an attempt of a stage. `index` is the index of the choice."""
+    return (request_id, f"{stage}/{index}/{attempt}")
 
 
 def request_spans(answer: admin_pb2.GetRequestResponse) -> list[Span]:
@@ -77,11 +119,12 @@ def _recovery_span(lost: admin_pb2.StepStatus, step: admin_pb2.StepStatus, root:
 def _step_spans(step: admin_pb2.StepStatus, root: Span, *, count: int) -> Iterator[Span]:
     """Yields the spans of an attempt. `count` is 1 for the first attempt of a stage, 2 for the second, and so on."""
     name = _stage_name(step)
-    path = (*root.path, f"{step.stage}/{step.index}/{step.attempt}")
+    path = step_path(root.path[0], step.stage, index=step.index, attempt=step.attempt)
     end_s = step.ended_s if step.HasField("ended_s") else root.end_s
     yield Span(
         name=name if count == 1 else f"{name}, attempt {count}",
         process=step.replica,
+        stage=step.stage,
         start_s=step.planned_s,
         end_s=end_s,
         path=path,
@@ -91,7 +134,7 @@ def _step_spans(step: admin_pb2.StepStatus, root: Span, *, count: int) -> Iterat
     start_s = step.planned_s
     for part, part_end_s in _parts(step):
         last_s = end_s if part_end_s is None else min(part_end_s, end_s)
-        yield Span(name=part, process=step.replica, start_s=start_s, end_s=last_s, path=(*path, part))
+        yield Span(name=part, process=step.replica, stage=step.stage, start_s=start_s, end_s=last_s, path=(*path, part))
         if part_end_s is None:
             break
         start_s = last_s
@@ -99,10 +142,44 @@ def _step_spans(step: admin_pb2.StepStatus, root: Span, *, count: int) -> Iterat
         yield Span(
             name=f"connected again: {', '.join(rebinding.edges)}",
             process=step.replica,
+            stage=step.stage,
             start_s=rebinding.at_s,
             end_s=rebinding.at_s,
             path=(*path, f"rebinding at {rebinding.at_s}"),
         )
+    for number, span in enumerate(step.spans.spans):
+        if span.WhichOneof("kind"):
+            yield _replica_span(span, step, path=(*path, str(number)), end_s=end_s)
+
+
+def _replica_span(span: stage_pb2.StepSpan, step: admin_pb2.StepStatus, *, path: tuple[str, ...], end_s: float) -> Span:
+    """Returns a span that the replica has reported. `end_s` is the end of its parent."""
+    attributes: Attributes
+    if span.HasField("chunk"):
+        chunk = span.chunk
+        name = f"chunk {chunk.edge}"
+        attributes = {
+            "edge": chunk.edge,
+            "seq": chunk.seq,
+            "bytes": chunk.size_bytes,
+            "connector": name_of(chunk.connector),
+            "wait_s": max(0.0, chunk.sent_s - span.start_s),
+        }
+    else:
+        name, attributes = "call", {"requests": span.call.requests}
+    # The replica's clock begins when it accepts the step, which is slightly before the orchestrator learns of it.
+    start_s = min(step.accepted_s + span.start_s, end_s)
+    return Span(
+        name=name,
+        process=step.replica,
+        stage=step.stage,
+        start_s=start_s,
+        end_s=max(start_s, min(step.accepted_s + span.end_s, end_s)),
+        path=path,
+        attributes=attributes,
+        is_from_replica=True,
+        links=tuple(span.call.links),
+    )
 
 
 def _stage_name(step: admin_pb2.StepStatus) -> str:
@@ -117,8 +194,16 @@ def _parts(step: admin_pb2.StepStatus) -> Iterator[tuple[str, float | None]]:
     if timings.HasField("started_s"):
         # The replica's own clock says how long after the acceptance.
         yield "wait for input", step.accepted_s + timings.started_s
-    yield "first output", step.first_output_s if step.HasField("first_output_s") else None
+    yield "first output", _first_output_s(step)
     yield "further outputs", None
+
+
+def _first_output_s(step: admin_pb2.StepStatus) -> float | None:
+    if step.HasField("first_output_s"):
+        return step.first_output_s
+    # The orchestrator receives no output of a stage that sends only to others.
+    timings = step.finished.timings
+    return step.accepted_s + timings.first_output_s if timings.HasField("first_output_s") else None
 
 
 def _step_attributes(step: admin_pb2.StepStatus) -> dict[str, str | int | float | bool]:
@@ -131,6 +216,8 @@ def _step_attributes(step: admin_pb2.StepStatus) -> dict[str, str | int | float 
     }
     if step.HasField("resumed_steps"):
         made["resumed_steps"] = step.resumed_steps
+    if step.spans.dropped:
+        made["dropped_spans"] = step.spans.dropped
     if step.HasField("error"):
         made["error.reason"] = step.error.reason
     if step.HasField("finished"):

@@ -144,6 +144,7 @@ class ExecuteStepRequest(_message.Message):
     RESUME_FROM_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     ABSENT_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, 1 to 128 characters of letters, digits, '.', '_', ':' and '-'. If the request has several choices,
     each of them except the first is a request of its own for stages: '/' and the index of the choice follow the id.
@@ -165,6 +166,10 @@ class ExecuteStepRequest(_message.Message):
     """
     priority: _builtins.int
     """Steps of a higher priority run first when steps compete."""
+    traceparent: _builtins.str
+    """The step's trace context, as the header `traceparent` of W3C Trace Context. If its flag "sampled" is set, the stage
+    reports spans. Empty if the request is not traced. Ignored if it is malformed. A repeated call need not repeat it.
+    """
     @_builtins.property
     def input(self) -> _request_pb2.Input:
         """The client's input. Set for a stage without incoming edges, and for a stage that accepts only tickets."""
@@ -214,10 +219,11 @@ class ExecuteStepRequest(_message.Message):
         resume_from: Global___Checkpoint | None = ...,
         priority: _builtins.int = ...,
         absent: _abc.Iterable[_builtins.str] | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "input", b"input", "max_steps", b"max_steps", "parameters", b"parameters", "resume_from", b"resume_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "absent", b"absent", "attempt", b"attempt", "input", b"input", "inputs", b"inputs", "max_steps", b"max_steps", "outputs", b"outputs", "parameters", b"parameters", "priority", b"priority", "request_id", b"request_id", "resume_from", b"resume_from", "seed", b"seed", "step_id", b"step_id", "streamed", b"streamed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "absent", b"absent", "attempt", b"attempt", "input", b"input", "inputs", b"inputs", "max_steps", b"max_steps", "outputs", b"outputs", "parameters", b"parameters", "priority", b"priority", "request_id", b"request_id", "resume_from", b"resume_from", "seed", b"seed", "step_id", b"step_id", "streamed", b"streamed", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_steps: _TypeAlias = _typing.Literal["max_steps"]  # noqa: Y015
     _WhichOneofArgType__max_steps: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps"]  # noqa: Y015
@@ -737,6 +743,7 @@ class ExecuteStepResponse(_message.Message):
     PAUSED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
     IGNORABLE_FIELD_NUMBER: _builtins.int
     ignorable: _builtins.bool
     """Whether a caller that does not know the kind of the event ignores the event instead."""
@@ -770,6 +777,10 @@ class ExecuteStepResponse(_message.Message):
     def usage(self) -> _request_pb2.Usage:
         """The last event before the call ends with an error: the work that was done until then."""
 
+    @_builtins.property
+    def spans(self) -> Global___StepSpans:
+        """Spans of a traced step. Ignorable."""
+
     def __init__(
         self,
         *,
@@ -780,13 +791,14 @@ class ExecuteStepResponse(_message.Message):
         paused: Global___StepPaused | None = ...,
         finished: Global___StepFinished | None = ...,
         usage: _request_pb2.Usage | None = ...,
+        spans: Global___StepSpans | None = ...,
         ignorable: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "checkpoint", b"checkpoint", "event", b"event", "finished", b"finished", "output", b"output", "paused", b"paused", "progress", b"progress", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "checkpoint", b"checkpoint", "event", b"event", "finished", b"finished", "output", b"output", "paused", b"paused", "progress", b"progress", "spans", b"spans", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "checkpoint", b"checkpoint", "event", b"event", "finished", b"finished", "ignorable", b"ignorable", "output", b"output", "paused", b"paused", "progress", b"progress", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "checkpoint", b"checkpoint", "event", b"event", "finished", b"finished", "ignorable", b"ignorable", "output", b"output", "paused", b"paused", "progress", b"progress", "spans", b"spans", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "progress", "output", "checkpoint", "paused", "finished", "usage"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "progress", "output", "checkpoint", "paused", "finished", "usage", "spans"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -997,6 +1009,140 @@ class StepAccepted(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepAccepted: _TypeAlias = StepAccepted  # noqa: Y015
+
+@_typing.final
+class StepSpans(_message.Message):
+    """StepSpans reports what a traced step has done since its last StepSpans. A stage sends the rest before its last event."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPANS_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    dropped: _builtins.int
+    """The number of further spans, which the stage dropped because the step has too many."""
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepSpan]:
+        """The spans, in the order in which they ended."""
+
+    def __init__(
+        self,
+        *,
+        spans: _abc.Iterable[Global___StepSpan] | None = ...,
+        dropped: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "spans", b"spans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepSpans: _TypeAlias = StepSpans  # noqa: Y015
+
+@_typing.final
+class StepSpan(_message.Message):
+    """StepSpan is a time in which a step did something."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_S_FIELD_NUMBER: _builtins.int
+    END_S_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    CALL_FIELD_NUMBER: _builtins.int
+    start_s: _builtins.float
+    """When it began, in seconds since the step was accepted."""
+    end_s: _builtins.float
+    """When it ended, in seconds since the step was accepted."""
+    @_builtins.property
+    def chunk(self) -> Global___ChunkSpan:
+        """It sent a chunk."""
+
+    @_builtins.property
+    def call(self) -> Global___CallSpan:
+        """Its engine computed something for it."""
+
+    def __init__(
+        self,
+        *,
+        start_s: _builtins.float = ...,
+        end_s: _builtins.float = ...,
+        chunk: Global___ChunkSpan | None = ...,
+        call: Global___CallSpan | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "chunk", b"chunk", "kind", b"kind"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "chunk", b"chunk", "end_s", b"end_s", "kind", b"kind", "start_s", b"start_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["chunk", "call"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___StepSpan: _TypeAlias = StepSpan  # noqa: Y015
+
+@_typing.final
+class ChunkSpan(_message.Message):
+    """ChunkSpan is the way of a chunk: from the engine's emission until the consumer has acknowledged it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EDGE_FIELD_NUMBER: _builtins.int
+    SEQ_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    CONNECTOR_FIELD_NUMBER: _builtins.int
+    SENT_S_FIELD_NUMBER: _builtins.int
+    edge: _builtins.str
+    """The edge."""
+    seq: _builtins.int
+    """The number of the chunk, from 0."""
+    size_bytes: _builtins.int
+    """The size of its tensors in bytes."""
+    connector: _chunk_pb2.Connector.ValueType
+    """The connector."""
+    sent_s: _builtins.float
+    """When it was sent, in seconds since the step was accepted. Until then it waited for credit, memory and the stream."""
+    def __init__(
+        self,
+        *,
+        edge: _builtins.str = ...,
+        seq: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        connector: _chunk_pb2.Connector.ValueType = ...,
+        sent_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "edge", b"edge", "sent_s", b"sent_s", "seq", b"seq", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChunkSpan: _TypeAlias = ChunkSpan  # noqa: Y015
+
+@_typing.final
+class CallSpan(_message.Message):
+    """CallSpan is a call of an engine's function, or a step of its model, for one or several requests together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
+    requests: _builtins.int
+    """The number of requests."""
+    @_builtins.property
+    def links(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The trace contexts of the other requests that are traced, in the form of ExecuteStepRequest.traceparent."""
+
+    def __init__(
+        self,
+        *,
+        requests: _builtins.int = ...,
+        links: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallSpan: _TypeAlias = CallSpan  # noqa: Y015
 
 @_typing.final
 class StepProgress(_message.Message):

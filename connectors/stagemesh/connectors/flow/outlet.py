@@ -221,6 +221,8 @@ class Outlet:
 
     async def _send(self, packet: Packet) -> None:
         self._check_error()
+        trace = self.chunks.trace
+        offered_s = trace.now_s() if trace is not None else 0.0
         self._shape = shape = wire.shape_of(packet, last=self._shape)
         if packet.metadata:
             wire.check_metadata(packet.metadata)
@@ -240,6 +242,7 @@ class Outlet:
             if self._error is not None:
                 sent.release()
                 self._check_error()
+        sent.offered_s = offered_s
         self._digest.add(shape)
         self._append(sent)
 

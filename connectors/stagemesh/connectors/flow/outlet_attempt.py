@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from stagemesh.common.connector_descriptors import GRPC, ConnectorName, number_of
 from stagemesh.common.errors import InvalidChunkError, StagemeshError
+from stagemesh.common.tracing import StepTrace
 from stagemesh.connectors.base import Connector
 from stagemesh.connectors.edge import EdgeKey, ReadyQueue
 from stagemesh.connectors.flow.sent_chunks import Leases, SentChunk, SentChunks
@@ -209,6 +210,8 @@ class OutletAttempt:
 
         Raises InvalidChunkError if the consumer acknowledges a chunk that was never sent.
         """
+        if self.chunks.trace is not None:
+            self._trace_chunks(self.chunks.trace, next_seq)
         if self.chunks.acknowledge(next_seq):
             self._resyncs = 0
             self._note_answer()
@@ -225,6 +228,8 @@ class OutletAttempt:
         if not self.chunks.ended:
             raise InvalidChunkError(f"edge {self.key.edge}: the consumer committed the flow before its end")
         if not self.is_over:
+            if self.chunks.trace is not None:
+                self._trace_chunks(self.chunks.trace, self.chunks.next_seq)
             self.chunks.acked = self.chunks.next_seq
             on_over = self._on_over
             self._leave(Phase.COMMITTED)
@@ -306,6 +311,21 @@ class OutletAttempt:
 
     # -- inner workings
 
+    def _trace_chunks(self, trace: StepTrace, next_seq: int) -> None:
+        """Adds the spans of the chunks with numbers below `next_seq` that are being acknowledged."""
+        for sent in self.chunks.unacked:
+            if sent.seq >= next_seq:
+                break
+            if sent.tail is None:
+                trace.add_chunk(
+                    self.key.edge,
+                    seq=sent.seq,
+                    size_bytes=sent.size_bytes,
+                    connector=number_of(self.connector),
+                    start_s=sent.offered_s,
+                    sent_s=sent.sent_s,
+                )
+
     def _note_answer(self) -> None:
         self._heard_s, self._patience_s = self._now_s(), _REOPEN_S
 
@@ -344,6 +364,8 @@ class OutletAttempt:
         if sent.tail is not None:
             wire.fill_tail(chunk, sent.tail)
             return
+        if self.chunks.trace is not None:
+            sent.sent_s = self.chunks.trace.now_s()
         assert sent.tensors is not None, "a pending chunk is retained"
         assert sent.shape is not None, "data has a shape"
         data = chunk.data

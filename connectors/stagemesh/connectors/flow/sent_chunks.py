@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from stagemesh.common.errors import InvalidChunkError
 from stagemesh.common.notification import Notifier
 from stagemesh.common.tensors import Tensors
+from stagemesh.common.tracing import StepTrace
 from stagemesh.connectors.arena.arena import Arena, Region
 from stagemesh.connectors.base import ArenaRange, Connector
 from stagemesh.connectors.edge import MetadataValue
@@ -68,6 +69,10 @@ class SentChunk:
 
     The chunk has a reference to each ticket until the tickets are used or the chunk is released.
     """
+    offered_s: float = 0.0
+    """When the outlet received the chunk, or received another consumer for it, on the clock of the flow's trace."""
+    sent_s: float = 0.0
+    """When the chunk was last sent, on the clock of the flow's trace."""
     _are_tickets_used: bool = False
 
     @property
@@ -237,6 +242,8 @@ class SentChunks:
         """
         self.wanted_bytes = 0
         """The size, in bytes, of the next chunk that waits for credit before it is appended. 0 if no chunk waits."""
+        self.trace: StepTrace | None = None
+        """The spans of the step that sends the chunks, or None if the step is not traced."""
         self.changed = Notifier()
         """A notifier that fires when the flow's chunks, credit or attempt changes."""
         self.pending: deque[SentChunk] = deque()
@@ -314,7 +321,9 @@ class SentChunks:
             self._retention.forget(sent)
             self.unacked.appendleft(sent)
         self.acked = 0
+        now_s = self.trace.now_s() if self.trace is not None else 0.0
         for sent in self.unacked:
+            sent.offered_s = now_s
             # The link to the previous consumer ends that consumer's leases.
             sent.lease_id = 0
 

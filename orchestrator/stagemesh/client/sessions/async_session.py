@@ -13,6 +13,7 @@ from stagemesh.client.sessions.events import SessionEvent, SessionOpened, TurnEn
 from stagemesh.client.sessions.session_calls import SessionCalls
 from stagemesh.client.sessions.state import Delivery, SessionState
 from stagemesh.client.sessions.steps import SessionSteps, Steps
+from stagemesh.client.tracing import Headers, request_span
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.notification import Notifier
 from stagemesh.v1.orchestrator_pb2 import ConverseRequest, ConverseResponse, SessionOpen
@@ -43,6 +44,7 @@ class AsyncSession:
         self._steps = SessionSteps(self._state)
         self._changed = Notifier()
         self._task: asyncio.Task[None] | None = None
+        self._headers: Headers = ()
         self.session_id = opening.session_id
         """The id that identifies the session in every service and log."""
 
@@ -180,6 +182,10 @@ class AsyncSession:
 
     async def _connect(self) -> None:
         """Calls the orchestrators until the session ends."""
+        with request_span("stagemesh.converse", {"stagemesh.session_id": self.session_id}) as self._headers:
+            await self._call_until_end()
+
+    async def _call_until_end(self) -> None:
         calls = SessionCalls(self._client, self._state)
         try:
             while not self._state.is_closed:
@@ -196,7 +202,7 @@ class AsyncSession:
     async def _call(self, calls: SessionCalls) -> float:
         """Makes a call until it ends. Returns the number of seconds to wait before the next one."""
         opening = calls.begin()
-        call = self._client.stubs[calls.endpoint].Converse()
+        call = self._client.stubs[calls.endpoint].Converse(metadata=self._headers)
         writing = asyncio.create_task(self._write(call, opening))
         try:
             async for response in call:

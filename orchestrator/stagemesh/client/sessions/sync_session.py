@@ -4,6 +4,8 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import grpc
@@ -13,6 +15,7 @@ from stagemesh.client.sessions.events import SessionEvent, SessionOpened, TurnEn
 from stagemesh.client.sessions.session_calls import SessionCalls
 from stagemesh.client.sessions.state import SessionState
 from stagemesh.client.sessions.steps import SessionSteps, Steps
+from stagemesh.client.tracing import Headers, request_span
 from stagemesh.common.errors import StagemeshError
 from stagemesh.v1.orchestrator_pb2 import ConverseRequest, ConverseResponse, SessionOpen
 
@@ -39,6 +42,7 @@ class Session:
         """The lock of the state, which is notified of each change."""
         self._thread: threading.Thread | None = None
         self._call_now: grpc.Call | None = None
+        self._headers: Headers = ()
         self.session_id = opening.session_id
         """The id that identifies the session in every service and log."""
 
@@ -110,7 +114,12 @@ class Session:
         if self._thread is not None:
             raise RuntimeError("a session can be opened only once; call `converse` again to open another one")
         self._client.sessions.add(self)
-        self._thread = threading.Thread(target=self._connect, name=f"session {self.session_id}", daemon=True)
+        self._thread = threading.Thread(
+            # In the context of the caller, which has the caller's span.
+            target=partial(copy_context().run, self._connect),
+            name=f"session {self.session_id}",
+            daemon=True,
+        )
         self._thread.start()
         try:
             self._run(self._steps.opened())
@@ -153,6 +162,10 @@ class Session:
 
     def _connect(self) -> None:
         """Calls the orchestrators until the session ends. Runs in a thread of its own."""
+        with request_span("stagemesh.converse", {"stagemesh.session_id": self.session_id}) as self._headers:
+            self._call_until_end()
+
+    def _call_until_end(self) -> None:
         calls = SessionCalls(self._client, self._state)
         try:
             while not self._state.has_ended:
@@ -175,7 +188,8 @@ class Session:
         over = threading.Event()
         with self._changed:
             opening = calls.begin()
-            call = self._call_now = self._client.stubs[calls.endpoint].Converse(self._events(opening, over))
+            stub, events = self._client.stubs[calls.endpoint], self._events(opening, over)
+            call = self._call_now = stub.Converse(events, metadata=self._headers)
         try:
             for response in call:
                 with self._changed:

@@ -187,16 +187,7 @@ class Inspector:
     def _summary(self, timeline: Timeline) -> admin_pb2.RequestStatus:
         """Returns the status of a request as a whole. Omits the status of the request's steps and flows."""
         known = self._orchestrator.requests.find(timeline.request_id)
-        return to_message(
-            admin_pb2.RequestStatus,
-            timeline,
-            state=f"REQUEST_STATE_{timeline.state.value}",
-            remaining_s=0.0 if timeline.state.is_over else max(0.0, timeline.timeout_s - timeline.age_s),
-            output_parts=sum(step.outputs for step in timeline.steps),
-            size_bytes=known.record.size_bytes if known is not None else 0,
-            running_stages=dict.fromkeys(step.stage for step in timeline.at_work),
-            error=error_to_wire(timeline.error) if timeline.error is not None else None,
-        )
+        return _summary(timeline, size_bytes=known.record.size_bytes if known is not None else 0)
 
     def _find(self, request_id: str) -> Timeline:
         known = self._orchestrator.requests.find(request_id)
@@ -224,6 +215,28 @@ class Inspector:
         consumers = [edge.consumer for edge in self._directory.pipeline.outgoing(notes.stage)]
         latest = {step.stage: step for step in timeline.steps if step.index == notes.index}
         return [name for name in dict.fromkeys(consumers) if name in latest and latest[name].accepted_s is None]
+
+
+def _summary(timeline: Timeline, *, size_bytes: int) -> admin_pb2.RequestStatus:
+    return to_message(
+        admin_pb2.RequestStatus,
+        timeline,
+        state=f"REQUEST_STATE_{timeline.state.value}",
+        remaining_s=0.0 if timeline.state.is_over else max(0.0, timeline.timeout_s - timeline.age_s),
+        output_parts=sum(step.outputs for step in timeline.steps),
+        size_bytes=size_bytes,
+        running_stages=dict.fromkeys(step.stage for step in timeline.at_work),
+        error=error_to_wire(timeline.error) if timeline.error is not None else None,
+    )
+
+
+def describe_ended(timeline: Timeline) -> admin_pb2.GetRequestResponse:
+    """Returns the summary of a request with the status of its steps, without asking any replica."""
+    return admin_pb2.GetRequestResponse(
+        request=_summary(timeline, size_bytes=0),
+        planned_s=timeline.planned_s,
+        steps=[_step_status(notes, None, "") for notes in timeline.steps],
+    )
 
 
 def _has_step_on(timeline: Timeline, names: Collection[str]) -> bool:

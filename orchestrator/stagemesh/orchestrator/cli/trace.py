@@ -29,6 +29,9 @@ PARAMETERS: Mapping[str, Parameter] = {
         "--output",
         metavar="FILE",
     ),
+    "expand": option(
+        bool, "Draw each chunk and each call of an engine in a line of its own.", "--expand", default=False
+    ),
     **ADMIN_SERVER,
     "as_json": Parameter(AsJson, False),
 }
@@ -48,7 +51,17 @@ def trace(**values: Any) -> None:
     if values["as_json"]:
         print_json([_fields(span) for span in spans])
     else:
-        print_all(_view(spans))
+        print_all(_view([[span] for span in spans] if values["expand"] else _groups(spans)))
+
+
+def _groups(spans: "Sequence[Span]") -> "list[list[Span]]":
+    """Returns the spans in groups. The chunks of an edge form a group, and so do the calls of an attempt. Each other
+    span is a group of its own.
+    """
+    groups: dict[object, list[Span]] = {}
+    for span in spans:
+        groups.setdefault((span.path[:-1], span.name) if span.is_from_replica else span.path, []).append(span)
+    return list(groups.values())
 
 
 def _fields(span: "Span") -> dict[str, object]:
@@ -63,18 +76,23 @@ def _fields(span: "Span") -> dict[str, object]:
     }
 
 
-def _view(spans: "Sequence[Span]") -> "Table":
-    total_s = max(span.end_s for span in spans) or 1.0
+def _view(groups: "Sequence[Sequence[Span]]") -> "Table":
+    """Returns a table with a line for each group of spans."""
+    total_s = max(span.end_s for group in groups for span in group) or 1.0
     columns = [
-        Column("span", lambda span: [("  " * (len(span.path) - 1) + span.name, _style(span))]),
-        Column("process", lambda span: [(span.process, _style(span))]),
-        number("from", lambda span: duration(span.start_s)),
-        number("for", lambda span: duration(span.end_s - span.start_s)),
-        Column(f"0 to {duration(total_s)}", lambda span: [(_bar(span, total_s), _style(span) or "cyan")]),
-        Column("error", lambda span: [(span.error, "red")]),
+        Column("span", lambda group: [("  " * (len(group[0].path) - 1) + _name(group), _style(group[0]))]),
+        Column("process", lambda group: [(group[0].process, _style(group[0]))]),
+        number("from", lambda group: duration(group[0].start_s)),
+        number("for", lambda group: duration(sum(span.end_s - span.start_s for span in group))),
+        Column(f"0 to {duration(total_s)}", lambda group: [(_bar(group, total_s), _style(group[0]) or "cyan")]),
+        Column("error", lambda group: [(group[0].error, "red")]),
     ]
-    shown = columns if any(span.error for span in spans) else columns[:-1]
-    return make_table(shown, spans)
+    shown = columns if any(span.error for group in groups for span in group) else columns[:-1]
+    return make_table(shown, groups)
+
+
+def _name(group: "Sequence[Span]") -> str:
+    return group[0].name if len(group) == 1 else f"{len(group)} x {group[0].name}"
 
 
 def _style(span: "Span") -> str:
@@ -82,10 +100,14 @@ def _style(span: "Span") -> str:
     return "red" if span.error else "dim" if is_part else ""
 
 
-def _bar(span: "Span", total_s: float) -> str:
-    """Returns the bar of a span. The bar has at least one cell."""
-    first = min(round(span.start_s / total_s * _BAR_CELLS), _BAR_CELLS - 1)
-    return " " * first + "█" * max(1, round(span.end_s / total_s * _BAR_CELLS) - first)
+def _bar(group: "Sequence[Span]", total_s: float) -> str:
+    """Returns the bar of a group, in which each span has at least one cell."""
+    cells = [" "] * _BAR_CELLS
+    for span in group:
+        first = min(round(span.start_s / total_s * _BAR_CELLS), _BAR_CELLS - 1)
+        end = max(first + 1, round(span.end_s / total_s * _BAR_CELLS))
+        cells[first:end] = "█" * (end - first)
+    return "".join(cells).rstrip()
 
 
 def _write(path: Path, spans: "Sequence[Span]") -> None:

@@ -32,6 +32,7 @@ from stagemesh.orchestrator.request.recovery import (
 )
 from stagemesh.orchestrator.request.timeline import StepNotes
 from stagemesh.orchestrator.request.validation import ValidRequest
+from stagemesh.orchestrator.spans import step_path
 from stagemesh.orchestrator.spec import Edge, PipelineOutput, Route
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
@@ -109,6 +110,7 @@ class StepCalls:
             streamed=self._streamed(state),
             priority=self._request.priority,
             resume_from=state.resumed,
+            traceparent=self._traceparent(state),
         )
 
     def can_resume_from(self, checkpoint: stage_pb2.Checkpoint) -> bool:
@@ -174,13 +176,13 @@ class StepCalls:
                 self._take_output(state, event.output, state.notes)
             case "usage":
                 state.notes.usage = event.usage
+            case "spans":
+                state.notes.note_spans(event.spans)
             case "progress":
                 state.notes.note_progress(event.progress)
                 self._show_progress(state, event.progress)
-            case "accepted" if state.phase is Phase.STARTING:
-                state.notes.note_accepted(event.accepted)
-                state.phase = Phase.RUNNING
-                self._changed.fire()
+            case "accepted":
+                self._take_accepted(state, event.accepted, state.notes)
             case "checkpoint":
                 self._take_checkpoint(state, event.checkpoint)
             case "finished":
@@ -192,9 +194,6 @@ class StepCalls:
                     f"replica {state.replica.name} of stage {state.name!r} drains; its steps continue elsewhere",
                     reason=DRAINED,
                 )
-            case "accepted":
-                # A second acceptance is ignored.
-                pass
             case _:
                 refuse_unknown(event, of=f"replica {state.replica.name}")
 
@@ -208,6 +207,13 @@ class StepCalls:
         if state.notes is not None:
             state.notes.end(None)
         self._changed.fire()
+
+    def _traceparent(self, state: StepState) -> str:
+        request, trace = self._request, self._record.timeline.trace
+        if trace is None:
+            return ""
+        path = step_path(request.request_id, state.name, index=request.index, attempt=state.attempt)
+        return str(trace.traceparent(path))
 
     def _step_id(self, state: StepState) -> str:
         return f"{self._request.choice_id}/{state.name}/{state.attempt}"
@@ -284,6 +290,13 @@ class StepCalls:
             state.shown_steps = max(state.shown_steps, progress.steps)
             shown = orchestrator_pb2.RequestProgress(stage=state.name, index=self._request.index, progress=progress)
             self._record.add(orchestrator_pb2.GenerateResponse(progress=shown))
+
+    def _take_accepted(self, state: StepState, accepted: stage_pb2.StepAccepted, notes: StepNotes) -> None:
+        # A second acceptance is ignored.
+        if state.phase is Phase.STARTING:
+            notes.note_accepted(accepted)
+            state.phase = Phase.RUNNING
+            self._changed.fire()
 
     def _take_output(self, state: StepState, output: request_pb2.Output, notes: StepNotes) -> None:
         if output.WhichOneof("content"):

@@ -8,7 +8,7 @@ must take well under a microsecond. Values that can be computed later are not st
 """
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import KW_ONLY, dataclass, field
@@ -17,8 +17,10 @@ from typing import NamedTuple
 
 from stagemesh.common.errors import CancelledRequestError, StagemeshError
 from stagemesh.common.output_position import OutputKey
+from stagemesh.common.tracing import MAX_SPANS
 from stagemesh.connectors.edge import FlowUsage
 from stagemesh.orchestrator.request.playout import Playout
+from stagemesh.orchestrator.spans import TraceContext
 from stagemesh.v1 import request_pb2, stage_pb2
 
 
@@ -75,6 +77,8 @@ class StepNotes:
     usage: request_pb2.Usage | None = None
     """The work of an attempt that did not finish, as far as it is known."""
     error: StagemeshError | None = None
+    spans: stage_pb2.StepSpans | None = None
+    """The spans that the replica has reported. None if it has reported none."""
 
     def __post_init__(self) -> None:
         self.planned_s = self._elapsed_s()
@@ -108,6 +112,15 @@ class StepNotes:
     def note_rebound(self, edges: Sequence[str]) -> None:
         """Records that the replicas at the other end of these edges were replaced at the current time."""
         self.rebindings += (Rebinding(self._elapsed_s(), tuple(edges)),)
+
+    def note_spans(self, spans: stage_pb2.StepSpans) -> None:
+        """Adds spans of the replica."""
+        if self.spans is None:
+            self.spans = stage_pb2.StepSpans()
+        # A stage that sends too many could fill the memory.
+        kept = spans.spans[: max(0, MAX_SPANS - len(self.spans.spans))]
+        self.spans.spans.extend(kept)
+        self.spans.dropped += spans.dropped + len(spans.spans) - len(kept)
 
     def note_finished(self, finished: stage_pb2.StepFinished) -> None:
         """Stores the step's final statistics."""
@@ -145,6 +158,8 @@ class Timeline:
     """The chunks and bytes of streamed input that the orchestrator has sent, for each attempt of an edge."""
     playouts: dict[OutputKey, Playout] = field(default_factory=dict[OutputKey, Playout])
     """The play-out of each output of each choice that is streamed as audio."""
+    trace: TraceContext | None = None
+    """The trace of the request, or None if it is not traced."""
     planned_s: float | None = None
     ended_s: float | None = None
     error: StagemeshError | None = None
@@ -286,11 +301,15 @@ class Totals:
 
 
 class History:
-    """The timelines of the `keep` requests that ended last. A timeline needs a few kilobytes."""
+    """The timelines of the `keep` requests that ended last, of which the last `keep_spans` have the replicas' spans.
 
-    def __init__(self, *, keep: int = 512) -> None:
+    A timeline without them needs a few kilobytes. The spans of a step may need hundreds.
+    """
+
+    def __init__(self, *, keep: int = 512, keep_spans: int = 64) -> None:
         self._keep = keep
         self._timelines: dict[str, Timeline] = {}
+        self._traced = deque[Timeline](maxlen=keep_spans)
 
     def __iter__(self) -> Iterator[Timeline]:
         return iter(self._timelines.values())
@@ -308,6 +327,11 @@ class History:
         self._timelines[timeline.request_id] = timeline
         if len(self._timelines) > self._keep:
             del self._timelines[next(iter(self._timelines))]
+        if timeline.trace is not None:
+            if len(self._traced) == self._traced.maxlen:
+                for step in self._traced[0].steps:
+                    step.spans = None
+            self._traced.append(timeline)
 
 
 def _without_frames(error: StagemeshError | None) -> StagemeshError | None:

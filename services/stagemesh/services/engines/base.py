@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 from pydantic import JsonValue
 
 from stagemesh.common.tensors import Array, Tensors
+from stagemesh.common.tracing import StepTrace
 from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.abilities import EngineAbilities
@@ -321,6 +322,11 @@ class Task:
     Another replica can then resume the task.
     """
     resume_from: Checkpoint | None = None
+    trace: StepTrace | None = field(default=None, compare=False)
+    """The spans of the step, or None if the request is not traced.
+
+    An engine that computes several requests together adds its calls by `trace_call`.
+    """
 
 
 class TokenLogprob(NamedTuple):

@@ -165,6 +165,7 @@ class DiffusionEngine:
             done=prepared.step_index,
             priority=task.priority,
             deadline_s=task.deadline_s,
+            trace=task.trace,
         )
         last = prepared.total_steps
         if task.max_steps is not None:

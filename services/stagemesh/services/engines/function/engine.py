@@ -20,6 +20,7 @@ from stagemesh.common.errors import (
 )
 from stagemesh.common.notification import Notifier
 from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.tracing import StepTrace, trace_call
 from stagemesh.common.typed_values import Value
 from stagemesh.common.user_errors import UserErrors, is_list
 from stagemesh.connectors.edge import Packet, packets_problem
@@ -38,6 +39,7 @@ Result = TypeVar("Result")
 class _Waiting(NamedTuple):
     call: Call[object]
     done: asyncio.Future[Sequence[Packet]]
+    trace: StepTrace | None
 
 
 class FunctionEngine:
@@ -114,7 +116,7 @@ class FunctionEngine:
                 async for given in packets:
                     if (packet := checkpoints.new_part(given)) is None:
                         continue
-                    for made in await self._call(Call(state, packet, media), stream):
+                    for made in await self._call(Call(state, packet, media), stream, task.trace):
                         yield Emission(made)
                     steps += 1
                     yield Progress(steps)
@@ -122,7 +124,7 @@ class FunctionEngine:
                         saved = await self._in_function(partial(saver.save, state))
                         yield checkpoints.make(saved, steps=steps)
             checkpoints.check_end()
-            for made in await self._call(Call[object](state, None), stream):
+            for made in await self._call(Call[object](state, None), stream, task.trace):
                 yield Emission(made)
             yield Usage(steps=steps)
         finally:
@@ -175,7 +177,7 @@ class FunctionEngine:
             ) from exc
         return function
 
-    async def _call(self, call: Call[object], stream: AudioStream) -> Sequence[Packet]:
+    async def _call(self, call: Call[object], stream: AudioStream, trace: StepTrace | None) -> Sequence[Packet]:
         """Adds a call to the queue and waits until it has run. Returns the function's output packets for the call.
 
         If the caller is cancelled, a call that is still waiting is not run. The result of a call that runs is
@@ -183,7 +185,7 @@ class FunctionEngine:
         """
         if self._serving is None or self._serving.done():
             raise self._closed_error()
-        waiting = _Waiting(call, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(call, asyncio.get_running_loop().create_future(), trace)
         shape = (stream.has_begun, _shape_of(call.packet)) if self._audio.exists else None
         self._waiting.add(waiting, shape=shape, due_s=self._costs.due_s(stream, now_s=self._clock()))
         self._arrived.fire()
@@ -226,7 +228,9 @@ class FunctionEngine:
         began_s = self._clock()
         try:
             outcomes = await self._in_thread(partial(self._compute, function, calls))
-            self._measure(calls, outcomes, took_s=self._clock() - began_s)
+            took_s = self._clock() - began_s
+            self._measure(calls, outcomes, took_s=took_s)
+            trace_call((waiting.trace for waiting in batch), seconds=took_s)
         finally:
             for waiting, outcome in zip(batch, outcomes, strict=True):
                 _set_outcome(waiting, outcome)

@@ -266,11 +266,13 @@ class VllmEngine:
         from stagemesh.services.engines.vllm.media.feature import Media
         from stagemesh.services.engines.vllm.resume import Resume
         from stagemesh.services.engines.vllm.run_ahead import RunAhead
+        from stagemesh.services.engines.vllm.step_spans import StepSpans
 
         options, stage = self._options, self._config.stage
         features: list[RequestFeature] = [
             Resume(checkpoint_tokens=options.checkpoint_tokens),
             Media(stage=stage, media_bytes=options.media_bytes, tokenizer_thread=self._thread),
+            StepSpans(lambda: self.load().running),
         ]
         arena_share_bytes = self._config.data_plane.arena_bytes // _ARENA_DIVISOR
         if (states := options.hidden_states) is not None:

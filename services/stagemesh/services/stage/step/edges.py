@@ -49,7 +49,7 @@ class StepEdges:
         """The inlet that receives the state from which the step resumes. None if no edge delivers the state."""
         self.state_outlet: Outlet | None = None
         """The outlet that sends the state at which the step pauses. None if no edge transfers the state."""
-        self._plane, self._model, self._user_errors = data_plane, model, user_errors
+        self._plane, self._model, self._user_errors, self._trace = data_plane, model, user_errors, spec.trace
         self._inputs = {binding.edge: binding for binding in spec.inputs}
         self._outputs = {binding.edge: binding for binding in spec.outputs}
         self._inlets: dict[str, Inlet] = {}
@@ -95,6 +95,7 @@ class StepEdges:
                 self.outlets.add(outlet, target.select if target.is_selective else None)
         # All flows are open before an unknown transform raises an error, so that every peer receives the error.
         for edge, outlet in self._by_edge.items():
+            outlet.chunks.trace = self._trace
             if name := self._outputs[edge].transform:
                 outlet.transform = self._transform(name, edge)
         return {

@@ -21,6 +21,7 @@ from stagemesh.common.errors import (
 from stagemesh.common.logs import bind_log_context
 from stagemesh.common.notification import Journal
 from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.tracing import StepTrace
 from stagemesh.common.user_errors import UserErrors
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import FlowUsage, Packet
@@ -45,6 +46,9 @@ ABANDON_S = 5.0
 ABORT_S = 1.0
 """Time limit for the engine to release a stopped task, in seconds. If the engine exceeds it, callers and edges receive
 the error with which the run was stopped, and the run is closed without the engine."""
+
+_SPANS = 64
+"""The number of new spans at which a traced step reports them, so that most are known if the replica is lost."""
 
 _numbers = itertools.count(1)
 
@@ -122,7 +126,7 @@ class StepRun:
         self.fingerprint, self.priority = spec.fingerprint, spec.task.priority
         self.journal = Journal[bytes](on_abandoned=self._abandoned)
         """The events of the step as serialized messages. Message objects would need ten times as much memory."""
-        self._spec = spec
+        self._spec, self._trace = spec, spec.trace
         self._engine, self._data_plane, self._signature, self._states = engine, data_plane, signature, states
         self._store = store
         self._where = {**where, "request_id": spec.request_id}
@@ -300,6 +304,7 @@ class StepRun:
                     pause_requested=self._pause_requested,
                     wanted=spec.wanted_tensors,
                     tokens=spec.wanted_rows(self._signature),
+                    trace=self._trace,
                     deadline_s=self._timer.when() if self._timer is not None else None,
                 )
             )
@@ -332,6 +337,8 @@ class StepRun:
                     # An engine that ignores the cancellation must not emit anything more.
                     self._raise_cause()
                     self.event_count += 1
+                    if self._trace is not None:
+                        self._append_spans(self._trace, at_least=_SPANS)
                     if isinstance(event, Emission):
                         await self._emit(event, outlets)
                     elif isinstance(event, Progress):
@@ -386,6 +393,11 @@ class StepRun:
 
     def _append(self, event: stage_pb2.ExecuteStepResponse) -> int:
         return self.journal.append(event.SerializeToString())
+
+    def _append_spans(self, trace: StepTrace, *, at_least: int = 1) -> None:
+        """Appends the new spans of the step to the journal if there are `at_least` of them."""
+        if len(trace) >= at_least:
+            self._append(stage_pb2.ExecuteStepResponse(spans=trace.take(), ignorable=True))
 
     def _append_outputs(self, emission: Emission) -> None:
         """Appends the outputs for callers to the journal. This happens before the packet is sent to edges, so that
@@ -452,6 +464,8 @@ class StepRun:
             self._clear_journaled()
             # `PausedStates` retains the whole state if its limit allows. The callers receive this checkpoint.
             self._paused = without_large_state(self._paused)
+            if self._trace is not None:
+                self._append_spans(self._trace)
             paused = stage_pb2.StepPaused(checkpoint=checkpoint_to_wire(self._paused))
             self._append(stage_pb2.ExecuteStepResponse(paused=paused))
             return
@@ -465,6 +479,8 @@ class StepRun:
         for output in await self._files.commit(finish):
             self._append(stage_pb2.ExecuteStepResponse(output=output))
         self._clear_journaled()
+        if self._trace is not None:
+            self._append_spans(self._trace)
         finished = stage_pb2.StepFinished(
             usage=self.usage(),
             timings=self._stopwatch.timings(),
@@ -500,6 +516,8 @@ class StepRun:
             # The error is copied, because one cause may end several runs.
             error = copy(error).located(**self._where)
             if not self.journal.closed:
+                if self._trace is not None:
+                    self._append_spans(self._trace)
                 self._append(stage_pb2.ExecuteStepResponse(usage=self.usage()))
         edges, edges_error = self.edges, error
         if error is None and self._paused is not None and self._pause_requested.is_set():

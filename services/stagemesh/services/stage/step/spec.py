@@ -19,6 +19,7 @@ from stagemesh.common.request_checks import (
     read_tensors,
 )
 from stagemesh.common.tensors import inline_tensor
+from stagemesh.common.tracing import StepTrace
 from stagemesh.common.unknown_kinds import refuse_unknown
 from stagemesh.connectors.edge import Packet
 from stagemesh.connectors.flow.chunk_sizes import PlayoutPace
@@ -160,6 +161,8 @@ class StepSpec:
     """The emitted tensors that the caller receives."""
     fingerprint: bytes = b""
     """A digest of the ExecuteStep request. Requests with equal content have equal fingerprints."""
+    trace: StepTrace | None = None
+    """The spans of the step, or None if it is not traced."""
 
     @property
     def takes_state(self) -> bool:
@@ -260,8 +263,18 @@ def spec_from_wire(request: stage_pb2.ExecuteStepRequest) -> StepSpec:
         streamed=tuple(
             StreamedOutput(each.tensor, each.media_type, each.frame_rate, each.uri) for each in request.streamed
         ),
-        fingerprint=hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).digest(),
+        fingerprint=_fingerprint(request),
+        trace=StepTrace.of(request.traceparent),
     )
+
+
+def _fingerprint(request: stage_pb2.ExecuteStepRequest) -> bytes:
+    """Returns a digest of the request without its trace context, which calls of the same step need not share."""
+    traceparent = request.traceparent
+    request.ClearField("traceparent")
+    digest = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).digest()
+    request.traceparent = traceparent
+    return digest
 
 
 def _task(request: stage_pb2.ExecuteStepRequest) -> Task:

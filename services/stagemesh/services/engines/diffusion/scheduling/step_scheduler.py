@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.common.tracing import StepTrace, trace_call
 from stagemesh.services.engines.diffusion.executor import Executor
 
 _MAX_TOKENS_RATIO = 2
@@ -44,6 +45,8 @@ class RequestProgress:
     """Error of the request's latest step, or None if that step succeeded."""
     recorded: asyncio.Event = field(default_factory=asyncio.Event)
     """Event that is set after each step of the request, and when the step loop ends."""
+    trace: StepTrace | None = None
+    """The spans of the request's step of the stage, or None if the request is not traced."""
     waited: int = 0
     """Number of steps that other requests have run since this request's latest step."""
     arrival: int = field(default_factory=lambda: next(_arrivals))
@@ -247,7 +250,9 @@ class StepLoop:
                 continue
             began_s = loop.time()
             errors = await self._step(batch)
-            self._scheduler.record(batch, loop.time() - began_s)
+            took_s = loop.time() - began_s
+            self._scheduler.record(batch, took_s)
+            trace_call((request.trace for request in batch), seconds=took_s)
             for request, error in zip(batch, errors, strict=True):
                 request.record(error)
                 if error is not None or request.done >= request.stop_at:

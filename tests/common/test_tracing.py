@@ -1,0 +1,71 @@
+"""The trace context of a step, and its spans."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagemesh.common.tracing import MAX_SPANS, StepTrace, TraceParent, trace_call
+from stagemesh.v1 import chunk_pb2
+
+_SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.mark.parametrize(
+    "text", [_SAMPLED, _SAMPLED.removesuffix("1") + "0", "00-" + "1" * 32 + "-" + "f" * 16 + "-00"]
+)
+def test_a_trace_context_is_read_and_written(text: str) -> None:
+    parsed = TraceParent.parse(text)
+    assert parsed is not None
+    assert str(parsed) == text
+    assert (StepTrace.of(text) is not None) == parsed.is_sampled
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "sampled",
+        "00-" + "0" * 32 + "-" + "1" * 16 + "-01",
+        "00-" + "1" * 32 + "-" + "0" * 16 + "-01",
+        "ff" + _SAMPLED[2:],
+        _SAMPLED.upper(),
+        _SAMPLED + "0",
+        _SAMPLED + "\n",
+    ],
+)
+def test_a_malformed_trace_context_is_ignored(text: str) -> None:
+    assert TraceParent.parse(text) is None
+    assert StepTrace.of(text) is None
+
+
+@given(st.text(max_size=80))
+def test_any_text_is_read_without_an_error(text: str) -> None:
+    assert TraceParent.parse(text) is None or str(TraceParent.parse(text)).startswith("00-")
+
+
+def test_flags_of_later_versions_keep_their_meaning() -> None:
+    parsed = TraceParent.parse("01" + _SAMPLED[2:-2] + "03")
+    assert parsed is not None
+    assert parsed.is_sampled
+
+
+def test_spans_are_taken_once_and_limited() -> None:
+    trace = StepTrace(_SAMPLED)
+    for seq in range(MAX_SPANS + 3):
+        trace.add_chunk("a->b", seq=seq, size_bytes=1, connector=chunk_pb2.CONNECTOR_GRPC, start_s=0.0, sent_s=0.0)
+    assert len(trace) == MAX_SPANS
+    taken = trace.take()
+    assert ([span.chunk.seq for span in taken.spans], taken.dropped) == (list(range(MAX_SPANS)), 3)
+    assert not trace
+    assert not trace.take().dropped
+
+
+def test_requests_of_one_call_refer_to_each_other() -> None:
+    traces = [StepTrace(_SAMPLED.replace("b7", f"{number:02x}")) for number in range(40)]
+    trace_call([None, *traces], seconds=0.5)
+    for trace in traces:
+        (span,) = trace.take().spans
+        others = [other.traceparent for other in traces if other is not trace]
+        assert (span.call.requests, list(span.call.links)) == (41, others[:32])
+        assert span.start_s == 0.0
+        assert span.end_s > 0.0

@@ -1,0 +1,78 @@
+"""A receiver of traces by OTLP, and checks of the spans that it received."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1 import trace_pb2
+
+
+class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):
+    """Keeps the spans that are exported to it."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[str, trace_pb2.Span]] = []
+        self._changed = threading.Condition()
+
+    def Export(self, request: Any, context: Any) -> Any:
+        """Receives spans, with the process that each belongs to."""
+        del context
+        with self._changed:
+            for resource in request.resource_spans:
+                named = {each.key: each.value.string_value for each in resource.resource.attributes}
+                for scope in resource.scope_spans:
+                    self._spans += [(named["service.instance.id"], span) for span in scope.spans]
+            self._changed.notify_all()
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    def trace(self, trace_id: str, *, timeout_s: float = 20.0) -> list[tuple[str, trace_pb2.Span]]:
+        """Waits for the root span of a trace. Returns the processes and the spans of the trace."""
+
+        def spans() -> list[tuple[str, trace_pb2.Span]]:
+            return [(process, span) for process, span in self._spans if span.trace_id.hex() == trace_id]
+
+        with self._changed:
+            met = self._changed.wait_for(lambda: any(span.name == "request" for _, span in spans()), timeout_s)
+            assert met, f"no trace {trace_id} came within {timeout_s} s"
+            return spans()
+
+    @property
+    def trace_ids(self) -> set[str]:
+        """The ids of all traces so far."""
+        with self._changed:
+            return {span.trace_id.hex() for _, span in self._spans}
+
+
+@contextmanager
+def receiving_traces() -> Iterator[tuple[TraceReceiver, str]]:
+    """Serves a receiver on loopback. Yields it with its address, as OpenTelemetry's variables expect it."""
+    receiver, server = TraceReceiver(), grpc.server(ThreadPoolExecutor(2))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield receiver, f"http://127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+def explained_share(spans: Sequence[trace_pb2.Span], *, begin_ns: int, end_ns: int) -> float:
+    """Returns the share of a time that the critical path explains: spans without children, from the end backwards.
+
+    At each moment, the path follows the span that ended last before it. A time in which no such span runs is not
+    explained.
+    """
+    parents = {span.parent_span_id for span in spans}
+    leaves = [span for span in spans if span.span_id not in parents]
+    explained_ns, now_ns = 0, end_ns
+    while before := [span for span in leaves if span.start_time_unix_nano < now_ns]:
+        last = max(before, key=lambda span: min(span.end_time_unix_nano, now_ns))
+        last_ns = min(last.end_time_unix_nano, now_ns)
+        first_ns = max(last.start_time_unix_nano, begin_ns)
+        explained_ns += max(0, last_ns - first_ns)
+        now_ns = last.start_time_unix_nano
+    return explained_ns / (end_ns - begin_ns)
