@@ -1,14 +1,21 @@
 """A receiver of traces by OTLP, and checks of the spans that it received."""
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import grpc
+import pytest
+from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 
 class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):
@@ -43,21 +50,68 @@ class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):
     @property
     def trace_ids(self) -> set[str]:
         """The ids of all traces so far."""
+        return {span.trace_id.hex() for _, span in self.all_spans}
+
+    @property
+    def all_spans(self) -> list[tuple[str, trace_pb2.Span]]:
+        """The processes and the spans of all traces so far."""
         with self._changed:
-            return {span.trace_id.hex() for _, span in self._spans}
+            return list(self._spans)
 
 
 @contextmanager
-def receiving_traces() -> Iterator[tuple[TraceReceiver, str]]:
-    """Serves a receiver on loopback. Yields it with its address, as OpenTelemetry's variables expect it."""
+def receiving_traces() -> Iterator[TraceReceiver]:
+    """Serves a receiver on loopback. Orchestrators that start within the block export to it what their clients trace,
+    and clients of this process trace all requests.
+    """
+    _client_spans()
     receiver, server = TraceReceiver(), grpc.server(ThreadPoolExecutor(2))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        yield receiver, f"http://127.0.0.1:{port}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+            patch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+            yield receiver
     finally:
         server.stop(None).wait()
+
+
+@cache
+def _client_spans() -> InMemorySpanExporter:
+    """Makes this process trace its requests, as a program with OpenTelemetry does. Returns the spans of its clients."""
+    spans, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    trace.set_tracer_provider(provider)
+    return spans
+
+
+def last_trace(receiver: TraceReceiver) -> tuple[ReadableSpan, list[tuple[str, trace_pb2.Span]]]:
+    """Returns the client's span of the last request, and the spans that the orchestrator has exported for it."""
+    own = _client_spans().get_finished_spans()[-1]
+    assert own.context is not None
+    return own, receiver.trace(f"{own.context.trace_id:032x}")
+
+
+def check_whole(own: ReadableSpan, spans: list[tuple[str, trace_pb2.Span]]) -> None:
+    """Checks that the spans are one tree below the client's span, and explain the client's time."""
+    assert own.context is not None
+    ids = Counter(span.span_id for _, span in spans)
+    assert set(ids.values()) == {1}
+    roots = [span for _, span in spans if span.parent_span_id == own.context.span_id.to_bytes(8)]
+    assert [span.name for span in roots] == ["request"]
+    orphans = [span.name for _, span in spans if span.parent_span_id not in ids and span is not roots[0]]
+    assert not orphans
+    assert own.start_time is not None
+    assert own.end_time is not None
+    share = explained_share([span for _, span in spans], begin_ns=own.start_time, end_ns=own.end_time)
+    assert share >= 0.95, f"the critical path explains {share:.3f} of the time"
+
+
+def chunks_of(spans: list[tuple[str, trace_pb2.Span]]) -> Counter[str]:
+    """Returns the number of chunks of each edge that have a span."""
+    return Counter(span.name.removeprefix("chunk ") for _, span in spans if span.name.startswith("chunk "))
 
 
 def explained_share(spans: Sequence[trace_pb2.Span], *, begin_ns: int, end_ns: int) -> float:

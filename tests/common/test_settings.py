@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.settings import home, library_variable, set_library_variables, zone
+from stagemesh.common.settings import exports_traces, home, library_variable, set_library_variables, zone
 
 
 def test_home_that_is_a_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +33,33 @@ def test_library_variables_keep_the_users_values(monkeypatch: pytest.MonkeyPatch
     assert library_variable("SOME_LIBRARY") == "user"
     set_library_variables({"SOME_LIBRARY": "ours"}, replace=True)
     assert library_variable("SOME_LIBRARY") == "ours"
+
+
+@pytest.mark.parametrize(
+    ("variables", "exported"),
+    [
+        ({}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"}, True),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://collector:4317", "OTEL_TRACES_EXPORTER": "otlp"}, True),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317", "OTEL_TRACES_EXPORTER": "none"}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317", "OTEL_SDK_DISABLED": "True"}, False),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, False),
+    ],
+)
+def test_a_collector_makes_traces_exported(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], exported: bool
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert exports_traces() == exported
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf"), ("OTEL_TRACES_EXPORTER", "zipkin")]
+)
+def test_other_protocols_of_traces_are_rejected(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4317")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidRequestError, match=f"{name} is '{value}'; it must be") as caught:
+        exports_traces()
+    assert caught.value.reason == "INVALID_SETTING"

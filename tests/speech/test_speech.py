@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ from stagemesh.client.responses import ResultBuilder
 from stagemesh.common.errors import InvalidRequestError
 from tests.deployment import Deployment, deployed, eventually
 from tests.speech.whisper import transcribe, word_error_rate
+from tests.traces import TraceReceiver, check_whole, chunks_of, last_trace, receiving_traces
 
 pytestmark = [pytest.mark.speech, pytest.mark.timeout(300)]
 
@@ -31,8 +33,14 @@ MAX_TOKENS = 70
 ON_ONE_CONNECTOR = pytest.mark.parametrize("speech", ["shm"], indirect=True)
 
 
+@pytest.fixture(scope="module")
+def traces() -> Iterator[TraceReceiver]:
+    with receiving_traces() as received:
+        yield received
+
+
 @pytest.fixture(scope="module", params=["shm", "grpc"])
-def speech(request: pytest.FixtureRequest) -> Iterator[Deployment]:
+def speech(request: pytest.FixtureRequest, traces: TraceReceiver) -> Iterator[Deployment]:  # set up first
     with deployed("speech", "--set", f"edges.*.connector={request.param}") as up:
         yield up
 
@@ -113,6 +121,22 @@ def test_eight_concurrent_requests_each_speak_their_own_text(speech: Deployment)
 
 
 @ON_ONE_CONNECTOR
+def test_a_request_is_one_trace_with_each_chunk_and_call(speech: Deployment, traces: TraceReceiver) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda prompt: _ask(speech, prompt, max_tokens=20), PROMPTS[:2]))
+    result = _ask(speech, PROMPTS[2], max_tokens=20)
+    own, spans = last_trace(traces)
+    check_whole(own, spans)
+    assert chunks_of(spans) == {edge.edge: edge.chunks for edge in result.finished.edges}
+    calls = Counter(process for process, span in spans if span.name == "call")
+    assert calls["thinker-0"] == result.finished.stages["thinker"].usage.steps
+    assert calls["acoustic-0"] > 1
+    assert calls["vocoder-0"] > 1
+    linked = [span for _, span in traces.all_spans if span.name == "call" and span.links]
+    assert linked, "no call was made for both of the requests that ran together"
+
+
+@ON_ONE_CONNECTOR
 def test_disconnected_client_leaves_no_work(speech: Deployment) -> None:
     with speech.client() as client:
         for event in client.generate(PROMPTS[0], seed=SEED, max_tokens=200):
@@ -124,7 +148,9 @@ def test_disconnected_client_leaves_no_work(speech: Deployment) -> None:
 
 @ON_ONE_CONNECTOR
 @pytest.mark.parametrize("victim", ["thinker", "acoustic", "vocoder"])
-def test_killed_stage_restarts_without_a_gap_in_the_audio(speech: Deployment, victim: str) -> None:
+def test_killed_stage_restarts_without_a_gap_in_the_audio(
+    speech: Deployment, traces: TraceReceiver, victim: str
+) -> None:
     first, gathered = speech.process_id(f"{victim}-0"), ResultBuilder()
     with speech.client() as client:
         events = iter(client.generate(PROMPTS[0], seed=SEED, max_tokens=MAX_TOKENS))
@@ -135,6 +161,9 @@ def test_killed_stage_restarts_without_a_gap_in_the_audio(speech: Deployment, vi
                 break
         for event in events:
             gathered.add(event)
+    own, spans = last_trace(traces)
+    check_whole(own, spans)
+    assert f"recovery of {victim}" in {span.name for _, span in spans}
     result = gathered.build()
     heard = transcribe(result.audio, result.sample_rate_hz)
     speech.wait(lambda up: up.all_ready() and not up.runs(f"{victim}-0", first))

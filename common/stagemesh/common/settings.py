@@ -77,6 +77,21 @@ def log_level() -> str:
     return _one_of("STAGEMESH_LOG_LEVEL", LOG_LEVELS, default="INFO")
 
 
+def exports_traces() -> bool:
+    """Returns whether the environment variables of OpenTelemetry name a collector of traces.
+
+    Raises InvalidRequestError (INVALID_SETTING) if they select another protocol than OTLP over gRPC.
+    """
+    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or os.environ.get("OTEL_TRACES_EXPORTER") == "none":
+        return False
+    if not any(os.environ.get(f"OTEL_EXPORTER_OTLP_{each}ENDPOINT") for each in ("TRACES_", "")):
+        return False
+    _one_of("OTEL_TRACES_EXPORTER", ("otlp",))
+    for each in ("TRACES_", ""):
+        _one_of(f"OTEL_EXPORTER_OTLP_{each}PROTOCOL", ("grpc",))
+    return True
+
+
 def variables() -> dict[str, str]:
     """Returns a copy of all environment variables, for use in child processes and for ${NAME} in pipeline files."""
     return dict(os.environ)

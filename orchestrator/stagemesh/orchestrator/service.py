@@ -1,7 +1,6 @@
 """Creates an orchestrator from its config, and serves its gRPC API."""
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -9,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.settings import exports_traces
 from stagemesh.orchestrator.admin.service import serving_admin
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
 from stagemesh.orchestrator.fleet.fleet import Fleet
@@ -106,9 +106,7 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
 
 def _trace_export(pipeline: Pipeline) -> "TraceExport | None":
     """Returns the export of traces that the environment variables of OpenTelemetry configure, or None."""
-    given = os.environ.get
-    is_off = given("OTEL_SDK_DISABLED", "").lower() == "true" or given("OTEL_TRACES_EXPORTER", "otlp") != "otlp"
-    if is_off or not any(map(given, ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"))):
+    if not exports_traces():
         return None
     # Only an orchestrator that exports traces needs the memory of OpenTelemetry.
     from stagemesh.orchestrator.traces import TraceExport

@@ -6,7 +6,6 @@ standard environment variables of OpenTelemetry select the collector and the sha
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache, partial
@@ -26,7 +25,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.settings import library_variable
 from stagemesh.common.tracing import TraceParent
 from stagemesh.orchestrator.admin.inspection import describe_ended
 from stagemesh.orchestrator.request.timeline import Timeline
@@ -67,11 +66,7 @@ class TraceExport:
     """Exports the traces of ended requests, one after the other, in a thread."""
 
     def __init__(self, pipeline: str) -> None:
-        """`pipeline` is the name of the pipeline, which the spans have as `service.namespace`.
-
-        Raises InvalidRequestError (INVALID_CONFIG) if the environment variables select another protocol.
-        """
-        _check_protocol()
+        """`pipeline` is the name of the pipeline, which the spans have as `service.namespace`."""
         self._exporter, self._pipeline = OTLPSpanExporter(), pipeline
         self.samples = Sampler()
         self._waiting = asyncio.Queue[Timeline](_MAX_WAITING)
@@ -152,20 +147,11 @@ def otel_spans(spans: Sequence[Span], trace: TraceContext, *, began_s: float, pi
         )
 
 
-def _check_protocol() -> None:
-    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
-        if (protocol := os.environ.get(name, "grpc")) != "grpc":
-            raise InvalidRequestError(
-                f"{name} is {protocol}; set grpc, and the collector's port for gRPC in OTEL_EXPORTER_OTLP_ENDPOINT",
-                reason="INVALID_CONFIG",
-            )
-
-
 def _resource(pipeline: str, stage: str, process: str) -> Resource:
     attributes = {"service.namespace": pipeline, "service.instance.id": process}
     if process != ORCHESTRATOR:
         attributes["service.name"] = stage
-    elif "OTEL_SERVICE_NAME" not in os.environ:
+    elif not library_variable("OTEL_SERVICE_NAME"):
         attributes["service.name"] = "stagemesh-orchestrator"
     return Resource.create(attributes)
 
