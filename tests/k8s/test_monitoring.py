@@ -1,5 +1,6 @@
 """Monitors, alerts, dashboards, traces and the test of the release."""
 
+import asyncio
 import functools
 import json
 import re
@@ -8,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.core import Metric as Family
 
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.metrics.requests import RequestMetrics
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.scaling.signals import Metric
 from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.services.engines.calls import EngineCalls
+from stagemesh.services.stage.service.metrics import ReplicaMetrics
 from tests.k8s.helm import CHART, HELMS, NAMESPACE, RELEASE, Values, load_objects, render_text
 from tests.k8s.manifests import field
 from tests.k8s.release import EXTERNAL, SPEECH, Release, at, merged
+from tests.stage.replicas import ready_runtime
 
 ON = {
     "serviceMonitor": {"enabled": True, "labels": {"prometheus": "main"}},
@@ -55,6 +60,29 @@ def test_prometheus_scrapes_the_orchestrators_and_learns_the_release(monitored: 
     assert ("stagemesh_release", RELEASE) in relabelings
 
 
+@pytest.mark.parametrize("kind", ["ServiceMonitor", "PodMonitor"])
+def test_prometheus_scrapes_each_replica(kind: str) -> None:
+    release = Release(at("monitoring", {kind[0].lower() + kind[1:]: {"enabled": True}}))
+    monitor = release[f"{kind}/release-stages"]
+    scraped = {
+        each["port"] for each in monitor["spec"]["endpoints" if kind == "ServiceMonitor" else "podMetricsEndpoints"]
+    }
+    selector = monitor["spec"]["selector"]["matchLabels"]
+    if kind == "ServiceMonitor":
+        services = [
+            each for each in release.of_kind("Service") if selector.items() <= each["metadata"]["labels"].items()
+        ]
+        assert {port["name"] for each in services for port in each["spec"]["ports"]} >= scraped == {"metrics"}
+    pods = [each["spec"]["template"] for each in release.of_kind("Deployment", "StatefulSet")]
+    stages = [pod for pod in pods if selector.items() <= pod["metadata"]["labels"].items()]
+    assert stages
+    for pod in stages:
+        for container in pod["spec"]["containers"]:
+            (port,) = [each for each in container["ports"] if each["name"].startswith("metrics")]
+            assert f"--metrics-listen=0.0.0.0:{port['containerPort']}" in container["args"]
+            assert kind == "ServiceMonitor" or port["name"] in scraped
+
+
 def test_monitors_and_rules_have_the_labels_by_which_prometheus_finds_them(monitored: Release) -> None:
     for ref in ("ServiceMonitor/release", "PrometheusRule/release"):
         assert monitored[ref]["metadata"]["labels"]["prometheus"] == "main"
@@ -90,13 +118,18 @@ def test_dashboards_use_metrics_that_exist(monitored: Release) -> None:
 
 @functools.cache
 def served_metrics() -> set[str]:
-    """Returns the names of the samples that an orchestrator serves."""
+    """Returns the names of the samples that an orchestrator and a replica serve."""
     pipeline = load_pipeline("speech", check_models=False)
     orchestrator = Orchestrator(pipeline, Fleet(pipeline, ()), max_request_s=60, drain_s=0)
     suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
-    families = RequestMetrics(orchestrator).collect()
+    families = [*RequestMetrics(orchestrator).collect(), *asyncio.run(_replica_metrics())]
     own = {f"{each.name}{suffix}" for each in families for suffix in suffixes.get(each.type, ("",))}
     return own | {metric.value for metric in Metric}
+
+
+async def _replica_metrics() -> list[Family]:
+    async with ready_runtime() as runtime:
+        return [*ReplicaMetrics(runtime).collect(), *EngineCalls().metrics()]
 
 
 def test_grafana_finds_the_dashboards_by_their_label(monitored: Release) -> None:
@@ -110,6 +143,9 @@ def test_traces_go_to_the_collector_of_the_values() -> None:
     release = Release(at("otlp.endpoint", "http://collector.tracing:4317"))
     names = ("orchestrator", "thinker", "vocoder")
     assert {release.env(name)["OTEL_EXPORTER_OTLP_ENDPOINT"] for name in names} == {"http://collector.tracing:4317"}
+    sampler = release.env("orchestrator")
+    assert sampler["OTEL_TRACES_SAMPLER"] == "parentbased_traceidratio"
+    assert float(sampler["OTEL_TRACES_SAMPLER_ARG"]) == 0.1
     assert "OTEL_EXPORTER_OTLP_ENDPOINT" not in Release().env("thinker")
 
 

@@ -123,6 +123,8 @@ class StageConfig:
 
     The probes of Kubernetes need it if there is `tls`, because they have no certificate.
     """
+    metrics_listen: str | None = None
+    """The address at which Prometheus reads metrics by HTTP, "host:port", or None for no such port."""
     zone: str | None = None
     """The name of the location of the replica's host. Plans prefer replicas in the same location.
 

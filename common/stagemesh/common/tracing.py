@@ -38,7 +38,7 @@ class TraceParent:
 
 
 class StepTrace:
-    """The spans of one traced step. Any thread may add spans. Times are in seconds since construction."""
+    """The spans of one traced step, with times in seconds since construction. Any thread may add spans."""
 
     def __init__(self, traceparent: str) -> None:
         self.traceparent = traceparent
@@ -53,10 +53,6 @@ class StepTrace:
         parent = TraceParent.parse(traceparent)
         return cls(traceparent) if parent is not None and parent.is_sampled else None
 
-    def now_s(self) -> float:
-        """Returns the seconds since construction."""
-        return time.monotonic() - self._began_s
-
     def __len__(self) -> int:
         """Returns the number of spans that `take` would return."""
         return len(self._spans)
@@ -68,12 +64,16 @@ class StepTrace:
         seq: int,
         size_bytes: int,
         connector: chunk_pb2.Connector.ValueType,
-        start_s: float,
+        offered_s: float,
         sent_s: float,
+        acknowledged_s: float,
     ) -> None:
-        """Adds the span of a chunk that the consumer has just acknowledged."""
-        chunk = stage_pb2.ChunkSpan(edge=edge, seq=seq, size_bytes=size_bytes, connector=connector, sent_s=sent_s)
-        self._add(stage_pb2.StepSpan(start_s=start_s, end_s=self.now_s(), chunk=chunk))
+        """Adds the span of a chunk. The times are on Python's monotonic clock."""
+        began_s = self._began_s
+        chunk = stage_pb2.ChunkSpan(
+            edge=edge, seq=seq, size_bytes=size_bytes, connector=connector, sent_s=sent_s - began_s
+        )
+        self._add(stage_pb2.StepSpan(start_s=offered_s - began_s, end_s=acknowledged_s - began_s, chunk=chunk))
 
     def take(self) -> stage_pb2.StepSpans:
         """Returns the spans that were added since the last call, and removes them."""
@@ -88,7 +88,7 @@ class StepTrace:
 
         `links` are the trace contexts of the other traced requests, of which the span has the first 32.
         """
-        end_s = self.now_s()
+        end_s = time.monotonic() - self._began_s
         call = stage_pb2.CallSpan(requests=requests, links=islice(links, _MAX_LINKS))
         self._add(stage_pb2.StepSpan(start_s=max(0.0, end_s - seconds), end_s=end_s, call=call))
 
@@ -98,16 +98,3 @@ class StepTrace:
             self._spans.append(span)
         else:
             self._dropped += 1
-
-
-def trace_call(traces: Iterable[StepTrace | None], *, seconds: float) -> None:
-    """Adds a call of an engine that has just ended, after `seconds` seconds, to the traces of its requests.
-
-    `traces` has one item for each request of the call: None for a request that is not traced. Each span refers to the
-    other traced requests.
-    """
-    traces = list(traces)
-    traced = [trace for trace in traces if trace is not None]
-    for trace in traced:
-        links = (other.traceparent for other in traced if other is not trace)
-        trace.add_call(seconds=seconds, requests=len(traces), links=links)

@@ -12,6 +12,7 @@ from stagemesh.common.versions import OFFERS, own_protocol
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.edge import EdgeKey
 from stagemesh.connectors.flow.chunking import ChunkPolicy
+from stagemesh.connectors.flow.edge_meters import EdgeMeters
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.connectors.flow.sent_chunks import Retention
@@ -85,6 +86,16 @@ class DataPlane:
             run_in_background=self._run_in_background,
         )
         """The consumer side of the data plane, with the flows that it expects or receives, and their producers."""
+
+    @property
+    def meters(self) -> EdgeMeters:
+        """The counts of what the data plane has sent."""
+        return self._retention.meters
+
+    @property
+    def retained_bytes(self) -> int:
+        """The payload of the delivered chunks that are retained for other consumers, in bytes."""
+        return self._retention.size_bytes
 
     # -- producing
 

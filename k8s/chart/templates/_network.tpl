@@ -110,3 +110,17 @@ ipBlock:
       port: {{ regexFind "[0-9]+$" (trimSuffix "/" (urlParse .).host) | default (ternary "443" "4317" (hasPrefix "https:" .)) }}
 {{- end }}
 {{- end -}}
+
+{{- /* "true" if Prometheus scrapes the pods. Arguments: the root. */ -}}
+{{- define "stagemesh.isMonitored" -}}
+{{- if or .Values.monitoring.serviceMonitor.enabled .Values.monitoring.podMonitor.enabled }}true{{ end -}}
+{{- end -}}
+
+{{- /* The ports at which the stages serve metrics, as a JSON array. Arguments: the plan. */ -}}
+{{- define "stagemesh.metricsPorts" -}}
+{{- $ports := list -}}
+{{- range $stage := .stages -}}
+  {{- $ports = append $ports (int64 $stage.metricsPort) -}}
+{{- end -}}
+{{- $ports | uniq | sortAlpha | toJson -}}
+{{- end -}}

@@ -70,6 +70,7 @@ Everything that the templates derive from the values, as JSON. Refuses wrong val
     {{- $_ := set $stage "port" ($stage.port | default (add 50051 $offset)) -}}
     {{- /* With TLS, the probes of the kubelet need a port of their own, because they have no certificate. */ -}}
     {{- $_ := set $stage "healthPort" (ternary (add 8090 $index) $stage.port $.Values.tls.enabled) -}}
+    {{- $_ := set $stage "metricsPort" (add 9464 $index) -}}
     {{- /* The names of ports are unique in a pod. */ -}}
     {{- $_ := set $stage "portName" (ternary "grpc" (printf "grpc-%d" (add1 $index)) (eq $index 0)) -}}
     {{- $shmBytes = add $shmBytes $stage.shmBytes $stage.arenaBytes -}}

@@ -88,7 +88,11 @@ Arguments: (list root env own), with the user's list `env` and the container's o
   (dict "name" "XDG_CACHE_HOME" "value" "/var/lib/stagemesh/cache")
 -}}
 {{- with $root.Values.otlp.endpoint -}}
-  {{- $chart = append $chart (dict "name" "OTEL_EXPORTER_OTLP_ENDPOINT" "value" .) -}}
+  {{- $chart = concat $chart (list
+    (dict "name" "OTEL_EXPORTER_OTLP_ENDPOINT" "value" .)
+    (dict "name" "OTEL_TRACES_SAMPLER" "value" "parentbased_traceidratio")
+    (dict "name" "OTEL_TRACES_SAMPLER_ARG" "value" (toString $root.Values.otlp.sampleRatio))
+  ) -}}
 {{- end -}}
 {{- $names := list -}}
 {{- range $env -}}

@@ -15,7 +15,7 @@ from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.membership.addresses import DnsSource, StaticSource
 from stagemesh.orchestrator.membership.base import MemberSource
 from stagemesh.orchestrator.membership.registration import RegistrationSource
-from stagemesh.orchestrator.metrics.serving import serving_metrics
+from stagemesh.orchestrator.metrics.collection import OrchestratorMetrics
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.scaling.warm_tier import WarmTier
 from stagemesh.orchestrator.servicer import SERVICE_NAME, OrchestratorServicer, add_orchestrator_service
@@ -23,6 +23,7 @@ from stagemesh.orchestrator.spans import is_sampled_by_caller
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.rpc.authentication import TokenChecker
 from stagemesh.rpc.credentials import PROCESS, Credentials
+from stagemesh.rpc.metrics_server import serving_metrics
 from stagemesh.rpc.roles import CLIENT
 from stagemesh.rpc.server import Server
 
@@ -87,7 +88,8 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
         if config.admin_listen is not None:
             await stack.enter_async_context(serving_admin(orchestrator, registration, config.admin_listen))
         if config.metrics_listen is not None:
-            await stack.enter_async_context(serving_metrics(orchestrator, config.metrics_listen))
+            metrics = OrchestratorMetrics(orchestrator)
+            await stack.enter_async_context(serving_metrics(metrics.collect, config.metrics_listen))
         if traces is not None:
             await stack.enter_async_context(traces.running())
         # A task group wraps errors. The errors of the ports above must be reported as they are.

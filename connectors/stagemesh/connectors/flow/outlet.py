@@ -5,6 +5,7 @@ consumer.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from copy import copy
 from typing import Protocol, TypeAlias
@@ -221,8 +222,7 @@ class Outlet:
 
     async def _send(self, packet: Packet) -> None:
         self._check_error()
-        trace = self.chunks.trace
-        offered_s = trace.now_s() if trace is not None else 0.0
+        offered_s = time.monotonic()
         self._shape = shape = wire.shape_of(packet, last=self._shape)
         if packet.metadata:
             wire.check_metadata(packet.metadata)
@@ -259,6 +259,7 @@ class Outlet:
 
     async def _wait_for_credit(self, size_bytes: int) -> None:
         self.chunks.wanted_bytes = size_bytes
+        began_s = time.monotonic()
         try:
             while not self.has_credit(size_bytes):
                 self.attempt.mark_ready()
@@ -266,6 +267,7 @@ class Outlet:
                 self._check_error()
         finally:
             self.chunks.wanted_bytes = 0
+            self.attempt.meter.credit_wait_s += time.monotonic() - began_s
 
     def _append(self, sent: SentChunk) -> None:
         self.chunks.append(sent)

@@ -2,15 +2,16 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from typing import TypeAlias
 
 from stagemesh.common.connector_descriptors import GRPC, ConnectorName, number_of
 from stagemesh.common.errors import InvalidChunkError, StagemeshError
-from stagemesh.common.tracing import StepTrace
 from stagemesh.connectors.base import Connector
 from stagemesh.connectors.edge import EdgeKey, ReadyQueue
+from stagemesh.connectors.flow.edge_meters import EdgeMeter
 from stagemesh.connectors.flow.sent_chunks import Leases, SentChunk, SentChunks
 from stagemesh.connectors.stream import wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
@@ -68,6 +69,8 @@ class OutletAttempt:
         self.limit_bytes = _NO_CREDIT
         """The credit limit in payload bytes. The limit includes all bytes since the flow's first chunk."""
         self.inline_limit_bytes = 0
+        self.meter = EdgeMeter()
+        """The counts of the edge over the connector in use. Before the first opening, counts of nothing."""
         self.chunks, self._on_over = chunks, on_over
         self._leases = Leases()
         self._attend: Callable[[OutletAttempt], None] = lambda _: None
@@ -151,6 +154,7 @@ class OutletAttempt:
         self.phase, self._queue = Phase.OPENING, queue
         self._openings += 1
         self.connector, self._reader, self.inline_limit_bytes = connector, reader, inline_limit_bytes
+        self.meter = self.chunks.meters.of(self.key.edge, connector)
         self._heard_s = self._now_s()
         opening = stage_pb2.OpenEdge(key=self.wire_key, connector=number_of(connector), opening=self._openings)
         return stage_pb2.PutItem(open=opening)
@@ -210,8 +214,7 @@ class OutletAttempt:
 
         Raises InvalidChunkError if the consumer acknowledges a chunk that was never sent.
         """
-        if self.chunks.trace is not None:
-            self._trace_chunks(self.chunks.trace, next_seq)
+        self._count_delivered(next_seq)
         if self.chunks.acknowledge(next_seq):
             self._resyncs = 0
             self._note_answer()
@@ -228,8 +231,7 @@ class OutletAttempt:
         if not self.chunks.ended:
             raise InvalidChunkError(f"edge {self.key.edge}: the consumer committed the flow before its end")
         if not self.is_over:
-            if self.chunks.trace is not None:
-                self._trace_chunks(self.chunks.trace, self.chunks.next_seq)
+            self._count_delivered(self.chunks.next_seq)
             self.chunks.acked = self.chunks.next_seq
             on_over = self._on_over
             self._leave(Phase.COMMITTED)
@@ -311,19 +313,24 @@ class OutletAttempt:
 
     # -- inner workings
 
-    def _trace_chunks(self, trace: StepTrace, next_seq: int) -> None:
-        """Adds the spans of the chunks with numbers below `next_seq` that are being acknowledged."""
+    def _count_delivered(self, next_seq: int) -> None:
+        """Counts and traces the chunks with numbers below `next_seq` that are being acknowledged."""
+        now_s, trace = time.monotonic(), self.chunks.trace
         for sent in self.chunks.unacked:
             if sent.seq >= next_seq:
                 break
-            if sent.tail is None:
+            if sent.tail is not None:
+                continue
+            self.meter.add(sent.size_bytes, now_s - sent.sent_s)
+            if trace is not None:
                 trace.add_chunk(
                     self.key.edge,
                     seq=sent.seq,
                     size_bytes=sent.size_bytes,
                     connector=number_of(self.connector),
-                    start_s=sent.offered_s,
+                    offered_s=sent.offered_s,
                     sent_s=sent.sent_s,
+                    acknowledged_s=now_s,
                 )
 
     def _note_answer(self) -> None:
@@ -364,8 +371,9 @@ class OutletAttempt:
         if sent.tail is not None:
             wire.fill_tail(chunk, sent.tail)
             return
-        if self.chunks.trace is not None:
-            sent.sent_s = self.chunks.trace.now_s()
+        if sent.sent_s:
+            self.meter.resent += 1
+        sent.sent_s = time.monotonic()
         assert sent.tensors is not None, "a pending chunk is retained"
         assert sent.shape is not None, "data has a shape"
         data = chunk.data

@@ -5,6 +5,7 @@ have leases on them.
 """
 
 import itertools
+import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from stagemesh.common.tracing import StepTrace
 from stagemesh.connectors.arena.arena import Arena, Region
 from stagemesh.connectors.base import ArenaRange, Connector
 from stagemesh.connectors.edge import MetadataValue
+from stagemesh.connectors.flow.edge_meters import EdgeMeters
 from stagemesh.connectors.stream import wire
 from stagemesh.connectors.tickets import OfferedTicket
 from stagemesh.v1 import chunk_pb2
@@ -70,9 +72,9 @@ class SentChunk:
     The chunk has a reference to each ticket until the tickets are used or the chunk is released.
     """
     offered_s: float = 0.0
-    """When the outlet received the chunk, or received another consumer for it, on the clock of the flow's trace."""
+    """When the outlet received the chunk, or received another consumer for it, on the monotonic clock."""
     sent_s: float = 0.0
-    """When the chunk was last sent, on the clock of the flow's trace."""
+    """When the chunk was last sent, on the monotonic clock. 0 if it has not been sent."""
     _are_tickets_used: bool = False
 
     @property
@@ -252,6 +254,8 @@ class SentChunks:
         """The chunks that the consumer has not acknowledged, oldest first. Includes the pending chunks."""
         self._kept: deque[SentChunk] = deque()
         self._retention = retention
+        self.meters = retention.meters
+        """The counts of all edges of the data plane."""
 
     @property
     def is_delivered(self) -> bool:
@@ -321,7 +325,7 @@ class SentChunks:
             self._retention.forget(sent)
             self.unacked.appendleft(sent)
         self.acked = 0
-        now_s = self.trace.now_s() if self.trace is not None else 0.0
+        now_s = time.monotonic()
         for sent in self.unacked:
             sent.offered_s = now_s
             # The link to the previous consumer ends that consumer's leases.
@@ -366,6 +370,7 @@ class Retention:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
+        self.meters = EdgeMeters()
         # Unlike a dict, an OrderedDict finds its first key in constant time after many keys were removed.
         self._kept: defaultdict[int, OrderedDict[SentChunk, SentChunks]] = defaultdict(OrderedDict)
         """The retained chunks by partition number. Maps each chunk, oldest first, to the `SentChunks` of its flow."""
@@ -390,6 +395,11 @@ class Retention:
         """Removes a chunk from the budget, because its flow has evicted the chunk or sends it again."""
         del self._kept[sent.partition][sent]
         self._kept_bytes[sent.partition] -= sent.size_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """The payload of all retained chunks, in bytes."""
+        return sum(self._kept_bytes.values())
 
     def evict_oldest(self, partition: int = _ARENA) -> bool:
         """Evicts the oldest retained chunk of a partition. Returns False if the partition has no retained chunk."""

@@ -81,6 +81,9 @@ component is stage, or worker for the other nodes of a stage that spans nodes.
     - --tls=/etc/stagemesh/tls
     - --health-listen=0.0.0.0:{{ int64 $stage.healthPort }}
     {{- end }}
+    {{- if include "stagemesh.isMonitored" $root }}
+    - --metrics-listen=0.0.0.0:{{ int64 $stage.metricsPort }}
+    {{- end }}
     {{- if eq $tier "warm" }}
     - --sleep-when-idle-s={{ int64 $group.warm.sleepAfterSeconds }}
     {{- end }}
@@ -93,6 +96,11 @@ component is stage, or worker for the other nodes of a stage that spans nodes.
     {{- if $root.Values.tls.enabled }}
     - name: {{ replace "grpc" "health" $stage.portName }}
       containerPort: {{ int64 $stage.healthPort }}
+      protocol: TCP
+    {{- end }}
+    {{- if include "stagemesh.isMonitored" $root }}
+    - name: {{ replace "grpc" "metrics" $stage.portName }}
+      containerPort: {{ int64 $stage.metricsPort }}
       protocol: TCP
     {{- end }}
   startupProbe:

@@ -58,6 +58,7 @@ class Launcher:
     - `listener` is called with a process's new status after each change of the process's state.
     - `policy` limits the restarts of each process. If it is None, the defaults of RestartPolicy apply.
     - `authority` issues the certificates of the processes. If it is None, they do not use TLS.
+    - With `metrics`, the orchestrator and each replica serve metrics to Prometheus (`metrics_endpoints`).
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Launcher:
         listener: Listener | None = None,
         policy: RestartPolicy | None = None,
         authority: "Authority | None" = None,
+        metrics: bool = False,
     ) -> None:
         self._pipeline = pipeline
         self._overrides = dict(overrides or {})
@@ -81,6 +83,9 @@ class Launcher:
         self.admin_endpoint = self._next_to_clients() if admin_listen is None else self._with_port(admin_listen)
         self._external = ExternalStages(pipeline, admin_endpoint=self.admin_endpoint)
         self.processes: dict[str, ProcessStatus] = {}
+        self._metrics = metrics
+        self.metrics_endpoints: dict[str, str] = {}
+        """The addresses at which processes serve metrics, by the names of the processes."""
         self._ready = asyncio.Event()
 
     @asynccontextmanager
@@ -169,6 +174,7 @@ class Launcher:
             media_endpoint=media[0].endpoint if media else "",
             registration=Registration() if self._external.register else None,
             tls=self._certify(folder, ORCHESTRATOR, "orchestrator"),
+            metrics_listen=self._metrics_listen(ORCHESTRATOR),
             parent_pid=os.getpid(),
         )
         command = _command("stagemesh.orchestrator", folder.write_config(ORCHESTRATOR, dump_config(config)))
@@ -201,6 +207,7 @@ class Launcher:
         config = replace(
             config,
             tls=self._certify(folder, address.name, "stage"),
+            metrics_listen=self._metrics_listen(address.name),
             parent_pid=os.getpid(),
             error_details=details,
             log=str(log) if details else "",
@@ -208,6 +215,12 @@ class Launcher:
         file = folder.write_config(address.name, dump_config(config))
         command = _command("stagemesh.services.stage", file)
         return ProcessSpec(address.name, stage.name, address.endpoint, command, log, probe_stage, config=file)
+
+    def _metrics_listen(self, name: str) -> str | None:
+        if not self._metrics:
+            return None
+        endpoint = self.metrics_endpoints[name] = f"{HOST}:{self._ports.pick()}"
+        return endpoint
 
     def _with_port(self, listen: str) -> str:
         host, _, port = listen.rpartition(":")

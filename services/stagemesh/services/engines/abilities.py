@@ -5,13 +5,16 @@ objects. Every method may be called while tasks run, unless its docstring says o
 each other. A cancelled call has either its full effect or no effect.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from stagemesh.connectors.arena.arena import Written
 from stagemesh.connectors.arena.worker_writer import Handle, PartitionTicket
 from stagemesh.services.engines.controls import Profiles
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 
 @dataclass(frozen=True)
@@ -176,8 +179,8 @@ class HandsOver:
 class EngineAbilities:
     """The optional abilities of one engine. A field that is None or False means that the engine lacks this ability.
 
-    `can_pause`, `can_resume` and `use_partitions` are valid before the engine starts. The other fields are valid only
-    afterwards. If `can_resume` depends on what the engine loads, it is True until then.
+    `can_pause`, `can_resume`, `use_partitions` and `metrics` are valid before the engine starts. The other fields are
+    valid only afterwards. If `can_resume` depends on what the engine loads, it is True until then.
     """
 
     can_pause: bool = False
@@ -194,4 +197,6 @@ class EngineAbilities:
     sleep: SleepControl | None = None
     profiles: Profiles | None = None
     caches: CacheControl | None = None
+    metrics: Callable[[], Iterable["Metric"]] | None = None
+    """A function that returns the engine's own metrics, or None if it has none."""
     hands_over: HandsOver | None = None

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import asdict
 
 from stagemesh.common.descriptors import EXTERNAL, import_factory, load_engine_descriptor
@@ -66,7 +66,10 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
     runtime.on_serving(False)
     try:
         port = await server.start()
-        async with registered(config, incarnation=runtime.data_plane.incarnation, port=port):
+        async with (
+            _serving_metrics(runtime),
+            registered(config, incarnation=runtime.data_plane.incarnation, port=port),
+        ):
             await work(runtime, server, stopping)
             runtime.begin_shutdown()
     finally:
@@ -116,6 +119,20 @@ async def _unless(stopping: asyncio.Event, doing: Coroutine[object, object, None
         for task in (working, stopped):
             task.cancel()
         await asyncio.wait([working, stopped])
+
+
+@contextlib.asynccontextmanager
+async def _serving_metrics(runtime: StageRuntime) -> AsyncGenerator[None]:
+    """Serves the metrics of the replica within the block, if its config has a port for them."""
+    if runtime.config.metrics_listen is None:
+        yield
+        return
+    from stagemesh.rpc.metrics_server import serving_metrics
+    from stagemesh.services.stage.service.metrics import ReplicaMetrics
+
+    collect = ReplicaMetrics(runtime).collect
+    async with serving_metrics(collect, runtime.config.metrics_listen, labels=runtime.where):
+        yield
 
 
 def _make_runtime(config: StageConfig) -> StageRuntime:

@@ -1,7 +1,7 @@
 """Displays of the processes that `up` and `demo` run: lines of text, a live table, or lines of JSON."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -40,6 +40,8 @@ class Serving:
     """The address for operators, or "" to display neither this address nor the logs."""
     admin_options: str = ""
     """The options with which commands for operators connect, or "" if they need none."""
+    metrics_endpoints: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The addresses at which processes serve metrics, by the names of the processes."""
 
 
 def make_display(*, as_json: bool) -> "Display":
@@ -78,6 +80,8 @@ class Display:
             server = "" if admin_endpoint == DEFAULT_ADMIN_SERVER else f" --server {admin_endpoint}"
             server += serving.admin_options
             self._print(Text(f"operators at {admin_endpoint}; try: stagemesh top{server}"))
+        for name, endpoint in serving.metrics_endpoints.items():
+            self._print(Text(f"metrics of {name} at http://{endpoint}/metrics"))
             self._print(Text(f"logs in {serving.logs}; try: stagemesh logs -f"))
 
     def close(self, message: str = "") -> None:
@@ -106,6 +110,7 @@ class JsonDisplay(Display):
                 "event": "ready",
                 "endpoint": serving.endpoint,
                 "admin_endpoint": serving.admin_endpoint,
+                "metrics_endpoints": dict(serving.metrics_endpoints),
                 "logs": str(serving.logs),
                 "edges": [to_json(edge) for edge in serving.edges],
                 "hint": serving.hint,

@@ -58,6 +58,10 @@ _HealthListen = Annotated[
         show_default="only at --listen",
     ),
 ]
+_MetricsListen = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Serve metrics to Prometheus at this address.", show_default="no metrics"),
+]
 
 
 @app.command()
@@ -113,6 +117,7 @@ def stage(
     ] = None,
     tls: _Tls = None,
     health_listen: _HealthListen = None,
+    metrics_listen: _MetricsListen = None,
 ) -> None:
     """Run a replica of a stage, configured by CONFIG (docs/replicas.md) or by a pipeline file.
 
@@ -126,6 +131,7 @@ def stage(
         "--sleep-when-idle-s": sleep_when_idle_s,
         "--tls": tls,
         "--health-listen": health_listen,
+        "--metrics-listen": metrics_listen,
     }
     _check_form(config, pipeline, required=required, optional=optional)
     if config is not None:
@@ -148,6 +154,7 @@ def stage(
         sleep_when_idle_s=sleep_when_idle_s,
         tls=tls,
         health_listen=health_listen,
+        metrics_listen=metrics_listen,
     )
     is_further_node = derived.engine == "vllm" and derived.options.get("node_rank")
     module = "stagemesh.services.engines.vllm.node" if is_further_node else "stagemesh.services.stage"

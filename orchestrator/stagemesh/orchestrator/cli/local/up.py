@@ -49,6 +49,10 @@ def up(
             show_default=False,
         ),
     ] = None,
+    metrics: Annotated[
+        bool,
+        typer.Option("--metrics", help="Serve metrics of the orchestrator and of each replica to Prometheus."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a pipeline on this machine until Ctrl-C. Start the orchestrator and every stage, and restart processes that
@@ -72,6 +76,7 @@ def up(
             overrides=overrides,
             listener=display.show,
             authority=authority,
+            metrics=metrics,
         )
         server = "" if launcher.endpoint == DEFAULT_SERVER else f" --server {launcher.endpoint}"
         client, operator = ("", "") if tls is None else (f" --tls {tls / CLIENT}", f" --tls {tls / OPERATOR}")
@@ -137,6 +142,7 @@ async def run_until_signal(
                 logs=logs,
                 admin_endpoint=admin_endpoint,
                 admin_options=admin_options,
+                metrics_endpoints=launcher.metrics_endpoints,
             )
         )
         return await result_before(stopping, work)

@@ -84,6 +84,7 @@ class DiffusionEngine:
             sleep=self._controls,
             profiles=self._controls.profiles,
             caches=self._controls,
+            metrics=self._step_loop.calls.metrics,
         )
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:

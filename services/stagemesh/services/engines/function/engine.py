@@ -20,12 +20,13 @@ from stagemesh.common.errors import (
 )
 from stagemesh.common.notification import Notifier
 from stagemesh.common.stage_config import StageConfig
-from stagemesh.common.tracing import StepTrace, trace_call
+from stagemesh.common.tracing import StepTrace
 from stagemesh.common.typed_values import Value
 from stagemesh.common.user_errors import UserErrors, is_list
 from stagemesh.connectors.edge import Packet, packets_problem
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Progress, Task, Usage, media_of
+from stagemesh.services.engines.calls import EngineCalls
 from stagemesh.services.engines.function.base import Call, Function, OpensWithout, Saves
 from stagemesh.services.engines.function.checkpoints import RequestCheckpoints, invalid_checkpoint
 from stagemesh.services.engines.function.options import check_stage_options, function_options, own_options
@@ -85,11 +86,14 @@ class FunctionEngine:
         self._call_s = 0.0
         """The exponentially weighted moving average of the time per call, in seconds. 0 before the first call."""
         self._held = 0
+        self._calls = EngineCalls()
 
     @property
     def abilities(self) -> EngineAbilities:
         # Until the function is loaded, the stage accepts no task in any case.
-        return EngineAbilities(can_resume=self._function is None or isinstance(self._function, Saves))
+        return EngineAbilities(
+            can_resume=self._function is None or isinstance(self._function, Saves), metrics=self._calls.metrics
+        )
 
     async def start(self, report: Callable[[str], None]) -> None:
         report(f"loading {self._name}")
@@ -230,7 +234,7 @@ class FunctionEngine:
             outcomes = await self._in_thread(partial(self._compute, function, calls))
             took_s = self._clock() - began_s
             self._measure(calls, outcomes, took_s=took_s)
-            trace_call((waiting.trace for waiting in batch), seconds=took_s)
+            self._calls.add((waiting.trace for waiting in batch), seconds=took_s)
         finally:
             for waiting, outcome in zip(batch, outcomes, strict=True):
                 _set_outcome(waiting, outcome)

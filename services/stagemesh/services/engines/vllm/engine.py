@@ -24,6 +24,7 @@ from stagemesh.services.engines.vllm.load_failure import LoadFailure
 from stagemesh.services.engines.vllm.options import KV_CACHE_KIND, StageOptions, engine_options, own_options
 
 if TYPE_CHECKING:
+    from prometheus_client.core import Metric
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.outputs import RequestOutput
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -37,6 +38,13 @@ _PROGRESS_TOKENS = 64
 
 Callers that need more frequent progress can stream the text or the tokens.
 """
+
+
+def _vllm_metrics() -> "Iterator[Metric]":
+    """Yields vLLM's own metrics, which it adds to the process's default registry."""
+    from prometheus_client import REGISTRY
+
+    return (metric for metric in REGISTRY.collect() if metric.name.startswith("vllm:"))
 
 
 class LoadMeter:
@@ -134,6 +142,7 @@ class VllmEngine:
             sleep=control,
             profiles=control.profiles if control else None,
             caches=control,
+            metrics=_vllm_metrics,
         )
 
     async def start(self, report: Callable[[str], None]) -> None:
@@ -221,7 +230,10 @@ class VllmEngine:
                 feature.configure(config)
             with forked_core():
                 llm = AsyncLLM.from_vllm_config(
-                    config, usage_context=UsageContext.ENGINE_CONTEXT, disable_log_stats=True
+                    # vLLM's statistics cost processor time for each token, which only metrics need.
+                    config,
+                    usage_context=UsageContext.ENGINE_CONTEXT,
+                    disable_log_stats=self._config.metrics_listen is None,
                 )
             self._control = Control(llm, stage=self._config.stage, profile_dir=self._options.profile_dir)
             # Cached, because vLLM reads files at each call.

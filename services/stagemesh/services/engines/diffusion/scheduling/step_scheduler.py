@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
-from stagemesh.common.tracing import StepTrace, trace_call
+from stagemesh.common.tracing import StepTrace
+from stagemesh.services.engines.calls import EngineCalls
 from stagemesh.services.engines.diffusion.executor import Executor
 
 _MAX_TOKENS_RATIO = 2
@@ -192,6 +193,8 @@ class StepLoop:
 
     def __init__(self, executor: Executor, scheduler: StepScheduler) -> None:
         self._executor, self._scheduler = executor, scheduler
+        self.calls = EngineCalls()
+        """The denoising steps so far."""
         self._calls = 0
         self._changed = asyncio.Event()
         self._ended = False
@@ -252,7 +255,7 @@ class StepLoop:
             errors = await self._step(batch)
             took_s = loop.time() - began_s
             self._scheduler.record(batch, took_s)
-            trace_call((request.trace for request in batch), seconds=took_s)
+            self.calls.add((request.trace for request in batch), seconds=took_s)
             for request, error in zip(batch, errors, strict=True):
                 request.record(error)
                 if error is not None or request.done >= request.stop_at:

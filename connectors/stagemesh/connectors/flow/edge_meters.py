@@ -1,0 +1,48 @@
+"""Counts of what a data plane has sent, by edge and connector. They are updated for each acknowledged chunk."""
+
+from collections.abc import Iterator
+
+from stagemesh.common.connector_descriptors import ConnectorName
+from stagemesh.common.histogram import Histogram
+
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_MAX_METERS = 1024
+OTHER_EDGES = "other"
+"""The name under which further edges are counted together, if orchestrators use more than 1,024 names."""
+
+
+class EdgeMeter:
+    """The counts of one edge over one connector. A chunk that is sent to several consumers counts for each of them."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        """The payload of the acknowledged chunks, in bytes."""
+        self.transfer_s = Histogram(_SECONDS)
+        """The seconds from the sending of each chunk to its acknowledgement."""
+        self.resent = 0
+        """The number of chunks that were sent again, because a stream broke or another consumer took over."""
+        self.credit_wait_s = 0.0
+        """The time for which chunks waited for credit, in seconds."""
+
+    def add(self, size_bytes: int, transfer_s: float) -> None:
+        """Adds an acknowledged chunk."""
+        self.size_bytes += size_bytes
+        self.transfer_s.add(transfer_s)
+
+
+class EdgeMeters:
+    """The meters of all edges of a data plane."""
+
+    def __init__(self) -> None:
+        self._meters: dict[tuple[str, ConnectorName], EdgeMeter] = {}
+
+    def of(self, edge: str, connector: ConnectorName) -> EdgeMeter:
+        """Returns the meter of an edge over a connector."""
+        key = (edge, connector)
+        if key not in self._meters and len(self._meters) >= _MAX_METERS:
+            key = (OTHER_EDGES, connector)
+        return self._meters.setdefault(key, EdgeMeter())
+
+    def __iter__(self) -> Iterator[tuple[str, ConnectorName, EdgeMeter]]:
+        """Iterates over the edges, the connectors and the meters."""
+        return ((edge, connector, meter) for (edge, connector), meter in self._meters.items())
