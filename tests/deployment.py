@@ -7,12 +7,15 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from stagemesh.client import Client
 from stagemesh.orchestrator.launcher.certificates import Authority
@@ -79,6 +82,12 @@ class Deployment:
         """Returns the names of all stage replicas."""
         return [name for name, status in self.statuses.items() if status["stage"]]
 
+    def scrape(self, name: str) -> dict[str, Metric]:
+        """Returns the metrics of a process by name. The pipeline runs with `--metrics`."""
+        endpoint = next(each["metrics_endpoints"][name] for each in self.history if each.get("event") == "ready")
+        with urllib.request.urlopen(f"http://{endpoint}/metrics", timeout=10) as answer:
+            return {metric.name: metric for metric in text_string_to_metric_families(answer.read().decode())}
+
     def idle(self) -> bool:
         """Returns whether no stage has a step or uses memory of its arena."""
         loads = [self.load(name) for name in self.replicas()]
@@ -131,6 +140,12 @@ def deployed(
             process.kill()
             process.stdout.close() if process.stdout else None
     assert status == 0, f"`up` ended with status {status}"
+
+
+def metric_value(metrics: Mapping[str, Metric], sample: str, **labels: str) -> float:
+    """Returns the sum of the samples with this name and these labels, or 0 if there is none."""
+    samples = (each for metric in metrics.values() for each in metric.samples if each.name == sample)
+    return sum(each.value for each in samples if labels.items() <= each.labels.items())
 
 
 def eventually(condition: Callable[[], bool], *, timeout_s: float) -> float:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stagemesh.common.settings import find_model
-from tests.deployment import Deployment, deployed
+from tests.deployment import Deployment, deployed, metric_value
 
 pytestmark = [pytest.mark.speech, pytest.mark.timeout(300)]
 
@@ -45,7 +45,7 @@ TIE = 1e-3
 def writing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     path = tmp_path_factory.mktemp("writing") / "writing.yaml"
     path.write_text(PIPELINE)
-    with deployed(path) as up:
+    with deployed(path, "--metrics") as up:
         yield up
 
 
@@ -78,3 +78,14 @@ def _model_folder() -> Path:
     folder = find_model(NAME)
     assert folder is not None, "`make models` fetches it"
     return folder
+
+
+def test_the_metrics_of_vllm_count_the_tokens_of_clients(writing: Deployment) -> None:
+    labels = {"stage": "thinker", "replica": "thinker-0"}
+    name = "vllm:generation_tokens_total"
+    before = metric_value(writing.scrape("thinker-0"), name, **labels)
+    with writing.client() as client:
+        result = client.generate(PROMPTS[0], max_tokens=MAX_TOKENS, seed=1).result()
+    metrics = writing.scrape("thinker-0")
+    assert metric_value(metrics, name, **labels) - before == result.finished.stages["thinker"].usage.output_tokens
+    assert metric_value(metrics, "vllm:time_to_first_token_seconds_count", **labels) >= 1
