@@ -5,6 +5,8 @@ PROMPT ?= Tell me three things about the ocean, one sentence each.
 OUT ?= protos
 DOCS ?= docs
 MINUTES ?= 30
+FUZZ_MESSAGES ?= 100000
+FUZZ_SECONDS ?= 600
 
 BIN := $(CURDIR)/.venv/bin
 PROTOS := $(wildcard protos/stagemesh/*/*.proto)
@@ -23,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 AT_ONCE := $(if $(filter 0,$(shell id -u)),-n 2 --dist loadfile --no-loadscope-reorder)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv typescript kubernetes models demo demo-image test soak cluster cluster-down check protos stubs bench lock clean
+.PHONY: help venv typescript kubernetes models demo demo-image test soak fuzz cluster cluster-down check protos stubs bench lock clean
 
 help: ## List the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -70,6 +72,11 @@ test: models typescript kubernetes ## Run every test that needs no GPU
 
 soak: models ## Run the long forms of the fault tests, about an hour
 	pytest -m "soak and not gpu"
+
+fuzz: venv ## Send FUZZ_MESSAGES=100000 random messages to each surface, then fuzz each reader for FUZZ_SECONDS=600 by coverage
+	$(PIP) -r requirements/fuzz.txt
+	STAGEMESH_FUZZ_MESSAGES=$(FUZZ_MESSAGES) pytest tests/fuzz -n 2 --dist loadfile
+	set -e; for target in chunks fragment media state; do python -m tests.fuzz.guided $$target $(FUZZ_SECONDS); done
 
 cluster: models kubernetes ## Run the chart in a Kubernetes cluster on this machine, and disturb it under load for MINUTES=30
 	python -m k8s.cluster up

@@ -16,6 +16,7 @@ from stagemesh.rpc.authentication import TokenChecker, authentication
 from stagemesh.rpc.channels import SERVER_OPTIONS
 from stagemesh.rpc.credentials import PROCESS
 from stagemesh.rpc.handlers import streaming
+from stagemesh.rpc.malformed_messages import MalformedFilter
 from stagemesh.rpc.roles import CLIENT, OPERATOR, ORCHESTRATOR, STAGE, Role, RoleFilter
 
 _log = logging.getLogger(__name__)
@@ -50,7 +51,9 @@ class Server:
         """
         self._listen, self._tokens, self._tls = listen, tokens, PROCESS.credentials.tls
         authenticate = None if self._tls is None else authentication(tokens)
-        self.grpc = grpc.aio.server(interceptors=(RoleFilter(roles, authenticate),), options=SERVER_OPTIONS)
+        self.grpc = grpc.aio.server(
+            interceptors=(RoleFilter(roles, authenticate), MalformedFilter()), options=SERVER_OPTIONS
+        )
         """The grpc.aio server on which servicers are registered."""
         self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)

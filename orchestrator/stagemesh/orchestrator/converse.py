@@ -12,6 +12,7 @@ from stagemesh.orchestrator.session.session import Session
 from stagemesh.orchestrator.session.session_call import SessionCall
 from stagemesh.rpc.callers import caller_of
 from stagemesh.rpc.handlers import to_error
+from stagemesh.rpc.malformed_messages import Malformed
 from stagemesh.v1 import orchestrator_pb2
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -52,4 +53,6 @@ async def _read_events(session: Session, call: SessionCall, context: _Context) -
 async def _read(context: _Context) -> orchestrator_pb2.ConverseRequest | None:
     """Returns the next event of the client, or None after the last one."""
     event = await context.read()
+    if isinstance(event, Malformed):
+        raise event.error()
     return event if isinstance(event, orchestrator_pb2.ConverseRequest) else None

@@ -121,6 +121,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A file to which a request refers, or that is uploaded, exceeds the size limit of the pipeline (media.max_file_bytes).
     Send a smaller file.
     """
+    ERROR_REASON_MALFORMED_MESSAGE: _ErrorReason.ValueType  # 238
+    """A message is not a protobuf message of its type. Send the messages of the protos."""
     ERROR_REASON_MEDIA_MISMATCH: _ErrorReason.ValueType  # 153
     """The size or the digest of a media file is not the one that its description states. Send the file again, or correct
     the description.
@@ -661,6 +663,8 @@ ERROR_REASON_FILE_TOO_LARGE: ErrorReason.ValueType  # 152
 """A file to which a request refers, or that is uploaded, exceeds the size limit of the pipeline (media.max_file_bytes).
 Send a smaller file.
 """
+ERROR_REASON_MALFORMED_MESSAGE: ErrorReason.ValueType  # 238
+"""A message is not a protobuf message of its type. Send the messages of the protos."""
 ERROR_REASON_MEDIA_MISMATCH: ErrorReason.ValueType  # 153
 """The size or the digest of a media file is not the one that its description states. Send the file again, or correct
 the description.

@@ -91,7 +91,9 @@ class ConsumerSession:
         try:
             request = stage_pb2.PutChunkRequest.FromString(data if message is None else bytes(message.rest))
         except DecodeError as exc:
-            raise InvalidRequestError("the producer sent a message that is not a PutChunkRequest") from exc
+            raise InvalidRequestError(
+                "the producer sent a message that is not a PutChunkRequest", reason="MALFORMED_MESSAGE"
+            ) from exc
         if self._producer_state is None:
             self._admit(request)
         if message is not None:

@@ -1,0 +1,360 @@
+"""The readers of what peers and users send, each as a function of bytes that may raise the errors of bad input alone.
+
+`SEEDS` has valid inputs of each, from which mutations reach beyond the first checks.
+"""
+
+import asyncio
+import contextlib
+import io
+import json
+import random
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from stagemesh.common.errors import StagemeshError
+from stagemesh.common.versions import own_protocol
+from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.connectors.edge import EdgeKey
+from stagemesh.connectors.stream.wire import FlowDigest, decode_fragment, encode_fragment, fragments, key_to_wire
+from stagemesh.orchestrator.request.validation import validate
+from stagemesh.orchestrator.session.settings import read_settings
+from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.services.engines.base import Checkpoint, MediaFile
+from stagemesh.services.engines.diffusion.transfer.serialization import deserialize, serialize
+from stagemesh.services.engines.function.checkpoints import RequestCheckpoints
+from stagemesh.services.engines.media_decoding import DecodedBytes, read_audio, read_image, read_video
+from stagemesh.services.stage.step.spec import rebinding_from_wire, spec_from_wire
+from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2, tensor_pb2
+from tests.fuzz.messages import MessageFuzzer
+
+_LIMIT_BYTES = 16 << 20
+_KEY = EdgeKey("r", "a->b", 1)
+_PIPELINE = """\
+pipeline: fuzzed
+stages:
+  source: {engine: fake, function: source, options: {steps: 3}}
+  relay: {engine: fake, function: relay}
+edges: [{from: source, to: relay, connector: shm, chunk: {frames: 4, ramp: [1, 2]}}]
+outputs: {text: relay, files: {from: source, media_type: text/plain}}
+limits: {max_in_flight: 3, per_caller: {max_sessions: 2}}
+"""
+
+
+# -- chunks
+
+
+class _Stream:
+    """A message stream whose other end reads nothing."""
+
+    is_writable = True
+
+    def write(self, data: bytes) -> None:
+        """Drops a reply."""
+
+    def close(self, error: StagemeshError | None = None) -> None:
+        """Does nothing, because the session is closed by the target."""
+
+
+class ChunkReader:
+    """A consumer that receives messages of any producer, for flows that it expects."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._plane = self.loop.run_until_complete(self._make())
+
+    async def _make(self) -> DataPlane:
+        return DataPlane(replica="b-0", pipeline="p", generation="g", arena_bytes=1 << 20, window_bytes=64 << 10)
+
+    def receive(self, data: bytes) -> None:
+        """Receives the messages in `data`, each with its length before it. The first is preceded by a valid Hello."""
+        self.loop.run_until_complete(self._receive(data))
+
+    async def _receive(self, data: bytes) -> None:
+        plane: Any = self._plane
+        inlet = plane.open_inlet(_KEY, producer="a-0")
+        session = plane._open_session()
+        session.begin(_Stream())
+        try:
+            for message in (_HELLO, *_split(data)):
+                session.received(message)
+                await asyncio.sleep(0)
+        except StagemeshError:
+            pass
+        finally:
+            session.closed(None)
+            await inlet.aclose(lost=False)
+
+
+_HELLO = stage_pb2.PutChunkRequest(
+    hello=stage_pb2.Hello(replica="a-0", incarnation="i", pipeline="p", generation="g", protocol=own_protocol())
+).SerializeToString()
+
+
+def _split(data: bytes) -> list[bytes]:
+    parts: list[bytes] = []
+    while data:
+        length = int.from_bytes(data[:2], "little")
+        parts.append(data[2 : 2 + length])
+        data = data[2 + length :]
+    return parts
+
+
+def _join(messages: Sequence[bytes]) -> bytes:
+    return b"".join(len(each).to_bytes(2, "little") + each for each in messages)
+
+
+@cache
+def _chunk_reader() -> ChunkReader:
+    return ChunkReader()
+
+
+def read_chunks(data: bytes) -> None:
+    """A sequence of messages of PutChunk."""
+    _chunk_reader().receive(data)
+
+
+def read_fragment(data: bytes) -> None:
+    """The message format of fragments, which is decoded without protobuf."""
+    with contextlib.suppress(StagemeshError):
+        decode_fragment(data)
+
+
+def _put(*items: stage_pb2.PutItem) -> bytes:
+    return stage_pb2.PutChunkRequest(items=items).SerializeToString()
+
+
+def _chunk_seeds() -> list[bytes]:
+    key, opening = key_to_wire(_KEY), stage_pb2.OpenEdge(opening=1, connector=chunk_pb2.CONNECTOR_GRPC)
+    opening.key.CopyFrom(key)
+    tensor = tensor_pb2.Tensor(name="x", dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[4], inline=b"1234")
+    data = chunk_pb2.ChunkData(tensors=[tensor], size_bytes=4, metadata={"m": tensor_pb2.TypedValue(integer=3)})
+    digest = FlowDigest()
+    opened = _put(stage_pb2.PutItem(open=opening))
+    chunk = _put(stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=key, seq=0, data=data)))
+    end = _put(stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=key, seq=1, end=digest.end())))
+    abort = _put(stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=key, seq=1, abort=chunk_pb2.ChunkAbort())))
+    demand = _put(stage_pb2.PutItem(demand=stage_pb2.CreditDemand(key=key, size_bytes=9)))
+    return [
+        _join([opened, chunk, end]),
+        _join([opened, chunk, chunk, abort]),
+        _join([opened, *_fragment_seeds(), demand]),
+        _join([opened, demand, opened, chunk]),
+    ]
+
+
+def _fragment_seeds() -> list[bytes]:
+    tensors = {"x": np.arange(6000, dtype=np.uint8)}
+    made = fragments(key_to_wire(_KEY), tensors, total_bytes=6000, transfer_id=1)
+    return [encode_fragment(each) for each in made]
+
+
+# -- media
+
+
+def _file(kind: str, media_type: str, data: bytes) -> MediaFile:
+    return MediaFile(kind, data, media_type)  # type: ignore[arg-type]
+
+
+def _tolerant(read: Callable[[], object]) -> None:
+    with contextlib.suppress(StagemeshError):
+        read()
+
+
+def read_media(data: bytes) -> None:
+    """An image, audio or video file. The first byte selects the kind and the format."""
+    kind, content = data[0] % len(_MEDIA) if data else 0, data[1:]
+    name, media_type = _MEDIA[kind]
+    file, decoded = _file(name, media_type, content), DecodedBytes(_LIMIT_BYTES)
+    if name == "image":
+        _tolerant(lambda: read_image(file, decoded))
+    elif name == "audio":
+        _tolerant(lambda: read_audio(file, decoded))
+    else:
+        _tolerant(lambda: read_video(file, decoded, max_frames=8))
+
+
+_MEDIA = (
+    ("image", "image/png"),
+    ("image", "image/jpeg"),
+    ("image", "image/webp"),
+    ("image", "image/gif"),
+    ("audio", "audio/wav"),
+    ("audio", "audio/flac"),
+    ("audio", "audio/ogg"),
+    ("audio", "audio/mpeg"),
+    ("video", "video/mp4"),
+    ("video", "video/webm"),
+)
+
+
+def _media_seeds() -> list[bytes]:
+    seeds: list[bytes] = []
+    for number, (kind, media_type) in enumerate(_MEDIA):
+        content = io.BytesIO()
+        if kind == "image":
+            Image.effect_noise((24, 16), 50).convert("RGB").save(content, media_type.partition("/")[2].upper())
+        else:
+            _write_with_av(content, kind, media_type)
+        seeds.append(bytes([number]) + content.getvalue())
+    return seeds
+
+
+def _write_with_av(content: io.BytesIO, kind: str, media_type: str) -> None:
+    import av
+
+    container_format = {"audio/mpeg": "mp3", "audio/ogg": "ogg"}.get(media_type, media_type.partition("/")[2])
+    with av.open(content, "w", format=container_format) as container:
+        if kind == "audio":
+            codec = {"wav": "pcm_s16le", "flac": "flac", "ogg": "libopus", "mp3": "libmp3lame"}[container_format]
+            rate = 48000
+            stream: Any = container.add_stream(codec, rate=rate)
+            frame: Any = av.AudioFrame.from_ndarray(np.zeros((1, 4800), np.int16), format="s16", layout="mono")
+            frame.sample_rate = rate
+        else:
+            stream = container.add_stream({"mp4": "libx264", "webm": "libvpx"}[container_format], rate=8)
+            stream.width = stream.height = 32
+            stream.pix_fmt = "yuv420p"
+            frame = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8))
+        for packet in (*stream.encode(frame), *stream.encode(None)):
+            container.mux(packet)
+
+
+# -- states
+
+
+def read_state(data: bytes) -> None:
+    """A serialized state of a diffusion request, and the tensors of a function's checkpoint."""
+    array = np.frombuffer(data, np.uint8)
+    _tolerant(lambda: deserialize(array, kind="state", model="m", device=torch.device("cpu")))
+
+
+def read_checkpoint(data: bytes) -> None:
+    """A checkpoint of a function stage, as a protobuf message."""
+    try:
+        message = stage_pb2.ExecuteStepRequest.FromString(data)
+    except Exception:  # noqa: BLE001  # not a message
+        return
+
+    def read() -> None:
+        resumed: Checkpoint | None = spec_from_wire(message).task.resume_from
+        if resumed is not None:
+            checkpoints = RequestCheckpoints(function="f", interval_rows=1, resumed=resumed)
+            dict(checkpoints.state)
+
+    _tolerant(read)
+
+
+def _state_seeds() -> list[bytes]:
+    generator = torch.Generator().manual_seed(1)
+    tree = {"latents": torch.zeros(2, 3), "list": [1, 2.5, None, "x"], "tuple": (True,), "generator": generator}
+    tree |= {"dtype": torch.float32, "array": np.arange(3)}
+    return [serialize(tree, kind="state", model="m").tobytes(), serialize({}, kind="state", model="m").tobytes()]
+
+
+# -- messages and files
+
+
+def read_step(data: bytes) -> None:
+    """The message of a step, and that of a rebinding."""
+    for kind, convert in (
+        (stage_pb2.ExecuteStepRequest, spec_from_wire),
+        (stage_pb2.RebindStepRequest, rebinding_from_wire),
+    ):
+        try:
+            message: Any = kind.FromString(data)
+        except Exception:  # noqa: BLE001, S112  # not a message
+            continue
+        _tolerant(lambda convert=convert, message=message: convert(message))  # type: ignore[misc]
+
+
+def read_request(data: bytes) -> None:
+    """The message of a request, and that which opens a session."""
+    for kind, convert in ((orchestrator_pb2.GenerateRequest, validate), (orchestrator_pb2.SessionOpen, read_settings)):
+        try:
+            message: Any = kind.FromString(data)
+        except Exception:  # noqa: BLE001, S112  # not a message
+            continue
+        _tolerant(lambda convert=convert, message=message: convert(message, _pipeline()))  # type: ignore[misc]
+
+
+@cache
+def _pipeline() -> Pipeline:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "fuzzed.yaml"
+        path.write_text(_PIPELINE)
+        return load_pipeline(str(path))
+
+
+@cache
+def _folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="stagemesh-fuzz-"))
+
+
+def read_pipeline(data: bytes) -> None:
+    """A pipeline file."""
+    path = _folder() / "fuzzed.yaml"
+    path.write_bytes(data)
+    with contextlib.suppress(StagemeshError):
+        load_pipeline(str(path), variables={}, check_models=False)
+
+
+def _message_seeds(*kinds: Any) -> list[bytes]:
+    fuzzer = MessageFuzzer(7)
+    return [fuzzer.message(kind.DESCRIPTOR).SerializeToString() for kind in kinds for _ in range(20)]
+
+
+TARGETS: Mapping[str, Callable[[bytes], None]] = {
+    "chunks": read_chunks,
+    "fragment": read_fragment,
+    "media": read_media,
+    "state": read_state,
+    "checkpoint": read_checkpoint,
+    "step": read_step,
+    "request": read_request,
+    "pipeline": read_pipeline,
+}
+
+
+@cache
+def seeds(target: str) -> tuple[bytes, ...]:
+    """Returns valid inputs of a target."""
+    makers: Mapping[str, Callable[[], list[bytes]]] = {
+        "chunks": _chunk_seeds,
+        "fragment": _fragment_seeds,
+        "media": _media_seeds,
+        "state": _state_seeds,
+        "checkpoint": lambda: _message_seeds(stage_pb2.ExecuteStepRequest),
+        "step": lambda: _message_seeds(stage_pb2.ExecuteStepRequest, stage_pb2.RebindStepRequest),
+        "request": lambda: _message_seeds(orchestrator_pb2.GenerateRequest, orchestrator_pb2.SessionOpen),
+        "pipeline": lambda: [_PIPELINE.encode(), json.dumps({"pipeline": "x", "stages": {}}).encode()],
+    }
+    return tuple(makers[target]())
+
+
+def mutated(target: str, rng: random.Random) -> bytes:
+    """Returns a seed of a target after a few random changes: bytes, blocks of bytes, and parts of other seeds."""
+    data = bytearray(rng.choice(seeds(target)))
+    for _ in range(rng.randint(1, 6)):
+        at, kind = rng.randint(0, len(data)), rng.randint(0, 5)
+        if kind == 0:
+            data[at:at] = rng.randbytes(rng.randint(1, 8))
+        elif kind == 1:
+            del data[at : at + rng.randint(1, 16)]
+        elif kind == 2 and data:
+            data[at - 1] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randint(0, 255)))
+        elif kind == 3 and data:
+            data[at - 1] ^= 1 << rng.randint(0, 7)
+        elif kind == 4:
+            other = rng.choice(seeds(target))
+            begin = rng.randint(0, len(other))
+            data[at:at] = other[begin : begin + rng.randint(1, 64)]
+        else:
+            data[at : at + 4] = rng.choice((0, 1, (1 << 31) - 1, (1 << 32) - 1)).to_bytes(4, "little")
+    return bytes(data)

@@ -1,0 +1,79 @@
+"""Every RPC with random messages, against real processes. `make fuzz` sends 100,000."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.deployment import Deployment, deployed
+from tests.fuzz.rpcs import Findings, defects_in_log, fuzz, methods
+
+MESSAGES = int(os.environ.get("STAGEMESH_FUZZ_MESSAGES", "1500"))
+"""The number of messages to each of the two kinds of processes."""
+SEED = int(os.environ.get("STAGEMESH_FUZZ_SEED", "1"))
+_GROWTH_MB = 48
+PIPELINE = """\
+pipeline: fuzzed
+stages:
+  source: {engine: fake, function: source, options: {steps: 3}}
+  relay: {engine: fake, function: relay}
+edges: [{from: source, to: relay}]
+outputs: {text: relay}
+"""
+
+pytestmark = pytest.mark.timeout(60 + MESSAGES // 20)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    path = tmp_path_factory.mktemp("fuzzed") / "fuzzed.yaml"
+    path.write_text(PIPELINE)
+    with deployed(path) as running:
+        yield running
+
+
+def _check(findings: Findings) -> None:
+    assert findings.sent.total() >= MESSAGES
+    assert not findings.defects, "\n".join(findings.defects[:5])
+
+
+def _defects(running: Deployment) -> dict[str, list[str]]:
+    """Returns the unexpected exceptions in the logs, by process."""
+    logs = Path(next(each["logs"] for each in running.history if each.get("event") == "ready"))
+    found = {path.stem: defects_in_log(path.read_text()) for path in logs.glob("*.log")}
+    return {name: defects[:2] for name, defects in found.items() if defects}
+
+
+def _memory_mb(running: Deployment) -> dict[str, float]:
+    return {name: psutil.Process(running.process_id(name)).memory_info().rss / 1e6 for name in running.statuses}
+
+
+async def _fuzz(endpoint: str, *services: str, running: Deployment) -> None:
+    await fuzz(endpoint, services, messages=300, seed=SEED + 1000)
+    before_mb, processes = _memory_mb(running), {name: running.process_id(name) for name in running.statuses}
+    findings = await fuzz(endpoint, services, messages=MESSAGES, seed=SEED)
+    print(dict(findings.codes))
+    _check(findings)
+    expected = {method.name for service in services for method in methods(service)}
+    assert findings.sent.keys() == expected
+    assert not _defects(running)
+    assert {name: running.process_id(name) for name in running.statuses} == processes, "a process has ended"
+    growth_mb = {name: after - before_mb[name] for name, after in _memory_mb(running).items()}
+    assert max(growth_mb.values()) < _GROWTH_MB, growth_mb
+    with running.client() as client:
+        assert client.generate("hello", seed=1).result().text == client.generate("hello", seed=1).result().text != ""
+
+
+async def test_rpcs_for_clients_survive_any_message(running: Deployment) -> None:
+    await _fuzz(running.endpoint, "OrchestratorService", running=running)
+
+
+async def test_rpcs_for_operators_and_registration_survive_any_message(running: Deployment) -> None:
+    await _fuzz(running.admin_endpoint, "AdminService", "MembershipService", running=running)
+
+
+async def test_rpcs_of_stages_survive_any_message(running: Deployment) -> None:
+    endpoint = running.statuses["relay-0"]["endpoint"]
+    await _fuzz(endpoint, "StageService", "StageControlService", running=running)

@@ -1,0 +1,46 @@
+"""Mutated inputs of every reader of foreign data. `make fuzz` sends 100,000 to each."""
+
+import os
+import random
+import resource
+import time
+
+import pytest
+
+from tests.fuzz.targets import TARGETS, mutated, seeds
+
+INPUTS = int(os.environ.get("STAGEMESH_FUZZ_MESSAGES", "1500"))
+SEED = int(os.environ.get("STAGEMESH_FUZZ_SEED", "1"))
+_SLOWEST_S = 10.0
+"""The processor time above which one input counts as a hang, in seconds."""
+_GROWTH_MB = 100
+
+pytestmark = pytest.mark.timeout(60 + INPUTS // 20)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_seeds_are_read(target: str) -> None:
+    for seed in seeds(target):
+        TARGETS[target](seed)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_mutated_input_raises_no_other_error(target: str) -> None:
+    rng, read = random.Random(SEED), TARGETS[target]
+    for _ in range(200):
+        read(mutated(target, rng))
+    before_mb = _peak_mb()
+    for number in range(INPUTS):
+        data = mutated(target, rng)
+        began_s = time.process_time()
+        try:
+            read(data)
+        except BaseException as exc:
+            raise AssertionError(f"input {number} of seed {SEED}: {data.hex()}") from exc
+        took_s = time.process_time() - began_s
+        assert took_s < _SLOWEST_S, f"input {number} of seed {SEED} took {took_s:.1f} s: {data.hex()}"
+    assert _peak_mb() - before_mb < _GROWTH_MB
+
+
+def _peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
