@@ -1,0 +1,48 @@
+"""The table of limits in docs/security.md has the values of the code."""
+
+import re
+
+import pytest
+
+from stagemesh.common import tensors, tracing
+from stagemesh.common.media_config import MediaConfig
+from stagemesh.common.stage_config import DataPlaneConfig, StageConfig
+from stagemesh.connectors.stream import wire
+from stagemesh.orchestrator.request.output_record import MAX_LINGER_S
+from stagemesh.orchestrator.session.session import MAX_SESSION_LINGER_S
+from stagemesh.orchestrator.spec import Limits
+from stagemesh.rpc import authentication, channels
+from stagemesh.services.engines import media_decoding
+from stagemesh.services.engines.vllm.options import StageOptions
+from tests.repository.commands import ROOT
+
+_LIMITS = Limits()
+_CODE = {
+    "bytes of a message of any RPC": [channels.MAX_MESSAGE_BYTES],
+    "characters of a token": [vars(authentication)["_MAX_TOKEN_LENGTH"]],
+    "running requests, and their bytes": [_LIMITS.max_in_flight, _LIMITS.max_in_flight_bytes],
+    "waiting requests, and their bytes": [_LIMITS.max_queued, _LIMITS.max_queued_bytes],
+    "sessions, and bytes of a session": [_LIMITS.max_sessions, _LIMITS.max_session_bytes],
+    "choices of a request": [_LIMITS.max_choices],
+    "output bytes that a caller leaves unread": [_LIMITS.max_unread_bytes],
+    "seconds for which a request or a session continues without a caller": [MAX_LINGER_S, MAX_SESSION_LINGER_S],
+    "steps that a replica accepts at the same time": [StageConfig.max_queued],
+    "unread bytes of a flow": [DataPlaneConfig().window_bytes],
+    "tensors of a chunk, and dimensions of a tensor": [wire.MAX_TENSORS, tensors.MAX_DIMENSIONS],
+    "metadata values and tickets of a chunk": [wire.MAX_METADATA, wire.MAX_TICKETS],
+    "bytes of a media file in a store": [MediaConfig.max_file_bytes],
+    "pixels of a video that are decoded": [vars(media_decoding)["_MAX_DECODED_PIXELS"]],
+    "bytes of the decoded media of a request, vllm stages": [StageOptions().media_bytes],
+    "spans of a traced step": [tracing.MAX_SPANS],
+}
+
+
+def _table() -> dict[str, list[int]]:
+    section = (ROOT / "docs/security.md").read_text().partition("## Limits")[2]
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|", section, re.MULTILINE)
+    return {name: [int(each.replace(",", "")) for each in re.findall(r"\b[0-9][0-9,]*", value)] for name, value in rows}
+
+
+@pytest.mark.parametrize("name", _CODE)
+def test_a_limit_has_the_value_of_the_code(name: str) -> None:
+    assert _table()[name] == _CODE[name]
