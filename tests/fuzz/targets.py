@@ -1,4 +1,6 @@
-"""The readers of what peers and users send, each as a function of bytes that may raise the errors of bad input alone.
+"""The readers of what peers and users send, each as a function of bytes that returns whether it accepts them.
+
+A reader raises nothing: the errors of bad input count as a refusal, and any other error is a defect.
 
 `SEEDS` has valid inputs of each, from which mutations reach beyond the first checks.
 """
@@ -10,28 +12,29 @@ import json
 import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from google.protobuf.message import DecodeError
 from PIL import Image
 
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.versions import own_protocol
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import EdgeKey
+from stagemesh.connectors.edge import EdgeKey, Packet
 from stagemesh.connectors.stream.wire import FlowDigest, decode_fragment, encode_fragment, fragments, key_to_wire
 from stagemesh.orchestrator.request.validation import validate
 from stagemesh.orchestrator.session.settings import read_settings
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
-from stagemesh.services.engines.base import Checkpoint, MediaFile
+from stagemesh.services.engines.base import MediaFile
 from stagemesh.services.engines.diffusion.transfer.serialization import deserialize, serialize
 from stagemesh.services.engines.function.checkpoints import RequestCheckpoints
 from stagemesh.services.engines.media_decoding import DecodedBytes, read_audio, read_image, read_video
-from stagemesh.services.stage.step.spec import rebinding_from_wire, spec_from_wire
-from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2, tensor_pb2
+from stagemesh.services.stage.step.spec import checkpoint_to_wire, rebinding_from_wire, spec_from_wire
+from stagemesh.v1 import chunk_pb2, orchestrator_pb2, request_pb2, stage_pb2, tensor_pb2
 from tests.fuzz.messages import MessageFuzzer
 
 _LIMIT_BYTES = 16 << 20
@@ -42,7 +45,7 @@ stages:
   source: {engine: fake, function: source, options: {steps: 3}}
   relay: {engine: fake, function: relay}
 edges: [{from: source, to: relay, connector: shm, chunk: {frames: 4, ramp: [1, 2]}}]
-outputs: {text: relay, files: {from: source, media_type: text/plain}}
+outputs: {text: relay, files: {from: source, media_type: application/octet-stream}}
 limits: {max_in_flight: 3, per_caller: {max_sessions: 2}}
 """
 
@@ -72,24 +75,29 @@ class ChunkReader:
     async def _make(self) -> DataPlane:
         return DataPlane(replica="b-0", pipeline="p", generation="g", arena_bytes=1 << 20, window_bytes=64 << 10)
 
-    def receive(self, data: bytes) -> None:
-        """Receives the messages in `data`, each with its length before it. The first is preceded by a valid Hello."""
-        self.loop.run_until_complete(self._receive(data))
+    def receive(self, data: bytes) -> bool:
+        """Receives the messages in `data`, each with its length before it. The first is preceded by a valid Hello.
 
-    async def _receive(self, data: bytes) -> None:
+        Returns whether a chunk of the expected flow has arrived.
+        """
+        return self.loop.run_until_complete(self._receive(data))
+
+    async def _receive(self, data: bytes) -> bool:
         plane: Any = self._plane
         inlet = plane.open_inlet(_KEY, producer="a-0")
         session = plane._open_session()
         session.begin(_Stream())
+        arrived = 0
         try:
-            for message in (_HELLO, *_split(data)):
-                session.received(message)
-                await asyncio.sleep(0)
-        except StagemeshError:
-            pass
+            with contextlib.suppress(StagemeshError):
+                for message in (_HELLO, *_split(data)):
+                    session.received(message)
+                    arrived = max(arrived, inlet.attempt.next_seq)
+                    await asyncio.sleep(0)
         finally:
             session.closed(None)
             await inlet.aclose(lost=False)
+        return arrived > 0
 
 
 _HELLO = stage_pb2.PutChunkRequest(
@@ -115,15 +123,14 @@ def _chunk_reader() -> ChunkReader:
     return ChunkReader()
 
 
-def read_chunks(data: bytes) -> None:
+def read_chunks(data: bytes) -> bool:
     """A sequence of messages of PutChunk."""
-    _chunk_reader().receive(data)
+    return _chunk_reader().receive(data)
 
 
-def read_fragment(data: bytes) -> None:
+def read_fragment(data: bytes) -> bool:
     """The message format of fragments, which is decoded without protobuf."""
-    with contextlib.suppress(StagemeshError):
-        decode_fragment(data)
+    return _accepts(lambda: decode_fragment(data))
 
 
 def _put(*items: stage_pb2.PutItem) -> bytes:
@@ -162,22 +169,24 @@ def _file(kind: str, media_type: str, data: bytes) -> MediaFile:
     return MediaFile(kind, data, media_type)  # type: ignore[arg-type]
 
 
-def _tolerant(read: Callable[[], object]) -> None:
-    with contextlib.suppress(StagemeshError):
+def _accepts(read: Callable[[], object]) -> bool:
+    try:
         read()
+    except StagemeshError:
+        return False
+    return True
 
 
-def read_media(data: bytes) -> None:
+def read_media(data: bytes) -> bool:
     """An image, audio or video file. The first byte selects the kind and the format."""
     kind, content = data[0] % len(_MEDIA) if data else 0, data[1:]
     name, media_type = _MEDIA[kind]
     file, decoded = _file(name, media_type, content), DecodedBytes(_LIMIT_BYTES)
     if name == "image":
-        _tolerant(lambda: read_image(file, decoded))
-    elif name == "audio":
-        _tolerant(lambda: read_audio(file, decoded))
-    else:
-        _tolerant(lambda: read_video(file, decoded, max_frames=8))
+        return _accepts(lambda: read_image(file, decoded))
+    if name == "audio":
+        return _accepts(lambda: read_audio(file, decoded))
+    return _accepts(lambda: read_video(file, decoded, max_frames=8))
 
 
 _MEDIA = (
@@ -229,26 +238,21 @@ def _write_with_av(content: io.BytesIO, kind: str, media_type: str) -> None:
 # -- states
 
 
-def read_state(data: bytes) -> None:
+def read_state(data: bytes) -> bool:
     """A serialized state of a diffusion request, and the tensors of a function's checkpoint."""
     array = np.frombuffer(data, np.uint8)
-    _tolerant(lambda: deserialize(array, kind="state", model="m", device=torch.device("cpu")))
+    return _accepts(lambda: deserialize(array, kind="state", model="m", device=torch.device("cpu")))
 
 
-def read_checkpoint(data: bytes) -> None:
-    """A checkpoint of a function stage, as a protobuf message."""
-    try:
-        message = stage_pb2.ExecuteStepRequest.FromString(data)
-    except Exception:  # noqa: BLE001  # not a message
-        return
+def read_checkpoint(data: bytes) -> bool:
+    """A checkpoint of a function stage, in the message of a step."""
 
-    def read() -> None:
-        resumed: Checkpoint | None = spec_from_wire(message).task.resume_from
+    def read(message: stage_pb2.ExecuteStepRequest) -> None:
+        resumed = spec_from_wire(message).task.resume_from
         if resumed is not None:
-            checkpoints = RequestCheckpoints(function="f", interval_rows=1, resumed=resumed)
-            dict(checkpoints.state)
+            dict(RequestCheckpoints(function="f", interval_rows=1, resumed=resumed).state)
 
-    _tolerant(read)
+    return _accepts_message(data, {stage_pb2.ExecuteStepRequest: read})
 
 
 def _state_seeds() -> list[bytes]:
@@ -261,27 +265,37 @@ def _state_seeds() -> list[bytes]:
 # -- messages and files
 
 
-def read_step(data: bytes) -> None:
-    """The message of a step, and that of a rebinding."""
-    for kind, convert in (
-        (stage_pb2.ExecuteStepRequest, spec_from_wire),
-        (stage_pb2.RebindStepRequest, rebinding_from_wire),
-    ):
-        try:
-            message: Any = kind.FromString(data)
-        except Exception:  # noqa: BLE001, S112  # not a message
-            continue
-        _tolerant(lambda convert=convert, message=message: convert(message))  # type: ignore[misc]
+def read_step(data: bytes) -> bool:
+    """The message of a step, or that of a rebinding."""
+    readers: Mapping[Any, Callable[[Any], object]] = {
+        stage_pb2.ExecuteStepRequest: spec_from_wire,
+        stage_pb2.RebindStepRequest: rebinding_from_wire,
+    }
+    return _accepts_message(data, readers)
 
 
-def read_request(data: bytes) -> None:
-    """The message of a request, and that which opens a session."""
-    for kind, convert in ((orchestrator_pb2.GenerateRequest, validate), (orchestrator_pb2.SessionOpen, read_settings)):
+def read_request(data: bytes) -> bool:
+    """The message of a request, or that which opens a session."""
+    pipeline = _pipeline()
+    return _accepts_message(
+        data,
+        {
+            orchestrator_pb2.GenerateRequest: lambda message: validate(message, pipeline),
+            orchestrator_pb2.SessionOpen: lambda message: read_settings(message, pipeline),
+        },
+    )
+
+
+def _accepts_message(data: bytes, readers: Mapping[Any, Callable[[Any], object]]) -> bool:
+    """Returns whether `data` is a message that one of the readers accepts. `readers` is by message type."""
+    accepted = False
+    for kind, read in readers.items():
         try:
-            message: Any = kind.FromString(data)
-        except Exception:  # noqa: BLE001, S112  # not a message
+            message = kind.FromString(data)
+        except DecodeError:
             continue
-        _tolerant(lambda convert=convert, message=message: convert(message, _pipeline()))  # type: ignore[misc]
+        accepted = _accepts(partial(read, message)) or accepted
+    return accepted
 
 
 @cache
@@ -297,20 +311,31 @@ def _folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="stagemesh-fuzz-"))
 
 
-def read_pipeline(data: bytes) -> None:
+def read_pipeline(data: bytes) -> bool:
     """A pipeline file."""
     path = _folder() / "fuzzed.yaml"
     path.write_bytes(data)
-    with contextlib.suppress(StagemeshError):
-        load_pipeline(str(path), variables={}, check_models=False)
+    return _accepts(lambda: load_pipeline(str(path), variables={}, check_models=False))
 
 
-def _message_seeds(*kinds: Any) -> list[bytes]:
+def _message_seeds(*valid: Any) -> list[bytes]:
+    """Returns valid messages, and random ones of their types."""
     fuzzer = MessageFuzzer(7)
-    return [fuzzer.message(kind.DESCRIPTOR).SerializeToString() for kind in kinds for _ in range(20)]
+    made = [fuzzer.message(each.DESCRIPTOR) for each in valid for _ in range(20)]
+    return [each.SerializeToString() for each in (*valid, *made)]
 
 
-TARGETS: Mapping[str, Callable[[bytes], None]] = {
+def _step(**fields: Any) -> stage_pb2.ExecuteStepRequest:
+    return stage_pb2.ExecuteStepRequest(request_id="r", step_id="r/a/1", attempt=1, **fields)
+
+
+def _resumed_step() -> stage_pb2.ExecuteStepRequest:
+    checkpoints = RequestCheckpoints(function="f", interval_rows=1, resumed=None)
+    checkpoints.new_part(Packet({"x": np.zeros((3, 2), np.float32)}))
+    return _step(resume_from=checkpoint_to_wire(checkpoints.make({"s": np.arange(4)}, steps=1)))
+
+
+TARGETS: Mapping[str, Callable[[bytes], bool]] = {
     "chunks": read_chunks,
     "fragment": read_fragment,
     "media": read_media,
@@ -330,9 +355,12 @@ def seeds(target: str) -> tuple[bytes, ...]:
         "fragment": _fragment_seeds,
         "media": _media_seeds,
         "state": _state_seeds,
-        "checkpoint": lambda: _message_seeds(stage_pb2.ExecuteStepRequest),
-        "step": lambda: _message_seeds(stage_pb2.ExecuteStepRequest, stage_pb2.RebindStepRequest),
-        "request": lambda: _message_seeds(orchestrator_pb2.GenerateRequest, orchestrator_pb2.SessionOpen),
+        "checkpoint": lambda: _message_seeds(_resumed_step()),
+        "step": lambda: _message_seeds(_step(), stage_pb2.RebindStepRequest(request_id="r", step_id="r/a/1")),
+        "request": lambda: _message_seeds(
+            orchestrator_pb2.GenerateRequest(input=request_pb2.Input(text="hi"), outputs=["text"]),
+            orchestrator_pb2.SessionOpen(session_id="s"),
+        ),
         "pipeline": lambda: [_PIPELINE.encode(), json.dumps({"pipeline": "x", "stages": {}}).encode()],
     }
     return tuple(makers[target]())

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from stagemesh.common.tracing import TraceParent
+from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.orchestrator.spans import ORCHESTRATOR, Span, TraceContext, request_spans, step_path
 from stagemesh.v1 import admin_pb2, chunk_pb2, request_pb2, stage_pb2
 
@@ -100,6 +101,36 @@ def test_chunks_and_calls_are_within_their_attempt() -> None:
     assert (called.name, called.end_s, called.attributes["requests"]) == ("call", 4.0, 2)
     assert called.links == tuple(call.links)
     assert spans[2].attributes["dropped_spans"] == 5
+
+
+def test_any_numbers_of_an_external_stage_make_spans_within_the_attempt() -> None:
+    huge, nan = (1 << 64) - 1, float("nan")
+    numbers = [nan, -5.0, float("inf"), 1e300]
+    made = [
+        stage_pb2.StepSpan(
+            start_s=start,
+            end_s=end,
+            chunk=stage_pb2.ChunkSpan(seq=huge, size_bytes=huge, connector=99, sent_s=start),  # type: ignore[arg-type]
+        )
+        for start in numbers
+        for end in numbers
+    ]
+    attempt, *spans = [span for span in _spans(_step(spans=_made(*made))) if span.is_from_replica or span.name == "a"]
+    assert len(spans) == len(made)
+    for span in spans:
+        assert attempt.start_s <= span.start_s <= span.end_s <= attempt.end_s
+        assert span.attributes["seq"] == (1 << 63) - 1
+        assert 0 <= float(span.attributes["wait_s"]) <= attempt.end_s
+
+
+def test_spans_of_an_external_stage_are_bounded() -> None:
+    notes = Timeline("r").begin("a", replica="a-0", attempt=1)
+    large = _made(stage_pb2.StepSpan(chunk=stage_pb2.ChunkSpan(edge="e" * 5_000_000)), dropped=(1 << 64) - 1)
+    for _ in range(3):
+        notes.note_spans(large)
+    assert notes.spans is not None
+    assert len(notes.spans.spans) == 1
+    assert notes.spans.dropped == 3 * (1 << 32) + 2
 
 
 def test_the_ids_of_spans_depend_on_their_paths_and_the_request() -> None:

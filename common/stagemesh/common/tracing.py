@@ -54,8 +54,8 @@ class StepTrace:
         return cls(traceparent) if parent is not None and parent.is_sampled else None
 
     def __len__(self) -> int:
-        """Returns the number of spans that `take` would return."""
-        return len(self._spans)
+        """Returns the number of spans that `take` would return or report as dropped."""
+        return len(self._spans) + self._dropped
 
     def add_chunk(
         self,

@@ -23,8 +23,7 @@ class _LoopCollector(Collector):
     def __init__(self, compute: Callable[[], Iterable[Metric]], labels: Mapping[str, str]) -> None:
         self._compute_on_loop, self._labels = compute, labels
         self._loop = asyncio.get_running_loop()
-        registry = CollectorRegistry()
-        self._process = ProcessCollector(registry=registry)
+        self._process = ProcessCollector(registry=None)
 
     def collect(self) -> Iterable[Metric]:
         computing = asyncio.run_coroutine_threadsafe(self._compute(), self._loop)

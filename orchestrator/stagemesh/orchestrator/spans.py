@@ -1,6 +1,7 @@
 """The spans of a request: the times in which it waited, and in which each attempt of a stage worked."""
 
 import hashlib
+import math
 import secrets
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -8,11 +9,14 @@ from dataclasses import dataclass, field
 from typing import Self, TypeAlias
 
 from stagemesh.common.connector_descriptors import name_of
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.tracing import TraceParent
 from stagemesh.v1 import admin_pb2, request_pb2, stage_pb2
 
 Attributes: TypeAlias = Mapping[str, "str | int | float | bool"]
 
+_MAX_INTEGER = (1 << 63) - 1
+"""The largest integer in an attribute of OpenTelemetry."""
 ORCHESTRATOR = "orchestrator"
 """The process of spans that belong to no replica."""
 
@@ -160,26 +164,39 @@ def _replica_span(span: stage_pb2.StepSpan, step: admin_pb2.StepStatus, *, path:
         name = f"chunk {chunk.edge}"
         attributes = {
             "edge": chunk.edge,
-            "seq": chunk.seq,
-            "bytes": chunk.size_bytes,
-            "connector": name_of(chunk.connector),
-            "wait_s": max(0.0, chunk.sent_s - span.start_s),
+            "seq": min(chunk.seq, _MAX_INTEGER),
+            "bytes": min(chunk.size_bytes, _MAX_INTEGER),
+            "connector": _connector_name(chunk.connector),
+            "wait_s": _within(chunk.sent_s - span.start_s, 0.0, end_s),
         }
     else:
         name, attributes = "call", {"requests": span.call.requests}
-    # The replica's clock begins when it accepts the step, which is slightly before the orchestrator learns of it.
-    start_s = min(step.accepted_s + span.start_s, end_s)
+    # The replica's clock begins when it accepts the step, which is slightly before the orchestrator learns of it. An
+    # external stage may report any numbers.
+    start_s = _within(step.accepted_s + span.start_s, step.planned_s, end_s)
     return Span(
         name=name,
         process=step.replica,
         stage=step.stage,
         start_s=start_s,
-        end_s=max(start_s, min(step.accepted_s + span.end_s, end_s)),
+        end_s=_within(step.accepted_s + span.end_s, start_s, end_s),
         path=path,
         attributes=attributes,
         is_from_replica=True,
         links=tuple(span.call.links),
     )
+
+
+def _within(value: float, least: float, most: float) -> float:
+    """Returns the value in the range from `least` to `most` that is nearest to `value`, or `least` if it is NaN."""
+    return least if math.isnan(value) else max(least, min(value, most))
+
+
+def _connector_name(number: int) -> str:
+    try:
+        return name_of(number)
+    except InvalidRequestError:
+        return str(number)
 
 
 def _stage_name(step: admin_pb2.StepStatus) -> str:

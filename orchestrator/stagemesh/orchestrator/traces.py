@@ -1,4 +1,4 @@
-"""The export of traces by the OpenTelemetry protocol (OTLP). Only this module imports OpenTelemetry.
+"""The export of traces by the OpenTelemetry protocol (OTLP).
 
 The orchestrator exports the spans of a sampled request when the request has ended, those of its stages included. The
 standard environment variables of OpenTelemetry select the collector and the share of sampled requests.

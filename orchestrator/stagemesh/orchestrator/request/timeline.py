@@ -23,6 +23,9 @@ from stagemesh.orchestrator.request.playout import Playout
 from stagemesh.orchestrator.spans import TraceContext
 from stagemesh.v1 import request_pb2, stage_pb2
 
+_MAX_SPANS_BYTES = 8 << 20
+_MAX_DROPPED = 1 << 32
+
 
 class RequestState(Enum):
     """The state of a request. Each value is the name of the protobuf enum value without the enum's prefix."""
@@ -117,10 +120,13 @@ class StepNotes:
         """Adds spans of the replica."""
         if self.spans is None:
             self.spans = stage_pb2.StepSpans()
-        # A stage that sends too many could fill the memory.
-        kept = spans.spans[: max(0, MAX_SPANS - len(self.spans.spans))]
+        # A stage that sends too many, or too large ones, could fill the memory.
+        room = MAX_SPANS - len(self.spans.spans)
+        fits = self.spans.ByteSize() + spans.ByteSize() <= _MAX_SPANS_BYTES
+        kept = spans.spans[: max(0, room)] if fits else []
         self.spans.spans.extend(kept)
-        self.spans.dropped += spans.dropped + len(spans.spans) - len(kept)
+        # An external stage may report any number.
+        self.spans.dropped += min(spans.dropped, _MAX_DROPPED) + len(spans.spans) - len(kept)
 
     def note_finished(self, finished: stage_pb2.StepFinished) -> None:
         """Stores the step's final statistics."""

@@ -21,7 +21,6 @@ from stagemesh.common.errors import (
 from stagemesh.common.logs import bind_log_context
 from stagemesh.common.notification import Journal
 from stagemesh.common.stage_config import StageConfig
-from stagemesh.common.tracing import StepTrace
 from stagemesh.common.user_errors import UserErrors
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import FlowUsage, Packet
@@ -337,8 +336,7 @@ class StepRun:
                     # An engine that ignores the cancellation must not emit anything more.
                     self._raise_cause()
                     self.event_count += 1
-                    if self._trace is not None:
-                        self._append_spans(self._trace, at_least=_SPANS)
+                    self._append_spans(at_least=_SPANS)
                     if isinstance(event, Emission):
                         await self._emit(event, outlets)
                     elif isinstance(event, Progress):
@@ -394,10 +392,10 @@ class StepRun:
     def _append(self, event: stage_pb2.ExecuteStepResponse) -> int:
         return self.journal.append(event.SerializeToString())
 
-    def _append_spans(self, trace: StepTrace, *, at_least: int = 1) -> None:
-        """Appends the new spans of the step to the journal if there are `at_least` of them."""
-        if len(trace) >= at_least:
-            self._append(stage_pb2.ExecuteStepResponse(spans=trace.take(), ignorable=True))
+    def _append_spans(self, *, at_least: int = 1) -> None:
+        """Appends the new spans of a traced step to the journal if there are `at_least` of them."""
+        if self._trace is not None and len(self._trace) >= at_least:
+            self._append(stage_pb2.ExecuteStepResponse(spans=self._trace.take(), ignorable=True))
 
     def _append_outputs(self, emission: Emission) -> None:
         """Appends the outputs for callers to the journal. This happens before the packet is sent to edges, so that
@@ -464,8 +462,7 @@ class StepRun:
             self._clear_journaled()
             # `PausedStates` retains the whole state if its limit allows. The callers receive this checkpoint.
             self._paused = without_large_state(self._paused)
-            if self._trace is not None:
-                self._append_spans(self._trace)
+            self._append_spans()
             paused = stage_pb2.StepPaused(checkpoint=checkpoint_to_wire(self._paused))
             self._append(stage_pb2.ExecuteStepResponse(paused=paused))
             return
@@ -479,8 +476,7 @@ class StepRun:
         for output in await self._files.commit(finish):
             self._append(stage_pb2.ExecuteStepResponse(output=output))
         self._clear_journaled()
-        if self._trace is not None:
-            self._append_spans(self._trace)
+        self._append_spans()
         finished = stage_pb2.StepFinished(
             usage=self.usage(),
             timings=self._stopwatch.timings(),
@@ -516,8 +512,7 @@ class StepRun:
             # The error is copied, because one cause may end several runs.
             error = copy(error).located(**self._where)
             if not self.journal.closed:
-                if self._trace is not None:
-                    self._append_spans(self._trace)
+                self._append_spans()
                 self._append(stage_pb2.ExecuteStepResponse(usage=self.usage()))
         edges, edges_error = self.edges, error
         if error is None and self._paused is not None and self._pause_requested.is_set():
