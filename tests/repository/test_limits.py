@@ -11,7 +11,7 @@ from stagemesh.connectors.stream import wire
 from stagemesh.orchestrator.request.output_record import MAX_LINGER_S
 from stagemesh.orchestrator.session.session import MAX_SESSION_LINGER_S
 from stagemesh.orchestrator.spec import Limits
-from stagemesh.rpc import authentication, channels
+from stagemesh.rpc import authentication, call_limits, channels
 from stagemesh.services.engines import media_decoding
 from stagemesh.services.engines.vllm.options import StageOptions
 from tests.repository.commands import ROOT
@@ -19,6 +19,16 @@ from tests.repository.commands import ROOT
 _LIMITS = Limits()
 _CODE = {
     "bytes of a message of any RPC": [channels.MAX_MESSAGE_BYTES],
+    "bytes of the headers of a call": [channels.MAX_HEADER_BYTES],
+    "connections of a port": [channels.MAX_CONNECTIONS],
+    "calls of a connection, and of a caller on the clients' port": [
+        channels.MAX_CALLS_PER_CONNECTION,
+        call_limits.CALLS_PER_CALLER,
+    ],
+    "seconds of a handshake, and of a connection without calls": [
+        channels.HANDSHAKE_MS // 1000,
+        channels.MAX_IDLE_MS // 1000,
+    ],
     "characters of a token": [vars(authentication)["_MAX_TOKEN_LENGTH"]],
     "running requests, and their bytes": [_LIMITS.max_in_flight, _LIMITS.max_in_flight_bytes],
     "waiting requests, and their bytes": [_LIMITS.max_queued, _LIMITS.max_queued_bytes],

@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -34,6 +35,7 @@ def run_service(main: Main, *, parent_pid: int | None = None) -> int:
     """
     if parent_pid is not None:
         die_with_parent(parent_pid)
+    raise_open_files_limit()
     try:
         configure_logging()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -49,6 +51,12 @@ def run_service(main: Main, *, parent_pid: int | None = None) -> int:
         _log.exception("the service terminates because of an unexpected error")
         return ExitCode.FAILED
     return 0
+
+
+def raise_open_files_limit() -> None:
+    """Lets this process open as many files and connections as the host allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _until_stopped(main: Main) -> None:

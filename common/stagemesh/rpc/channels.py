@@ -1,5 +1,6 @@
 """gRPC channels, and the options of channels and servers: message size limits, keepalive and reconnection."""
 
+import json
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -11,14 +12,20 @@ ChannelOptions: TypeAlias = Sequence[tuple[str, int | str]]
 
 MAX_MESSAGE_BYTES = 8 << 20  # the limit for each message of every RPC and local stream
 MEDIA_PART_BYTES = 1 << 20  # the limit for the bytes of a file in one message
+MAX_HEADER_BYTES = 16 << 10  # the limit for the headers of a call
+MAX_CALLS_PER_CONNECTION = 128  # gRPC's clients open further connections for more calls
+MAX_CONNECTIONS = 16_384  # of one port
+HANDSHAKE_MS = 10_000
+MAX_IDLE_MS = 30 * 60 * 1000  # then a connection without calls is closed; gRPC's clients connect again when they call
 
+_CONNECTIONS = 64
 _PINGS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", 1000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
 
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     # A silent connection is detected within three seconds, and a killed peer immediately. More frequent pings would
     # use a few percent of a core in an orchestrator with a hundred idle replicas.
     ("grpc.keepalive_time_ms", 2000),
@@ -29,8 +36,10 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),
-    # Gives each channel its own connection.
+    # Gives each channel its own connections: a further one when all have as many calls as the server permits.
     ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_connections_per_subchannel_cap", _CONNECTIONS),
+    ("grpc.service_config", json.dumps({"connectionScaling": {"maxConnectionsPerSubchannel": _CONNECTIONS}})),
     ("grpc.initial_reconnect_backoff_ms", 50),
     # Despite its name, this option limits the time of one connection attempt, including the handshake. A loaded or
     # distant peer needs more than one round trip, and a lost SYN is sent again after a second.
@@ -42,9 +51,15 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # A server pings less often, because only the client, which can use another replica, must detect loss quickly.
     ("grpc.keepalive_time_ms", 10_000),
     *_PINGS,
-    # Without these limits, gRPC would treat the keepalive pings of Stagemesh's clients as an attack.
-    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    # Many pings do no harm: gRPC answers millions a second. Peers that are disconnected for them, and return, do.
     ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
+    # A peer that does not finish the handshake of TLS or of HTTP/2 is disconnected.
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+    ("grpc.http2.settings_timeout", HANDSHAKE_MS),
+    ("grpc.max_connection_idle_ms", MAX_IDLE_MS),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.absolute_max_metadata_size", MAX_HEADER_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Limits the unread bytes in flight on a connection. On a fast network, the bandwidth probe would raise this limit
@@ -56,7 +71,7 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def named_options(options: Sequence[tuple[str, int]], server_name: str) -> Sequence[tuple[str, int | str]]:
+def named_options(options: ChannelOptions, server_name: str) -> ChannelOptions:
     """Returns channel options with the name in the server's TLS certificate, or the same options if it is empty."""
     return (*options, ("grpc.ssl_target_name_override", server_name)) if server_name else options
 

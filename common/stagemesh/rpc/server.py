@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from stagemesh.common.errors import NotReadyError
 from stagemesh.rpc.authentication import TokenChecker, authentication
+from stagemesh.rpc.call_limits import CALLS_PER_CALLER, CallLimits
 from stagemesh.rpc.channels import SERVER_OPTIONS
 from stagemesh.rpc.credentials import PROCESS
 from stagemesh.rpc.handlers import streaming
@@ -41,8 +42,11 @@ class Server:
         roles: Collection[Role] = (CLIENT, ORCHESTRATOR, STAGE, OPERATOR),
         tokens: TokenChecker | None = None,
         health_listen: str | None = None,
+        calls_per_caller: int | None = None,
     ) -> None:
         """Creates a server that will listen at `listen` ("host:port").
+
+        `calls_per_caller` is the number of calls that one caller may have running, or None for no limit.
 
         At `health_listen`, the server also answers health checks without TLS, and nothing else.
 
@@ -51,9 +55,8 @@ class Server:
         """
         self._listen, self._tokens, self._tls = listen, tokens, PROCESS.credentials.tls
         authenticate = None if self._tls is None else authentication(tokens)
-        self.grpc = grpc.aio.server(
-            interceptors=(RoleFilter(roles, authenticate), MalformedFilter()), options=SERVER_OPTIONS
-        )
+        filters = CallLimits(calls_per_caller), RoleFilter(roles, authenticate), MalformedFilter()
+        self.grpc = grpc.aio.server(interceptors=filters, options=SERVER_OPTIONS)
         """The grpc.aio server on which servicers are registered."""
         self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
@@ -78,7 +81,8 @@ class Server:
         credentials = None if self._tls is None else self._tls.server_credentials(ask_certificate=self._tokens is None)
         port = _bind(self.grpc, self._listen, credentials)
         if self._health_listen is not None:
-            self._health_server = grpc.aio.server(options=SERVER_OPTIONS)
+            limits = CallLimits(CALLS_PER_CALLER)
+            self._health_server = grpc.aio.server(interceptors=(limits,), options=SERVER_OPTIONS)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
             _bind(self._health_server, self._health_listen)
             await self._health_server.start()

@@ -20,8 +20,9 @@ from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.scaling.warm_tier import WarmTier
 from stagemesh.orchestrator.servicer import SERVICE_NAME, OrchestratorServicer, add_orchestrator_service
 from stagemesh.orchestrator.spans import is_sampled_by_caller
-from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.orchestrator.spec import Limits, Pipeline, load_pipeline
 from stagemesh.rpc.authentication import TokenChecker
+from stagemesh.rpc.call_limits import CALLS_PER_CALLER
 from stagemesh.rpc.credentials import PROCESS, Credentials
 from stagemesh.rpc.metrics_server import serving_metrics
 from stagemesh.rpc.roles import CLIENT
@@ -55,7 +56,13 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
     _check_stages(config, pipeline)
     PROCESS.use(Credentials(config.tls))
     tokens = None if config.tokens is None else TokenChecker(config.tokens)
-    server = Server(config.listen, roles={CLIENT}, tokens=tokens, health_listen=config.health_listen)
+    server = Server(
+        config.listen,
+        roles={CLIENT},
+        tokens=tokens,
+        health_listen=config.health_listen,
+        calls_per_caller=_calls_per_caller(pipeline.limits),
+    )
     registration = _registration(config, pipeline)
     sources = _sources(config, pipeline, registration)
     fleet = Fleet(pipeline, sources, generations=config.generations, warm=config.warm)
@@ -104,6 +111,11 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
         reject = partial(server.stop, grace_s=config.drain_s + _RELEASE_S)
         stack.callback(lambda: group.create_task(reject(), name="reject new calls"))
         yield port
+
+
+def _calls_per_caller(limits: Limits) -> int:
+    """Returns the limit of a caller's running calls: twice the requests and sessions that `limits` permit."""
+    return max(CALLS_PER_CALLER, 2 * (limits.max_in_flight + limits.max_queued + limits.max_sessions))
 
 
 def _trace_export(pipeline: Pipeline) -> "TraceExport | None":

@@ -275,6 +275,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_CALLER_LIMIT: _ErrorReason.ValueType  # 84
     """The limits of this caller are reached. Retry with the same request_id after the delay in RetryInfo."""
+    ERROR_REASON_CALL_LIMIT: _ErrorReason.ValueType  # 239
+    """The caller has as many running calls as the service accepts. End some, or retry after the delay in RetryInfo."""
+    ERROR_REASON_HEADERS_TOO_LARGE: _ErrorReason.ValueType  # 240
+    """The headers of the call are too large. Send fewer or shorter ones."""
     ERROR_REASON_CLIENT_TOO_SLOW: _ErrorReason.ValueType  # 85
     """All callers of the request read its outputs too slowly, so that it was stopped. Read faster, or request less."""
     ERROR_REASON_OUT_OF_MEMORY: _ErrorReason.ValueType  # 86
@@ -817,6 +821,10 @@ in RetryInfo.
 """
 ERROR_REASON_CALLER_LIMIT: ErrorReason.ValueType  # 84
 """The limits of this caller are reached. Retry with the same request_id after the delay in RetryInfo."""
+ERROR_REASON_CALL_LIMIT: ErrorReason.ValueType  # 239
+"""The caller has as many running calls as the service accepts. End some, or retry after the delay in RetryInfo."""
+ERROR_REASON_HEADERS_TOO_LARGE: ErrorReason.ValueType  # 240
+"""The headers of the call are too large. Send fewer or shorter ones."""
 ERROR_REASON_CLIENT_TOO_SLOW: ErrorReason.ValueType  # 85
 """All callers of the request read its outputs too slowly, so that it was stopped. Read faster, or request less."""
 ERROR_REASON_OUT_OF_MEMORY: ErrorReason.ValueType  # 86

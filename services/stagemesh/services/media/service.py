@@ -11,6 +11,7 @@ from stagemesh.common import settings
 from stagemesh.common.errors import DeadlineError
 from stagemesh.common.media_config import MediaServiceConfig
 from stagemesh.rpc.authentication import TokenChecker
+from stagemesh.rpc.call_limits import CALLS_PER_CALLER
 from stagemesh.rpc.credentials import PROCESS, Credentials
 from stagemesh.rpc.handlers import answered, streaming
 from stagemesh.rpc.roles import CLIENT
@@ -36,7 +37,13 @@ async def serve(config: MediaServiceConfig, stopping: asyncio.Event) -> None:
     store.sweep()
     PROCESS.use(Credentials(config.tls))
     tokens = None if config.tokens is None else TokenChecker(config.tokens)
-    server = Server(config.listen, roles={CLIENT}, tokens=tokens, health_listen=config.health_listen)
+    server = Server(
+        config.listen,
+        roles={CLIENT},
+        tokens=tokens,
+        health_listen=config.health_listen,
+        calls_per_caller=CALLS_PER_CALLER,
+    )
     media_pb2_grpc.add_MediaServiceServicer_to_server(MediaServicer(store), server.grpc)
     server.reflect(SERVICE_NAME)
     await server.start()

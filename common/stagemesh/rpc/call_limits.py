@@ -1,0 +1,129 @@
+"""Limits of the calls of one caller: how many run at the same time, and the size of their headers."""
+
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterable
+from contextlib import aclosing, contextmanager
+from inspect import isasyncgenfunction
+from typing import Any, TypeAlias
+
+import grpc
+
+from stagemesh.common.errors import InvalidRequestError, OverloadedError, StagemeshError
+from stagemesh.rpc.channels import MAX_HEADER_BYTES
+from stagemesh.rpc.error_mapping import to_status
+
+CALLS_PER_CALLER = 4096
+_RETRY_AFTER_S = 1.0
+
+_Metadata: TypeAlias = Iterable[tuple[str, str | bytes]] | None
+
+
+class CallLimits(grpc.aio.ServerInterceptor):
+    """Ends each RPC with RESOURCE_EXHAUSTED whose headers are too large, or whose caller has too many running RPCs.
+
+    gRPC itself limits headers only on connections whose peer has acknowledged its settings, and it limits the calls of
+    a connection, but not those of a caller, who can open many connections.
+
+    A call counts from its headers on, although its request may never arrive. For this purpose, handlers of unary
+    requests become handlers of streams, of which they receive the first message. The caller is the first name in the
+    certificate, or else the host.
+    """
+
+    def __init__(self, calls_per_caller: int | None) -> None:
+        """`calls_per_caller` is the number of calls, or None for no limit."""
+        self._most = calls_per_caller
+        self._running = Counter[str]()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        if _size(handler_call_details.invocation_metadata) > MAX_HEADER_BYTES:
+            return _ending(_headers_error())
+        handler = await continuation(handler_call_details)
+        return handler if handler is None or self._most is None else self._counting(handler, self._most)
+
+    def _counting(self, handler: Any, most: int) -> Any:
+        """Returns a handler that does what `handler` does if its caller has fewer than `most` running calls."""
+        answers = "stream" if handler.response_streaming else "unary"
+        serve = getattr(handler, f"{'stream' if handler.request_streaming else 'unary'}_{answers}")
+
+        async def answer(requests: AsyncIterator[Any], context: Any) -> Any:
+            with self._counted(context, most) as error:
+                if error is not None:
+                    await _abort(context, error)
+                return await serve(await _request(handler, requests, context), context)
+
+        async def generate(requests: AsyncIterator[Any], context: Any) -> AsyncGenerator[Any]:
+            with self._counted(context, most) as error:
+                if error is not None:
+                    await _abort(context, error)
+                async with aclosing(serve(await _request(handler, requests, context), context)) as responses:
+                    async for response in responses:
+                        yield response
+
+        served = {f"stream_{answers}": generate if isasyncgenfunction(serve) else answer}
+        return handler._replace(request_streaming=True, **served)
+
+    @contextmanager
+    def _counted(self, context: Any, most: int) -> Generator[OverloadedError | None]:
+        """Counts a call within the block. Yields an error if the caller has too many."""
+        caller = _caller(context)
+        self._running[caller] += 1
+        try:
+            yield _calls_error(most) if self._running[caller] > most else None
+        finally:
+            self._running[caller] -= 1
+            if not self._running[caller]:
+                del self._running[caller]
+
+
+async def _request(handler: Any, requests: AsyncIterator[Any], context: Any) -> Any:
+    """Returns the argument of a handler: the messages of its caller, or the only one."""
+    if handler.request_streaming:
+        return requests
+    async for request in requests:
+        return request
+    await _abort(context, InvalidRequestError("the call has no message; send one", reason="MALFORMED_MESSAGE"))
+    raise AssertionError("`abort` raises")
+
+
+def _caller(context: Any) -> str:
+    for uri in context.auth_context().get("peer_uri", ()):
+        return str(uri)
+    return str(context.peer()).rpartition(":")[0]
+
+
+def _size(metadata: _Metadata) -> int:
+    return sum(len(name) + len(value) for name, value in metadata or ())
+
+
+def _ending(error: OverloadedError) -> Any:
+    """Returns a handler that ends each RPC with `error`."""
+
+    async def end(_requests: object, context: Any) -> None:
+        await _abort(context, error)
+
+    make_handler: Any = grpc.stream_stream_rpc_method_handler
+    return make_handler(end)
+
+
+async def _abort(context: Any, error: StagemeshError) -> None:
+    status = to_status(error)
+    await context.abort(status.code, status.details, status.trailing_metadata)
+
+
+def _headers_error() -> OverloadedError:
+    return OverloadedError(
+        f"the headers of the call exceed {MAX_HEADER_BYTES} bytes; send fewer or shorter ones",
+        reason="HEADERS_TOO_LARGE",
+    )
+
+
+def _calls_error(most: int) -> OverloadedError:
+    return OverloadedError(
+        f"the caller has {most} running calls, which is the most that this service accepts; end some, and retry",
+        reason="CALL_LIMIT",
+        retry_after_s=_RETRY_AFTER_S,
+    )
