@@ -152,10 +152,10 @@ async def _run(attacks: Sequence[str], requests: int) -> list[Figure]:
         async with launcher.running():
             await launcher.wait_ready()
             async with AsyncClient(launcher.endpoint) as client:
-                await measure(client, requests // 4)
+                await measure(client, requests // 10)
                 before = memory_of(launcher)
                 for attack in attacks:
-                    calm = await measure(client, requests // 2)
+                    calm = await measure(client, requests // 5)
                     outcome = await measure_under(attack, launcher, client, requests)
                     found += figures(attack, calm, outcome, before)
                     print(
@@ -169,7 +169,7 @@ def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="Write the figures to this file.")
-    parser.add_argument("--requests", type=int, default=400, help="Requests of the quiet caller. Default 400.")
+    parser.add_argument("--requests", type=int, default=600, help="Requests of the quiet caller. Default 600.")
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS), help="Default: all.")
     arguments = parser.parse_args()
     report("flood", asyncio.run(_run(arguments.attacks, arguments.requests)), json_file=arguments.json)
