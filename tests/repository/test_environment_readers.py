@@ -2,7 +2,7 @@ import re
 
 from tests.repository.commands import ROOT
 
-PACKAGES = ("common", "connectors", "services", "orchestrator")
+PACKAGES = ("common", "connectors", "services", "orchestrator", "gateway")
 SETTINGS = ROOT / "common/stagemesh/common/settings.py"
 READERS = re.compile(r"\bos\.(environb?|getenvb?|putenv|unsetenv)\b|from os import .*\b(environb?|getenvb?)\b")
 

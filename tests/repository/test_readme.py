@@ -11,6 +11,7 @@ DOCUMENTS = (
     "docs/architecture.md",
     "docs/cli.md",
     "docs/clients.md",
+    "docs/gateway.md",
     "docs/kubernetes.md",
     "docs/operations.md",
 )

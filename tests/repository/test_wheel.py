@@ -5,7 +5,7 @@ import pytest
 
 from tests.repository.commands import ROOT
 
-PACKAGES = ("v1", "keda", "common", "rpc", "connectors", "services", "client", "orchestrator")
+PACKAGES = ("v1", "keda", "common", "rpc", "connectors", "services", "client", "orchestrator", "gateway")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def sources(package: Path) -> set[str]:
     return {str(path.relative_to(package.parent)) for path in package.rglob("*.py")}
 
 
-@pytest.mark.parametrize("root", ["protos", "common", "connectors", "services", "orchestrator"])
+@pytest.mark.parametrize("root", ["protos", "common", "connectors", "services", "orchestrator", "gateway"])
 def test_the_wheel_contains_every_module(wheel: zipfile.Path, root: str) -> None:
     packed = set(wheel.root.namelist())
     assert sources(ROOT / root / "stagemesh") <= packed

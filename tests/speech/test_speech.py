@@ -1,7 +1,11 @@
 """The real speech pipeline as three stage processes, transcribed with Whisper."""
 
+import base64
+import io
+import json
 import subprocess
 import sys
+import wave
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +19,8 @@ from stagemesh.client import AudioChunk, Result, StageArguments, Text, WavWriter
 from stagemesh.client.responses import ResultBuilder
 from stagemesh.common.errors import InvalidRequestError
 from tests.deployment import Deployment, deployed, eventually
+from tests.gateway.making import client, gateway
+from tests.repository.commands import ROOT
 from tests.speech.whisper import transcribe, word_error_rate
 from tests.traces import TraceReceiver, check_whole, chunks_of, last_trace, receiving_traces
 
@@ -177,3 +183,81 @@ def test_invalid_prompts_are_rejected_with_a_reason(speech: Deployment, prompt: 
         _ask(speech, prompt)
     assert caught.value.reason == reason
     eventually(speech.idle, timeout_s=10)
+
+
+@ON_ONE_CONNECTOR
+def test_the_gateway_streams_text_and_speech(speech: Deployment) -> None:
+    with speech.client() as own, gateway(speech.endpoint) as url, client(url) as ai:
+        expected = own.generate(messages=[("user", PROMPTS[2])], seed=SEED, max_tokens=20).result()
+        stream = ai.chat.completions.create(
+            model="speech",
+            messages=[{"role": "user", "content": PROMPTS[2]}],
+            seed=SEED,
+            max_completion_tokens=20,
+            logprobs=True,
+            top_logprobs=2,
+            modalities=["text", "audio"],
+            extra_body={"audio": {"format": "pcm16"}},
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+    deltas = [chunk.choices[0].delta.model_dump(exclude_none=True) for chunk in chunks if chunk.choices]
+    parts = [delta["audio"] for delta in deltas if "audio" in delta]
+    assert "".join(part.get("transcript", "") for part in parts) == expected.text
+    pcm = np.frombuffer(b"".join(base64.b64decode(part.get("data", "")) for part in parts), np.int16)
+    assert len(pcm) / 24_000 == pytest.approx(len(expected.audio) / expected.sample_rate_hz, abs=0.01)
+    said = transcribe(pcm.astype(np.float32) / np.float32(32768), 24_000)
+    assert word_error_rate(expected.text, said) <= 0.10
+    tokens = [
+        each
+        for chunk in chunks
+        for choice in chunk.choices
+        if choice.logprobs
+        for each in choice.logprobs.content or ()
+    ]
+    assert "".join(each.token for each in tokens).startswith(expected.text)
+    assert all(len(each.top_logprobs) == 2 for each in tokens)
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 20
+    assert (
+        next(choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason) == "length"
+    )
+
+
+@ON_ONE_CONNECTOR
+def test_the_gateway_speaks_a_text_as_it_is(speech: Deployment) -> None:
+    spoken = "The quick brown fox jumps over the lazy dog. It was a bright day in the garden."
+    with gateway(speech.endpoint) as url, client(url) as ai:
+        file = ai.audio.speech.create(model="speech", voice=None, input=spoken, response_format="wav")  # type: ignore[arg-type]
+        form = ai.chat.completions.create(
+            model="speech",
+            messages=[{"role": "user", "content": "Name a colour as JSON."}],
+            response_format={
+                "type": "json_schema",
+                "json_schema": {
+                    "name": "colour",
+                    "schema": {
+                        "type": "object",
+                        "properties": {"colour": {"enum": ["red", "blue"]}},
+                        "required": ["colour"],
+                    },
+                },
+            },
+            max_tokens=30,
+        )
+    with wave.open(io.BytesIO(file.content)) as audio:
+        samples = np.frombuffer(audio.readframes(1 << 30), np.int16).astype(np.float32) / np.float32(32768)
+        assert word_error_rate(spoken, transcribe(samples, audio.getframerate())) <= 0.10
+    assert json.loads(form.choices[0].message.content or "")["colour"] in {"red", "blue"}
+
+
+@ON_ONE_CONNECTOR
+def test_the_example_of_the_gateway_runs(speech: Deployment, tmp_path: Path) -> None:
+    example = (ROOT / "docs/gateway.md").read_text().partition("```python\n")[2].partition("```")[0]
+    with gateway(speech.endpoint) as url:
+        command = [sys.executable, "-c", example.replace("http://127.0.0.1:8000", url)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True, timeout=120)
+    assert len(done.stdout) > 50
+    with wave.open(str(tmp_path / "calm.wav")) as audio:
+        assert audio.getnframes() > audio.getframerate()

@@ -17,6 +17,7 @@ import pytest
 from stagemesh.common.descriptors import Emitted, Signature
 from stagemesh.common.errors import CancelledRequestError, DeadlineError, StagemeshError
 from stagemesh.common.media_config import MediaConfig
+from stagemesh.common.media_encoders import make_encoder
 from stagemesh.common.tensors import Array, TensorSpec
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.abilities import EngineAbilities
@@ -24,7 +25,6 @@ from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, T
 from stagemesh.services.media import stored_file
 from stagemesh.services.stage.replica.runtime import StageRuntime
 from stagemesh.services.stage.step import run
-from stagemesh.services.stage.step.encoders import make_encoder
 from stagemesh.services.stage.step.spec import StepSpec, StreamedOutput
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.media.locations import join_store_threads, s3_server

@@ -121,6 +121,11 @@ def _dtypes_fit(first: str, second: str) -> bool:
     return first == second or (FLOAT in (first, second) and {first, second} <= _FLOATS)
 
 
+def as_bytes(tensor: Array) -> memoryview:
+    """Returns the bytes of a tensor, without a copy if the tensor is contiguous."""
+    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
+
+
 def dtype_name(tensor: Array) -> str:
     """Returns the name of a tensor's dtype in `DTYPES`.
 

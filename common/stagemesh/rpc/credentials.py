@@ -184,20 +184,32 @@ class Credentials:
     """The certificates and the token of a process or of a client. Without TLS, it has neither."""
 
     def __init__(
-        self, tls: Path | str | None = None, *, token_file: Path | str | None = None, needs_certificate: bool = True
+        self,
+        tls: Path | str | None = None,
+        *,
+        token: str | None = None,
+        token_file: Path | str | None = None,
+        needs_certificate: bool = True,
     ) -> None:
-        """`tls` is a folder with certificates, and `token_file` is a file with a token. Both may be None.
+        """`tls` is a folder with certificates, and `token_file` is a file with a token. `token` is a token itself.
 
-        Raises InvalidRequestError (INVALID_TLS, INVALID_TOKENS) if one of them is missing, damaged or unsuitable.
+        All may be None. Raises InvalidRequestError (INVALID_TLS, INVALID_TOKENS) if a file is missing, damaged or
+        unsuitable, and (INVALID_REQUEST) if there are two tokens.
         """
-        if token_file is not None and tls is None:
+        if token is not None and token_file is not None:
+            raise InvalidRequestError("a client has one token; give either token or token_file")
+        if (token is not None or token_file is not None) and tls is None:
             raise InvalidRequestError(
                 "a token needs TLS, because anyone on the network could read it; name the folder with ca.crt",
                 reason="INVALID_TLS",
             )
         self.tls = None if tls is None else TlsFolder(tls, needs_certificate=needs_certificate)
         """The certificates, or None for no TLS."""
-        self._token = None if token_file is None else grpc.metadata_call_credentials(TokenFile(token_file))
+        self._token: grpc.CallCredentials | None = None
+        if token is not None:
+            self._token = grpc.access_token_call_credentials(token)
+        elif token_file is not None:
+            self._token = grpc.metadata_call_credentials(TokenFile(token_file))
 
     @property
     def version(self) -> tuple[int, ...]:

@@ -41,6 +41,8 @@ class ClientOptions(TypedDict, total=False):
 
     It also has `tls.crt` and `tls.key`, the client's own certificate and its key, unless the client has a token.
     """
+    token: str
+    """The client's token."""
     token_file: Path | str
     """A file with the client's token. The client reads it for each call."""
 
@@ -55,11 +57,11 @@ class BaseClient:
         """Connects to the endpoints, the "host:port" of one orchestrator each."""
         if not endpoints:
             raise ValueError("a client needs at least one endpoint")
-        tls, token_file = options.get("tls"), options.get("token_file")
+        tls, token, token_file = options.get("tls"), options.get("token"), options.get("token_file")
         self.credentials = PROCESS.credentials
         """The certificates and the token of the client: by default those of this process."""
-        if tls is not None or token_file is not None:
-            self.credentials = Credentials(tls, token_file=token_file, needs_certificate=False)
+        if tls is not None or token is not None or token_file is not None:
+            self.credentials = Credentials(tls, token=token, token_file=token_file, needs_certificate=False)
         self._certificates = [self.credentials.version] * len(endpoints)
         """For each endpoint, the version of the certificates with which its channel was opened."""
         self.endpoints = endpoints

@@ -19,7 +19,7 @@ from stagemesh.orchestrator.cli import (
 from stagemesh.orchestrator.cli.contexts import commands as contexts
 from stagemesh.orchestrator.cli.error_output import ErrorGroup
 from stagemesh.orchestrator.cli.k8s import commands as k8s
-from stagemesh.orchestrator.cli.local import config, credentials, demo, logs, serve, up, verify
+from stagemesh.orchestrator.cli.local import config, credentials, demo, gateway, logs, serve, up, verify
 from stagemesh.orchestrator.cli.new import app as new
 from stagemesh.orchestrator.cli.options import with_parameters
 
@@ -52,6 +52,7 @@ app.add_typer(models.app, name="models")
 app.command("verify")(with_parameters(verify.verify, verify.PARAMETERS))
 app.command("demo")(with_parameters(demo.demo, demo.PARAMETERS))
 app.add_typer(serve.app, name="serve")
+app.command("gateway")(gateway.gateway)
 app.add_typer(config.app, name="config")
 app.add_typer(credentials.certificates, name="certificate")
 app.add_typer(credentials.tokens, name="token")

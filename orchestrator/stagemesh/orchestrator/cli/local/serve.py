@@ -67,7 +67,7 @@ _MetricsListen = Annotated[
 @app.command()
 def orchestrator(config: _Config) -> None:
     """Run an orchestrator. docs/replicas.md describes its configuration."""
-    _replace_process("stagemesh.orchestrator", config)
+    replace_process("stagemesh.orchestrator", config)
 
 
 @app.command()
@@ -135,7 +135,7 @@ def stage(
     }
     _check_form(config, pipeline, required=required, optional=optional)
     if config is not None:
-        _replace_process("stagemesh.services.stage", config)
+        replace_process("stagemesh.services.stage", config)
     from stagemesh.orchestrator.launcher.process_configs import stage_config
     from stagemesh.orchestrator.spec import load_pipeline
 
@@ -158,7 +158,7 @@ def stage(
     )
     is_further_node = derived.engine == "vllm" and derived.options.get("node_rank")
     module = "stagemesh.services.engines.vllm.node" if is_further_node else "stagemesh.services.stage"
-    _replace_process(module, _standard_input(derived))
+    replace_process(module, standard_input(derived))
 
 
 @app.command()
@@ -188,14 +188,14 @@ def media(
         optional={"--name": name, "--tls": tls, "--health-listen": health_listen},
     )
     if config is not None:
-        _replace_process("stagemesh.services.media", config)
+        replace_process("stagemesh.services.media", config)
     from stagemesh.orchestrator.launcher.process_configs import MEDIA, media_service_config
     from stagemesh.orchestrator.spec import load_pipeline
 
     loaded = load_pipeline(str(pipeline), check_models=False)
     derived = media_service_config(loaded, listen=str(listen), name=name or MEDIA)
     derived = replace(derived, tls=tls, health_listen=health_listen)
-    _replace_process("stagemesh.services.media", _standard_input(derived))
+    replace_process("stagemesh.services.media", standard_input(derived))
 
 
 def _check_form(
@@ -216,7 +216,7 @@ def _check_form(
         raise typer.BadParameter("it is required with --pipeline", param_hint=" and ".join(missing))
 
 
-def _standard_input(config: "ProcessConfig") -> str:
+def standard_input(config: "ProcessConfig") -> str:
     """Makes standard input a file that contains a config. Returns the name by which a process reads it."""
     from stagemesh.common.process_config import STDIN, dump_config
 
@@ -227,6 +227,7 @@ def _standard_input(config: "ProcessConfig") -> str:
     return STDIN
 
 
-def _replace_process(module: str, config: str) -> NoReturn:
+def replace_process(module: str, config: str) -> NoReturn:
+    """Runs a module with a config file instead of this program."""
     # -u disables buffering, so that the log of a killed process is complete.
     os.execv(sys.executable, [sys.executable, "-u", "-m", module, f"--config={config}"])  # noqa: S606 - our own module

@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 
 from stagemesh.common.descriptors import Emitted
 from stagemesh.common.errors import UnsupportedError
-from stagemesh.common.tensors import Array
+from stagemesh.common.media_encoders import Buffer, Encoder, make_encoder
+from stagemesh.common.tensors import Array, as_bytes
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import Finish
 from stagemesh.services.media.store import MediaStore
 from stagemesh.services.media.stored_file import StoredFileWriter
-from stagemesh.services.stage.step.encoders import Buffer, Encoder, make_encoder
-from stagemesh.services.stage.step.outputs import as_bytes, finish_to_wire, image_type_of, is_preview, media_parts
+from stagemesh.services.stage.step.outputs import finish_to_wire, image_type_of, is_preview, media_parts
 from stagemesh.services.stage.step.spec import StreamedOutput
 from stagemesh.v1 import request_pb2
 

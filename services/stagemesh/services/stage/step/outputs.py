@@ -5,12 +5,10 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import numpy as np
-
 from stagemesh.common.descriptors import Emitted
 from stagemesh.common.encodings import RAW
 from stagemesh.common.errors import UnsupportedError
-from stagemesh.common.tensors import Array, inline_tensor
+from stagemesh.common.tensors import Array, as_bytes, inline_tensor
 from stagemesh.connectors.edge import Packet
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES, MEDIA_PART_BYTES
 from stagemesh.services.engines.base import Finish, Progress, TokenLogprobs
@@ -210,11 +208,6 @@ def image_type_of(file: Array) -> str:
     """Returns the media type of an encoded image, by its first bytes."""
     begin = file[:_MAGIC_BYTES].tobytes()
     return next((media_type for magic, media_type in _MEDIA_TYPES.items() if begin.startswith(magic)), RAW)
-
-
-def as_bytes(tensor: Array) -> memoryview:
-    """Returns the bytes of a tensor, without a copy if the tensor is contiguous."""
-    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
 
 
 def media_parts(

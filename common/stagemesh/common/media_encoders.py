@@ -15,8 +15,7 @@ import numpy.typing as npt
 from stagemesh.common.encodings import AUDIO_ENCODINGS, VIDEO_ENCODINGS
 from stagemesh.common.errors import UnsupportedError
 from stagemesh.common.extras import needs_extra
-from stagemesh.common.tensors import Array
-from stagemesh.services.stage.step.outputs import as_bytes
+from stagemesh.common.tensors import Array, as_bytes
 
 if TYPE_CHECKING:
     from av.audio.stream import AudioStream
@@ -71,6 +70,7 @@ _FORMATS: Mapping[str, _Format] = {
     "audio/wav": _Format("wav", "pcm_s16le"),
     "audio/flac": _Format("flac", "flac"),
     "audio/ogg": _Format("ogg", "libopus", {"page_duration": "200000"}),
+    "audio/aac": _Format("adts", "aac"),
     "audio/mpeg": _Format("mp3", "libmp3lame", {"write_xing": "0", "id3v2_version": "0"}),
     "video/mp4": _Format(
         "mp4",

@@ -1,0 +1,138 @@
+"""The models of a gateway: the pipelines of its orchestrators, with what each of them accepts and makes."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from stagemesh.client import AsyncClient
+from stagemesh.common.errors import NotFoundError, StagemeshError
+from stagemesh.gateway.errors import ParameterError
+from stagemesh.v1 import signature_pb2
+from stagemesh.v1.orchestrator_pb2 import DescribePipelineResponse, OutputDescription
+
+Kind: TypeAlias = Literal["text", "audio", "image"]
+
+_KINDS: Mapping[str, "signature_pb2.TensorKind.ValueType"] = {
+    "text": signature_pb2.TENSOR_KIND_TEXT,
+    "audio": signature_pb2.TENSOR_KIND_AUDIO,
+    "image": signature_pb2.TENSOR_KIND_IMAGE,
+}
+_FRESH_S = 10.0
+"""The time for which a description is used, in seconds. An upgrade may change it."""
+_INPUT = "@input"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of OpenAI's API: a pipeline, with an adapter or without one."""
+
+    id: str
+    client: AsyncClient
+    description: DescribePipelineResponse
+    adapter: str | None = None
+
+    @property
+    def options(self) -> frozenset[str]:
+        """The names of the options that a request may set."""
+        return frozenset(option.name for stage in self.description.stages for option in stage.signature.options)
+
+    @property
+    def speaks_input(self) -> bool:
+        """Whether the pipeline has stages that a session feeds with its text, without the language model."""
+        return any(edge.from_stage == _INPUT for edge in self.description.edges)
+
+    @property
+    def chooses_tokens(self) -> bool:
+        """Whether the pipeline has a language model, so that a request may set parameters of sampling."""
+        return any(stage.signature.sampling for stage in self.description.stages)
+
+    def output(self, kind: Kind) -> OutputDescription | None:
+        """Returns the first output of a kind that is sent to clients, or None if there is none."""
+        outputs = (each for each in self.description.outputs if each.kind == _KINDS[kind] and not each.stored)
+        return next(outputs, None)
+
+    def require_output(self, kind: Kind, *, param: str = "model") -> str:
+        """Returns the name of the output of a kind. Raises InvalidRequestError if the pipeline has none."""
+        output = self.output(kind)
+        if output is None:
+            raise ParameterError(param, f"the model {self.id!r} has no {kind} output; use another model")
+        return output.name
+
+    def require_option(self, name: str, *, param: str) -> None:
+        """Raises InvalidRequestError if no stage has the option to which a parameter belongs."""
+        if name not in self.options:
+            raise ParameterError(
+                param, f"no stage of the model {self.id!r} has the option {name!r}; omit the parameter"
+            )
+
+
+@dataclass
+class _Server:
+    """The orchestrators of a pipeline."""
+
+    client: AsyncClient
+    description: DescribePipelineResponse | None = None
+    described_s: float = 0.0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def describe(self) -> DescribePipelineResponse:
+        """Returns a description that is not old, or the last one if the orchestrators cannot be reached."""
+        async with self.lock:
+            if self.description is None or time.monotonic() - self.described_s > _FRESH_S:
+                try:
+                    self.description = await self.client.describe()
+                except StagemeshError:
+                    if self.description is None:
+                        raise
+                self.described_s = time.monotonic()
+            return self.description
+
+
+class Catalog:
+    """Finds models by their ids: the name of a pipeline, or the name, a colon and the name of an adapter."""
+
+    def __init__(self, clients: Sequence[AsyncClient]) -> None:
+        self._servers = [_Server(client) for client in clients]
+
+    async def find(self, model_id: str) -> Model:
+        """Returns a model. Raises NotFoundError if no pipeline has the name, and the errors of unreachable servers."""
+        name, colon, adapter = model_id.partition(":")
+        failure: StagemeshError | None = None
+        for server in self._servers:
+            try:
+                description = await server.describe()
+            except StagemeshError as exc:
+                failure = exc
+                continue
+            if description.pipeline == name:
+                return Model(model_id, server.client, description, adapter if colon else None)
+        if failure is not None:
+            raise failure
+        names = ", ".join(model.id for model in await self.models())
+        raise NotFoundError(
+            f"the model {model_id!r} does not exist; use one of {names}",
+            reason="UNKNOWN_PIPELINE",
+            metadata={"pipeline": name},
+        )
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a request or a session runs."""
+        return any(server.client.running or server.client.sessions for server in self._servers)
+
+    async def models(self) -> list[Model]:
+        """Returns the models whose orchestrators can be reached, without adapters."""
+        found = await asyncio.gather(*(server.describe() for server in self._servers), return_exceptions=True)
+        pairs = zip(self._servers, found, strict=True)
+        return [
+            Model(description.pipeline, server.client, description)
+            for server, description in pairs
+            if isinstance(description, DescribePipelineResponse)
+        ]
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        for server in self._servers:
+            await server.client.close()

@@ -1,0 +1,99 @@
+"""Errors in OpenAI's form: {"error": {"message", "type", "param", "code"}}."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from stagemesh.common.errors import Code, InternalError, InvalidRequestError, StagemeshError
+
+_INVALID, _RATE_LIMIT, _SERVER = "invalid_request_error", "rate_limit_error", "server_error"
+_STATUSES: Mapping[Code, tuple[int, str]] = {
+    Code.INVALID_ARGUMENT: (400, _INVALID),
+    Code.FAILED_PRECONDITION: (400, _INVALID),
+    Code.UNIMPLEMENTED: (400, _INVALID),
+    Code.UNAUTHENTICATED: (401, "authentication_error"),
+    Code.PERMISSION_DENIED: (403, "permission_error"),
+    Code.NOT_FOUND: (404, _INVALID),
+    Code.ALREADY_EXISTS: (409, _INVALID),
+    Code.ABORTED: (409, _INVALID),
+    Code.RESOURCE_EXHAUSTED: (429, _RATE_LIMIT),
+    Code.CANCELLED: (499, _INVALID),
+    Code.UNAVAILABLE: (503, _SERVER),
+    Code.DEADLINE_EXCEEDED: (504, _SERVER),
+}
+"""The HTTP status and OpenAI's type of error by the code of an error. Others are 500."""
+_MODEL_REASONS = frozenset({"UNKNOWN_PIPELINE", "UNKNOWN_ADAPTER"})
+"""The reasons with OpenAI's code model_not_found. Other reasons are codes themselves, in lower case."""
+
+
+class ParameterError(InvalidRequestError):
+    """The error for a parameter of a request, by its name in OpenAI's API."""
+
+    def __init__(self, param: str, message: str, *, reason: str = "INVALID_REQUEST") -> None:
+        super().__init__(f"{param}: {message}", reason=reason)
+        self.param = param
+
+
+def error_body(error: StagemeshError) -> dict[str, Any]:
+    """Returns the body of a response, or the last event of a stream, for an error."""
+    _, kind = _STATUSES.get(error.code, (500, _SERVER))
+    param, code = error.param if isinstance(error, ParameterError) else None, error.reason.lower()
+    if error.reason in _MODEL_REASONS:
+        param, code = "model", "model_not_found"
+    return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(error: StagemeshError) -> JSONResponse:
+    """Returns the response for an error."""
+    status, _ = _STATUSES.get(error.code, (500, _SERVER))
+    headers = dict[str, str]()
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    return JSONResponse(error_body(error), status, headers)
+
+
+async def on_stagemesh_error(_request: Request, exc: Exception) -> JSONResponse:
+    """Handles a StagemeshError that a route raises."""
+    assert isinstance(exc, StagemeshError)
+    return error_response(exc)
+
+
+async def on_invalid_body(_request: Request, exc: Exception) -> JSONResponse:
+    """Handles a body that is not JSON, or that has unknown, missing or wrong parameters. Names each of them."""
+    assert isinstance(exc, RequestValidationError)
+    problems = [_problem(error) for error in exc.errors()]
+    param = problems[0][0] or None
+    error = InvalidRequestError("; ".join(f"{name}: {text}" if name else text for name, text in problems))
+    body = error_body(error)
+    body["error"]["param"] = param
+    return JSONResponse(body, 400)
+
+
+async def on_http_error(_request: Request, exc: Exception) -> JSONResponse:
+    """Handles an unknown path, and a method that it does not have."""
+    assert isinstance(exc, HTTPException)
+    fields = {"message": exc.detail, "type": _INVALID, "param": None, "code": None}
+    return JSONResponse({"error": fields}, exc.status_code, exc.headers)
+
+
+async def on_defect(_request: Request, exc: Exception) -> JSONResponse:
+    """Handles an exception that is a defect of the gateway. Its server logs the traceback."""
+    return error_response(InternalError(f"an unexpected {type(exc).__name__}; the gateway's log has the details"))
+
+
+def _problem(error: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns the name of a parameter, such as messages.0.content, and what is wrong with it."""
+    path = [str(part) for part in error["loc"] if part != "body"]
+    if error["type"] == "json_invalid":
+        return "", f"the body is not JSON: {error['ctx']['error']}"
+    if error["type"] == "extra_forbidden":
+        return ".".join(path), "this parameter is not supported"
+    given = json.dumps(error.get("input"), default=str)[:100]
+    text = error["msg"][0].lower() + error["msg"][1:]
+    return ".".join(path), text if error["type"] == "missing" else f"{text}, but it is {given}"

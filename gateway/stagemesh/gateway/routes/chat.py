@@ -1,0 +1,348 @@
+"""`/v1/chat/completions`: a conversation in, and text, audio and tool calls out."""
+
+import base64
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias, cast
+from uuid import uuid4
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+
+from stagemesh.client import (
+    AsyncGeneration,
+    AudioChunk,
+    Event,
+    Finished,
+    GenerateArguments,
+    OutputFinished,
+    Text,
+    TokenLogprob,
+    TokenLogprobs,
+    Tool,
+)
+from stagemesh.gateway.answers import DONE, now_s, sse, stream, until_disconnected, usage_of
+from stagemesh.gateway.audio_formats import AudioFormat, make_encoder
+from stagemesh.gateway.body import Body, Object, SamplingBody
+from stagemesh.gateway.catalog import Model
+from stagemesh.gateway.content import MessageBody
+from stagemesh.gateway.errors import ParameterError
+from stagemesh.gateway.state import find_model
+from stagemesh.gateway.tool_calls import FoundCall, ToolCallSplitter
+
+router = APIRouter()
+
+FINISH_REASONS: Mapping[str, str] = {
+    "end": "stop",
+    "stop": "stop",
+    "empty": "stop",
+    "length": "length",
+    "limit": "length",
+}
+"""OpenAI's reasons why an answer ends, by those of outputs."""
+
+
+class FunctionBody(Body):
+    """A function that the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: Object | None = None
+    strict: Literal[False] | None = None
+
+
+class ToolBody(Body):
+    """A tool: always a function."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class AudioBody(Body):
+    """How the model speaks."""
+
+    format: AudioFormat
+    voice: str | None = None
+
+
+class SchemaBody(Body):
+    """A JSON schema with a name."""
+
+    name: str = ""
+    description: str = ""
+    schema_: Annotated[Object, Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The structure of the text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaBody | None = None
+
+
+class StructuredOutputs(Body):
+    """The structure of the text, as vLLM has it. Exactly one of them."""
+
+    json_: Annotated[Object | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class ChatBody(SamplingBody):
+    """The body of a request for a chat completion."""
+
+    messages: Annotated[list[MessageBody], Field(min_length=1)]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0)] = None
+    tools: list[ToolBody] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    modalities: list[Literal["text", "audio"]] | None = None
+    audio: AudioBody | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def arguments(self, model: Model) -> GenerateArguments:
+        """Returns the arguments of the client for this request. Raises InvalidRequestError if some contradict."""
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ParameterError("max_tokens", "it contradicts max_completion_tokens; send one of them")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ParameterError("top_logprobs", "it needs logprobs: true")
+        arguments = self.sampling_arguments(model, max_tokens=self.max_completion_tokens or self.max_tokens)
+        arguments["messages"] = [message.to_message(index) for index, message in enumerate(self.messages)]
+        arguments["outputs"] = self._outputs(model)
+        if self.tools and self.tool_choice != "none":
+            arguments["tools"] = [
+                Tool(tool.function.name, tool.function.description, tool.function.parameters or "")
+                for tool in self.tools
+            ]
+        if self.logprobs:
+            arguments["logprobs"] = self.top_logprobs or 0
+        if self.chat_template_kwargs:
+            arguments["template_arguments"] = self.chat_template_kwargs
+        return arguments | self._structure() | self._voice(model, arguments)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether the answer is spoken."""
+        return "audio" in (self.modalities or ())
+
+    def _outputs(self, model: Model) -> list[str]:
+        if self.speaks != (self.audio is not None):
+            raise ParameterError("audio", 'it belongs to modalities: ["text", "audio"]; send both or none of them')
+        names = [model.require_output("text")]
+        if self.audio is not None:
+            if self.stream and self.audio.format != "pcm16":
+                raise ParameterError("audio.format", "a stream has pcm16 alone")
+            names.append(model.require_output("audio", param="modalities"))
+        return names
+
+    def _voice(self, model: Model, arguments: GenerateArguments) -> GenerateArguments:
+        if self.audio is None or self.audio.voice is None:
+            return {}
+        model.require_option("voice", param="audio.voice")
+        return {"options": {**arguments.get("options", {}), "voice": self.audio.voice}}
+
+    def _structure(self) -> GenerateArguments:
+        wanted, given = self.response_format, self.structured_outputs
+        if wanted is not None and wanted.type != "text":
+            if given is not None:
+                raise ParameterError("structured_outputs", "it contradicts response_format; send one of them")
+            if wanted.type == "json_object":
+                return {"json_schema": {"type": "object"}}
+            if wanted.json_schema is None:
+                raise ParameterError("response_format.json_schema", "it is missing")
+            return {"json_schema": wanted.json_schema.schema_}
+        if given is None:
+            return {}
+        return cast(
+            "GenerateArguments",
+            {
+                name: value
+                for name, value in {
+                    "json_schema": given.json_,
+                    "regex": given.regex,
+                    "allowed_texts": given.choice,
+                    "grammar": given.grammar,
+                }.items()
+                if value is not None
+            },
+        )
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(body: ChatBody, request: Request) -> Response:
+    """Answers a conversation."""
+    model = await find_model(request, body.model)
+    generation = model.client.generate(**body.arguments(model))
+    answer = _Answer(body, model, f"chatcmpl-{generation.request_id}")
+    if body.stream:
+        includes_usage = body.includes_usage
+        return await stream(
+            request, aiter(generation), lambda events: answer.chunks(events, includes_usage=includes_usage)
+        )
+    return JSONResponse(await until_disconnected(request, answer.whole(generation)))
+
+
+Piece: TypeAlias = str | FoundCall | bytes
+"""What an event adds to a message: text, a tool call, or audio in the requested format."""
+
+
+class _Choice:
+    """One of the choices of an answer: converts its events to pieces of a message."""
+
+    def __init__(self, body: ChatBody, model: Model) -> None:
+        self._splitter = ToolCallSplitter() if body.tools and body.tool_choice != "none" else None
+        self._encoder = make_encoder(body.audio.format) if body.audio is not None else None
+        self._text = model.require_output("text")
+        self._running = 2 if body.speaks else 1
+        self.audio_id = f"audio_{uuid4().hex}" if body.speaks else ""
+        self.calls = 0
+        self._reason = ""
+
+    @property
+    def finish_reason(self) -> str | None:
+        """OpenAI's reason why the choice ended, or None if one of its outputs has not ended."""
+        if self._running:
+            return None
+        return "tool_calls" if self.calls and self._reason == "stop" else self._reason
+
+    def pieces(self, event: Text | AudioChunk | OutputFinished) -> Iterator[Piece]:
+        """Yields what the event adds to the message."""
+        match event:
+            case Text():
+                yield from (event.delta,) if self._splitter is None else self._counted(self._splitter.push(event.delta))
+            case AudioChunk():
+                assert self._encoder is not None, "audio was requested"
+                yield self._encoder.push(event)
+            case OutputFinished():
+                self._running -= 1
+                if event.output == self._text:
+                    self._reason = FINISH_REASONS.get(event.reason, event.reason)
+                    if self._splitter is not None:
+                        yield from self._counted(self._splitter.finish())
+                elif self._encoder is not None:
+                    yield self._encoder.finish()
+
+    def _counted(self, pieces: Iterator[str | FoundCall]) -> Iterator[Piece]:
+        for piece in pieces:
+            yield piece
+            self.calls += isinstance(piece, FoundCall)
+
+
+class _Answer:
+    """The answer to a request: as chunks while its events arrive, or whole."""
+
+    def __init__(self, body: ChatBody, model: Model, answer_id: str) -> None:
+        self._model = model
+        self._choices = [_Choice(body, model) for _ in range(body.n or 1)]
+        self._fields = {"id": answer_id, "created": now_s(), "model": model.id}
+
+    async def chunks(self, events: AsyncIterator[Event], *, includes_usage: bool) -> AsyncGenerator[bytes]:
+        """Yields the events of a stream."""
+        common: dict[str, Any] = {"object": "chat.completion.chunk", **self._fields}
+        if includes_usage:
+            common["usage"] = None
+
+        def chunk(index: int, delta: Mapping[str, Any], **more: Any) -> bytes:
+            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+            return sse({**common, "choices": [choice]})
+
+        for index in range(len(self._choices)):
+            yield chunk(index, {"role": "assistant", "content": ""})
+        async for event in events:
+            if isinstance(event, Text | AudioChunk | OutputFinished):
+                choice = self._choices[event.index]
+                logprobs = _logprobs(event.logprobs) if isinstance(event, Text) and event.logprobs else None
+                for piece in choice.pieces(event):
+                    if piece:
+                        yield chunk(event.index, _delta(piece, choice), logprobs=logprobs)
+                        logprobs = None
+                if isinstance(event, OutputFinished) and choice.finish_reason is not None:
+                    yield chunk(event.index, {}, finish_reason=choice.finish_reason)
+            elif isinstance(event, Finished) and includes_usage:
+                yield sse({**common, "choices": [], "usage": usage_of(event, self._model)})
+        yield DONE
+
+    async def whole(self, generation: AsyncGeneration) -> dict[str, Any]:
+        """Returns the whole answer."""
+        messages = [_Message(choice) for choice in self._choices]
+        usage: Mapping[str, Any] = {}
+        async for event in generation:
+            if isinstance(event, Text | AudioChunk | OutputFinished):
+                messages[event.index].add(event)
+            elif isinstance(event, Finished):
+                usage = usage_of(event, self._model)
+        choices = [{"index": index, **message.to_choice()} for index, message in enumerate(messages)]
+        return {"object": "chat.completion", **self._fields, "choices": choices, "usage": usage}
+
+
+class _Message:
+    """A whole message, to which pieces are added."""
+
+    def __init__(self, choice: _Choice) -> None:
+        self._choice = choice
+        self._text: list[str] = []
+        self._calls: list[Mapping[str, Any]] = []
+        self._audio = bytearray()
+        self._logprobs: list[TokenLogprobs] = []
+
+    def add(self, event: Text | AudioChunk | OutputFinished) -> None:
+        """Adds what an event contains."""
+        if isinstance(event, Text):
+            self._logprobs += event.logprobs
+        for piece in self._choice.pieces(event):
+            match piece:
+                case str():
+                    self._text.append(piece)
+                case bytes():
+                    self._audio += piece
+                case FoundCall():
+                    self._calls.append(_tool_call(piece))
+
+    def to_choice(self) -> dict[str, Any]:
+        """Returns the choice with the message in OpenAI's form."""
+        text = "".join(self._text)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self._choice.audio_id:
+            message["content"] = None
+            message["audio"] = {
+                "id": self._choice.audio_id,
+                "data": base64.b64encode(self._audio).decode(),
+                "transcript": text,
+                # The audio is not kept: a later request cannot refer to it.
+                "expires_at": now_s(),
+            }
+        if self._calls:
+            message |= {"tool_calls": self._calls, "content": text or None}
+        logprobs = _logprobs(self._logprobs) if self._logprobs else None
+        return {"message": message, "logprobs": logprobs, "finish_reason": self._choice.finish_reason}
+
+
+def _delta(piece: Piece, choice: _Choice) -> dict[str, Any]:
+    match piece:
+        case str() if choice.audio_id:
+            return {"audio": {"id": choice.audio_id, "transcript": piece}}
+        case str():
+            return {"content": piece}
+        case bytes():
+            return {"audio": {"id": choice.audio_id, "data": base64.b64encode(piece).decode()}}
+        case FoundCall():
+            return {"tool_calls": [{"index": choice.calls, **_tool_call(piece)}]}
+
+
+def _tool_call(call: FoundCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid4().hex}", "type": "function", "function": function}
+
+
+def _logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    return {"content": [{**_token(each.sampled), "top_logprobs": [_token(top) for top in each.top]} for each in tokens]}
+
+
+def _token(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode())}

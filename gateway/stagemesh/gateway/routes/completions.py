@@ -1,0 +1,106 @@
+"""`/v1/completions`: text in, to which no chat template is applied, and its continuation out."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+
+from stagemesh.client import AsyncGeneration, Event, Finished, GenerateArguments, OutputFinished, Text, TokenLogprobs
+from stagemesh.gateway.answers import DONE, now_s, sse, stream, until_disconnected, usage_of
+from stagemesh.gateway.body import SamplingBody
+from stagemesh.gateway.catalog import Model
+from stagemesh.gateway.errors import ParameterError
+from stagemesh.gateway.routes.chat import FINISH_REASONS
+from stagemesh.gateway.state import find_model
+
+router = APIRouter()
+
+_MAX_TOKENS = 16
+
+
+class CompletionBody(SamplingBody):
+    """The body of a request for a completion."""
+
+    prompt: str | list[str] | list[int]
+    max_tokens: int | None = None
+    """16 by default, as in OpenAI's API."""
+    logprobs: Annotated[int | None, Field(ge=0)] = None
+
+    def arguments(self, model: Model) -> GenerateArguments:
+        """Returns the arguments of the client for this request."""
+        default = _MAX_TOKENS if model.chooses_tokens else None
+        arguments = self.sampling_arguments(model, max_tokens=self.max_tokens or default)
+        arguments["outputs"] = [model.require_output("text")]
+        if self.logprobs is not None:
+            arguments["logprobs"] = self.logprobs
+        texts = (
+            [self.prompt] if isinstance(self.prompt, str) else [each for each in self.prompt if isinstance(each, str)]
+        )
+        token_ids = [each for each in self.prompt if not isinstance(each, str)]
+        if len(texts) + bool(token_ids) != 1:
+            raise ParameterError("prompt", "a request has one prompt; send a request for each")
+        if texts:
+            return arguments | {"raw_text": texts[0]}
+        return arguments | {"token_ids": token_ids}
+
+
+@router.post("/v1/completions")
+async def create_completion(body: CompletionBody, request: Request) -> Response:
+    """Continues a text."""
+    model = await find_model(request, body.model)
+    generation = model.client.generate(**body.arguments(model))
+    fields = {
+        "id": f"cmpl-{generation.request_id}",
+        "object": "text_completion",
+        "created": now_s(),
+        "model": model.id,
+    }
+    if body.stream:
+        includes_usage = body.includes_usage
+        return await stream(
+            request, aiter(generation), lambda events: _chunks(events, model, fields, includes_usage=includes_usage)
+        )
+    return JSONResponse(await until_disconnected(request, _whole(generation, model, fields, body.n or 1)))
+
+
+async def _chunks(
+    events: AsyncIterator[Event], model: Model, fields: dict[str, Any], *, includes_usage: bool
+) -> AsyncGenerator[bytes]:
+    async for event in events:
+        if isinstance(event, Text):
+            yield sse({**fields, "choices": [_choice(event.index, event.delta, event.logprobs)]})
+        elif isinstance(event, OutputFinished):
+            reason = FINISH_REASONS.get(event.reason, event.reason)
+            yield sse({**fields, "choices": [_choice(event.index, "", (), reason)]})
+        elif isinstance(event, Finished) and includes_usage:
+            yield sse({**fields, "choices": [], "usage": usage_of(event, model)})
+    yield DONE
+
+
+async def _whole(generation: AsyncGeneration, model: Model, fields: dict[str, Any], choices: int) -> dict[str, Any]:
+    texts: list[list[str]] = [[] for _ in range(choices)]
+    tokens: list[list[TokenLogprobs]] = [[] for _ in range(choices)]
+    reasons = ["stop"] * choices
+    usage: dict[str, Any] = {}
+    async for event in generation:
+        if isinstance(event, Text):
+            texts[event.index].append(event.delta)
+            tokens[event.index] += event.logprobs
+        elif isinstance(event, OutputFinished):
+            reasons[event.index] = FINISH_REASONS.get(event.reason, event.reason)
+        elif isinstance(event, Finished):
+            usage = usage_of(event, model)
+    found = [_choice(n, "".join(texts[n]), tokens[n], reasons[n]) for n in range(choices)]
+    return {**fields, "choices": found, "usage": usage}
+
+
+def _choice(index: int, text: str, tokens: Sequence[TokenLogprobs], reason: str | None = None) -> dict[str, Any]:
+    logprobs = {
+        "tokens": [each.sampled.text for each in tokens],
+        "token_logprobs": [each.sampled.logprob for each in tokens],
+        "top_logprobs": [{top.text: top.logprob for top in each.top} for each in tokens],
+        "text_offset": [each.position for each in tokens],
+    }
+    return {"index": index, "text": text, "logprobs": logprobs if tokens else None, "finish_reason": reason}

@@ -1,0 +1,109 @@
+"""`/v1/images/generations`: a prompt in, and images out, with previews while they are made."""
+
+import base64
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+
+from stagemesh.client import AsyncGeneration, Event, GenerateArguments, Image
+from stagemesh.gateway.answers import now_s, sse, stream, until_disconnected
+from stagemesh.gateway.body import StageBody
+from stagemesh.gateway.catalog import Model
+from stagemesh.gateway.errors import ParameterError
+from stagemesh.gateway.state import find_model
+
+router = APIRouter()
+
+_SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})")
+_PREVIEW_STEPS = "preview_steps"
+
+
+class ImageBody(StageBody):
+    """The body of a request for images. The size and the steps are options of the pipeline's stages."""
+
+    prompt: Annotated[str, Field(min_length=1)]
+    negative_prompt: str = ""
+    n: Annotated[int | None, Field(ge=1)] = None
+    size: str | None = None
+    response_format: Literal["b64_json"] | None = None
+    output_format: Literal["png", "jpeg", "webp"] | None = None
+    quality: Literal["auto"] | None = None
+    background: Literal["auto"] | None = None
+    moderation: Literal["auto"] | None = None
+    stream: bool | None = None
+    partial_images: Annotated[int | None, Field(ge=0, le=3)] = None
+
+    def arguments(self, model: Model) -> GenerateArguments:
+        """Returns the arguments of the client for this request, without the prompt."""
+        if self.partial_images and not self.stream:
+            raise ParameterError("partial_images", "it needs stream: true")
+        arguments = self.stage_arguments(model)
+        arguments |= {
+            "outputs": [model.require_output("image")],
+            "negative_prompt": self.negative_prompt,
+            "choices": self.n or 1,
+        }
+        return arguments | {"options": {**arguments.get("options", {}), **self._size(model)}}
+
+    def _size(self, model: Model) -> Mapping[str, int]:
+        if self.size in {None, "auto"}:
+            return {}
+        found = _SIZE.fullmatch(self.size or "")
+        if found is None:
+            raise ParameterError("size", f"{self.size!r} is not of the form WIDTHxHEIGHT")
+        for name in ("width", "height"):
+            model.require_option(name, param="size")
+        return {"width": int(found[1]), "height": int(found[2])}
+
+    def check_format(self, image: Image) -> None:
+        """Raises InvalidRequestError if the pipeline makes images of another format."""
+        made = image.media_type.removeprefix("image/")
+        if self.output_format not in {None, made}:
+            raise ParameterError("output_format", f"the model makes {made}; omit the parameter")
+
+
+@router.post("/v1/images/generations")
+async def create_image(body: ImageBody, request: Request) -> Response:
+    """Makes images of a prompt."""
+    model = await find_model(request, body.model)
+    generation = model.client.generate(body.prompt, **body.arguments(model))
+    if body.stream:
+        return await stream(request, aiter(generation), lambda events: _stream(events, body))
+    return JSONResponse(await until_disconnected(request, _whole(generation, body)))
+
+
+async def _whole(generation: AsyncGeneration, body: ImageBody) -> dict[str, Any]:
+    images: list[str] = [""] * (body.n or 1)
+    async for event in generation:
+        if isinstance(event, Image) and not event.preview:
+            body.check_format(event)
+            images[event.index] = base64.b64encode(event.data).decode()
+    return {"created": now_s(), "data": [{"b64_json": image} for image in images]}
+
+
+async def _stream(events: AsyncIterator[Event], body: ImageBody) -> AsyncGenerator[bytes]:
+    """Yields up to `partial_images` previews of each image, and the images."""
+    shown = dict[int, int]()
+    async for event in events:
+        if not isinstance(event, Image):
+            continue
+        body.check_format(event)
+        fields = {
+            "b64_json": base64.b64encode(event.data).decode(),
+            "created_at": now_s(),
+            "output_format": event.media_type.removeprefix("image/"),
+            "size": body.size or "auto",
+            "quality": "auto",
+            "background": "auto",
+        }
+        if not event.preview:
+            kind = "image_generation.completed"
+            yield sse({"type": kind, **fields}, event=kind)
+        elif (number := shown.get(event.index, 0)) < (body.partial_images or 0):
+            shown[event.index] = number + 1
+            kind = "image_generation.partial_image"
+            yield sse({"type": kind, "partial_image_index": number, **fields}, event=kind)

@@ -1,0 +1,111 @@
+"""Creates the HTTP application of a gateway, and serves it."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI, Response
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CollectorRegistry
+from starlette.exceptions import HTTPException
+
+from stagemesh.common.errors import InvalidRequestError, StagemeshError
+from stagemesh.common.gateway_config import GatewayConfig
+from stagemesh.gateway import errors, metrics
+from stagemesh.gateway.body_limit import BodyLimit
+from stagemesh.gateway.routes import chat, completions, images, models, speech
+from stagemesh.gateway.state import Callers
+from stagemesh.rpc.credentials import CERTIFICATE, KEY
+from stagemesh.rpc.server import listen_error, parse_address
+
+_GRACE_S = 10
+_log = logging.getLogger(__name__)
+
+
+def create_app(config: GatewayConfig) -> FastAPI:
+    """Returns the application. Connects to the orchestrators when they are needed."""
+    registry = CollectorRegistry()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
+        tls = config.tls
+        forwards = tls is not None and not (Path(tls) / CERTIFICATE).exists()
+        app.state.callers = callers = Callers(config.servers, tls, forwards_tokens=forwards)
+        yield
+        await callers.close()
+
+    app = FastAPI(title="Stagemesh", lifespan=lifespan, docs_url=None, redoc_url=None)
+    for module in (chat, completions, images, models, speech):
+        app.include_router(module.router)
+
+    @app.get("/health")
+    async def read_health() -> dict[str, str]:
+        """Reports that the gateway serves. `/v1/models` lists the pipelines that can be reached."""
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def read_metrics() -> Response:
+        """Returns the metrics of the gateway."""
+        return Response(metrics.render(registry), media_type="text/plain; version=0.0.4")
+
+    app.add_exception_handler(StagemeshError, errors.on_stagemesh_error)
+    app.add_exception_handler(RequestValidationError, errors.on_invalid_body)
+    app.add_exception_handler(HTTPException, errors.on_http_error)
+    app.add_exception_handler(Exception, errors.on_defect)
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    app.add_middleware(metrics.Metrics, registry=registry)
+    return app
+
+
+async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
+    """Serves until `stopping` is set. Running requests then have 10 seconds to end.
+
+    Raises NotReadyError if the port cannot be bound, and InvalidRequestError (INVALID_TLS) if a certificate is missing.
+    """
+    certificate, key = (None, None) if config.https is None else _https_files(Path(config.https))
+    settings = uvicorn.Config(
+        create_app(config),
+        http="httptools",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=_GRACE_S,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+    )
+    with _bound(config.listen) as bound:
+        _log.info("listening on %s:%d", *bound.getsockname()[:2])
+        server = _Server(settings)
+        serving = asyncio.create_task(server.serve([bound]))
+        waiting = asyncio.create_task(stopping.wait())
+        await asyncio.wait([serving, waiting], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        server.should_exit = True
+        await serving
+
+
+class _Server(uvicorn.Server):
+    """A server in a process that handles signals itself."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+def _bound(listen: str) -> socket.socket:
+    """Returns a socket that listens at an address. Raises NotReadyError (PORT_IN_USE, CANNOT_LISTEN) if it cannot."""
+    host, port = parse_address(listen)
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as exc:
+        raise listen_error(host, port) from exc
+
+
+def _https_files(folder: Path) -> tuple[Path, Path]:
+    for name in (CERTIFICATE, KEY):
+        if not (folder / name).is_file():
+            raise InvalidRequestError(f"{folder / name} does not exist; `https` needs it", reason="INVALID_TLS")
+    return folder / CERTIFICATE, folder / KEY

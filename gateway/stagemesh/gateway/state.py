@@ -1,0 +1,66 @@
+"""The state of a gateway: the models that each caller can use."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from fastapi import Request
+
+from stagemesh.client import AsyncClient
+from stagemesh.common.errors import UnauthenticatedError
+from stagemesh.gateway.catalog import Catalog, Model
+
+_MAX_CALLERS = 128
+"""The number of callers whose connections are kept."""
+_BEARER = "bearer "
+
+
+class Callers:
+    """The catalogs of callers, each with connections that present the caller's own token."""
+
+    def __init__(self, servers: Sequence[Sequence[str]], tls: str | None, *, forwards_tokens: bool) -> None:
+        self._servers, self._tls = servers, tls
+        self._forwards_tokens = forwards_tokens
+        self._catalogs = OrderedDict[str, Catalog]()
+
+    async def catalog(self, request: Request) -> Catalog:
+        """Returns the catalog of the caller of a request. Raises UnauthenticatedError if the caller needs a token."""
+        token = ""
+        if self._forwards_tokens:
+            header = request.headers.get("authorization", "")
+            if not header.lower().startswith(_BEARER):
+                raise UnauthenticatedError(
+                    "the request has no token; send Authorization: Bearer TOKEN", reason="NO_TOKEN"
+                )
+            token = header[len(_BEARER) :].strip()
+        if token not in self._catalogs:
+            self._catalogs[token] = self._connect(token)
+        self._catalogs.move_to_end(token)
+        if len(self._catalogs) > _MAX_CALLERS:
+            await self._drop_idle()
+        return self._catalogs[token]
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        for catalog in self._catalogs.values():
+            await catalog.close()
+
+    def _connect(self, token: str) -> Catalog:
+        if self._tls is None:
+            return Catalog([AsyncClient(*addresses) for addresses in self._servers])
+        if not self._forwards_tokens:
+            return Catalog([AsyncClient(*addresses, tls=self._tls) for addresses in self._servers])
+        return Catalog([AsyncClient(*addresses, tls=self._tls, token=token) for addresses in self._servers])
+
+    async def _drop_idle(self) -> None:
+        """Closes the connections of the caller whose last request is the oldest, among those without a request."""
+        for token, catalog in self._catalogs.items():
+            if not catalog.is_used:
+                del self._catalogs[token]
+                await catalog.close()
+                return
+
+
+async def find_model(request: Request, model_id: str) -> Model:
+    """Returns a model of the caller of a request. Raises the errors of `Callers.catalog` and `Catalog.find`."""
+    callers: Callers = request.app.state.callers
+    return await (await callers.catalog(request)).find(model_id)

@@ -1,0 +1,151 @@
+"""A pipeline with a function that makes text, audio and images of a prompt, and a gateway in a process of its own."""
+
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import httpx
+import httpx2
+import openai
+import pytest
+
+from stagemesh.common.gateway_config import GatewayConfig
+from stagemesh.gateway.service import create_app
+from stagemesh.orchestrator.launcher.ports import PortPicker
+from stagemesh.v1 import signature_pb2
+from stagemesh.v1.orchestrator_pb2 import DescribePipelineResponse, OutputDescription
+from tests.client.scripted import ScriptedOrchestrator
+from tests.deployment import Deployment, deployed
+from tests.system.added_transforms import add_function
+
+RATE_HZ = 16_000
+MAKER = f"""\
+import io
+import time
+
+import numpy as np
+from PIL import Image
+from stagemesh.common.descriptors import Emitted, FunctionDescriptor, OptionSpec, Signature
+from stagemesh.common.tensors import TensorSpec
+from stagemesh.connectors.edge import Packet
+
+_BYTES = TensorSpec.parse("uint8[bytes]")
+DESCRIPTOR = FunctionDescriptor(
+    Signature(
+        emits={{
+            "text": Emitted(_BYTES, kind="text"),
+            "audio": Emitted(TensorSpec.parse("float32[samples]"), kind="audio", sample_rate_hz={RATE_HZ}),
+            "image": Emitted(_BYTES, kind="image"),
+        }},
+        options={{
+            "voice": OptionSpec("alto", allowed_texts=("alto", "bass")),
+            "speed": OptionSpec(1.0, minimum=0.25, maximum=4.0),
+            "width": OptionSpec(8, minimum=1, maximum=64),
+            "height": OptionSpec(8, minimum=1, maximum=64),
+        }},
+        media=True,
+    ),
+    "added_maker:Maker",
+)
+
+
+class Maker:
+    def __init__(self, model, options):
+        pass
+
+    def open(self, *, seed, options):
+        return options
+
+    def __call__(self, batch):
+        return [self._made(call) if call.packet else [] for call in batch]
+
+    def _made(self, call):
+        text = call.packet.tensors["text"].tobytes().decode()
+        if "fail" in text:
+            raise LookupError("no such word")
+        text = " ".join([text, *(each.kind for each in call.media)])
+        if "sleep" in text:
+            time.sleep(20)
+        words = [f"{{call.state['voice']}}:", *text.split(" ")]
+        buffer = io.BytesIO()
+        Image.new("RGB", (int(call.state["width"]), int(call.state["height"])), (200, 0, 0)).save(buffer, "PNG")
+        packets = [Packet({{"text": np.frombuffer((word + " ").encode(), np.uint8)}}) for word in words]
+        tone = np.sin(np.arange({RATE_HZ} // 10) / 20).astype(np.float32)
+        packets += [Packet({{"audio": tone / call.state["speed"]}})] * 2
+        return [*packets, Packet({{"image": np.frombuffer(buffer.getvalue(), np.uint8)}})]
+"""
+PIPELINE = """
+pipeline: maker
+stages:
+  maker: {engine: function, function: maker, options: {max_batch: 1}}
+outputs: {text: maker.text, audio: maker.audio, image: maker.image}
+"""
+
+
+@contextmanager
+def making(folder: Path, *arguments: str) -> Iterator[Deployment]:
+    """Runs the pipeline. Registers its function for the processes that start within the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        add_function(folder, patch, name="maker", source=MAKER)
+        path = folder / "maker.yaml"
+        path.write_text(PIPELINE)
+        with deployed(path, *arguments) as up:
+            yield up
+
+
+@contextmanager
+def gateway(*servers: str, arguments: Sequence[str] = ()) -> Iterator[str]:
+    """Runs `stagemesh gateway`. Yields its URL when it serves, and asserts that it exits with status 0."""
+    listen = f"127.0.0.1:{PortPicker().pick()}"
+    named = [part for server in servers for part in ("--server", server)]
+    with configured_gateway("--listen", listen, *named, *arguments, url=f"http://{listen}") as url:
+        yield url
+
+
+@contextmanager
+def configured_gateway(*arguments: str, url: str) -> Iterator[str]:
+    """Runs `stagemesh gateway` with these arguments, by which it serves at `url`."""
+    command = [str(Path(sys.executable).with_name("stagemesh")), "gateway", *arguments]
+    with subprocess.Popen(command) as process:
+        try:
+            wait_until_healthy(url, process)
+            yield url
+        finally:
+            process.terminate()
+        assert process.wait(timeout=30) == 0
+
+
+def wait_until_healthy(url: str, process: "subprocess.Popen[bytes]", *, timeout_s: float = 30.0) -> None:
+    """Waits until a gateway answers. Fails if its process ends."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        assert process.poll() is None, "the gateway ended"
+        try:
+            httpx.get(f"{url}/health").raise_for_status()
+        except httpx.TransportError:
+            time.sleep(0.05)
+        else:
+            return
+    raise TimeoutError(f"{url} does not answer")
+
+
+def client(url: str, key: str = "none") -> openai.OpenAI:
+    """Returns the official client. It does not retry, so that a test sees each error."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
+
+
+@asynccontextmanager
+async def asking(
+    orchestrator: ScriptedOrchestrator, *, tls: str | None = None, key: str = "none"
+) -> AsyncGenerator[openai.AsyncOpenAI]:
+    """Yields a client of a gateway in this process, which serves the pipeline "p" of a scripted orchestrator."""
+    output = OutputDescription(name="text", stage="thinker", kind=signature_pb2.TENSOR_KIND_TEXT)
+    protocol = orchestrator.description.protocol
+    orchestrator.description = DescribePipelineResponse(pipeline="p", outputs=[output], protocol=protocol)
+    app = create_app(GatewayConfig("127.0.0.1:0", [[orchestrator.endpoint]], tls=tls))
+    transport = httpx2.ASGITransport(app=app)
+    async with app.router.lifespan_context(app), httpx2.AsyncClient(transport=transport) as http:
+        yield openai.AsyncOpenAI(base_url="http://gateway/v1", api_key=key, http_client=http, max_retries=0)

@@ -1,0 +1,116 @@
+"""The gateway of orchestrators that are busy, unreachable or protected, and callers that leave."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from stagemesh.common.token_config import TokenConfig
+from stagemesh.orchestrator.launcher.ports import PortPicker
+from stagemesh.rpc.authentication import TokenChecker
+from stagemesh.rpc.credentials import CA
+from stagemesh.rpc.token_file import TokenEntry, add_token
+from tests.client.scripted import admitted, ended, finished, served, text
+from tests.credentials import issue, process_credentials
+from tests.deployment import Deployment, deployed, eventually
+from tests.gateway.making import asking, client, configured_gateway, gateway
+
+SLOW = """
+pipeline: slow
+stages: {source: {engine: fake, function: source, options: {steps: 500, step_s: 0.02}}}
+outputs: {text: source}
+limits: {max_in_flight: 2, max_queued: 0}
+"""
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    path = tmp_path_factory.mktemp("slow") / "slow.yaml"
+    path.write_text(SLOW)
+    with deployed(path) as up:
+        yield up
+
+
+@pytest.fixture(scope="module")
+def url(up: Deployment) -> Iterator[str]:
+    with gateway(up.endpoint) as url:
+        yield url
+
+
+def _body(*, stream: bool) -> dict[str, object]:
+    return {"model": "slow", "messages": [{"role": "user", "content": "go"}], "stream": stream}
+
+
+def _running(up: Deployment) -> int:
+    return up.load("source-0").running
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_caller_that_leaves_cancels_its_request(up: Deployment, url: str, stream: bool) -> None:
+    with httpx.Client() as http:
+        if stream:
+            with http.stream("POST", f"{url}/v1/chat/completions", json=_body(stream=True)) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                eventually(lambda: _running(up) == 1, timeout_s=10)
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                http.post(f"{url}/v1/chat/completions", json=_body(stream=False), timeout=0.5)
+    eventually(up.idle, timeout_s=10)
+
+
+def test_a_full_pipeline_asks_to_retry(up: Deployment, url: str) -> None:
+    with httpx.Client() as http:
+        request = http.build_request("POST", f"{url}/v1/chat/completions", json=_body(stream=True))
+        streams = [http.send(request, stream=True) for _ in range(2)]
+        # The Python client of the gateway repeats a rejected request until its policy ends.
+        answer = http.post(f"{url}/v1/chat/completions", json=_body(stream=True), timeout=60)
+        assert answer.status_code == 429
+        assert int(answer.headers["retry-after"]) >= 1
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+        for each in streams:
+            each.close()
+    eventually(up.idle, timeout_s=10)
+
+
+def test_a_large_body_is_rejected(url: str, tmp_path: Path, up: Deployment) -> None:
+    config = tmp_path / "gateway.json"
+    listen = f"127.0.0.1:{PortPicker().pick()}"
+    config.write_text(f'{{"listen": "{listen}", "servers": [["{up.endpoint}"]], "max_body_bytes": 1000}}')
+    with configured_gateway(str(config), url=f"http://{listen}") as small:
+        for body in (b" " * 2000, iter([b" " * 600] * 3)):
+            answer = httpx.post(f"{small}/v1/chat/completions", content=body)
+            assert answer.status_code == 413
+            assert "1000 bytes" in answer.json()["error"]["message"]
+        assert httpx.get(f"{small}/v1/models").json()["data"][0]["id"] == "slow"
+
+
+def test_an_unreachable_orchestrator_is_unavailable(up: Deployment) -> None:
+    dead = f"127.0.0.1:{PortPicker().pick()}"
+    with gateway(dead, up.endpoint) as url, client(url) as ai:
+        assert [model.id for model in ai.models.list()] == ["slow"]
+        with pytest.raises(openai.InternalServerError, match="cannot be reached") as caught:
+            ai.models.retrieve("other")
+        assert caught.value.status_code == 503
+        assert ai.models.retrieve("slow").id == "slow"
+
+
+async def test_requests_have_the_tokens_of_their_callers(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.json"
+    add_token(tokens, "secret", TokenEntry("ada"))
+    clients = tmp_path / "clients"
+    with process_credentials(issue(tmp_path, "orchestrator/main")):
+        clients.mkdir()
+        (clients / CA).write_bytes((tmp_path / "authority" / CA).read_bytes())
+        async with served(tokens=TokenChecker(TokenConfig(file=str(tokens)))) as orchestrator:
+            orchestrator.scripts.append([admitted(), text("hi"), ended(), finished()])
+            with process_credentials(None):
+                async with asking(orchestrator, tls=str(clients), key="secret") as ai:
+                    messages = [{"role": "user", "content": "hello"}]
+                    answer = await ai.chat.completions.create(model="p", messages=messages)  # type: ignore[arg-type]
+                    assert answer.choices[0].message.content == "hi"
+                async with asking(orchestrator, tls=str(clients), key="wrong") as ai:
+                    with pytest.raises(openai.AuthenticationError, match="unknown"):
+                        await ai.models.retrieve("p")

@@ -1,0 +1,241 @@
+"""The gateway, driven by the official client of OpenAI's API, with a real orchestrator and a real stage."""
+
+import base64
+import io
+import wave
+from collections.abc import Iterator
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from openai.types.chat import ChatCompletionUserMessageParam
+from PIL import Image
+
+from tests.gateway.making import RATE_HZ, client, gateway, making
+
+MODEL = "maker"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with making(tmp_path_factory.mktemp("maker")) as up, gateway(up.endpoint) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def ai(url: str) -> Iterator[openai.OpenAI]:
+    with client(url) as ai:
+        yield ai
+
+
+def test_models_are_pipelines(ai: openai.OpenAI) -> None:
+    assert [model.id for model in ai.models.list()] == [MODEL]
+    assert ai.models.retrieve(MODEL).owned_by == "stagemesh"
+    with pytest.raises(openai.NotFoundError, match="use one of maker") as caught:
+        ai.models.retrieve("other")
+    assert caught.value.code == "model_not_found"
+    assert caught.value.param == "model"
+
+
+def test_a_conversation_is_answered(ai: openai.OpenAI) -> None:
+    answer = ai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "red green"}])
+    choice = answer.choices[0]
+    assert choice.message.content == "alto: red green "
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == "stop"
+    assert choice.message.audio is None
+    assert answer.usage is not None
+
+
+def test_a_streamed_answer_is_the_same(ai: openai.OpenAI) -> None:
+    stream = ai.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "red green"}],
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    assert deltas[0].role == "assistant"
+    assert [delta.content for delta in deltas[1:-1]] == ["alto: ", "red ", "green "]
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].usage is not None
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_an_answer_is_spoken(ai: openai.OpenAI) -> None:
+    answer = ai.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "red"}],
+        modalities=["text", "audio"],
+        audio={"voice": "bass", "format": "wav"},
+    )
+    message = answer.choices[0].message
+    assert message.content is None
+    assert message.audio is not None
+    assert message.audio.transcript == "bass: red "
+    with wave.open(io.BytesIO(base64.b64decode(message.audio.data))) as file:
+        assert file.getframerate() == RATE_HZ
+        samples = np.frombuffer(file.readframes(1 << 20), np.int16)
+    tone = np.sin(np.arange(RATE_HZ // 10) / 20)
+    assert len(samples) == RATE_HZ // 5
+    np.testing.assert_allclose(samples / 32768, np.tile(tone, 2), atol=2e-3)
+
+
+def test_a_streamed_answer_is_spoken_in_pcm(ai: openai.OpenAI) -> None:
+    stream = ai.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "red"}],
+        modalities=["text", "audio"],
+        audio={"voice": "alto", "format": "pcm16"},
+        stream=True,
+    )
+    deltas = [chunk.choices[0].delta.model_dump(exclude_none=True) for chunk in stream if chunk.choices]
+    audio = [delta["audio"] for delta in deltas if delta.get("audio")]
+    assert "".join(part.get("transcript", "") for part in audio) == "alto: red "
+    pcm = b"".join(base64.b64decode(part["data"]) for part in audio if "data" in part)
+    assert len(pcm) / 2 / 24_000 == pytest.approx(0.2, abs=0.002)
+    assert len({part["id"] for part in audio}) == 1
+
+
+def test_choices_have_their_index(ai: openai.OpenAI) -> None:
+    answer = ai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "red"}], n=2)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert {choice.message.content for choice in answer.choices} == {"alto: red "}
+
+
+def test_media_are_parts_of_a_message(ai: openai.OpenAI) -> None:
+    image, sound = io.BytesIO(), io.BytesIO()
+    Image.new("RGB", (4, 4)).save(image, "PNG")
+    with wave.open(sound, "wb") as file:
+        file.setparams((1, 2, RATE_HZ, 0, "NONE", "NONE"))
+        file.writeframes(bytes(3200))
+    answer = ai.chat.completions.create(
+        model=MODEL,
+        messages=[
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "see"},
+                    {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_base64(image)}"}},
+                    {"type": "input_audio", "input_audio": {"data": _base64(sound), "format": "wav"}},
+                ],
+            }
+        ],
+    )
+    assert answer.choices[0].message.content == "alto: see image audio "
+
+
+def test_a_request_has_one_prompt(ai: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="one prompt"):
+        ai.completions.create(model=MODEL, prompt=["red", "green"])
+
+
+def test_a_completion_continues_its_prompt(ai: openai.OpenAI) -> None:
+    answer = ai.completions.create(model=MODEL, prompt="red")
+    assert answer.choices[0].text == "alto: red "
+    stream = ai.completions.create(model=MODEL, prompt="red", stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == "alto: red "
+
+
+@pytest.mark.parametrize(
+    ("audio_format", "begins"),
+    [("wav", b"RIFF"), ("mp3", b"\xff"), ("flac", b"fLaC"), ("opus", b"OggS"), ("aac", b"\xff"), ("pcm", b"")],
+)
+def test_speech_has_the_format(ai: openai.OpenAI, audio_format: str, begins: bytes) -> None:
+    speech = ai.audio.speech.create(
+        model=MODEL,
+        voice="bass",
+        input="red",
+        speed=2,
+        response_format=audio_format,  # type: ignore[arg-type]
+    )
+    assert speech.content.startswith(begins)
+    assert len(speech.content) > 500
+
+
+def test_speech_is_streamed_as_events(ai: openai.OpenAI) -> None:
+    with ai.audio.speech.with_streaming_response.create(
+        model=MODEL, voice="bass", input="red", response_format="pcm", stream_format="sse"
+    ) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert '"type":"speech.audio.delta"' in lines[0]
+    assert '"type":"speech.audio.done"' in lines[-1]
+
+
+def test_images_have_the_size(ai: openai.OpenAI) -> None:
+    answer = ai.images.generate(model=MODEL, prompt="red", size="16x24", n=2)
+    images = [Image.open(io.BytesIO(base64.b64decode(each.b64_json or ""))) for each in answer.data or ()]
+    assert [image.size for image in images] == [(16, 24)] * 2
+    events = list(ai.images.generate(model=MODEL, prompt="red", stream=True, partial_images=1))
+    assert [event.type for event in events] == ["image_generation.completed"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        ({"logit_bias": {"1": 1}}, "logit_bias", "not supported"),
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "'system'"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+        ({"audio": {"format": "wav"}}, "audio", "modalities"),
+        ({"options": {"tempo": 3}}, None, "tempo"),
+        ({"tool_choice": "required"}, "tool_choice", "'auto'"),
+        ({"max_tokens": 5}, None, "without sampling parameters"),
+    ],
+)
+def test_what_is_not_supported_is_named(url: str, change: dict[str, object], param: str | None, message: str) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "red"}], **change}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,###"}}, "not base64"),
+        ({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, "fetches nothing"),
+        ({"type": "image_url", "image_url": {"url": "data:text/plain;base64,YQ=="}}, "data:image/TYPE"),
+        ({"type": "input_audio", "input_audio": {"data": "YQ==", "format": "midi"}}, "'midi' is unknown"),
+        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "is empty"),
+    ],
+)
+def test_bad_media_are_rejected(url: str, part: object, message: str) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": [part]}]}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"].startswith("messages.0.content.0.")
+
+
+def test_malformed_json_and_unknown_paths_have_errors(url: str) -> None:
+    answer = httpx.post(f"{url}/v1/chat/completions", content=b"{", headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert "not JSON" in answer.json()["error"]["message"]
+    assert httpx.get(f"{url}/v1/nothing").json()["error"]["message"] == "Not Found"
+    assert httpx.get(f"{url}/v1/chat/completions").status_code == 405
+
+
+def test_a_failing_stage_is_an_error_also_in_a_stream(ai: openai.OpenAI) -> None:
+    failing: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "fail"}]
+    with pytest.raises(openai.InternalServerError, match="no such word") as caught:
+        ai.chat.completions.create(model=MODEL, messages=failing)
+    assert caught.value.code == "engine_error"
+    with pytest.raises(openai.APIError, match="no such word"):
+        list(ai.chat.completions.create(model=MODEL, messages=failing, stream=True))
+
+
+def test_metrics_count_requests(url: str) -> None:
+    text = httpx.get(f"{url}/metrics").text
+    assert 'stagemesh_gateway_requests_total{endpoint="/v1/chat/completions",status="200"}' in text
+    assert 'endpoint="other"' in text
+
+
+def _base64(file: io.BytesIO) -> str:
+    return base64.b64encode(file.getvalue()).decode()
