@@ -5,12 +5,15 @@ import os
 import random
 import resource
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.fuzz.targets import TARGETS, mutated, seeds
 
+FOUND = sorted((Path(__file__).parent / "found").iterdir())
+"""Inputs for which a reader was repaired. Their names begin with that of the target."""
 INPUTS = int(os.environ.get("STAGEMESH_FUZZ_MESSAGES", "1500"))
 SEED = int(os.environ.get("STAGEMESH_FUZZ_SEED", "1"))
 _SLOWEST_S = 10.0
@@ -47,6 +50,14 @@ def test_mutated_input_raises_no_other_error(target: str) -> None:
     gc.collect()
     assert _memory_mb() - before_mb < _GROWTH_MB
     assert _peak_mb() - before_peak_mb < _MOST_MB
+
+
+@pytest.mark.parametrize("path", FOUND, ids=lambda path: path.name)
+def test_what_fuzzing_has_found_is_read_quickly(path: Path) -> None:
+    read = TARGETS[path.name.partition("-")[0]]
+    began_s = time.process_time()
+    read(path.read_bytes())
+    assert time.process_time() - began_s < _SLOWEST_S
 
 
 def _memory_mb() -> float:

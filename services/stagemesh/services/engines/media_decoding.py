@@ -25,6 +25,8 @@ _RGB = 3
 _MAX_SIDE_RATIO = 200
 # Decoding this number of pixels takes about half a minute.
 _MAX_DECODED_PIXELS = 4 << 30
+_MAX_GROWTH = 4
+_SMALL_FRAME_PIXELS = 1 << 20
 _WAV_SLACK_BYTES = 64
 _WAV_UNKNOWN_BYTES = 0x7FFF_0000
 _DAMAGED = (
@@ -153,6 +155,10 @@ def read_video(file: MediaFile, decoded: DecodedBytes, *, max_frames: int) -> De
         stream = container.streams.video[0]
         width, height = stream.codec_context.width, stream.codec_context.height
         _check_sides("video", width, height)
+        # With several threads, FFmpeg's decoder of VP8 hangs on some damaged files.
+        stream.codec_context.thread_count = 1
+        # A frame may be larger than the header says. The decoder rejects one that is much larger.
+        stream.codec_context.options = {"max_pixels": str(max(_MAX_GROWTH * width * height, _SMALL_FRAME_PIXELS))}
         count = _count_frames(container, stream, max_frames=_MAX_DECODED_PIXELS // (width * height))
         wanted = np.unique(np.linspace(0, count - 1, num=min(max_frames, count)).round().astype(int)).tolist()
         decoded.add(len(wanted) * width * height * _RGB, "video")
