@@ -114,6 +114,7 @@ bench: models ## Measure the speech pipeline, an omni model, the edges, the stag
 	python -m benchmarks.sessions --json out/bench-sessions.json
 	python -m benchmarks.overhead --json out/bench-overhead.json
 	python -m benchmarks.flood --json out/bench-flood.json
+	python -m benchmarks.gateway --json out/bench-gateway.json
 	python -m benchmarks.simulate --json out/bench-simulate.json
 	python -m benchmarks.media_uploads --json out/bench-media-uploads.json
 	python -m benchmarks.media_outputs --json out/bench-media-outputs.json

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gateway --json out/gateway.json
 
-A fake stage makes a token every 20 ms for each of 32 requests, which begin one after the other. The requests go to the orchestrator
-with the Python client, and to the gateway as streamed chat completions, in alternation. Both clients run in this
+A fake stage makes a token every 20 ms for each of 32 requests, which begin one after the other. The requests go to the
+orchestrator with the Python client, and to the gateway as streamed chat completions, in alternation. Both clients run in this
 process, and the one for HTTP only reads bytes.
 """
 
@@ -152,10 +152,15 @@ async def measure_memory(listen: str, pid: int) -> float:
         stream.ask()
     for stream in streams:
         await stream.reader.readuntil(b'"role":"assistant"')
-    used = float(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    used = resident_bytes(pid)
     for stream in streams:
         stream.close()
     return used
+
+
+def resident_bytes(pid: int) -> float:
+    """Returns the memory of a process in bytes."""
+    return float(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def cpu_s(pid: int) -> float:

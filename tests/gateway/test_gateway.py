@@ -231,6 +231,13 @@ def test_a_failing_stage_is_an_error_also_in_a_stream(ai: openai.OpenAI) -> None
         list(ai.chat.completions.create(model=MODEL, messages=failing, stream=True))
 
 
+def test_a_speech_that_fails_before_its_first_sound_has_a_status(ai: openai.OpenAI) -> None:
+    with pytest.raises(openai.InternalServerError, match="no such word"):
+        ai.audio.speech.create(model=MODEL, voice="alto", input="fail")
+    with pytest.raises(openai.BadRequestError, match="'tenor'"):
+        ai.audio.speech.create(model=MODEL, voice="tenor", input="red")
+
+
 def test_metrics_count_requests(url: str) -> None:
     text = httpx.get(f"{url}/metrics").text
     assert 'stagemesh_gateway_requests_total{endpoint="/v1/chat/completions",status="200"}' in text

@@ -32,14 +32,16 @@ async def stream(
     render: Callable[[AsyncIterator[E]], AsyncGenerator[bytes]],
     *,
     media_type: str = EVENT_STREAM,
+    begins: Callable[[E], bool] = lambda event: not isinstance(event, Queued),
 ) -> StreamingResponse:
     """Returns the response that `render` makes of the events of a request, part by part.
 
-    Waits until the request is admitted, so that a rejection has a status of its own. The request is cancelled when the
-    caller disconnects. A later error is the last event of a stream of events. A stream of another media type is broken
-    off, so that the caller does not take it for complete.
+    Waits for an event with which the response `begins`, so that an earlier error has a status of its own. By default,
+    this is the admission of the request. The request is cancelled when the caller disconnects. A later error is the
+    last event of a stream of events. A stream of another media type is broken off, so that the caller does not take it
+    for complete.
     """
-    first = await until_disconnected(request, _first(events))
+    first = await until_disconnected(request, _first(events, begins))
 
     async def parts() -> AsyncGenerator[bytes]:
         async with aclosing(_continued(first, events)) as continued, aclosing(render(continued)) as rendered:
@@ -54,10 +56,10 @@ async def stream(
     return StreamingResponse(parts(), media_type=media_type, headers=_STREAM_HEADERS)
 
 
-async def _first(events: AsyncGenerator[E]) -> E:
-    """Returns the first event of a request that is not about its place in the queue."""
+async def _first(events: AsyncGenerator[E], begins: Callable[[E], bool]) -> E:
+    """Returns the event with which the response begins. Drops those before it."""
     try:
-        while isinstance(event := await anext(events), Queued):
+        while not begins(event := await anext(events)):
             pass
     except BaseException:
         await events.aclose()

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field
 
-from stagemesh.client import AudioChunk, ConverseArguments, Event, Finished, GenerateArguments
+from stagemesh.client import AudioChunk, ConverseArguments, Event, Finished, GenerateArguments, OutputFinished
 from stagemesh.client.sessions.events import SessionEvent
 from stagemesh.gateway.answers import EVENT_STREAM, sse, stream, usage_of
 from stagemesh.gateway.audio_formats import MEDIA_TYPES, AudioFormat, make_encoder
@@ -56,7 +56,20 @@ async def create_speech(body: SpeechBody, request: Request) -> Response:
     else:
         events = aiter(model.client.generate(body.input, **arguments))
     media_type = EVENT_STREAM if body.stream_format == "sse" else MEDIA_TYPES[body.response_format]
-    return await stream(request, events, lambda each: _parts(each, body, model), media_type=media_type)
+    return await stream(
+        request,
+        events,
+        lambda each: _parts(each, body, model),
+        media_type=media_type,
+        begins=_begins,
+    )
+
+
+def _begins(event: Event | SessionEvent) -> bool:
+    """Returns whether the event is the first sound, or the end of a speech without one."""
+    if isinstance(event, OutputFinished):
+        return event.reason not in {"failed", "cancelled"}
+    return isinstance(event, AudioChunk)
 
 
 async def _spoken(model: Model, text: str, arguments: GenerateArguments) -> AsyncGenerator[Event | SessionEvent]:
