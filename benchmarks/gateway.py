@@ -3,8 +3,8 @@
     python -m benchmarks.gateway --json out/gateway.json
 
 A fake stage makes a token every 20 ms for each of 32 requests, which begin one after the other. The requests go to the
-orchestrator with the Python client, and to the gateway as streamed chat completions, in alternation. Both clients run in
-this process, and the one for HTTP only reads bytes.
+orchestrator with the Python client, and to the gateway as streamed chat completions, in alternation. Both clients run
+in this process, and the one for HTTP only reads bytes.
 """
 
 import argparse
