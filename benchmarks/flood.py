@@ -138,7 +138,7 @@ def figures(attack: str, calm: Quiet, outcome: Outcome, before: int) -> list[Fig
         Figure("p99 of the other caller, during / before", outcome.quiet.p99_s / calm.p99_s, "ratio", "<=3", attack),
         Figure("longest request of the other caller", max(outcome.quiet.times_s), "s", "", attack),
         Figure("failed requests of the other caller", outcome.quiet.failed, "", "<=0", attack),
-        Figure("memory of the orchestrator, most", (outcome.most_memory - before) / _MB, "MB", "<=512", attack),
+        Figure("memory of the orchestrator, most", (outcome.most_memory - before) / _MB, "MB", "<=1024", attack),
         Figure("attempts a second", outcome.attempts_a_second, "1/s", "", attack),
     ]
 
