@@ -3,12 +3,12 @@ to the last, or until the caller leaves.
 """
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import Request
 from starlette.responses import StreamingResponse
 
@@ -96,13 +96,8 @@ async def _disconnected(request: Request) -> None:
 
 def sse(body: Mapping[str, Any], *, event: str = "") -> bytes:
     """Returns a server-sent event."""
-    name = f"event: {event}\n" if event else ""
-    return f"{name}data: {to_json(body)}\n\n".encode()
-
-
-def to_json(body: object) -> str:
-    """Returns JSON without spaces."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    name = b"event: %s\n" % event.encode() if event else b""
+    return b"%sdata: %s\n\n" % (name, msgspec.json.encode(body))
 
 
 def now_s() -> int:

@@ -22,8 +22,10 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         length = dict(scope["headers"]).get(b"content-length", b"")
-        if length.isdigit() and int(length) > self._max_bytes:
-            await self._reject(scope, receive, send)
+        if length.isdigit():
+            # The server reads no more than this.
+            app = self._app if int(length) <= self._max_bytes else self._reject
+            await app(scope, receive, send)
             return
         received, rejected = 0, False
 
