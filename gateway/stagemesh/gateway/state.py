@@ -32,12 +32,11 @@ class Callers:
                     "the request has no token; send Authorization: Bearer TOKEN", reason="NO_TOKEN"
                 )
             token = header[len(_BEARER) :].strip()
-        if token not in self._catalogs:
-            self._catalogs[token] = self._connect(token)
-        self._catalogs.move_to_end(token)
+        catalog = self._catalogs.pop(token, None) or self._connect(token)
+        self._catalogs[token] = catalog
         if len(self._catalogs) > _MAX_CALLERS:
             await self._drop_idle()
-        return self._catalogs[token]
+        return catalog
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -52,8 +51,11 @@ class Callers:
         return Catalog([AsyncClient(*addresses, tls=self._tls, token=token) for addresses in self._servers])
 
     async def _drop_idle(self) -> None:
-        """Closes the connections of the caller whose last request is the oldest, among those without a request."""
-        for token, catalog in self._catalogs.items():
+        """Closes the connections of the caller whose last request is the oldest, among those without a request.
+
+        Never closes those of the newest caller.
+        """
+        for token, catalog in list(self._catalogs.items())[:-1]:
             if not catalog.is_used:
                 del self._catalogs[token]
                 await catalog.close()

@@ -1,7 +1,7 @@
 """`/v1/chat/completions`: a conversation in, and text, audio and tool calls out."""
 
 import base64
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeAlias, cast
 from uuid import uuid4
 
@@ -202,6 +202,8 @@ class _Choice:
         self._running = 2 if body.speaks else 1
         self.audio_id = f"audio_{uuid4().hex}" if body.speaks else ""
         self.calls = 0
+        self._logprobs: list[TokenLogprobs] = []
+        """The log-probabilities of tokens that have not been reported."""
         self._reason = ""
 
     @property
@@ -211,10 +213,24 @@ class _Choice:
             return None
         return "tool_calls" if self.calls and self._reason == "stop" else self._reason
 
+    def take_logprobs(self) -> dict[str, Any] | None:
+        """Returns the log-probabilities that have not been reported, or None if there are none."""
+        taken, self._logprobs = self._logprobs, []
+        return {"content": [_logprob(each) for each in taken]} if taken else None
+
+    def changes(self, event: Text | AudioChunk | OutputFinished) -> Iterator[dict[str, Any]]:
+        """Yields the choices of OpenAI's chunks for the event."""
+        for piece in self.pieces(event):
+            if piece:
+                yield {"delta": _delta(piece, self), "logprobs": self.take_logprobs()}
+        if isinstance(event, OutputFinished) and self.finish_reason is not None:
+            yield {"delta": {}, "finish_reason": self.finish_reason}
+
     def pieces(self, event: Text | AudioChunk | OutputFinished) -> Iterator[Piece]:
         """Yields what the event adds to the message."""
         match event:
             case Text():
+                self._logprobs += event.logprobs
                 yield from (event.delta,) if self._splitter is None else self._counted(self._splitter.push(event.delta))
             case AudioChunk():
                 assert self._encoder is not None, "audio was requested"
@@ -248,22 +264,16 @@ class _Answer:
         if includes_usage:
             common["usage"] = None
 
-        def chunk(index: int, delta: Mapping[str, Any], **more: Any) -> bytes:
-            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+        def chunk(index: int, change: Mapping[str, Any]) -> bytes:
+            choice = {"index": index, "logprobs": None, "finish_reason": None, **change}
             return sse({**common, "choices": [choice]})
 
         for index in range(len(self._choices)):
-            yield chunk(index, {"role": "assistant", "content": ""})
+            yield chunk(index, {"delta": {"role": "assistant", "content": ""}})
         async for event in events:
             if isinstance(event, Text | AudioChunk | OutputFinished):
-                choice = self._choices[event.index]
-                logprobs = _logprobs(event.logprobs) if isinstance(event, Text) and event.logprobs else None
-                for piece in choice.pieces(event):
-                    if piece:
-                        yield chunk(event.index, _delta(piece, choice), logprobs=logprobs)
-                        logprobs = None
-                if isinstance(event, OutputFinished) and choice.finish_reason is not None:
-                    yield chunk(event.index, {}, finish_reason=choice.finish_reason)
+                for change in self._choices[event.index].changes(event):
+                    yield chunk(event.index, change)
             elif isinstance(event, Finished) and includes_usage:
                 yield sse({**common, "choices": [], "usage": usage_of(event, self._model)})
         yield DONE
@@ -289,12 +299,9 @@ class _Message:
         self._text: list[str] = []
         self._calls: list[Mapping[str, Any]] = []
         self._audio = bytearray()
-        self._logprobs: list[TokenLogprobs] = []
 
     def add(self, event: Text | AudioChunk | OutputFinished) -> None:
         """Adds what an event contains."""
-        if isinstance(event, Text):
-            self._logprobs += event.logprobs
         for piece in self._choice.pieces(event):
             match piece:
                 case str():
@@ -319,8 +326,8 @@ class _Message:
             }
         if self._calls:
             message |= {"tool_calls": self._calls, "content": text or None}
-        logprobs = _logprobs(self._logprobs) if self._logprobs else None
-        return {"message": message, "logprobs": logprobs, "finish_reason": self._choice.finish_reason}
+        logprobs, reason = self._choice.take_logprobs(), self._choice.finish_reason
+        return {"message": message, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _delta(piece: Piece, choice: _Choice) -> dict[str, Any]:
@@ -340,8 +347,8 @@ def _tool_call(call: FoundCall) -> dict[str, Any]:
     return {"id": f"call_{uuid4().hex}", "type": "function", "function": function}
 
 
-def _logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    return {"content": [{**_token(each.sampled), "top_logprobs": [_token(top) for top in each.top]} for each in tokens]}
+def _logprob(token: TokenLogprobs) -> dict[str, Any]:
+    return {**_token(token.sampled), "top_logprobs": [_token(top) for top in token.top]}
 
 
 def _token(token: TokenLogprob) -> dict[str, Any]:
