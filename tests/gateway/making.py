@@ -71,7 +71,8 @@ class Maker:
             time.sleep(20)
         words = [f"{{call.state['voice']}}:", *text.split(" ")]
         buffer = io.BytesIO()
-        Image.new("RGB", (int(call.state["width"]), int(call.state["height"])), (200, 0, 0)).save(buffer, "PNG")
+        colour = (200, 0, 100 * len(call.media))
+        Image.new("RGB", (int(call.state["width"]), int(call.state["height"])), colour).save(buffer, "PNG")
         packets = [Packet({{"text": np.frombuffer((word + " ").encode(), np.uint8)}}) for word in words]
         tone = np.sin(np.arange({RATE_HZ} // 10) / 20).astype(np.float32)
         packets += [Packet({{"audio": tone / call.state["speed"]}})] * 2

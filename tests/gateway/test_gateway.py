@@ -173,6 +173,23 @@ def test_images_have_the_size(ai: openai.OpenAI) -> None:
     assert [event.type for event in events] == ["image_generation.completed"]
 
 
+def test_images_are_edited(ai: openai.OpenAI, url: str) -> None:
+    first, second = _png(), _png()
+    answer = ai.images.edit(model=MODEL, image=[first, second], prompt="red", size="16x16", n=2)
+    images = [Image.open(io.BytesIO(base64.b64decode(each.b64_json or ""))) for each in answer.data or ()]
+    assert [(image.size, image.getpixel((0, 0))) for image in images] == [((16, 16), (200, 0, 200))] * 2
+    form = {"model": MODEL, "prompt": "red", "sharpness": "3"}
+    for files, fields, param in (
+        ({"image": _png()}, form, "sharpness"),
+        ({"mask": _png()}, {}, "mask"),
+        ({"image": ("a.txt", b"text", "text/plain")}, {}, "image"),
+        ({}, {"model": MODEL}, "image"),
+    ):
+        error = httpx.post(f"{url}/v1/images/edits", files=files, data={"model": MODEL, "prompt": "x"} | fields)
+        assert error.status_code == 400
+        assert error.json()["error"]["param"] == param
+
+
 @pytest.mark.parametrize(
     ("change", "param", "message"),
     [
@@ -242,6 +259,12 @@ def test_metrics_count_requests(url: str) -> None:
     text = httpx.get(f"{url}/metrics").text
     assert 'stagemesh_gateway_requests_total{endpoint="/v1/chat/completions",status="200"}' in text
     assert 'endpoint="other"' in text
+
+
+def _png() -> tuple[str, bytes, str]:
+    file = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(file, "PNG")
+    return "image.png", file.getvalue(), "image/png"
 
 
 def _base64(file: io.BytesIO) -> str:

@@ -1,4 +1,6 @@
-"""`/v1/images/generations`: a prompt in, and images out, with previews while they are made."""
+"""`/v1/images/generations` and `/v1/images/edits`: a prompt in, or images and a prompt, and images out, with previews
+while they are made.
+"""
 
 import base64
 import re
@@ -6,10 +8,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import Field
+from pydantic import Field, ValidationError
+from starlette.datastructures import UploadFile
 
-from stagemesh.client import AsyncGeneration, Event, GenerateArguments, Image
+from stagemesh.client import AsyncGeneration, Content, Event, GenerateArguments, Image, ImageFile
 from stagemesh.gateway.answers import now_s, sse, stream, until_disconnected
 from stagemesh.gateway.body import StageBody
 from stagemesh.gateway.catalog import Model
@@ -19,7 +23,8 @@ from stagemesh.gateway.state import find_model
 router = APIRouter()
 
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})")
-_PREVIEW_STEPS = "preview_steps"
+_MAX_FILES = 16
+MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp")
 
 
 class ImageBody(StageBody):
@@ -69,8 +74,32 @@ class ImageBody(StageBody):
 @router.post("/v1/images/generations")
 async def create_image(body: ImageBody, request: Request) -> Response:
     """Makes images of a prompt."""
+    return await _answer(body, request, body.prompt)
+
+
+@router.post("/v1/images/edits")
+async def edit_image(request: Request) -> Response:
+    """Makes images of images and a prompt. The body is a form with files."""
+    async with request.form(max_files=_MAX_FILES) as form:
+        files = [(name.removesuffix("[]"), file) for name, file in form.multi_items() if isinstance(file, UploadFile)]
+        for name, file in files:
+            if name != "image":
+                raise ParameterError(name, "this parameter is not supported")
+            if file.content_type not in MEDIA_TYPES:
+                raise ParameterError(name, f"its type is {file.content_type!r}; send one of {', '.join(MEDIA_TYPES)}")
+        if not files:
+            raise ParameterError("image", "it is missing; send at least one file")
+        images = [ImageFile(await file.read(), str(file.content_type)) for _, file in files]
+        try:
+            body = ImageBody.model_validate({name: value for name, value in form.items() if isinstance(value, str)})
+        except ValidationError as exc:
+            raise RequestValidationError(exc.errors()) from exc
+    return await _answer(body, request, [*images, body.prompt])
+
+
+async def _answer(body: ImageBody, request: Request, prompt: Content) -> Response:
     model = await find_model(request, body.model)
-    generation = model.client.generate(body.prompt, **body.arguments(model))
+    generation = model.client.generate(prompt, **body.arguments(model))
     if body.stream:
         return await stream(request, aiter(generation), lambda events: _stream(events, body))
     return JSONResponse(await until_disconnected(request, _whole(generation, body)))
