@@ -5,13 +5,15 @@ from collections.abc import Sequence
 
 from fastapi import Request
 
-from stagemesh.client import AsyncClient
+from stagemesh.client import AsyncClient, ClientOptions, RetryPolicy
 from stagemesh.common.errors import UnauthenticatedError
 from stagemesh.gateway.catalog import Catalog, Model
 
 _MAX_CALLERS = 128
 """The number of callers whose connections are kept."""
 _BEARER = "bearer "
+_RETRIES = RetryPolicy(max_asked_pause_s=0)
+"""A request that is rejected for the load of its pipeline is not repeated: clients of HTTP do that themselves."""
 
 
 class Callers:
@@ -44,11 +46,12 @@ class Callers:
             await catalog.close()
 
     def _connect(self, token: str) -> Catalog:
-        if self._tls is None:
-            return Catalog([AsyncClient(*addresses) for addresses in self._servers])
-        if not self._forwards_tokens:
-            return Catalog([AsyncClient(*addresses, tls=self._tls) for addresses in self._servers])
-        return Catalog([AsyncClient(*addresses, tls=self._tls, token=token) for addresses in self._servers])
+        options: ClientOptions = {"retry_policy": _RETRIES}
+        if self._tls is not None:
+            options["tls"] = self._tls
+        if self._forwards_tokens:
+            options["token"] = token
+        return Catalog([AsyncClient(*addresses, **options) for addresses in self._servers])
 
     async def _drop_idle(self) -> None:
         """Closes the connections of the caller whose last request is the oldest, among those without a request.
