@@ -41,7 +41,7 @@ DESCRIPTOR = FunctionDescriptor(
             "image": Emitted(_BYTES, kind="image"),
         }},
         options={{
-            "voice": OptionSpec("alto", allowed_texts=("alto", "bass")),
+            "speaker": OptionSpec("alto", allowed_texts=("alto", "bass")),
             "speed": OptionSpec(1.0, minimum=0.25, maximum=4.0),
             "width": OptionSpec(8, minimum=1, maximum=64),
             "height": OptionSpec(8, minimum=1, maximum=64),
@@ -69,7 +69,7 @@ class Maker:
         text = " ".join([text, *(each.kind for each in call.media)])
         if "sleep" in text:
             time.sleep(20)
-        words = [f"{{call.state['voice']}}:", *text.split(" ")]
+        words = [f"{{call.state['speaker']}}:", *text.split(" ")]
         buffer = io.BytesIO()
         colour = (200, 0, 100 * len(call.media))
         Image.new("RGB", (int(call.state["width"]), int(call.state["height"])), colour).save(buffer, "PNG")

@@ -1,5 +1,8 @@
 """A deployed tiny Qwen3-TTS that clones voices, compared with the reference: the same codes and the same waveform."""
 
+import base64
+import io
+import wave
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +15,8 @@ from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.base import Samples
 from stagemesh.services.models.qwen3_tts import SAMPLE_RATE_HZ
 from tests.deployment import Deployment, deployed
+from tests.gateway.making import client as client_of
+from tests.gateway.making import gateway
 from tests.models.qwen3_tts.golden import STRIDE
 from tests.models.qwen3_tts.prompts import Request, requests
 from tests.models.qwen3_tts.voice import synthesize_voice
@@ -72,3 +77,30 @@ def test_a_rejected_voice_leaves_others_undisturbed(tts: Deployment) -> None:
             client.generate(["Hello", short]).result()
         check(other.result(), CLONES[0])
     assert caught.value.reason == "INVALID_MEDIA"
+
+
+def test_the_gateway_clones_a_voice(tts: Deployment) -> None:
+    request = next(each for each in CLONES if each.options.get("reference_text"))
+    (voice,) = request.media
+    assert isinstance(voice, Samples)
+    file = io.BytesIO()
+    with wave.open(file, "wb") as wav:
+        wav.setparams((1, 4, voice.sample_rate_hz, 0, "NONE", "NONE"))
+        wav.writeframes((voice.samples * (2**31 - 128)).astype(np.int32).tobytes())
+    body = {
+        "ref_audio": f"data:audio/wav;base64,{base64.b64encode(file.getvalue()).decode()}",
+        "ref_text": request.options["reference_text"],
+        "language": request.options.get("language", "auto"),
+        "stages": {"talker": {"temperature": 0.0, "max_tokens": len(request.codes)}},
+    }
+    with gateway(tts.endpoint) as url, client_of(url) as ai:
+        speech = ai.audio.speech.create(
+            model="qwen3-tts",
+            voice=None,  # type: ignore[arg-type]
+            input=request.text,
+            response_format="wav",
+            extra_body=body,
+        )
+    with wave.open(io.BytesIO(speech.content)) as wav:
+        samples = np.frombuffer(wav.readframes(1 << 30), np.int16) / 32768
+    np.testing.assert_allclose(samples[::STRIDE], request.value("audio"), atol=2e-3, rtol=0)

@@ -19,6 +19,12 @@ _KINDS: Mapping[str, "signature_pb2.TensorKind.ValueType"] = {
     "audio": signature_pb2.TENSOR_KIND_AUDIO,
     "image": signature_pb2.TENSOR_KIND_IMAGE,
 }
+_SYNONYMS: Mapping[str, Sequence[str]] = {
+    "voice": ("speaker",),
+    "instructions": ("instruction",),
+    "ref_text": ("reference_text",),
+}
+"""Further names of the options to which parameters of OpenAI's API belong."""
 _FRESH_S = 10.0
 """The time for which a description is used, in seconds. An upgrade may change it."""
 _INPUT = "@input"
@@ -60,12 +66,15 @@ class Model:
             raise ParameterError(param, f"the model {self.id!r} has no {kind} output; use another model")
         return output.name
 
-    def require_option(self, name: str, *, param: str) -> None:
-        """Raises InvalidRequestError if no stage has the option to which a parameter belongs."""
-        if name not in self.options:
+    def find_option(self, name: str, *, param: str) -> str:
+        """Returns the name of the option of a parameter. Raises InvalidRequestError if no stage has it."""
+        names = (name, *_SYNONYMS.get(name, ()))
+        found = next((each for each in names if each in self.options), None)
+        if found is None:
             raise ParameterError(
-                param, f"no stage of the model {self.id!r} has the option {name!r}; omit the parameter"
+                param, f"no stage of the model {self.id!r} has the option {' or '.join(names)}; omit the parameter"
             )
+        return found
 
 
 @dataclass

@@ -119,11 +119,11 @@ def _to_part(part: PartBody, where: str) -> Part:
         case TextPart():
             return part.text
         case ImagePart():
-            return _file_at(part.image_url, f"{where}.image_url.url", kind="image")
+            return file_at(part.image_url, f"{where}.image_url.url", kind="image")
         case AudioUrlPart():
-            return _file_at(part.audio_url, f"{where}.audio_url.url", kind="audio")
+            return file_at(part.audio_url, f"{where}.audio_url.url", kind="audio")
         case VideoPart():
-            return _file_at(part.video_url, f"{where}.video_url.url", kind="video")
+            return file_at(part.video_url, f"{where}.video_url.url", kind="video")
         case InputAudioPart():
             audio = part.input_audio
             if audio.format not in _AUDIO_TYPES:
@@ -134,7 +134,7 @@ def _to_part(part: PartBody, where: str) -> Part:
             return AudioFile(data, _AUDIO_TYPES[audio.format])
 
 
-def _file_at(url: Url, param: str, *, kind: Literal["image", "audio", "video"]) -> Part:
+def file_at(url: Url, param: str, *, kind: Literal["image", "audio", "video"]) -> Part:
     """Returns the file of a data URL, or the reference to a stored one."""
     scheme, _, rest = url.url.partition(":")
     if scheme in {"http", "https"}:

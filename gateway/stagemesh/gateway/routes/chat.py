@@ -144,8 +144,8 @@ class ChatBody(SamplingBody):
     def _voice(self, model: Model, arguments: GenerateArguments) -> GenerateArguments:
         if self.audio is None or self.audio.voice is None:
             return {}
-        model.require_option("voice", param="audio.voice")
-        return {"options": {**arguments.get("options", {}), "voice": self.audio.voice}}
+        option = model.find_option("voice", param="audio.voice")
+        return {"options": {**arguments.get("options", {}), option: self.audio.voice}}
 
     def _structure(self) -> GenerateArguments:
         wanted, given = self.response_format, self.structured_outputs

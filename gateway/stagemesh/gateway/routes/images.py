@@ -60,9 +60,8 @@ class ImageBody(StageBody):
         found = _SIZE.fullmatch(self.size or "")
         if found is None:
             raise ParameterError("size", f"{self.size!r} is not of the form WIDTHxHEIGHT")
-        for name in ("width", "height"):
-            model.require_option(name, param="size")
-        return {"width": int(found[1]), "height": int(found[2])}
+        width, height = (model.find_option(name, param="size") for name in ("width", "height"))
+        return {width: int(found[1]), height: int(found[2])}
 
     def check_format(self, image: Image) -> None:
         """Raises InvalidRequestError if the pipeline makes images of another format."""

@@ -9,24 +9,29 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field
 
-from stagemesh.client import AudioChunk, ConverseArguments, Event, Finished, GenerateArguments, OutputFinished
+from stagemesh.client import AudioChunk, Content, ConverseArguments, Event, Finished, GenerateArguments, OutputFinished
 from stagemesh.client.sessions.events import SessionEvent
 from stagemesh.gateway.answers import EVENT_STREAM, sse, stream, usage_of
 from stagemesh.gateway.audio_formats import MEDIA_TYPES, AudioFormat, make_encoder
 from stagemesh.gateway.body import StageBody
 from stagemesh.gateway.catalog import Model
+from stagemesh.gateway.content import Url, file_at
 from stagemesh.gateway.state import find_model
 
 router = APIRouter()
 
 
 class SpeechBody(StageBody):
-    """The body of a request for speech. `language` and further options are those of the pipeline's stages."""
+    """The body of a request for speech: OpenAI's parameters, and those by which vLLM-Omni clones a voice."""
 
     input: Annotated[str, Field(min_length=1)]
     voice: str | None = None
     instructions: str | None = None
     language: str | None = None
+    ref_audio: str | None = None
+    """The voice to clone: a data URL, or the URI of an object in the pipeline's store."""
+    ref_text: str | None = None
+    """The text of `ref_audio`."""
     response_format: AudioFormat = "mp3"
     speed: Annotated[float | None, Field(gt=0)] = None
     stream_format: Literal["audio", "sse"] = "audio"
@@ -36,14 +41,16 @@ class SpeechBody(StageBody):
         arguments = self.stage_arguments(model)
         arguments["outputs"] = [model.require_output("audio")]
         options = dict(arguments.get("options", {}))
-        for name, value in self._options().items():
-            model.require_option(name, param=name)
-            options[name] = value
+        for name in ("voice", "instructions", "language", "speed", "ref_text"):
+            if (value := getattr(self, name)) is not None:
+                options[model.find_option(name, param=name)] = value
         return arguments | {"options": options}
 
-    def _options(self) -> dict[str, str | float]:
-        given = {"voice": self.voice, "instructions": self.instructions, "language": self.language, "speed": self.speed}
-        return {name: value for name, value in given.items() if value is not None}
+    def prompt(self) -> Content:
+        """Returns the text, after the voice to clone if there is one."""
+        if self.ref_audio is None:
+            return self.input
+        return [file_at(Url(url=self.ref_audio), "ref_audio", kind="audio"), self.input]
 
 
 @router.post("/v1/audio/speech")
@@ -51,10 +58,10 @@ async def create_speech(body: SpeechBody, request: Request) -> Response:
     """Speaks a text. A pipeline whose language model would answer it speaks it without the language model."""
     model = await find_model(request, body.model)
     arguments = body.arguments(model)
-    if model.speaks_input:
+    if model.speaks_input and body.ref_audio is None:
         events = _spoken(model, body.input, arguments)
     else:
-        events = aiter(model.client.generate(body.input, **arguments))
+        events = aiter(model.client.generate(body.prompt(), **arguments))
     media_type = EVENT_STREAM if body.stream_format == "sse" else MEDIA_TYPES[body.response_format]
     return await stream(
         request,
