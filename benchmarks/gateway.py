@@ -131,18 +131,11 @@ async def _spread(ask: Callable[[], Awaitable[float]]) -> list[float]:
     return await asyncio.gather(*(begin(number) for number in range(_STREAMS)))
 
 
-async def measure_gateway(listen: str, pid: int) -> Round:
-    """Runs a round of requests to the gateway. Measures the processor time of the gateway."""
+async def measure(ask: Callable[[], Awaitable[float]], pid: int) -> Round:
+    """Runs a round of requests. Measures the processor time of a process."""
     before_s = cpu_s(pid)
-    first_s = await _spread(lambda: _ask_gateway(listen))
+    first_s = await _spread(ask)
     return Round(statistics.median(first_s), (cpu_s(pid) - before_s) / (_STREAMS * _STEPS))
-
-
-async def measure_client(client: AsyncClient) -> Round:
-    """Runs a round of requests to the orchestrator. Measures the processor time of this process."""
-    before_s = time.process_time()
-    first_s = await _spread(lambda: _ask_orchestrator(client))
-    return Round(statistics.median(first_s), (time.process_time() - before_s) / (_STREAMS * _STEPS))
 
 
 async def measure_memory(listen: str, pid: int) -> float:
@@ -204,10 +197,11 @@ async def _run(rounds: int) -> list[Figure]:
             await launcher.wait_ready()
             async with gateway(launcher.endpoint) as (listen, pid), AsyncClient(launcher.endpoint) as client:
                 for number in range(rounds + 1):
-                    pair = await measure_gateway(listen, pid), await measure_client(client)
+                    of_gateway = await measure(lambda: _ask_gateway(listen), pid)
+                    of_client = await measure(lambda: _ask_orchestrator(client), os.getpid())
                     if number:  # the first round warms up
-                        by_gateway.append(pair[0])
-                        by_client.append(pair[1])
+                        by_gateway.append(of_gateway)
+                        by_client.append(of_client)
                 memory = await measure_memory(listen, pid)
     return figures(by_gateway, by_client, memory)
 

@@ -1,5 +1,7 @@
 """The gateway of orchestrators that are busy, unreachable or protected, and callers that leave."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,3 +115,23 @@ async def test_requests_have_the_tokens_of_their_callers(tmp_path: Path) -> None
                 async with asking(orchestrator, tls=str(clients), key="wrong") as ai:
                     with pytest.raises(openai.AuthenticationError, match="unknown"):
                         await ai.models.retrieve("p")
+                async with asking(orchestrator, tls=str(clients)) as ai:
+                    refused = await ai._client.get(
+                        "http://gateway/v1/models", headers={b"authorization": b"Bearer \xe9"}
+                    )
+                    assert refused.status_code == 401
+                    assert "characters" in refused.json()["error"]["message"]
+
+
+def test_a_folder_without_certificates_is_an_error_at_the_start(tmp_path: Path) -> None:
+    program = str(Path(sys.executable).with_name("stagemesh"))
+    for option, missing in (("--tls", "ca.crt"), ("--https", "tls.crt")):
+        done = subprocess.run(
+            [program, "gateway", "--listen", "127.0.0.1:0", option, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+        )
+        assert done.returncode == 2
+        assert missing in done.stderr

@@ -255,10 +255,12 @@ def test_a_speech_that_fails_before_its_first_sound_has_a_status(ai: openai.Open
         ai.audio.speech.create(model=MODEL, voice="tenor", input="red")
 
 
-def test_metrics_count_requests(url: str) -> None:
+def test_metrics_count_requests(url: str, ai: openai.OpenAI) -> None:
+    ai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "red"}])
+    httpx.get(f"{url}/v1/nothing")
     text = httpx.get(f"{url}/metrics").text
     assert 'stagemesh_gateway_requests_total{endpoint="/v1/chat/completions",status="200"}' in text
-    assert 'endpoint="other"' in text
+    assert 'stagemesh_gateway_requests_total{endpoint="other",status="404"}' in text
 
 
 def _png() -> tuple[str, bytes, str]:

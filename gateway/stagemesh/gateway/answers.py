@@ -19,6 +19,7 @@ from stagemesh.gateway.errors import error_body
 
 DONE = b"data: [DONE]\n\n"
 
+_LEAST_LOGPROB = -9999.0
 EVENT_STREAM = "text/event-stream"
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -103,6 +104,11 @@ def sse(body: Mapping[str, Any], *, event: str = "") -> bytes:
 def now_s() -> int:
     """Returns the time in whole seconds since 1970."""
     return int(time.time())
+
+
+def finite(logprob: float) -> float:
+    """Returns a log-probability, or the number by which OpenAI's API states minus infinity, which JSON has not."""
+    return max(logprob, _LEAST_LOGPROB)
 
 
 def usage_of(finished: Finished, model: Model) -> dict[str, Any]:

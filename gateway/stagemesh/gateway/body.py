@@ -1,4 +1,4 @@
-"""What the bodies of several endpoints have in common: how they are parsed, and the parameters of sampling."""
+"""The parameters that several endpoints accept in the bodies of their requests, and the rejection of all others."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, cast

@@ -27,7 +27,7 @@ _SYNONYMS: Mapping[str, Sequence[str]] = {
 """Further names of the options to which parameters of OpenAI's API belong."""
 _FRESH_S = 10.0
 """The time for which a description is used, in seconds. An upgrade may change it."""
-_INPUT = "@input"
+_INPUT, _TEXT = "@input", "text"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ class Model:
     @property
     def speaks_input(self) -> bool:
         """Whether the pipeline has stages that a session feeds with its text, without the language model."""
-        return any(edge.from_stage == _INPUT for edge in self.description.edges)
+        fed = {edge.to_stage for edge in self.description.edges if edge.from_stage == _INPUT}
+        stages = (stage for stage in self.description.stages if stage.name in fed)
+        return any(accepted.spec.name == _TEXT for stage in stages for accepted in stage.signature.accepts)
 
     @property
     def chooses_tokens(self) -> bool:

@@ -41,7 +41,7 @@ class ParameterError(InvalidRequestError):
 
 
 def error_body(error: StagemeshError) -> dict[str, Any]:
-    """Returns the body of a response, or the last event of a stream, for an error."""
+    """Returns an error as a JSON object: the body of a response, or the last event of a stream."""
     _, kind = _STATUSES.get(error.code, (500, _SERVER))
     param, code = error.param if isinstance(error, ParameterError) else None, error.reason.lower()
     if error.reason in _MODEL_REASONS:
@@ -50,7 +50,7 @@ def error_body(error: StagemeshError) -> dict[str, Any]:
 
 
 def error_response(error: StagemeshError) -> JSONResponse:
-    """Returns the response for an error."""
+    """Returns the HTTP response that reports an error, with its status and the time after which to retry."""
     status, _ = _STATUSES.get(error.code, (500, _SERVER))
     headers = dict[str, str]()
     if error.retry_after_s is not None:

@@ -19,7 +19,7 @@ from stagemesh.gateway import errors, metrics
 from stagemesh.gateway.body_limit import BodyLimit
 from stagemesh.gateway.routes import chat, completions, images, models, speech
 from stagemesh.gateway.state import Callers
-from stagemesh.rpc.credentials import CERTIFICATE, KEY
+from stagemesh.rpc.credentials import CERTIFICATE, KEY, Credentials
 from stagemesh.rpc.server import listen_error, parse_address
 
 _GRACE_S = 10
@@ -64,8 +64,11 @@ def create_app(config: GatewayConfig) -> FastAPI:
 async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
     """Serves until `stopping` is set. Running requests then have 10 seconds to end.
 
-    Raises NotReadyError if the port cannot be bound, and InvalidRequestError (INVALID_TLS) if a certificate is missing.
+    Raises NotReadyError if the port cannot be bound, and InvalidRequestError (INVALID_TLS) if a certificate is missing
+    or damaged.
     """
+    # Each caller has credentials of its own, which are made of this folder when its first request arrives.
+    Credentials(config.tls, needs_certificate=False)
     certificate, key = (None, None) if config.https is None else _https_files(Path(config.https))
     settings = uvicorn.Config(
         create_app(config),

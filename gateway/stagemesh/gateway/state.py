@@ -34,6 +34,8 @@ class Callers:
                     "the request has no token; send Authorization: Bearer TOKEN", reason="NO_TOKEN"
                 )
             token = header[len(_BEARER) :].strip()
+            if not (token.isascii() and token.isprintable()):
+                raise UnauthenticatedError("the token has characters that no token has", reason="INVALID_TOKEN")
         catalog = self._catalogs.pop(token, None) or self._connect(token)
         self._catalogs[token] = catalog
         if len(self._catalogs) > _MAX_CALLERS:

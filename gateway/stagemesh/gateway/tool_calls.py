@@ -22,13 +22,13 @@ Piece: TypeAlias = str | FoundCall
 
 
 class ToolCallSplitter:
-    """Divides text into what the caller sees and tool calls. Text that is no valid call remains text."""
+    """Separates tool calls from the other text. A call that is not valid remains text."""
 
     def __init__(self) -> None:
         self._held = ""
 
     def push(self, text: str) -> Iterator[Piece]:
-        """Yields what is complete after `text`. Retains text that may belong to a call."""
+        """Yields the texts and calls that are complete after `text`. Retains text that may belong to a call."""
         self._held += text
         while (begin := self._held.find(_BEGIN)) >= 0:
             end = self._held.find(_END, begin)
@@ -46,7 +46,7 @@ class ToolCallSplitter:
         self._held = self._held[len(self._held) - kept :]
 
     def finish(self) -> Iterator[Piece]:
-        """Yields what was retained. A call without an end is complete if its JSON is."""
+        """Yields the retained text, or its call: a call without an end tag is complete if its JSON is."""
         if self._held:
             yield _parse(self._held)
         self._held = ""

@@ -21,7 +21,7 @@ from stagemesh.client import (
     TokenLogprobs,
     Tool,
 )
-from stagemesh.gateway.answers import DONE, now_s, sse, stream, until_disconnected, usage_of
+from stagemesh.gateway.answers import DONE, finite, now_s, sse, stream, until_disconnected, usage_of
 from stagemesh.gateway.audio_formats import AudioFormat, make_encoder
 from stagemesh.gateway.body import Body, Object, SamplingBody
 from stagemesh.gateway.catalog import Model
@@ -112,7 +112,8 @@ class ChatBody(SamplingBody):
             raise ParameterError("max_tokens", "it contradicts max_completion_tokens; send one of them")
         if self.top_logprobs is not None and not self.logprobs:
             raise ParameterError("top_logprobs", "it needs logprobs: true")
-        arguments = self.sampling_arguments(model, max_tokens=self.max_completion_tokens or self.max_tokens)
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        arguments = self.sampling_arguments(model, max_tokens=most)
         arguments["messages"] = [message.to_message(index) for index, message in enumerate(self.messages)]
         arguments["outputs"] = self._outputs(model)
         if self.tools and self.tool_choice != "none":
@@ -352,4 +353,4 @@ def _logprob(token: TokenLogprobs) -> dict[str, Any]:
 
 
 def _token(token: TokenLogprob) -> dict[str, Any]:
-    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode())}
+    return {"token": token.text, "logprob": finite(token.logprob), "bytes": list(token.text.encode())}

@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from stagemesh.client import AsyncGeneration, Event, Finished, GenerateArguments, OutputFinished, Text, TokenLogprobs
-from stagemesh.gateway.answers import DONE, now_s, sse, stream, until_disconnected, usage_of
+from stagemesh.gateway.answers import DONE, finite, now_s, sse, stream, until_disconnected, usage_of
 from stagemesh.gateway.body import SamplingBody
 from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.errors import ParameterError
@@ -31,14 +31,13 @@ class CompletionBody(SamplingBody):
     def arguments(self, model: Model) -> GenerateArguments:
         """Returns the arguments of the client for this request."""
         default = _MAX_TOKENS if model.chooses_tokens else None
-        arguments = self.sampling_arguments(model, max_tokens=self.max_tokens or default)
+        arguments = self.sampling_arguments(model, max_tokens=default if self.max_tokens is None else self.max_tokens)
         arguments["outputs"] = [model.require_output("text")]
         if self.logprobs is not None:
             arguments["logprobs"] = self.logprobs
-        texts = (
-            [self.prompt] if isinstance(self.prompt, str) else [each for each in self.prompt if isinstance(each, str)]
-        )
-        token_ids = [each for each in self.prompt if not isinstance(each, str)]
+        given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        texts = [each for each in given if isinstance(each, str)]
+        token_ids = [each for each in given if not isinstance(each, str)]
         if len(texts) + bool(token_ids) != 1:
             raise ParameterError("prompt", "a request has one prompt; send a request for each")
         if texts:
@@ -99,8 +98,8 @@ async def _whole(generation: AsyncGeneration, model: Model, fields: dict[str, An
 def _choice(index: int, text: str, tokens: Sequence[TokenLogprobs], reason: str | None = None) -> dict[str, Any]:
     logprobs = {
         "tokens": [each.sampled.text for each in tokens],
-        "token_logprobs": [each.sampled.logprob for each in tokens],
-        "top_logprobs": [{top.text: top.logprob for top in each.top} for each in tokens],
+        "token_logprobs": [finite(each.sampled.logprob) for each in tokens],
+        "top_logprobs": [{top.text: finite(top.logprob) for top in each.top} for each in tokens],
         "text_offset": [each.position for each in tokens],
     }
     return {"index": index, "text": text, "logprobs": logprobs if tokens else None, "finish_reason": reason}

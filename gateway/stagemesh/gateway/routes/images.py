@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError
 from starlette.datastructures import UploadFile
 
 from stagemesh.client import AsyncGeneration, Content, Event, GenerateArguments, Image, ImageFile
+from stagemesh.common.errors import InternalError
 from stagemesh.gateway.answers import now_s, sse, stream, until_disconnected
 from stagemesh.gateway.body import StageBody
 from stagemesh.gateway.catalog import Model
@@ -105,12 +106,14 @@ async def _answer(body: ImageBody, request: Request, prompt: Content) -> Respons
 
 
 async def _whole(generation: AsyncGeneration, body: ImageBody) -> dict[str, Any]:
-    images: list[str] = [""] * (body.n or 1)
+    images: list[list[str]] = [[] for _ in range(body.n or 1)]
     async for event in generation:
         if isinstance(event, Image) and not event.preview:
             body.check_format(event)
-            images[event.index] = base64.b64encode(event.data).decode()
-    return {"created": now_s(), "data": [{"b64_json": image} for image in images]}
+            images[event.index].append(base64.b64encode(event.data).decode())
+    if not all(images):
+        raise InternalError("the pipeline ended without an image; the logs of its stages may say why")
+    return {"created": now_s(), "data": [{"b64_json": image} for choice in images for image in choice]}
 
 
 async def _stream(events: AsyncIterator[Event], body: ImageBody) -> AsyncGenerator[bytes]:
