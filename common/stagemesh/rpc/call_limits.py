@@ -1,16 +1,16 @@
 """Limits of the calls of one caller: how many run at the same time, and the size of their headers."""
 
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterable
-from contextlib import aclosing, contextmanager
-from inspect import isasyncgenfunction
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
 
-from stagemesh.common.errors import InvalidRequestError, OverloadedError, StagemeshError
+from stagemesh.common.errors import InvalidRequestError, OverloadedError
 from stagemesh.rpc.channels import MAX_HEADER_BYTES
-from stagemesh.rpc.error_mapping import to_status
+from stagemesh.rpc.handler_wrapping import abort, wrapped
 
 CALLS_PER_CALLER = 4096
 _RETRY_AFTER_S = 1.0
@@ -42,51 +42,33 @@ class CallLimits(grpc.aio.ServerInterceptor):
         if _size(handler_call_details.invocation_metadata) > MAX_HEADER_BYTES:
             return _ending(_headers_error())
         handler = await continuation(handler_call_details)
-        return handler if handler is None or self._most is None else self._counting(handler, self._most)
+        if handler is None or self._most is None:
+            return handler
+        return wrapped(handler, partial(self._counted, handler, self._most), receives_stream=True)
 
-    def _counting(self, handler: Any, most: int) -> Any:
-        """Returns a handler that does what `handler` does if its caller has fewer than `most` running calls."""
-        answers = "stream" if handler.response_streaming else "unary"
-        serve = getattr(handler, f"{'stream' if handler.request_streaming else 'unary'}_{answers}")
-
-        async def answer(requests: AsyncIterator[Any], context: Any) -> Any:
-            with self._counted(context, most) as error:
-                if error is not None:
-                    await _abort(context, error)
-                return await serve(await _request(handler, requests, context), context)
-
-        async def generate(requests: AsyncIterator[Any], context: Any) -> AsyncGenerator[Any]:
-            with self._counted(context, most) as error:
-                if error is not None:
-                    await _abort(context, error)
-                async with aclosing(serve(await _request(handler, requests, context), context)) as responses:
-                    async for response in responses:
-                        yield response
-
-        served = {f"stream_{answers}": generate if isasyncgenfunction(serve) else answer}
-        return handler._replace(request_streaming=True, **served)
-
-    @contextmanager
-    def _counted(self, context: Any, most: int) -> Generator[OverloadedError | None]:
-        """Counts a call within the block. Yields an error if the caller has too many."""
+    @asynccontextmanager
+    async def _counted(
+        self, handler: Any, most: int, requests: AsyncIterator[Any], context: Any
+    ) -> AsyncGenerator[Any]:
+        """Counts an RPC within the block, and ends it if its caller has too many. Yields the argument of `handler`."""
         caller = _caller(context)
         self._running[caller] += 1
         try:
-            yield _calls_error(most) if self._running[caller] > most else None
+            if self._running[caller] > most:
+                await abort(context, _calls_error(most))
+            yield requests if handler.request_streaming else await _first(requests, context)
         finally:
             self._running[caller] -= 1
             if not self._running[caller]:
                 del self._running[caller]
 
 
-async def _request(handler: Any, requests: AsyncIterator[Any], context: Any) -> Any:
-    """Returns the argument of a handler: the messages of its caller, or the only one."""
-    if handler.request_streaming:
-        return requests
-    async for request in requests:
-        return request
-    await _abort(context, InvalidRequestError("the call has no message; send one", reason="MALFORMED_MESSAGE"))
-    raise AssertionError("`abort` raises")
+async def _first(requests: AsyncIterator[Any], context: Any) -> Any:
+    """Returns the only message of an RPC."""
+    first = await anext(aiter(requests), None)
+    if first is None:
+        await abort(context, InvalidRequestError("the call has no message; send one", reason="MALFORMED_MESSAGE"))
+    return first
 
 
 def _caller(context: Any) -> str:
@@ -103,15 +85,10 @@ def _ending(error: OverloadedError) -> Any:
     """Returns a handler that ends each RPC with `error`."""
 
     async def end(_requests: object, context: Any) -> None:
-        await _abort(context, error)
+        await abort(context, error)
 
     make_handler: Any = grpc.stream_stream_rpc_method_handler
     return make_handler(end)
-
-
-async def _abort(context: Any, error: StagemeshError) -> None:
-    status = to_status(error)
-    await context.abort(status.code, status.details, status.trailing_metadata)
 
 
 def _headers_error() -> OverloadedError:

@@ -1,15 +1,14 @@
 """Rejects messages that are not protobuf messages of their type. gRPC itself would answer with an internal error."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
-from inspect import isasyncgenfunction
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.rpc.error_mapping import to_status
+from stagemesh.rpc.handler_wrapping import abort, wrapped
 
 
 class Malformed:
@@ -49,27 +48,13 @@ def _filtered(handler: Any) -> Any:
         except DecodeError as exc:
             return Malformed(exc)
 
-    kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
-    serve = getattr(handler, kind)
-
-    async def check(request: object, context: Any) -> None:
+    @asynccontextmanager
+    async def checked(request: Any, context: Any) -> AsyncGenerator[Any]:
         if isinstance(request, Malformed):
-            status = to_status(request.error())
-            await context.abort(status.code, status.details, status.trailing_metadata)
+            await abort(context, request.error())
+        yield _checked(request) if handler.request_streaming else request
 
-    async def answer(request: Any, context: Any) -> Any:
-        await check(request, context)
-        return await serve(_checked(request) if handler.request_streaming else request, context)
-
-    async def generate(request: Any, context: Any) -> AsyncGenerator[Any]:
-        await check(request, context)
-        given = _checked(request) if handler.request_streaming else request
-        async with aclosing(serve(given, context)) as responses:
-            async for response in responses:
-                yield response
-
-    serves = generate if isasyncgenfunction(serve) else answer
-    return handler._replace(request_deserializer=parse_if_possible, **{kind: serves})
+    return wrapped(handler._replace(request_deserializer=parse_if_possible), checked)
 
 
 async def _checked(requests: AsyncIterator[object]) -> AsyncGenerator[object]:

@@ -2,16 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
-from contextlib import aclosing, suppress
+from contextlib import asynccontextmanager, suppress
 from functools import lru_cache, partial
-from inspect import isasyncgenfunction
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf import descriptor_pool
 
 from stagemesh.common.errors import PermissionDeniedError, StagemeshError, UnsupportedError
-from stagemesh.rpc.error_mapping import to_status
+from stagemesh.rpc.handler_wrapping import abort, wrapped
 from stagemesh.v1 import roles_pb2
 
 Role: TypeAlias = "roles_pb2.CallerRole.ValueType"
@@ -90,26 +89,16 @@ class RoleFilter(grpc.aio.ServerInterceptor):
 
 def _guarded(handler: Any, authorize: Callable[[Any], Awaitable[None]]) -> Any:
     """Returns a handler that calls `authorize` with the context of each RPC, and then does what `handler` does."""
-    kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
-    serve = getattr(handler, kind)
 
-    async def guard(request: Any, context: Any) -> None:
+    @asynccontextmanager
+    async def guarded(request: Any, context: Any) -> AsyncGenerator[Any]:
         try:
             await authorize(context)
         except StagemeshError as exc:
             await _refuse(exc, request if handler.request_streaming else None, context)
+        yield request
 
-    async def answer(request: Any, context: Any) -> Any:
-        await guard(request, context)
-        return await serve(request, context)
-
-    async def generate(request: Any, context: Any) -> AsyncGenerator[Any]:
-        await guard(request, context)
-        async with aclosing(serve(request, context)) as responses:
-            async for response in responses:
-                yield response
-
-    return handler._replace(**{kind: generate if isasyncgenfunction(serve) else answer})
+    return wrapped(handler, guarded)
 
 
 def _refusing(error: StagemeshError) -> Any:
@@ -122,7 +111,7 @@ def _refusing(error: StagemeshError) -> Any:
     return make_handler(refuse)
 
 
-async def _refuse(error: StagemeshError, requests: AsyncIterator[Any] | None, context: Any) -> None:
+async def _refuse(error: StagemeshError, requests: AsyncIterator[Any] | None, context: Any) -> NoReturn:
     """Ends an RPC with `error`. `requests` are the messages of its caller, or None if there is only one."""
     if requests is not None:
         # If the call ends while the client sends, the client may report INTERNAL instead of the status.
@@ -130,8 +119,7 @@ async def _refuse(error: StagemeshError, requests: AsyncIterator[Any] | None, co
             async with asyncio.timeout(_RECEIVE_S):
                 async for _ in requests:
                     pass
-    status = to_status(error)
-    await context.abort(status.code, status.details, status.trailing_metadata)
+    await abort(context, error)
 
 
 def _other_port_error(method: str, allowed: Collection[Role], served: Collection[Role]) -> UnsupportedError:
