@@ -10,7 +10,7 @@ import grpc
 
 from stagemesh.common.errors import InvalidRequestError, OverloadedError
 from stagemesh.rpc.channels import MAX_HEADER_BYTES
-from stagemesh.rpc.handler_wrapping import abort, wrapped
+from stagemesh.rpc.handler_wrappers import abort, wrap_handler
 
 CALLS_PER_CALLER = 4096
 _RETRY_AFTER_S = 1.0
@@ -40,11 +40,11 @@ class CallLimits(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         if _size(handler_call_details.invocation_metadata) > MAX_HEADER_BYTES:
-            return _ending(_headers_error())
+            return _make_rejecting_handler(_headers_error())
         handler = await continuation(handler_call_details)
         if handler is None or self._most is None:
             return handler
-        return wrapped(handler, partial(self._counted, handler, self._most), receives_stream=True)
+        return wrap_handler(handler, partial(self._counted, handler, self._most), receives_stream=True)
 
     @asynccontextmanager
     async def _counted(
@@ -56,14 +56,14 @@ class CallLimits(grpc.aio.ServerInterceptor):
         try:
             if self._running[caller] > most:
                 await abort(context, _calls_error(most))
-            yield requests if handler.request_streaming else await _first(requests, context)
+            yield requests if handler.request_streaming else await _read_message(requests, context)
         finally:
             self._running[caller] -= 1
             if not self._running[caller]:
                 del self._running[caller]
 
 
-async def _first(requests: AsyncIterator[Any], context: Any) -> Any:
+async def _read_message(requests: AsyncIterator[Any], context: Any) -> Any:
     """Returns the only message of an RPC."""
     first = await anext(aiter(requests), None)
     if first is None:
@@ -81,7 +81,7 @@ def _size(metadata: _Metadata) -> int:
     return sum(len(name) + len(value) for name, value in metadata or ())
 
 
-def _ending(error: OverloadedError) -> Any:
+def _make_rejecting_handler(error: OverloadedError) -> Any:
     """Returns a handler that ends each RPC with `error`."""
 
     async def end(_requests: object, context: Any) -> None:

@@ -61,7 +61,7 @@ class TlsFolder:
 
     @property
     def expires_at_s(self) -> float | None:
-        """The time at which the certificate expires, in seconds since 1970, or None if there is no certificate."""
+        """The end of the certificate's validity, in seconds since 1970. None if there is no certificate."""
         from cryptography import x509
 
         self._refresh()

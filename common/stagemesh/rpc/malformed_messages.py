@@ -8,7 +8,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.rpc.handler_wrapping import abort, wrapped
+from stagemesh.rpc.handler_wrappers import abort, wrap_handler
 
 
 class Malformed:
@@ -54,7 +54,7 @@ def _filtered(handler: Any) -> Any:
             await abort(context, request.error())
         yield _checked(request) if handler.request_streaming else request
 
-    return wrapped(handler._replace(request_deserializer=parse_if_possible), checked)
+    return wrap_handler(handler._replace(request_deserializer=parse_if_possible), checked)
 
 
 async def _checked(requests: AsyncIterator[object]) -> AsyncGenerator[object]:

@@ -10,7 +10,7 @@ import grpc
 from google.protobuf import descriptor_pool
 
 from stagemesh.common.errors import PermissionDeniedError, StagemeshError, UnsupportedError
-from stagemesh.rpc.handler_wrapping import abort, wrapped
+from stagemesh.rpc.handler_wrappers import abort, wrap_handler
 from stagemesh.v1 import roles_pb2
 
 Role: TypeAlias = "roles_pb2.CallerRole.ValueType"
@@ -98,7 +98,7 @@ def _guarded(handler: Any, authorize: Callable[[Any], Awaitable[None]]) -> Any:
             await _refuse(exc, request if handler.request_streaming else None, context)
         yield request
 
-    return wrapped(handler, guarded)
+    return wrap_handler(handler, guarded)
 
 
 def _refusing(error: StagemeshError) -> Any:

@@ -42,7 +42,7 @@ async def stream(
     last event of a stream of events. A stream of another media type is broken off, so that the caller does not take it
     for complete.
     """
-    first = await until_disconnected(request, _first(events, begins))
+    first = await until_disconnected(request, _wait_for_beginning(events, begins))
 
     async def parts() -> AsyncGenerator[bytes]:
         async with aclosing(_continued(first, events)) as continued, aclosing(render(continued)) as rendered:
@@ -57,7 +57,7 @@ async def stream(
     return StreamingResponse(parts(), media_type=media_type, headers=_STREAM_HEADERS)
 
 
-async def _first(events: AsyncGenerator[E], begins: Callable[[E], bool]) -> E:
+async def _wait_for_beginning(events: AsyncGenerator[E], begins: Callable[[E], bool]) -> E:
     """Returns the event with which the response begins. Drops those before it."""
     try:
         while not begins(event := await anext(events)):
@@ -106,8 +106,8 @@ def now_s() -> int:
     return int(time.time())
 
 
-def finite(logprob: float) -> float:
-    """Returns a log-probability, or the number by which OpenAI's API states minus infinity, which JSON has not."""
+def limit_logprob(logprob: float) -> float:
+    """Returns a log-probability, which is at least -9999: JSON cannot contain minus infinity."""
     return max(logprob, _LEAST_LOGPROB)
 
 

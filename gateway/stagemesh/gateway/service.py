@@ -79,7 +79,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
         ssl_certfile=certificate,
         ssl_keyfile=key,
     )
-    with _bound(config.listen) as bound:
+    with _bind(config.listen) as bound:
         _log.info("listening on %s:%d", *bound.getsockname()[:2])
         server = _Server(settings)
         serving = asyncio.create_task(server.serve([bound]))
@@ -98,7 +98,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _bound(listen: str) -> socket.socket:
+def _bind(listen: str) -> socket.socket:
     """Returns a socket that listens at an address. Raises NotReadyError (PORT_IN_USE, CANNOT_LISTEN) if it cannot."""
     host, port = parse_address(listen)
     try:

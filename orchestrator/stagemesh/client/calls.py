@@ -1,4 +1,4 @@
-"""The calls to the orchestrators of one pipeline: which endpoint is called next, and the requests that run."""
+"""The calls of a client: the order of the endpoints, the calls of each request, and their errors."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -249,8 +249,5 @@ class BaseGeneration(Generic[ClientT]):
 
 
 def main_error(errors: Sequence[StagemeshError]) -> StagemeshError:
-    """Returns the most informative error of the failed calls to all endpoints.
-
-    This is the first NotFoundError, or the first error if there is no NotFoundError.
-    """
+    """Returns the first NotFoundError of failed calls to several endpoints, or the first error if there is none."""
     return next((error for error in errors if isinstance(error, NotFoundError)), errors[0])

@@ -21,7 +21,7 @@ from stagemesh.client import (
     TokenLogprobs,
     Tool,
 )
-from stagemesh.gateway.answers import DONE, finite, now_s, sse, stream, until_disconnected, usage_of
+from stagemesh.gateway.answers import DONE, limit_logprob, now_s, sse, stream, until_disconnected, usage_of
 from stagemesh.gateway.audio_formats import AudioFormat, make_encoder
 from stagemesh.gateway.body import Body, Object, SamplingBody
 from stagemesh.gateway.catalog import Model
@@ -353,4 +353,4 @@ def _logprob(token: TokenLogprobs) -> dict[str, Any]:
 
 
 def _token(token: TokenLogprob) -> dict[str, Any]:
-    return {"token": token.text, "logprob": finite(token.logprob), "bytes": list(token.text.encode())}
+    return {"token": token.text, "logprob": limit_logprob(token.logprob), "bytes": list(token.text.encode())}

@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from stagemesh.client import AsyncGeneration, Event, Finished, GenerateArguments, OutputFinished, Text, TokenLogprobs
-from stagemesh.gateway.answers import DONE, finite, now_s, sse, stream, until_disconnected, usage_of
+from stagemesh.gateway.answers import DONE, limit_logprob, now_s, sse, stream, until_disconnected, usage_of
 from stagemesh.gateway.body import SamplingBody
 from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.errors import ParameterError
@@ -98,8 +98,8 @@ async def _whole(generation: AsyncGeneration, model: Model, fields: dict[str, An
 def _choice(index: int, text: str, tokens: Sequence[TokenLogprobs], reason: str | None = None) -> dict[str, Any]:
     logprobs = {
         "tokens": [each.sampled.text for each in tokens],
-        "token_logprobs": [finite(each.sampled.logprob) for each in tokens],
-        "top_logprobs": [{top.text: finite(top.logprob) for top in each.top} for each in tokens],
+        "token_logprobs": [limit_logprob(each.sampled.logprob) for each in tokens],
+        "top_logprobs": [{top.text: limit_logprob(top.logprob) for top in each.top} for each in tokens],
         "text_offset": [each.position for each in tokens],
     }
     return {"index": index, "text": text, "logprobs": logprobs if tokens else None, "finish_reason": reason}

@@ -26,10 +26,11 @@ class FileOutputs:
     def __init__(
         self, wanted: Sequence[StreamedOutput], emits: Mapping[str, Emitted], *, store: MediaStore | None
     ) -> None:
-        """`wanted` are the outputs that are files, and `emits` describes the stage's outputs by name.
+        """Raises UnsupportedError if an output has a URI but there is no store.
 
-        `store` is the store in which outputs with a URI are stored, or None if the stage has none. Raises
-        UnsupportedError if an output has a URI but there is no store.
+        - `wanted` contains the outputs that are files.
+        - `emits` describes the stage's outputs by name.
+        - `store` is the store in which outputs with a URI are stored, or None if the stage has none.
         """
         self._sent = [_SentFile(each, emits[each.tensor]) for each in wanted if not each.uri]
         self._stored = [_stored_output(each, emits[each.tensor], store) for each in wanted if each.uri]

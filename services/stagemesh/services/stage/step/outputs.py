@@ -213,9 +213,10 @@ def image_type_of(file: Array) -> str:
 def media_parts(
     data: bytes | memoryview, *, media_type: str, offset: int = 0, last: bool = True, preview: bool = False
 ) -> Iterator[request_pb2.Media]:
-    """Yields bytes of a file as messages of at most 1 MiB. `offset` is the number of bytes of the file before them.
+    """Yields a part of a file as messages with at most 1 MiB of bytes each.
 
-    If `last` is True, they end the file, and the last message says so, even if there are no bytes.
+    - `offset` is the number of bytes of the file before this part.
+    - `last` is True if this part ends the file. The last message then has the same flag, even if it has no bytes.
     """
     for start in range(0, max(len(data), int(last)), MEDIA_PART_BYTES):
         end = start + MEDIA_PART_BYTES

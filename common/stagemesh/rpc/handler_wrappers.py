@@ -1,4 +1,4 @@
-"""Handlers that serve an RPC as another one does, within a block of an interceptor's own."""
+"""Handlers of interceptors: each contains another handler, and serves every RPC within a context manager."""
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
@@ -15,7 +15,7 @@ Returns the context manager in which the RPC is served. It yields the argument f
 """
 
 
-def wrapped(handler: Any, around: Around, *, receives_stream: bool = False) -> Any:
+def wrap_handler(handler: Any, around: Around, *, receives_stream: bool = False) -> Any:
     """Returns a handler that serves each RPC as `handler` does, within the context manager of `around`.
 
     With `receives_stream`, the argument of `around` is an iterator of messages, even if the RPC has only one.
