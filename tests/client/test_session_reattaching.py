@@ -327,6 +327,23 @@ async def test_a_detected_turn_divides_the_audio(
     assert [event.audio_end_s for event in events if isinstance(event, TurnCommitted)] == [1.25, 3.0]
 
 
+async def test_turns_that_are_only_detected_are_restored_without_their_audio(
+    orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator
+) -> None:
+    detected: Talk = [committed(1, audio_end_s=1.0), turn_ended(1)]
+    orchestrator.talks.append([opened(), "append", *detected, "append", Pause.BREAK])
+    other.talks.append([opened(), "append", committed(2, audio_end_s=1.0), turn_ended(2), "close"])
+    second = np.ones(8_000, np.float32)
+    async with _session(orchestrator, other, turn_detection={"detects_only": True}) as session:
+        for _ in range(2):
+            await session.append(AudioSamples(second, 8_000))
+        async for event in session:
+            if isinstance(event, TurnEnded) and event.turn == 2:
+                break
+    restored = [event.restore for event in other.events[0] if event.HasField("restore")]
+    assert [(each.turn, len(each.messages), each.ByteSize() < 16) for each in restored] == [(1, 1, True)]
+
+
 async def test_silence_is_not_kept(orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator) -> None:
     grants: Talk = [item for number in range(1, 31) for item in ("append", granted(64 << 20, accepted=number))]
     orchestrator.talks.append([opened(limit=64 << 20), *grants, Pause.BREAK])

@@ -151,6 +151,8 @@ class TurnDetection(TypedDict, total=False):
     """The values of options of the stage that detects turns, by name, for example silence_ms."""
     interrupts: bool
     """Whether speech of the user interrupts the answer to the former turn. If it is omitted, it does not."""
+    detects_only: bool
+    """Whether the session only reports turns, and answers none. If it is omitted, it answers each turn."""
 
 
 class ConverseArguments(RequestArguments, total=False):
@@ -233,7 +235,9 @@ def build_open(arguments: ConverseArguments) -> orchestrator_pb2.SessionOpen:
 
 def _turn_detection(given: TurnDetection) -> orchestrator_pb2.TurnDetection:
     return orchestrator_pb2.TurnDetection(
-        options=to_messages(given.get("options", {})), interrupts=given.get("interrupts", False)
+        options=to_messages(given.get("options", {})),
+        interrupts=given.get("interrupts", False),
+        detects_only=given.get("detects_only", False),
     )
 
 

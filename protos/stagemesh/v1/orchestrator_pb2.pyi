@@ -1091,8 +1091,13 @@ class TurnDetection(_message.Message):
 
     OPTIONS_FIELD_NUMBER: _builtins.int
     INTERRUPTS_FIELD_NUMBER: _builtins.int
+    DETECTS_ONLY_FIELD_NUMBER: _builtins.int
     interrupts: _builtins.bool
     """Whether speech of the user interrupts the answer to the former turn."""
+    detects_only: _builtins.bool
+    """Whether the session only reports turns: it answers none, and its transcript contains none. A turn that is committed
+    ends at once, without an answer. Rejected (UNSUPPORTED) in the mode STREAM.
+    """
     @_builtins.property
     def options(self) -> _containers.MessageMap[_builtins.str, _tensor_pb2.TypedValue]:
         """Options of the stage that detects turns, by name, for example silence_ms. The pipeline file names the stage
@@ -1104,10 +1109,11 @@ class TurnDetection(_message.Message):
         *,
         options: _abc.Mapping[_builtins.str, _tensor_pb2.TypedValue] | None = ...,
         interrupts: _builtins.bool = ...,
+        detects_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["interrupts", b"interrupts", "options", b"options"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detects_only", b"detects_only", "interrupts", b"interrupts", "options", b"options"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

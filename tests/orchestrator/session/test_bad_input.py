@@ -354,6 +354,12 @@ OPENINGS: Mapping[str, tuple[str, Mapping[str, Any], type[StagemeshError], str]]
         UnsupportedError,
         "UNSUPPORTED",
     ),
+    "streamed detection": (
+        SPEAK,
+        {"input_mode": STREAM, "turn_detection": {"detects_only": True}},
+        UnsupportedError,
+        "UNSUPPORTED",
+    ),
     "no detection": (ECHO, {"turn_detection": {}}, UnsupportedError, "UNSUPPORTED"),
     "detection option": (
         LISTEN,

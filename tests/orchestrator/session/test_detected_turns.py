@@ -6,6 +6,7 @@ import numpy as np
 
 from stagemesh.common.errors import InternalError, InvalidRequestError
 from stagemesh.common.request_checks import read_samples
+from stagemesh.v1 import orchestrator_pb2, request_pb2
 from tests.orchestrator.session.fake_runner import Chat, SteeredRequest, chatting, settle
 
 LISTEN = """
@@ -71,6 +72,23 @@ async def test_later_audio_is_heard_again_for_the_next_turn(tmp_path: Path) -> N
         await speak_and_pause(chat, 2, begin_s=0.0, end_s=2.0)
         assert heard(chat, 2) == [2.0, 3.0]
     assert chat.last("committed").committed.audio_end_s == 4.0
+
+
+async def test_a_session_that_only_detects_turns_answers_none(tmp_path: Path) -> None:
+    async with chatting(tmp_path, LISTEN, turn_detection={"detects_only": True}) as chat:
+        for value in range(4):
+            chat.hear(second(value))
+        await speak_and_pause(chat, 1, begin_s=1.0, end_s=2.0)
+        await speak_and_pause(chat, 2, begin_s=0.0, end_s=1.0)
+        chat.send(append=orchestrator_pb2.InputAppend(part=request_pb2.Part(text="typed")))
+        chat.send(commit=orchestrator_pb2.TurnCommit())
+        await settle()
+        assert set(chat.runner.requests) == {"s.1.listen", "s.2.listen", "s.3.listen"}
+        assert chat.session._turns._transcript.size_bytes == 0
+    assert chat.kinds(1) == ["speech", "speech", "committed", "ended"]
+    assert chat.kinds(2) == ["speech", "speech", "committed", "ended"]
+    assert chat.kinds(3) == ["committed", "ended"]
+    assert not chat.last("ended").ended.HasField("error")
 
 
 async def test_speech_interrupts_the_answer_to_the_former_turn(tmp_path: Path) -> None:

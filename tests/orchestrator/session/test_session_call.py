@@ -6,13 +6,13 @@ from contextlib import aclosing
 import pytest
 
 from stagemesh.common.errors import ReplacedError
-from stagemesh.orchestrator.session.answer import Answer, FailedRequest
+from stagemesh.orchestrator.session.answer import Answer, EndedRequest
 from stagemesh.orchestrator.session.session_call import SessionCall
 from tests.orchestrator.session.fake_runner import settle
 
 
 def failed_answer() -> Answer:
-    return Answer(1, FailedRequest(ReplacedError("by another", reason="SESSION_REPLACED")))
+    return Answer(1, EndedRequest(ReplacedError("by another", reason="SESSION_REPLACED")))
 
 
 async def test_a_call_ends_after_the_events_that_wait() -> None:

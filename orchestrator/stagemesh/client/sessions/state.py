@@ -81,7 +81,8 @@ class SessionState:
         self.deliveries: deque[Delivery] = deque()
         self.piece_error: StagemeshError | None = None
         """The error of a rejected piece, until a method raises it."""
-        self._transcript = ClientTranscript(has_prompts=opening.input_mode != orchestrator_pb2.INPUT_MODE_STREAM)
+        is_streamed = opening.input_mode == orchestrator_pb2.INPUT_MODE_STREAM
+        self._transcript = ClientTranscript(has_prompts=not (is_streamed or opening.turn_detection.detects_only))
         self._first: deque[ConverseRequest] = deque()
         """The events to send before those of the log: the earlier turns."""
         self._speech_s = -1.0

@@ -22,10 +22,10 @@ class RunningRequest(Protocol):
         ...
 
 
-class FailedRequest:
-    """The request of a turn that could not be started, with the error as its result."""
+class EndedRequest:
+    """The request of a turn that was not started: it has no output, and `error` as its result."""
 
-    def __init__(self, error: StagemeshError) -> None:
+    def __init__(self, error: StagemeshError | None = None) -> None:
         self.record = RequestRecord()
         self.record.timeline.end(error)
         self.record.close(error)

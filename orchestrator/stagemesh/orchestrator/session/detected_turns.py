@@ -8,7 +8,7 @@ from stagemesh.common.prompt_input import PromptInput, duration_s
 from stagemesh.connectors.edge import Packet
 from stagemesh.orchestrator.request.output_record import NOT_RUNNING
 from stagemesh.orchestrator.request.streamed_input import StreamedInput, packets_of
-from stagemesh.orchestrator.session.answer import RunningRequest
+from stagemesh.orchestrator.session.answer import Answer, EndedRequest, RunningRequest
 from stagemesh.orchestrator.session.detection import TurnDetector
 from stagemesh.orchestrator.session.listener import Speech
 from stagemesh.orchestrator.session.settings import SessionSettings
@@ -61,6 +61,13 @@ class DetectedTurns(Turns):
             self._fail_turn(self._failure)
         elif self.former_answer is None and self._due_s is not None:
             self._commit_detected(self._due_s)
+
+    def _start_prompt(self) -> Answer:
+        if not self._detection.detects_only:
+            return super()._start_prompt()
+        answer = Answer(self.number, EndedRequest())
+        answer.is_over = True
+        return answer
 
     def _listen_to(self, piece: orchestrator_pb2.InputAppend, packets: Sequence[Packet]) -> None:
         if piece.part.HasField("audio"):

@@ -46,6 +46,11 @@ class SessionSettings:
         """The seed of the first turn."""
         return self.request.parameters.seed
 
+    @property
+    def has_transcript(self) -> bool:
+        """Whether the prompt of a turn contains the turns before it."""
+        return not (self.streams or (self.detection is not None and self.detection.detects_only))
+
 
 def read_settings(opening: orchestrator_pb2.SessionOpen, pipeline: Pipeline) -> SessionSettings:
     """Checks the first event of a call, and returns the session's settings with default values added.
@@ -58,7 +63,7 @@ def read_settings(opening: orchestrator_pb2.SessionOpen, pipeline: Pipeline) -> 
     valid = _valid_turn(opening, pipeline, streams=streams)
     detection = opening.turn_detection if opening.HasField("turn_detection") else None
     if detection is not None:
-        _check_detection(detection, pipeline)
+        _check_detection(detection, pipeline, streams=streams)
     output = _transcript_output(valid, pipeline)
     outputs = valid.outputs if streams or not output else dict.fromkeys((*valid.outputs, output))
     return SessionSettings(
@@ -143,7 +148,9 @@ def _valid_turn(opening: orchestrator_pb2.SessionOpen, pipeline: Pipeline, *, st
     return validate(request, pipeline)
 
 
-def _check_detection(detection: orchestrator_pb2.TurnDetection, pipeline: Pipeline) -> None:
+def _check_detection(detection: orchestrator_pb2.TurnDetection, pipeline: Pipeline, *, streams: bool) -> None:
+    if detection.detects_only and streams:
+        raise UnsupportedError("turn_detection.detects_only answers no turn; use the input mode PROMPT with it")
     if pipeline.speech is None:
         raise UnsupportedError(
             f"pipeline {pipeline.name!r} has no stage that detects turns; omit turn_detection, or name one in the "

@@ -19,7 +19,7 @@ from stagemesh.connectors.edge import Packet
 from stagemesh.orchestrator.request.output_record import NOT_RUNNING
 from stagemesh.orchestrator.request.streamed_input import StreamedInput
 from stagemesh.orchestrator.request.validation import SEEDS
-from stagemesh.orchestrator.session.answer import Answer, FailedRequest, RunningRequest
+from stagemesh.orchestrator.session.answer import Answer, EndedRequest, RunningRequest
 from stagemesh.orchestrator.session.relay import AnswerRelay, ClientPosition
 from stagemesh.orchestrator.session.session_call import SessionCall
 from stagemesh.orchestrator.session.settings import SessionSettings
@@ -202,7 +202,7 @@ class Turns:
         heard = self._heard(newest, event.positions)
         if len(heard) < len(newest.heard):
             self._newest = newest = replace(newest, heard=heard)
-            if not self._settings.streams:
+            if self._settings.has_transcript:
                 self._add_to_transcript(replace(self._transcript.pop(), answer=heard))
         self._outbox.send(newest.turn, truncated=orchestrator_pb2.TurnTruncated(answer=newest.heard))
 
@@ -280,7 +280,7 @@ class Turns:
         if self.input.stream is not None:
             self.input.stream.close()
         messages = serialize_messages(self.input.prompt.messages())
-        return Answer(self.number, FailedRequest(error), messages=messages)
+        return Answer(self.number, EndedRequest(error), messages=messages)
 
     def _commit(
         self, answer: Answer, committed: orchestrator_pb2.TurnCommitted, *, remaining: PromptInput | None = None
@@ -338,7 +338,7 @@ class Turns:
         self._outbox.turn_ended()
 
     def _add_to_transcript(self, turn: TranscriptTurn) -> None:
-        if not self._settings.streams:
+        if self._settings.has_transcript:
             self._transcript.add(turn)
 
     def _heard(self, newest: EndedTurn, positions: Sequence[orchestrator_pb2.OutputPosition]) -> str:
