@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -67,12 +67,16 @@ async def on_stagemesh_error(_request: Request, exc: Exception) -> JSONResponse:
 async def on_invalid_body(_request: Request, exc: Exception) -> JSONResponse:
     """Handles a body that is not JSON, or that has unknown, missing or wrong parameters. Names each of them."""
     assert isinstance(exc, RequestValidationError)
-    problems = [_problem(error) for error in exc.errors()]
-    param = problems[0][0] or None
-    error = InvalidRequestError("; ".join(f"{name}: {text}" if name else text for name, text in problems))
-    body = error_body(error)
-    body["error"]["param"] = param
-    return JSONResponse(body, 400)
+    return error_response(validation_error(exc.errors()))
+
+
+def validation_error(errors: Sequence[Mapping[str, Any]], *, under: str = "") -> StagemeshError:
+    """Returns the error for values that pydantic rejects. Names each of them. `under` is the name of their object."""
+    problems = [_problem(error, under) for error in errors]
+    if not problems[0][0]:
+        return InvalidRequestError("; ".join(text for _, text in problems))
+    (param, first), *others = problems
+    return ParameterError(param, "; ".join((first, *(f"{name}: {text}" for name, text in others))))
 
 
 async def on_http_error(_request: Request, exc: Exception) -> JSONResponse:
@@ -87,9 +91,9 @@ async def on_defect(_request: Request, exc: Exception) -> JSONResponse:
     return error_response(InternalError(f"an unexpected {type(exc).__name__}; the gateway's log has the details"))
 
 
-def _problem(error: Mapping[str, Any]) -> tuple[str, str]:
+def _problem(error: Mapping[str, Any], under: str) -> tuple[str, str]:
     """Returns the name of a parameter, such as messages.0.content, and what is wrong with it."""
-    path = [str(part) for part in error["loc"] if part != "body"]
+    path = [str(part) for part in ((under,) if under else ()) + tuple(error["loc"]) if part != "body"]
     if error["type"] == "json_invalid":
         return "", f"the body is not JSON: {error['ctx']['error']}"
     if error["type"] == "extra_forbidden":

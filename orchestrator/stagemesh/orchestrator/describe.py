@@ -67,6 +67,7 @@ def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePi
         ),
         media_endpoint=orchestrator.media_endpoint,
         media_server_name=orchestrator.media_server_name,
+        detects_turns=pipeline.speech is not None,
     )
 
 

@@ -546,6 +546,7 @@ class DescribePipelineResponse(_message.Message):
     LIMITS_FIELD_NUMBER: _builtins.int
     MEDIA_ENDPOINT_FIELD_NUMBER: _builtins.int
     MEDIA_SERVER_NAME_FIELD_NUMBER: _builtins.int
+    DETECTS_TURNS_FIELD_NUMBER: _builtins.int
     pipeline: _builtins.str
     """The pipeline's name."""
     generation: _builtins.str
@@ -562,6 +563,8 @@ class DescribePipelineResponse(_message.Message):
     """The address of MediaService, "host:port". Empty if the pipeline accepts no uploads."""
     media_server_name: _builtins.str
     """The name in the TLS certificate of the media service. Empty if it is the host in media_endpoint."""
+    detects_turns: _builtins.bool
+    """Whether the pipeline can detect the turns of a session (SessionOpen.turn_detection)."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageDescription]:
         """The stages, producers before consumers."""
@@ -598,10 +601,11 @@ class DescribePipelineResponse(_message.Message):
         limits: Global___PipelineLimits | None = ...,
         media_endpoint: _builtins.str = ...,
         media_server_name: _builtins.str = ...,
+        detects_turns: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["edges", b"edges", "generation", b"generation", "in_flight", b"in_flight", "limits", b"limits", "max_in_flight", b"max_in_flight", "max_queued", b"max_queued", "media_endpoint", b"media_endpoint", "media_server_name", b"media_server_name", "outputs", b"outputs", "pipeline", b"pipeline", "protocol", b"protocol", "queued", b"queued", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detects_turns", b"detects_turns", "edges", b"edges", "generation", b"generation", "in_flight", b"in_flight", "limits", b"limits", "max_in_flight", b"max_in_flight", "max_queued", b"max_queued", "media_endpoint", b"media_endpoint", "media_server_name", b"media_server_name", "outputs", b"outputs", "pipeline", b"pipeline", "protocol", b"protocol", "queued", b"queued", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

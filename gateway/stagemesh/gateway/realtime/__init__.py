@@ -1,0 +1,1 @@
+"""OpenAI's realtime API: conversations over a WebSocket."""

@@ -1,0 +1,300 @@
+"""A realtime conversation over a WebSocket: handles the client's events, and detected speech."""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from pydantic import ValidationError
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from stagemesh.client import SpeechDetected, TurnCommitted
+from stagemesh.common.errors import InvalidRequestError, NotReadyError, StagemeshError
+from stagemesh.gateway.errors import ParameterError, error_body, validation_error
+from stagemesh.gateway.realtime import client_events as events
+from stagemesh.gateway.realtime.input_audio import InputBuffer
+from stagemesh.gateway.realtime.items import (
+    AssistantMessage,
+    Conversation,
+    Item,
+    ItemReference,
+    audio_item,
+    to_messages,
+)
+from stagemesh.gateway.realtime.listener import Heard, Listener
+from stagemesh.gateway.realtime.response import CancelReason, Response
+from stagemesh.gateway.realtime.settings import ResponseBody, ServerVad, Settings
+from stagemesh.gateway.state import find_model
+
+
+class Connection:
+    """The conversation of one client. Its events are handled one after the other."""
+
+    def __init__(self, websocket: WebSocket, settings: Settings) -> None:
+        self._websocket, self._settings = websocket, settings
+        self._session_id = f"sess_{uuid4().hex}"
+        self._conversation = Conversation()
+        self._buffer = InputBuffer()
+        self._listener: Listener | None = None
+        self._spoken_id: str | None = None
+        """The id of the message that will contain the speech of the user, while the user speaks."""
+        self._response: Response | None = None
+        """The newest response that belongs to the conversation."""
+        self._others = set[Response]()
+        """Responses that do not belong to it, and may be running."""
+        self._lock = asyncio.Lock()
+        """Held while an event of the client or of the listener is handled."""
+
+    async def run(self) -> None:
+        """Serves the client until it disconnects."""
+        try:
+            await self._send("session.created", session=self._session())
+            while True:
+                await self._receive(await self._websocket.receive())
+        except WebSocketDisconnect:
+            pass
+        finally:
+            await self._stop()
+
+    async def _stop(self) -> None:
+        await self._stop_listening()
+        for response in (*self._others, *((self._response,) if self._response is not None else ())):
+            await response.stop()
+
+    async def _send(self, event_type: str, /, **fields: Any) -> None:
+        event = {"type": event_type, "event_id": f"event_{uuid4().hex}", **fields}
+        # The client has left if it cannot be sent to. The receiver of its events ends the conversation.
+        with suppress(WebSocketDisconnect):
+            await self._websocket.send_text(msgspec.json.encode(event).decode())
+
+    async def _send_error(self, error: StagemeshError, *, cause: str | None = None) -> None:
+        await self._send("error", error={**error_body(error)["error"], "event_id": cause})
+
+    async def _receive(self, message: Mapping[str, Any]) -> None:
+        if message["type"] == "websocket.disconnect":
+            raise WebSocketDisconnect(message.get("code", 1000))
+        cause: str | None = None
+        try:
+            data = _parse(message.get("text"))
+            given = data.get("event_id")
+            cause = given if isinstance(given, str) else None
+            event = events.CLIENT_EVENT.validate_python(data)
+            async with self._lock:
+                await self._handle(event)
+        except ValidationError as exc:
+            # The first part of a location is the type of the event.
+            located = [{**error, "loc": error["loc"][1:]} for error in exc.errors()]
+            await self._send_error(validation_error(located), cause=cause)
+        except StagemeshError as exc:
+            await self._send_error(exc, cause=cause)
+
+    async def _handle(self, event: events.ClientEvent) -> None:
+        match event:
+            case events.AppendAudio() | events.CommitAudio() | events.ClearAudio():
+                await self._handle_audio(event)
+            case events.UpdateSession():
+                await self._update(event.session)
+            case events.CreateResponse():
+                await self._respond(event.response)
+            case events.CancelResponse():
+                await self._cancel(event.response_id)
+            case _:
+                await self._handle_item(event)
+
+    async def _handle_audio(self, event: events.AppendAudio | events.CommitAudio | events.ClearAudio) -> None:
+        match event:
+            case events.AppendAudio():
+                await self._append(event.audio)
+            case events.CommitAudio():
+                await self._commit()
+            case events.ClearAudio():
+                await self._stop_listening()
+                self._buffer.take()
+                await self._send("input_audio_buffer.cleared")
+
+    async def _handle_item(
+        self, event: events.CreateItem | events.DeleteItem | events.RetrieveItem | events.TruncateItem
+    ) -> None:
+        match event:
+            case events.CreateItem():
+                await self._add_item(event.item, previous_id=event.previous_item_id)
+            case events.DeleteItem():
+                self._conversation.delete(event.item_id)
+                await self._send("conversation.item.deleted", item_id=event.item_id)
+            case events.RetrieveItem():
+                item = self._conversation.find(event.item_id)
+                await self._send("conversation.item.retrieved", item=item.to_json(with_audio=True))
+            case events.TruncateItem():
+                await self._truncate(event)
+
+    # -- settings and items
+
+    async def _update(self, changes: Mapping[str, Any]) -> None:
+        try:
+            settings = self._settings.updated(changes)
+        except ValidationError as exc:
+            raise validation_error(exc.errors(), under="session") from exc
+        vad = settings.audio.input.turn_detection
+        model = await find_model(self._websocket, settings.model)
+        settings.arguments(model)
+        if vad is not None and not model.description.detects_turns:
+            raise ParameterError(
+                "session.audio.input.turn_detection",
+                f"no stage of the model {settings.model!r} detects turns; set it to null, and send "
+                "input_audio_buffer.commit and response.create yourself",
+            )
+        if vad != self._settings.audio.input.turn_detection:
+            await self._stop_listening()
+        self._settings = settings
+        await self._send("session.updated", session=self._session())
+
+    def _session(self) -> dict[str, Any]:
+        return {"object": "realtime.session", "id": self._session_id, **self._settings.model_dump()}
+
+    async def _add_item(self, item: Item, *, previous_id: str | None = None) -> None:
+        to_messages(None, [item])
+        item.status = "completed"
+        before = self._conversation.insert(item, previous_id=previous_id)
+        await self._send("conversation.item.added", previous_item_id=before, item=item.to_json())
+        await self._send("conversation.item.done", previous_item_id=before, item=item.to_json())
+
+    async def _truncate(self, event: events.TruncateItem) -> None:
+        item = self._conversation.find(event.item_id)
+        if not isinstance(item, AssistantMessage):
+            raise ParameterError("item_id", "only spoken messages of the model can be truncated")
+        item.truncate(event.audio_end_ms)
+        await self._send(
+            "conversation.item.truncated", item_id=item.key, content_index=0, audio_end_ms=event.audio_end_ms
+        )
+
+    # -- audio of the user
+
+    async def _append(self, data: str) -> None:
+        samples = self._buffer.append(data)
+        vad = self._settings.audio.input.turn_detection
+        if vad is None:
+            return
+        if self._listener is None:
+            begin_s = self._buffer.end_s - len(samples.samples) / samples.sample_rate_hz
+            self._listener = await Listener.open(
+                await find_model(self._websocket, self._settings.model),
+                vad.to_detection(),
+                begin_s=begin_s,
+                on_event=self._take,
+            )
+        await self._listener.append(samples)
+        if self._spoken_id is None:
+            self._buffer.forget_silence()
+
+    async def _commit(self) -> None:
+        await self._stop_listening()
+        pcm = self._buffer.take()
+        if not pcm:
+            raise NotReadyError("the input buffer is empty; append audio before the commit", reason="EMPTY_TURN")
+        await self._commit_audio(pcm, item_id=None)
+
+    async def _commit_audio(self, pcm: bytes, *, item_id: str | None) -> None:
+        item = audio_item(pcm, item_id=item_id or f"item_{uuid4().hex}")
+        await self._send("input_audio_buffer.committed", previous_item_id=self._conversation.last_id, item_id=item.key)
+        await self._add_item(item)
+
+    async def _stop_listening(self) -> None:
+        listener, self._listener, self._spoken_id = self._listener, None, None
+        if listener is not None:
+            await listener.close()
+
+    async def _take(self, event: Heard) -> None:
+        """Called with each event of the listener."""
+        async with self._lock:
+            match event:
+                case SpeechDetected():
+                    await self._hear(event)
+                case TurnCommitted():
+                    await self._end_turn(event)
+                case StagemeshError():
+                    self._listener, self._spoken_id = None, None
+                    await self._send_error(event)
+
+    async def _hear(self, speech: SpeechDetected) -> None:
+        at_ms = round(speech.at_s * 1000)
+        if not speech.begins:
+            await self._send("input_audio_buffer.speech_stopped", audio_end_ms=at_ms, item_id=self._spoken_id)
+            return
+        self._buffer.drop(until_s=speech.at_s)
+        self._spoken_id = f"item_{uuid4().hex}"
+        await self._send("input_audio_buffer.speech_started", audio_start_ms=at_ms, item_id=self._spoken_id)
+        if self._vad.interrupt_response and self._response is not None:
+            await self._response.cancel("turn_detected")
+
+    async def _end_turn(self, turn: TurnCommitted) -> None:
+        item_id, self._spoken_id = self._spoken_id, None
+        await self._commit_audio(self._buffer.take(until_s=turn.audio_end_s), item_id=item_id)
+        if self._vad.create_response:
+            try:
+                await self._respond(ResponseBody())
+            except StagemeshError as exc:
+                await self._send_error(exc)
+
+    @property
+    def _vad(self) -> ServerVad:
+        vad = self._settings.audio.input.turn_detection
+        assert vad is not None, "there is a listener only with the detection of turns"
+        return vad
+
+    # -- responses
+
+    async def _respond(self, body: ResponseBody) -> None:
+        belongs = body.conversation == "auto"
+        if belongs and self._response is not None and self._response.is_running:
+            raise NotReadyError(
+                f"the response {self._response.id!r} is in progress; cancel it, or wait for response.done",
+                reason="TURN_RUNNING",
+            )
+        settings = body.settings(self._settings)
+        model = await find_model(self._websocket, settings.model)
+        arguments = settings.arguments(model)
+        arguments["messages"] = to_messages(settings.instructions, self._input(body))
+        if not arguments["messages"]:
+            raise NotReadyError("the conversation is empty; create an item first", reason="EMPTY_TURN")
+        response = Response(
+            model.client.generate(**arguments),
+            settings,
+            model,
+            self._conversation if belongs else None,
+            self._send,
+            metadata=body.metadata,
+        )
+        if belongs:
+            self._response = response
+        else:
+            self._others = {each for each in self._others if each.is_running} | {response}
+        await response.start()
+
+    def _input(self, body: ResponseBody) -> list[Item]:
+        if body.input is None:
+            return list(self._conversation.items)
+        return [
+            self._conversation.find(each.id, param="response.input.id") if isinstance(each, ItemReference) else each
+            for each in body.input
+        ]
+
+    async def _cancel(self, response_id: str | None) -> None:
+        reason: CancelReason = "client_cancelled"
+        running = [each for each in (self._response, *self._others) if each is not None and each.is_running]
+        for response in running:
+            if response.id == response_id or (response_id is None and response is self._response):
+                await response.cancel(reason)
+                return
+        name = "the conversation" if response_id is None else repr(response_id)
+        raise NotReadyError(f"no response of {name} is in progress", reason="TURN_ENDED")
+
+
+def _parse(text: str | None) -> dict[str, Any]:
+    if text is None:
+        raise InvalidRequestError("a frame is binary; send each event as JSON in a text frame")
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.MsgspecError as exc:
+        raise InvalidRequestError(f"the event is not a JSON object: {exc}") from exc

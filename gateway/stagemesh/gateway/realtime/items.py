@@ -1,0 +1,297 @@
+"""The items of a realtime conversation: messages, tool calls and their results."""
+
+import base64
+import io
+import wave
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+from uuid import uuid4
+
+from pydantic import Field, PrivateAttr
+
+from stagemesh.client import AudioFile, Message, Part, ToolCall
+from stagemesh.common.answer_text import shorten
+from stagemesh.common.errors import OverloadedError
+from stagemesh.gateway.audio_formats import PCM_RATE_HZ
+from stagemesh.gateway.body import Body
+from stagemesh.gateway.content import Url, decode_base64, file_at
+from stagemesh.gateway.errors import ParameterError
+
+PCM_BYTES_PER_S = 2 * PCM_RATE_HZ
+_MAX_BYTES = 32 << 20
+"""The limit for the items of a conversation, as JSON."""
+
+Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
+ItemId: TypeAlias = Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class InputText(Body):
+    """Text of the user or of the system."""
+
+    type: Literal["input_text"]
+    text: str
+
+    def to_part(self) -> Part:
+        """Returns the text."""
+        return self.text
+
+
+class InputAudioContent(Body):
+    """Audio of the user, as 16-bit PCM in base64."""
+
+    type: Literal["input_audio"]
+    audio: str
+    transcript: str | None = None
+
+    def to_part(self) -> Part:
+        """Returns the audio as a WAV file. Raises ParameterError if it is not 16-bit PCM in base64."""
+        pcm = decode_base64(self.audio, param="item.content.audio")
+        if len(pcm) % 2:
+            raise ParameterError("item.content.audio", "it has half a sample; send 16-bit PCM", reason="INVALID_MEDIA")
+        file = io.BytesIO()
+        with wave.open(file, "wb") as writer:
+            writer.setparams((1, 2, PCM_RATE_HZ, 0, "NONE", ""))
+            writer.writeframes(pcm)
+        return AudioFile(file.getvalue(), "audio/wav")
+
+
+class InputImage(Body):
+    """An image of the user, as a data URL."""
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["auto"] | None = None
+
+    def to_part(self) -> Part:
+        """Returns the image. Raises ParameterError if the URL is not a data URL of an image."""
+        return file_at(Url(url=self.image_url), "item.content.image_url", kind="image")
+
+
+class OutputText(Body):
+    """Text of the model."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str = ""
+
+
+class OutputAudioContent(Body):
+    """A spoken text of the model. Its audio is not kept."""
+
+    type: Literal["output_audio"] = "output_audio"
+    transcript: str = ""
+    audio: None = None
+
+
+InputContent: TypeAlias = Annotated[InputText | InputAudioContent | InputImage, Field(discriminator="type")]
+OutputContent: TypeAlias = Annotated[OutputText | OutputAudioContent, Field(discriminator="type")]
+
+
+class _Item(Body):
+    id: ItemId | None = None
+    object: Literal["realtime.item"] = "realtime.item"
+    status: Status | None = None
+
+    @property
+    def key(self) -> str:
+        """The id of an item of the conversation."""
+        assert self.id is not None, "the conversation gives each item an id"
+        return self.id
+
+    def to_json(self, *, with_audio: bool = False) -> dict[str, Any]:
+        """Returns the item as it is sent to the client, without the audio of its contents by default."""
+        data = self.model_dump(exclude_none=True)
+        for content in data.get("content", ()):
+            if not with_audio:
+                content.pop("audio", None)
+        return data
+
+
+class UserMessage(_Item):
+    """A message of the user."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user"]
+    content: Annotated[list[InputContent], Field(min_length=1)]
+
+
+class SystemMessage(_Item):
+    """An instruction within the conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system"]
+    content: Annotated[list[InputText], Field(min_length=1)]
+
+
+class AssistantMessage(_Item):
+    """A message of the model: text or a spoken text. Those of responses have one content."""
+
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    content: Annotated[list[OutputContent], Field(min_length=1)]
+    _audio_bytes: int = PrivateAttr(default=0)
+
+    @property
+    def text(self) -> str:
+        """The text of all contents."""
+        return "".join(each.text if isinstance(each, OutputText) else each.transcript for each in self.content)
+
+    @property
+    def audio_ms(self) -> int:
+        """The length of the audio that was sent, in milliseconds."""
+        return self._audio_bytes * 1000 // PCM_BYTES_PER_S
+
+    def add_audio(self, pcm: bytes) -> None:
+        """Records that audio was sent."""
+        self._audio_bytes += len(pcm)
+
+    def truncate(self, audio_end_ms: int) -> None:
+        """Shortens a spoken text to what the user has heard: the same share as of the audio, up to the end of a word.
+
+        Raises ParameterError if the message has no audio, less of it, or is not complete.
+        """
+        content = self.content[0]
+        if not isinstance(content, OutputAudioContent) or not self._audio_bytes:
+            raise ParameterError("item_id", "the item has no audio that can be truncated")
+        if self.status == "in_progress":
+            raise ParameterError("item_id", "its response is in progress; cancel the response before you truncate it")
+        if audio_end_ms > self.audio_ms:
+            raise ParameterError("audio_end_ms", f"the audio has {self.audio_ms} ms; send at most that")
+        share = audio_end_ms / max(self.audio_ms, 1)
+        content.transcript = shorten(content.transcript, length=int(share * len(content.transcript)))
+        self._audio_bytes = audio_end_ms * PCM_BYTES_PER_S // 1000
+
+
+class FunctionCallItem(_Item):
+    """A tool call of the model."""
+
+    type: Literal["function_call"] = "function_call"
+    name: str
+    arguments: str
+    call_id: str | None = None
+
+
+class FunctionCallOutput(_Item):
+    """The result of a tool call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str
+
+
+class ItemReference(Body):
+    """An item of the conversation, by its id."""
+
+    type: Literal["item_reference"]
+    id: ItemId
+
+
+MessageItem: TypeAlias = Annotated[UserMessage | SystemMessage | AssistantMessage, Field(discriminator="role")]
+ItemBody: TypeAlias = Annotated[MessageItem | FunctionCallItem | FunctionCallOutput, Field(discriminator="type")]
+Item: TypeAlias = UserMessage | SystemMessage | AssistantMessage | FunctionCallItem | FunctionCallOutput
+
+
+class Conversation:
+    """The items of a conversation, in order."""
+
+    def __init__(self) -> None:
+        self.id = f"conv_{uuid4().hex}"
+        self._items: list[Item] = []
+
+    def insert(self, item: Item, *, previous_id: str | None = None) -> str | None:
+        """Inserts an item after another one, or at the end. "root" stands for the begin. Returns the id before it.
+
+        Gives the item an id if it has none. Raises ParameterError if the previous item does not exist, or the id
+        exists, and OverloadedError if the conversation becomes too large.
+        """
+        if item.id is None:
+            item.id = f"item_{uuid4().hex}"
+        elif any(each.id == item.id for each in self._items):
+            raise ParameterError("item.id", f"an item with the id {item.id!r} exists; use another id")
+        size_bytes = _size_bytes(item)
+        if size_bytes + sum(map(_size_bytes, self._items)) > _MAX_BYTES:
+            raise OverloadedError(
+                f"the conversation would exceed {_MAX_BYTES:,} bytes; delete older items", reason="SESSION_TOO_LARGE"
+            )
+        index = len(self._items)
+        if previous_id is not None:
+            index = 0 if previous_id == "root" else self._index(previous_id, param="previous_item_id") + 1
+        self._items.insert(index, item)
+        return self._items[index - 1].key if index else None
+
+    def find(self, item_id: str, *, param: str = "item_id") -> Item:
+        """Returns an item. Raises ParameterError if it does not exist."""
+        return self._items[self._index(item_id, param=param)]
+
+    def delete(self, item_id: str) -> None:
+        """Removes an item. Raises ParameterError if it does not exist."""
+        del self._items[self._index(item_id, param="item_id")]
+
+    @property
+    def last_id(self) -> str | None:
+        """The id of the last item, or None if there is none."""
+        return self._items[-1].key if self._items else None
+
+    @property
+    def items(self) -> Sequence[Item]:
+        """All items."""
+        return self._items
+
+    def _index(self, item_id: str, *, param: str) -> int:
+        for index, item in enumerate(self._items):
+            if item.id == item_id:
+                return index
+        raise ParameterError(param, f"the conversation has no item {item_id!r}")
+
+
+def to_messages(instructions: str | None, items: Sequence[Item]) -> list[Message]:
+    """Returns the messages of a prompt. A message of the model includes the tool calls that follow it."""
+    return list(_messages(instructions, items))
+
+
+def _messages(instructions: str | None, items: Sequence[Item]) -> Iterator[Message]:
+    if instructions:
+        yield Message("system", instructions)
+    text, calls = "", list[ToolCall]()
+    for item in items:
+        if isinstance(item, FunctionCallItem):
+            calls.append(ToolCall(item.call_id or item.key, item.name, item.arguments))
+            continue
+        if text or calls:
+            yield Message("assistant", text, tool_calls=calls)
+            text, calls = "", []
+        match item:
+            case AssistantMessage():
+                text = item.text
+            case FunctionCallOutput():
+                yield Message("tool", item.output, tool_call_id=item.call_id)
+            case UserMessage() | SystemMessage():
+                yield Message(item.role, [content.to_part() for content in item.content])
+    if text or calls:
+        yield Message("assistant", text, tool_calls=calls)
+
+
+def audio_item(pcm: bytes, *, item_id: str | None) -> UserMessage:
+    """Returns a message of the user that consists of audio."""
+    content = InputAudioContent(type="input_audio", audio=base64.b64encode(pcm).decode())
+    return UserMessage(role="user", content=[content], id=item_id, status="completed")
+
+
+def _size_bytes(item: Item) -> int:
+    texts: Sequence[str]
+    match item:
+        case UserMessage() | SystemMessage():
+            texts = [
+                each.text
+                if isinstance(each, InputText)
+                else each.audio
+                if isinstance(each, InputAudioContent)
+                else each.image_url
+                for each in item.content
+            ]
+        case AssistantMessage():
+            texts = [item.text]
+        case FunctionCallItem():
+            texts = [item.name, item.arguments]
+        case FunctionCallOutput():
+            texts = [item.output]
+    return 200 + sum(map(len, texts))

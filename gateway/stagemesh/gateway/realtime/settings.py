@@ -1,0 +1,190 @@
+"""The settings of a realtime conversation, and of single responses in it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias, cast
+
+from pydantic import Field
+
+from stagemesh.client import GenerateArguments, Tool, TurnDetection
+from stagemesh.gateway.body import Body, Object, StageBody
+from stagemesh.gateway.catalog import Model
+from stagemesh.gateway.errors import ParameterError
+from stagemesh.gateway.realtime.items import ItemBody, ItemReference
+
+_MERGED = frozenset({"audio", "input", "output"})
+"""The settings whose parts are updated one by one. An update of any other setting replaces it."""
+_DB_OF_THRESHOLD = 20.0
+"""The level of speech above the noise at a threshold of 1, in dB. OpenAI's default of 0.5 is that of `audio.turns`."""
+
+Modality: TypeAlias = Literal["text", "audio"]
+MaxTokens: TypeAlias = Annotated[int, Field(ge=1)] | Literal["inf"]
+
+
+class PcmFormat(Body):
+    """Signed 16-bit samples of one channel, little-endian."""
+
+    type: Literal["audio/pcm"] = "audio/pcm"
+    rate: Literal[24_000] = 24_000
+
+
+class ServerVad(Body):
+    """The detection of turns by a stage of the pipeline."""
+
+    type: Literal["server_vad"]
+    threshold: Annotated[float | None, Field(ge=0, le=1)] = None
+    prefix_padding_ms: Annotated[int | None, Field(ge=0)] = None
+    silence_duration_ms: Annotated[int | None, Field(ge=0)] = None
+    create_response: bool = True
+    interrupt_response: bool = True
+    idle_timeout_ms: None = None
+
+    def to_detection(self) -> TurnDetection:
+        """Returns the options of a session that detects turns."""
+        options = {
+            "threshold_db": None if self.threshold is None else max(3.0, _DB_OF_THRESHOLD * self.threshold),
+            "padding_ms": self.prefix_padding_ms,
+            "silence_ms": self.silence_duration_ms,
+        }
+        return {
+            "detects_only": True,
+            "options": {name: value for name, value in options.items() if value is not None},
+        }
+
+
+class InputAudio(Body):
+    """The audio of the user."""
+
+    format: PcmFormat = PcmFormat()
+    turn_detection: ServerVad | None = None
+    transcription: None = None
+    noise_reduction: None = None
+
+
+class OutputAudio(Body):
+    """The audio of the model. `speed` and `voice` are options of the pipeline's stages."""
+
+    format: PcmFormat = PcmFormat()
+    voice: str | None = None
+    speed: float | None = None
+
+
+class Audio(Body):
+    """The audio of both sides."""
+
+    input: InputAudio = InputAudio()
+    output: OutputAudio = OutputAudio()
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str = ""
+    parameters: Object | None = None
+
+
+class Settings(StageBody):
+    """The settings of a conversation. A setting that can only be null has no effect here."""
+
+    type: Literal["realtime"] = "realtime"
+    instructions: str | None = None
+    output_modalities: Annotated[list[Modality], Field(min_length=1, max_length=1)]
+    max_output_tokens: MaxTokens | None = "inf"
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["auto", "none"] | None = "auto"
+    parallel_tool_calls: Literal[True] | None = None
+    audio: Audio = Audio()
+    truncation: Literal["disabled"] | None = "disabled"
+    include: None = None
+    prompt: None = None
+    reasoning: None = None
+    tracing: None = None
+
+    @property
+    def speaks(self) -> bool:
+        """Whether responses are spoken."""
+        return self.output_modalities == ["audio"]
+
+    @property
+    def callable_tools(self) -> Sequence[FunctionTool]:
+        """The tools that the model may call."""
+        return () if self.tools is None or self.tool_choice == "none" else self.tools
+
+    def updated(self, changes: Mapping[str, Any]) -> "Settings":
+        """Returns the settings with some of them changed. Raises ValidationError, or ParameterError for the model."""
+        changed = Settings.model_validate(_merge(self.model_dump(), changes))
+        if changed.model != self.model:
+            raise ParameterError("session.model", f"it is {self.model!r}; connect again for another model")
+        return changed
+
+    def arguments(self, model: Model) -> GenerateArguments:
+        """Returns the arguments of the client for a response, without its messages.
+
+        Raises ParameterError if the model lacks an output or an option.
+        """
+        arguments = self.stage_arguments(model)
+        arguments["outputs"] = [model.require_output("text", param="session.output_modalities")]
+        options = dict(self.options)
+        if self.speaks:
+            arguments["outputs"] = [
+                *arguments["outputs"],
+                model.require_output("audio", param="session.output_modalities"),
+            ]
+            output = self.audio.output
+            for name, value in (("voice", output.voice), ("speed", output.speed)):
+                if value is not None:
+                    options[model.find_option(name, param=f"session.audio.output.{name}")] = value
+        arguments["options"] = options
+        if self.callable_tools:
+            arguments["tools"] = [Tool(each.name, each.description, each.parameters or "") for each in self.tools or ()]
+        if isinstance(self.max_output_tokens, int):
+            arguments["max_tokens"] = self.max_output_tokens
+        return arguments
+
+
+class ResponseOutputAudio(Body):
+    """The audio of one response."""
+
+    format: PcmFormat = PcmFormat()
+    voice: str | None = None
+
+
+class ResponseAudio(Body):
+    """The audio of one response."""
+
+    output: ResponseOutputAudio = ResponseOutputAudio()
+
+
+class ResponseBody(Body):
+    """The settings of one response, which replace those of the conversation."""
+
+    instructions: str | None = None
+    output_modalities: Annotated[list[Modality] | None, Field(min_length=1, max_length=1)] = None
+    max_output_tokens: MaxTokens | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    audio: ResponseAudio | None = None
+    conversation: Literal["auto", "none"] = "auto"
+    input: list[ItemBody | ItemReference] | None = None
+    metadata: dict[str, str] | None = None
+    prompt: None = None
+    reasoning: None = None
+
+    def settings(self, of_conversation: Settings) -> Settings:
+        """Returns the settings of the response."""
+        names = ("instructions", "output_modalities", "max_output_tokens", "tools", "tool_choice")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.audio is not None and self.audio.output.voice is not None:
+            output = of_conversation.audio.output.model_copy(update={"voice": self.audio.output.voice})
+            given["audio"] = of_conversation.audio.model_copy(update={"output": output})
+        return of_conversation.model_copy(update=given)
+
+
+def _merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(old)
+    for name, value in new.items():
+        is_merged = name in _MERGED and isinstance(value, dict) and isinstance(old.get(name), dict)
+        merged[name] = _merge(old[name], cast("Object", value)) if is_merged else value
+    return merged
