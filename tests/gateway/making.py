@@ -1,11 +1,13 @@
 """A pipeline with a function that makes text, audio and images of a prompt, and a gateway in a process of its own."""
 
+import asyncio
 import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import httpx2
@@ -13,7 +15,7 @@ import openai
 import pytest
 
 from stagemesh.common.gateway_config import GatewayConfig
-from stagemesh.gateway.service import create_app
+from stagemesh.gateway.service import create_app, serve
 from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.v1 import signature_pb2
 from stagemesh.v1.orchestrator_pb2 import DescribePipelineResponse, OutputDescription
@@ -150,3 +152,27 @@ async def asking(
     transport = httpx2.ASGITransport(app=app)
     async with app.router.lifespan_context(app), httpx2.AsyncClient(transport=transport) as http:
         yield openai.AsyncOpenAI(base_url="http://gateway/v1", api_key=key, http_client=http, max_retries=0)
+
+
+@asynccontextmanager
+async def serving(*servers: str, **settings: Any) -> AsyncGenerator[str]:
+    """Serves a gateway in this process. Yields its address, "host:port". `settings` are those of its config."""
+    listen = f"127.0.0.1:{PortPicker().pick()}"
+    stopping = asyncio.Event()
+    task = asyncio.create_task(serve(GatewayConfig(listen, [[each] for each in servers], **settings), stopping))
+    try:
+        async with httpx.AsyncClient() as http, asyncio.timeout(30):
+            while not await _is_healthy(http, listen):
+                assert not task.done(), "the gateway ended"
+                await asyncio.sleep(0.02)
+        yield listen
+    finally:
+        stopping.set()
+        await task
+
+
+async def _is_healthy(http: httpx.AsyncClient, listen: str) -> bool:
+    try:
+        return (await http.get(f"http://{listen}/health")).is_success
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,448 @@
+"""Realtime conversations of OpenAI's official client with a gateway, whose orchestrator follows scripts."""
+
+import base64
+import io
+import json
+import wave
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import openai
+import pytest
+import websockets
+from openai.resources.realtime.realtime import AsyncRealtimeConnection
+
+from stagemesh.common.errors import InternalError
+from stagemesh.v1 import request_pb2, signature_pb2
+from stagemesh.v1.orchestrator_pb2 import DescribePipelineResponse, OutputDescription
+from tests.client import scripted_sessions
+from tests.client.scripted import (
+    Pause,
+    Script,
+    ScriptedOrchestrator,
+    Talk,
+    admitted,
+    audio,
+    ended,
+    finished,
+    served,
+    text,
+)
+from tests.gateway.making import serving
+
+RATE_HZ = 24_000
+TOOL = {"type": "function", "name": "read_clock", "parameters": {"type": "object"}}
+CALL = '<tool_call>{"name": "read_clock", "arguments": {"zone": "Asia/Tokyo"}}</tool_call>'
+
+
+class Talker:
+    """A realtime client, and the events that it has received."""
+
+    def __init__(self, connection: AsyncRealtimeConnection) -> None:
+        self._connection = connection
+        self.received: list[dict[str, Any]] = []
+
+    async def send(self, kind: str, **fields: Any) -> None:
+        event: Any = {"type": kind, **fields}
+        await self._connection.send(event)
+
+    async def until(self, *kinds: str) -> dict[str, Any]:
+        """Returns the next event of one of these types."""
+        while True:
+            event = (await self._connection.recv()).to_dict()
+            self.received.append(event)
+            if event["type"] in kinds:
+                return event
+            assert event["type"] != "error", event
+
+    async def say(self, words: str, **fields: Any) -> dict[str, Any]:
+        """Adds a message of the user. Returns its item."""
+        content = [{"type": "input_text", "text": words}]
+        item = {"type": "message", "role": "user", "content": content, **fields}
+        await self.send("conversation.item.create", item=item)
+        added: dict[str, Any] = (await self.until("conversation.item.done"))["item"]
+        return added
+
+    async def respond(self, **settings: Any) -> dict[str, Any]:
+        """Asks for a response, and returns it when it has ended."""
+        await self.send("response.create", response=settings)
+        done: dict[str, Any] = (await self.until("response.done"))["response"]
+        return done
+
+    async def error(self) -> dict[str, Any]:
+        """Returns the next error."""
+        error: dict[str, Any] = (await self.until("error"))["error"]
+        return error
+
+    def texts(self, kind: str) -> str:
+        """Returns the joined deltas of the events of a type."""
+        return "".join(event["delta"] for event in self.received if event["type"] == kind)
+
+
+@asynccontextmanager
+async def talking(*scripts: Script, talks: Sequence[Talk] = ()) -> AsyncGenerator[tuple[ScriptedOrchestrator, Talker]]:
+    """Yields an orchestrator with a text and an audio output, and a client whose conversation has begun."""
+    async with served() as orchestrator, conversing(orchestrator, *scripts, talks=talks) as url:
+        ai = openai.AsyncOpenAI(base_url=f"http://{url}/v1", api_key="none")
+        async with ai, ai.realtime.connect(model="p") as connection:
+            talker = Talker(connection)
+            await talker.until("session.created")
+            yield orchestrator, talker
+
+
+@asynccontextmanager
+async def conversing(
+    orchestrator: ScriptedOrchestrator, *scripts: Script, talks: Sequence[Talk] = ()
+) -> AsyncGenerator[str]:
+    """Serves a gateway for the orchestrator. Yields its address."""
+    orchestrator.description = DescribePipelineResponse(
+        pipeline="p",
+        outputs=[
+            OutputDescription(name="text", stage="thinker", kind=signature_pb2.TENSOR_KIND_TEXT),
+            OutputDescription(name="audio", stage="vocoder", kind=signature_pb2.TENSOR_KIND_AUDIO),
+        ],
+        protocol=orchestrator.description.protocol,
+        detects_turns=bool(talks),
+    )
+    orchestrator.scripts.extend(scripts)
+    orchestrator.talks.extend(talks)
+    async with serving(orchestrator.endpoint) as url:
+        yield url
+
+
+def spoken(*words: str) -> Script:
+    """Returns a script that says each word, with a tenth of a second of audio for each."""
+    return [admitted(), *said(*words), ended("text"), ended("audio"), finished()]
+
+
+def said(*words: str) -> Iterator[Any]:
+    """Yields a part of the text and of the audio for each word."""
+    for word in words:
+        yield text(word)
+        yield audio([0.25] * (RATE_HZ // 10))
+
+
+def messages(orchestrator: ScriptedOrchestrator, request: int = -1) -> list[tuple[str, str]]:
+    """Returns the roles and texts of the prompt of a request."""
+    found = orchestrator.requests[request].input.conversation.messages
+    names = {request_pb2.ROLE_USER: "user", request_pb2.ROLE_ASSISTANT: "assistant", request_pb2.ROLE_SYSTEM: "system"}
+    return [(names.get(each.role, "tool"), each.content or "".join(part.text for part in each.parts)) for each in found]
+
+
+def pcm(samples: npt.NDArray[np.int16]) -> str:
+    """Returns samples as a client sends them."""
+    return base64.b64encode(samples.tobytes()).decode()
+
+
+def wav_samples(part: request_pb2.Part) -> npt.NDArray[np.int16]:
+    """Returns the samples of a WAV file in a prompt."""
+    with wave.open(io.BytesIO(part.audio_file.data)) as file:
+        assert (file.getframerate(), file.getnchannels()) == (RATE_HZ, 1)
+        return np.frombuffer(file.readframes(1 << 24), np.int16)
+
+
+async def test_a_spoken_response_has_the_events_of_openai() -> None:
+    async with talking(spoken("Good ", "morning.")) as (orchestrator, talker):
+        session = talker.received[0]["session"]
+        assert session["output_modalities"] == ["audio"]
+        assert session["audio"]["input"]["turn_detection"] is None
+        await talker.say("Hello")
+        first = len(talker.received)
+        response = await talker.respond(instructions="Be polite.")
+        assert messages(orchestrator) == [("system", "Be polite."), ("user", "Hello")]
+        assert list(orchestrator.requests[0].outputs) == ["text", "audio"]
+        assert [event["type"] for event in talker.received[first:] if "delta" not in event["type"]] == [
+            "response.created",
+            "response.output_item.added",
+            "conversation.item.added",
+            "response.content_part.added",
+            "response.output_audio.done",
+            "response.output_audio_transcript.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "conversation.item.done",
+            "response.done",
+        ]
+        assert talker.texts("response.output_audio_transcript.delta") == "Good morning."
+        deltas = [each["delta"] for each in talker.received if each["type"] == "response.output_audio.delta"]
+        samples = np.frombuffer(b"".join(map(base64.b64decode, deltas)), np.int16)
+        assert len(samples) == RATE_HZ // 5
+        assert samples[100] == pytest.approx(0.25 * 32_768, abs=2)
+        assert response["status"] == "completed"
+        assert response["output"][0]["content"][0]["transcript"] == "Good morning."
+
+
+async def test_a_response_in_text_follows_the_conversation() -> None:
+    script: Script = [admitted(), text("One."), ended("text"), finished()]
+    async with talking(script) as (orchestrator, talker):
+        await talker.send("session.update", session={"type": "realtime", "output_modalities": ["text"]})
+        await talker.until("session.updated")
+        await talker.say("First")
+        await talker.respond()
+        await talker.say("Second")
+        response = await talker.respond(max_output_tokens=5)
+        assert messages(orchestrator) == [("user", "First"), ("assistant", "One."), ("user", "Second")]
+        assert list(orchestrator.requests[1].outputs) == ["text"]
+        assert orchestrator.requests[1].parameters.sampling.max_tokens == 5
+        assert talker.texts("response.output_text.delta") == "One.One."
+        assert response["output"][0]["content"] == [{"type": "output_text", "text": "One."}]
+
+
+async def test_a_tool_is_called() -> None:
+    script: Script = [admitted(), *said(CALL[:30], CALL[30:]), ended("text"), ended("audio"), finished()]
+    async with talking(script, spoken("Noon.")) as (orchestrator, talker):
+        await talker.send("session.update", session={"type": "realtime", "tools": [TOOL]})
+        await talker.until("session.updated")
+        await talker.say("What time is it?")
+        response = await talker.respond()
+        assert orchestrator.requests[0].input.conversation.tools[0].name == "read_clock"
+        call = response["output"][0]
+        assert (call["type"], call["name"]) == ("function_call", "read_clock")
+        assert json.loads(call["arguments"]) == {"zone": "Asia/Tokyo"}
+        # Nothing is said, because the audio is that of the call.
+        assert "response.output_audio.delta" not in {event["type"] for event in talker.received}
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": "12:00"}
+        await talker.send("conversation.item.create", item=output)
+        await talker.until("conversation.item.done")
+        await talker.respond()
+        prompt = orchestrator.requests[1].input.conversation.messages
+        assert [(each.name, each.id) for each in prompt[1].tool_calls] == [("read_clock", call["call_id"])]
+        assert (prompt[2].role, prompt[2].content) == (request_pb2.ROLE_TOOL, "12:00")
+        assert prompt[2].tool_call_id == call["call_id"]
+
+
+async def test_a_cancelled_response_is_truncated_to_its_heard_part() -> None:
+    script: Script = [admitted(), *said("one ", "two ", "three ", "four "), Pause.FOREVER]
+    async with talking(script, spoken("Five.")) as (orchestrator, talker):
+        await talker.say("Count")
+        await talker.send("response.create")
+        for _ in range(4):
+            await talker.until("response.output_audio.delta")
+        await talker.send("response.cancel")
+        response = (await talker.until("response.done"))["response"]
+        await orchestrator.hung_up.wait()
+        assert response["status"] == "cancelled"
+        assert response["status_details"] == {"type": "cancelled", "reason": "client_cancelled"}
+        item = response["output"][0]
+        assert item["status"] == "incomplete"
+        await talker.send("conversation.item.truncate", item_id=item["id"], content_index=0, audio_end_ms=5_000)
+        assert "send at most that" in (await talker.error())["message"]
+        await talker.send("conversation.item.truncate", item_id=item["id"], content_index=0, audio_end_ms=200)
+        await talker.until("conversation.item.truncated")
+        await talker.say("Go on")
+        await talker.respond()
+        assert messages(orchestrator)[1] == ("assistant", "one two")
+
+
+async def test_audio_becomes_a_message_when_it_is_committed() -> None:
+    samples = np.arange(2 * RATE_HZ, dtype=np.int16)
+    async with talking(spoken("Yes.")) as (orchestrator, talker):
+        await talker.send("input_audio_buffer.append", audio=pcm(samples[:100]))
+        await talker.send("input_audio_buffer.clear")
+        await talker.until("input_audio_buffer.cleared")
+        await talker.send("input_audio_buffer.commit")
+        assert "empty" in (await talker.error())["message"]
+        for start in range(0, len(samples), RATE_HZ // 2):
+            await talker.send("input_audio_buffer.append", audio=pcm(samples[start : start + RATE_HZ // 2]))
+        await talker.send("input_audio_buffer.commit")
+        committed = await talker.until("input_audio_buffer.committed")
+        await talker.until("conversation.item.done")
+        await talker.respond()
+        part = orchestrator.requests[0].input.conversation.messages[0].parts[0]
+        np.testing.assert_array_equal(wav_samples(part), samples)
+        await talker.send("conversation.item.retrieve", item_id=committed["item_id"])
+        item = (await talker.until("conversation.item.retrieved"))["item"]
+        assert base64.b64decode(item["content"][0]["audio"]) == samples.tobytes()
+
+
+async def test_detected_speech_is_answered_and_interrupts() -> None:
+    def speech(turn: int, begin_s: float, end_s: float) -> Talk:
+        return [
+            scripted_sessions.speech(turn, begins=True, at_s=begin_s),
+            scripted_sessions.speech(turn, begins=False, at_s=end_s),
+            scripted_sessions.committed(turn, audio_end_s=end_s),
+            scripted_sessions.turn_ended(turn),
+        ]
+
+    second = np.ones(RATE_HZ, np.int16)
+    talk: Talk = [
+        scripted_sessions.opened(limit=64 << 20),
+        *("append", "append", *speech(1, 0.5, 1.5)),
+        *("append", *speech(2, 2.0, 3.0), Pause.FOREVER),
+    ]
+    answer: Script = [admitted(), *said("Well, "), Pause.FOREVER]
+    async with talking(answer, spoken("Yes."), talks=[talk]) as (orchestrator, talker):
+        assert talker.received[0]["session"]["audio"]["input"]["turn_detection"]["type"] == "server_vad"
+        for value in (1, 2):
+            await talker.send("input_audio_buffer.append", audio=pcm(second * value))
+        started = await talker.until("input_audio_buffer.speech_started")
+        stopped = await talker.until("input_audio_buffer.speech_stopped")
+        assert (started["audio_start_ms"], stopped["audio_end_ms"]) == (500, 1500)
+        committed = await talker.until("input_audio_buffer.committed")
+        assert committed["item_id"] == started["item_id"] == stopped["item_id"]
+        await talker.until("response.output_audio.delta")
+        await talker.send("input_audio_buffer.append", audio=pcm(second * 3))
+        interrupted = (await talker.until("response.done"))["response"]
+        assert interrupted["status_details"] == {"type": "cancelled", "reason": "turn_detected"}
+        assert (await talker.until("response.done"))["response"]["status"] == "completed"
+        opening = orchestrator.events[0][0].open
+        assert opening.turn_detection.detects_only
+        first, second_request = (each.input.conversation.messages for each in orchestrator.requests)
+        half = RATE_HZ // 2
+        np.testing.assert_array_equal(wav_samples(first[0].parts[0]), np.repeat([1, 2], half))
+        np.testing.assert_array_equal(wav_samples(second_request[2].parts[0]), np.repeat([3], RATE_HZ))
+        assert second_request[1].content == "Well, "
+
+
+async def test_a_listener_that_fails_is_reported_and_replaced() -> None:
+    failing: Talk = [scripted_sessions.opened(), "append", InternalError("the stage is lost")]
+    silent: Talk = [scripted_sessions.opened(), "append", Pause.FOREVER]
+    async with talking(talks=[failing, silent]) as (orchestrator, talker):
+        second = pcm(np.zeros(RATE_HZ, np.int16))
+        await talker.send("input_audio_buffer.append", audio=second)
+        assert "the stage is lost" in (await talker.error())["message"]
+        await talker.send("input_audio_buffer.append", audio=second)
+        await talker.send("input_audio_buffer.clear")
+        await talker.until("input_audio_buffer.cleared")
+        assert len(orchestrator.events) == 2
+
+
+async def test_items_can_be_inserted_and_deleted() -> None:
+    async with talking(spoken("Ok.")) as (orchestrator, talker):
+        await talker.say("second", id="b")
+        content = [{"type": "input_text", "text": "first"}]
+        item = {"type": "message", "role": "system", "content": content, "id": "a"}
+        await talker.send("conversation.item.create", item=item, previous_item_id="root")
+        assert (await talker.until("conversation.item.added"))["previous_item_id"] is None
+        await talker.say("third", id="c")
+        await talker.send("conversation.item.delete", item_id="b")
+        await talker.until("conversation.item.deleted")
+        await talker.respond()
+        assert messages(orchestrator) == [("system", "first"), ("user", "third")]
+        for event in (
+            {"type": "conversation.item.create", "item": {**item, "id": "c"}},
+            {"type": "conversation.item.create", "item": {**item, "id": "d"}, "previous_item_id": "x"},
+            {"type": "conversation.item.delete", "item_id": "b"},
+            {"type": "conversation.item.truncate", "item_id": "c", "content_index": 0, "audio_end_ms": 0},
+        ):
+            await talker.send(**{"kind" if name == "type" else name: value for name, value in event.items()})  # type: ignore[arg-type]
+            assert (await talker.error())["param"] in {"item.id", "previous_item_id", "item_id"}
+
+
+async def test_a_response_outside_the_conversation_leaves_no_item() -> None:
+    script: Script = [admitted(), text("Topic: sea"), ended("text"), finished()]
+    async with talking(script, spoken("Hello.")) as (orchestrator, talker):
+        known = await talker.say("Tell me of the sea")
+        request = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Classify."}]}]
+        response = await talker.respond(
+            conversation="none",
+            output_modalities=["text"],
+            input=[{"type": "item_reference", "id": known["id"]}, *request],
+            metadata={"purpose": "topic"},
+        )
+        assert messages(orchestrator) == [("user", "Tell me of the sea"), ("user", "Classify.")]
+        assert (response["conversation_id"], response["metadata"]) == (None, {"purpose": "topic"})
+        await talker.respond()
+        assert messages(orchestrator) == [("user", "Tell me of the sea")]
+
+
+async def test_one_response_of_the_conversation_runs_at_a_time() -> None:
+    async with talking([admitted(), text("so"), Pause.FOREVER]) as (_, talker):
+        await talker.send("response.cancel")
+        assert (await talker.error())["code"] == "turn_ended"
+        await talker.send("response.create")
+        assert "empty" in (await talker.error())["message"]
+        await talker.say("Hello")
+        await talker.send("response.create")
+        await talker.until("response.output_audio_transcript.delta")
+        await talker.send("response.create", event_id="mine")
+        error = await talker.error()
+        assert (error["code"], error["event_id"]) == ("turn_running", "mine")
+
+
+async def test_a_failed_response_is_reported() -> None:
+    script: Script = [admitted(), text("so"), InternalError("the stage is lost")]
+    async with talking(script) as (_, talker):
+        await talker.say("Hello")
+        response = await talker.respond()
+        assert response["status"] == "failed"
+        assert "the stage is lost" in response["status_details"]["error"]["message"]
+        assert response["output"][0]["status"] == "incomplete"
+
+
+SETTINGS = {
+    "unknown": ({"loudness": 3}, "session.loudness"),
+    "no effect": ({"audio": {"input": {"transcription": {"model": "whisper-1"}}}}, "session.audio.input.transcription"),
+    "model": ({"model": "other"}, "session.model"),
+    "detection": (
+        {"audio": {"input": {"turn_detection": {"type": "server_vad"}}}},
+        "session.audio.input.turn_detection",
+    ),
+    "format": ({"audio": {"output": {"format": {"type": "audio/pcmu"}}}}, "session.audio.output.format.type"),
+    "voice": ({"audio": {"output": {"voice": "alto"}}}, "session.audio.output.voice"),
+    "tools": ({"tools": [{"type": "mcp", "name": "x"}]}, "session.tools.0.type"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+async def test_a_setting_without_effect_is_rejected_with_its_name(name: str) -> None:
+    changes, param = SETTINGS[name]
+    async with talking(spoken("Yes.")) as (_, talker):
+        await talker.send("session.update", session={"type": "realtime", "instructions": "x", **changes})
+        assert (await talker.error())["param"] == param
+        await talker.say("Hello")
+        assert (await talker.respond())["status"] == "completed"
+
+
+async def test_frames_that_are_not_events_are_rejected() -> None:
+    frames = {
+        "binary": (b"{}", "text frame"),
+        "json": ("{", "not a JSON object"),
+        "list": ("[]", "not a JSON object"),
+        "kind": ('{"type": "session.destroy"}', "session.destroy"),
+        "base64": ('{"type": "input_audio_buffer.append", "audio": "?"}', "not base64"),
+        "half": ('{"type": "input_audio_buffer.append", "audio": "AAAA"}', "half a sample"),
+        "missing": ('{"type": "conversation.item.delete"}', "item_id"),
+    }
+    async with (
+        served() as orchestrator,
+        conversing(orchestrator) as url,
+        websockets.connect(f"ws://{url}/v1/realtime?model=p") as socket,
+    ):
+        await socket.recv()
+        for frame, words in frames.values():
+            await socket.send(frame)
+            event = json.loads(await socket.recv())
+            assert event["type"] == "error"
+            assert words in event["error"]["message"]
+
+
+async def test_a_client_that_leaves_cancels_its_response() -> None:
+    async with served() as orchestrator, conversing(orchestrator, [admitted(), text("so"), Pause.FOREVER]) as url:
+        ai = openai.AsyncOpenAI(base_url=f"http://{url}/v1", api_key="none")
+        async with ai, ai.realtime.connect(model="p") as connection:
+            talker = Talker(connection)
+            await talker.say("Hello")
+            await talker.send("response.create")
+            await talker.until("response.output_audio_transcript.delta")
+        await orchestrator.hung_up.wait()
+
+
+@pytest.mark.parametrize(
+    ("path", "origin", "status"),
+    [
+        ("/v1/realtime", None, 400),
+        ("/v1/realtime?model=other", None, 404),
+        ("/v1/realtime?model=p", "http://elsewhere.example", 403),
+    ],
+)
+async def test_a_connection_that_cannot_be_served_is_rejected(path: str, origin: str | None, status: int) -> None:
+    async with served() as orchestrator, conversing(orchestrator) as url:
+        with pytest.raises(websockets.InvalidStatus) as caught:
+            async with websockets.connect(f"ws://{url}{path}", origin=origin):  # type: ignore[arg-type]
+                pass
+        assert caught.value.response.status_code == status
+        assert json.loads(caught.value.response.body or b"")["error"]["message"]
