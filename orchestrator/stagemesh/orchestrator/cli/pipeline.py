@@ -1,18 +1,19 @@
-"""`stagemesh pipeline`: checks and explains pipeline files without running them."""
+"""`stagemesh pipeline`: checks, explains and imports pipeline files without running them."""
 
 from dataclasses import asdict
 from enum import Enum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from stagemesh.common.errors import InvalidPipelineError
-from stagemesh.common.exit_codes import exit_code
+from stagemesh.common.errors import InvalidPipelineError, InvalidRequestError
+from stagemesh.common.exit_codes import ExitCode, exit_code
 from stagemesh.orchestrator.cli.error_output import AsJson
 from stagemesh.orchestrator.cli.options import PipelineName, Replicas, Settings, read_overrides
 from stagemesh.orchestrator.cli.output import Column, fields, make_table, print_all, print_json
 
-app = typer.Typer(help="Check, explain and draw pipeline files without running them.", no_args_is_help=True)
+app = typer.Typer(help="Check, explain, draw and import pipeline files without running them.", no_args_is_help=True)
 
 
 class GraphFormat(Enum):
@@ -133,3 +134,65 @@ def graph(
         Console(highlight=False).print(draw_tree(pipeline))
     else:
         typer.echo(draw_mermaid(pipeline) if form is GraphFormat.MERMAID else draw_dot(pipeline))
+
+
+@app.command("import")
+def import_file(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", exists=True, dir_okay=False, help="Read this stage config or deploy config of vLLM-Omni."
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Write the pipeline to this file.", show_default="standard output"
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="Set the model of all stages: a name or a path.",
+            show_default="the variable STAGEMESH_MODEL, with the usual checkpoint as its default",
+        ),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Set the name of the pipeline.", show_default="the name of FILE")
+    ] = None,
+    topology: Annotated[
+        str | None,
+        typer.Option(
+            "--topology",
+            help="Set the graph of stages of a deploy config that does not name it, for example qwen3_omni_moe.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Convert a config of vLLM-Omni to a pipeline file, and list the keys that are not converted."""
+    from stagemesh.orchestrator.cli.vllm_omni_import.pipeline_file import import_config
+    from stagemesh.orchestrator.cli.vllm_omni_import.report import Outcome
+
+    imported = import_config(file, model=model, name=name, topology=topology)
+    found = {outcome: imported.report.items(outcome) for outcome in Outcome}
+    if output is not None and imported.pipeline is not None:
+        try:
+            output.write_text(imported.dump(), encoding="utf-8")
+        except OSError as exc:
+            text = f"{output} cannot be written: {exc.strerror}; set --output to another file"
+            raise InvalidRequestError(text, reason="CANNOT_WRITE") from exc
+    if as_json:
+        lists = {
+            outcome.name.lower(): [{"path": item.path, "message": item.text} for item in items]
+            for outcome, items in found.items()
+        }
+        print_json({"pipeline": imported.pipeline, "file": imported.dump(), **lists})
+    else:
+        if output is None:
+            typer.echo(imported.dump(), nl=False)
+        for outcome, items in found.items():
+            for item in items:
+                typer.echo(f"{outcome.value}: {item.path}: {item.text}", err=True)
+    if imported.pipeline is None:
+        raise typer.Exit(ExitCode.FAILED)
