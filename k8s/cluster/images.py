@@ -13,6 +13,7 @@ from k8s.cluster.shell import run
 
 REPOSITORY = Path(__file__).parents[2]
 ORCHESTRATOR = "localhost/stagemesh/orchestrator"
+GATEWAY = "localhost/stagemesh/gateway"
 STAGE = "localhost/stagemesh/stage-cpu"
 PAUSE = "localhost/pause"
 _DEBIAN = "localhost/debian:bookworm-slim"
@@ -20,7 +21,7 @@ _PYTHON = "localhost/python3-debian12:nonroot"
 _SUITE = "bookworm"
 MAX_ORCHESTRATOR_BYTES = 200_000_000
 _SLIM = [f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("doc", "locale", "man")]
-# What the official base of the orchestrator contains: Python and the libraries that its packages need.
+# What the official base of orchestrators and gateways contains: Python and the libraries that its packages need.
 _PYTHON_PACKAGES = (
     "base-files,ca-certificates,libgomp1,libpython3.11-stdlib,libstdc++6,netbase,"
     "python3-minimal,python3.11-minimal,tzdata"
@@ -36,10 +37,11 @@ def build(folder: Path, *, tag: str) -> dict[str, int]:
     _import_base(_DEBIAN, ["--variant=minbase"])
     _import_base(_PYTHON, ["--variant=extract", f"--include={_PYTHON_PACKAGES}"])
     _build_pause(folder)
-    orchestrator = {"BUILD_BASE": _DEBIAN, "BASE": _PYTHON}
-    _build("orchestrator", f"{ORCHESTRATOR}:{tag}", orchestrator, folder)
+    bases = {"BUILD_BASE": _DEBIAN, "BASE": _PYTHON}
+    _build("orchestrator", f"{ORCHESTRATOR}:{tag}", bases, folder)
+    _build("gateway", f"{GATEWAY}:{tag}", bases, folder)
     _build("stage", f"{STAGE}:{tag}", {"BASE": _DEBIAN, "VARIANT": "cpu"}, folder)
-    sizes = {image: _size_bytes(image) for image in (f"{ORCHESTRATOR}:{tag}", f"{STAGE}:{tag}")}
+    sizes = {image: _size_bytes(image) for image in (f"{ORCHESTRATOR}:{tag}", f"{GATEWAY}:{tag}", f"{STAGE}:{tag}")}
     check_orchestrator_size(sizes[f"{ORCHESTRATOR}:{tag}"])
     return sizes
 

@@ -1,11 +1,13 @@
 import asyncio
 import json
+import re
 import signal
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from stagemesh.common.exit_codes import ExitCode
@@ -20,6 +22,7 @@ class Up:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.endpoint = ""
+        self.gateway_url = ""
         self.edges: list[dict[str, Any]] = []
         self.children: dict[str, int] = {}
 
@@ -29,6 +32,7 @@ class Up:
             event = json.loads(await self.next_line())
             if event["event"] == "ready":
                 self.endpoint, self.edges = event["endpoint"], event["edges"]
+                self.gateway_url = event["gateway_url"]
             elif event["process_id"] is not None:
                 self.children[event["name"]] = event["process_id"]
 
@@ -39,9 +43,9 @@ class Up:
 
 
 @asynccontextmanager
-async def _up(pipeline: Path) -> AsyncGenerator[Up]:
+async def _up(pipeline: Path, *arguments: str) -> AsyncGenerator[Up]:
     process = await asyncio.create_subprocess_exec(
-        *COMMAND, "up", str(pipeline), "--port", "0", "--json", stdout=asyncio.subprocess.PIPE
+        *COMMAND, "up", str(pipeline), "--port", "0", "--json", *arguments, stdout=asyncio.subprocess.PIPE
     )
     try:
         up = Up(process)
@@ -94,6 +98,47 @@ async def test_a_second_up_on_the_same_port_reports_the_port(tiny: Path) -> None
     assert ran.exit_code == ExitCode.REFUSED
     assert port in ran.stderr
     assert "--port" in ran.stderr
+
+
+async def test_ctrl_c_stops_a_gateway_that_has_answered(tiny: Path) -> None:
+    async with _up(tiny, "--gateway", "127.0.0.1:0") as up:
+        async with openai.AsyncOpenAI(base_url=up.gateway_url, api_key="none", max_retries=0, timeout=30) as client:
+            answer = await client.completions.create(model="tiny", prompt="hello", seed=1)
+        up.process.send_signal(signal.SIGINT)
+        assert await up.process.wait() == 0
+        assert sorted(up.children) == ["first-0", "gateway", "orchestrator", "second-0"]
+        assert [await _gone(child) for child in up.children.values()] == [True] * 4
+    assert answer.choices[0].text.startswith("Step 0 is ")
+
+
+async def test_the_url_of_a_gateway_is_printed(tiny: Path) -> None:
+    arguments = ("up", str(tiny), "--port", "0", "--gateway", "127.0.0.1:0")
+    process = await asyncio.create_subprocess_exec(*COMMAND, *arguments, stderr=asyncio.subprocess.PIPE)
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(30):
+            while not (line := (await process.stderr.readline()).decode()).startswith("OpenAI's API at "):
+                assert line
+    finally:
+        process.terminate()
+        await process.communicate()
+    assert re.fullmatch(r"OpenAI's API at http://127\.0\.0\.1:\d+/v1\n", line)
+
+
+async def test_a_gateway_on_a_port_in_use_reports_its_option(tiny: Path) -> None:
+    async with _up(tiny) as up:
+        ran = await stagemesh("up", str(tiny), "--port", "0", "--gateway", up.endpoint)
+    assert ran.exit_code == ExitCode.REFUSED
+    assert up.endpoint.rpartition(":")[2] in ran.stderr
+    assert "--gateway" in ran.stderr
+
+
+async def test_a_gateway_without_its_extra_names_the_extra(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tiny.parent / "uvicorn.py").write_text("raise ModuleNotFoundError(name='uvicorn')")
+    monkeypatch.setenv("PYTHONPATH", str(tiny.parent))
+    ran = await stagemesh("up", str(tiny), "--port", "0", "--gateway", "127.0.0.1:0")
+    assert ran.exit_code == ExitCode.REFUSED
+    assert "--gateway needs the module uvicorn; run: pip install 'stagemesh[gateway]'" in ran.stderr
 
 
 async def test_the_connectors_of_edges_are_printed_when_the_pipeline_is_ready(tiny: Path) -> None:

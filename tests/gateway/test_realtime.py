@@ -4,7 +4,7 @@ import base64
 import io
 import json
 import wave
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -373,7 +373,7 @@ async def test_a_failed_response_is_reported() -> None:
         assert response["output"][0]["status"] == "incomplete"
 
 
-SETTINGS = {
+SETTINGS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "unknown": ({"loudness": 3}, "session.loudness"),
     "no effect": ({"audio": {"input": {"transcription": {"model": "whisper-1"}}}}, "session.audio.input.transcription"),
     "model": ({"model": "other"}, "session.model"),
@@ -398,7 +398,7 @@ async def test_a_setting_without_effect_is_rejected_with_its_name(name: str) -> 
 
 
 async def test_frames_that_are_not_events_are_rejected() -> None:
-    frames = {
+    frames: Mapping[str, tuple[str | bytes, str]] = {
         "binary": (b"{}", "text frame"),
         "json": ("{", "not a JSON object"),
         "list": ("[]", "not a JSON object"),

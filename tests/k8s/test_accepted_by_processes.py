@@ -8,6 +8,9 @@ import pytest
 import typer.main
 from typer.core import TyperGroup
 
+from stagemesh.common.gateway_config import GatewayConfig
+from stagemesh.common.process_config import load_config
+from stagemesh.common.token_config import TokenConfig
 from stagemesh.orchestrator.cli.main import app
 from stagemesh.orchestrator.config import OrchestratorConfig
 from stagemesh.orchestrator.scaling.external_scaler import parse_trigger
@@ -34,6 +37,25 @@ def test_orchestrators_accept_their_config(path: Path) -> None:
     for pod in all_pods(render(read_values(path))):
         if text := pod.annotations.get("stagemesh.dev/config"):
             assert OrchestratorConfig(**json.loads(text)).metrics_listen == "0.0.0.0:9464"
+
+
+def test_orchestrators_accept_their_tokens(tmp_path: Path) -> None:
+    provider = {"keys": "https://id.example/keys", "issuer": "https://id.example", "audience": "mesh"}
+    release = Release(at("tls", {"enabled": True, "issuer": {"name": "ca"}, "tokens": {"secret": "s", **provider}}))
+    file = tmp_path / "orchestrator.json"
+    file.write_text(release.pod("orchestrator").annotations["stagemesh.dev/config"])
+    tokens = load_config(OrchestratorConfig, file).tokens
+    assert tokens == TokenConfig(file="/etc/stagemesh/tokens/tokens.json", **provider)
+
+
+@pytest.mark.parametrize("settings", [{}, {"httpsSecret": "https", "maxBodyBytes": 2**33}], ids=["http", "https"])
+def test_gateways_accept_their_config(settings: dict[str, Any], tmp_path: Path) -> None:
+    release = Release(at("gateway", {"enabled": True, **settings}))
+    file = tmp_path / "gateway.json"
+    file.write_text(release.pod("gateway").annotations["stagemesh.dev/gateway"])
+    config = load_config(GatewayConfig, file)
+    assert config.max_body_bytes == settings.get("maxBodyBytes", 64 << 20)
+    assert (config.https is not None) == ("httpsSecret" in settings)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

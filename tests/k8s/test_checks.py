@@ -21,6 +21,7 @@ REMOVED = object()
 STAGE, ORCHESTRATOR = "Deployment/tts-vocoder", "Deployment/tts-orchestrator"
 SERVICE, BUDGET, POLICY = "Service/tts-vocoder", "PodDisruptionBudget/tts-vocoder", "NetworkPolicy/tts-vocoder"
 HPA, KEDA, LWS = "HorizontalPodAutoscaler/tts-vocoder", "ScaledObject/tts-talker", "LeaderWorkerSet/tts-thinker"
+INGRESS, BACKEND = "Ingress/tts", "spec rules 0 http paths 0 backend service"
 POD = "spec template spec"
 CONTAINER = f"{POD} containers 0"
 OTHER_LABELS = {"app.kubernetes.io/instance": "other"}
@@ -102,6 +103,9 @@ FAULTS: list[tuple[str, str, Any, str]] = [
     (SERVICE, "spec ports 0 targetPort", "http", "Deployment/tts-vocoder has 0 ports 'http'"),
     (SERVICE, "spec ports 0 targetPort", 7780, "Deployment/tts-vocoder has 0 ports 7780"),
     ("Service/tts-orchestrator", "spec ports 1 name", "grpc", "spec.ports need different names"),
+    (INGRESS, f"{BACKEND} port name", "http", "Service/tts-orchestrator has no port 'http'"),
+    (INGRESS, f"{BACKEND} name", "tts-gateway", "Service/tts-gateway has no port 'grpc'"),
+    (INGRESS, "spec tls", [{"secretName": "public"}], "spec.tls: Secret/public does not exist"),
     (BUDGET, "spec selector matchLabels", OTHER_LABELS, "spec.selector selects pods of 0 workloads"),
     (BUDGET, "spec minAvailable", 1, "needs either minAvailable or maxUnavailable"),
     (HPA, "spec scaleTargetRef name", "tts-vocoders", "Deployment/tts-vocoders does not exist"),

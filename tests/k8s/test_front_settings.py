@@ -1,4 +1,4 @@
-"""Settings of the orchestrators and of the media service, which face the clients."""
+"""Settings of the orchestrators, of the media service and of the gateways, which face the clients."""
 
 from typing import Any
 
@@ -9,7 +9,8 @@ from tests.k8s.release import Release, at, settings
 from tests.k8s.test_stage_settings import AFFINITY, SPREAD, TOLERATION
 
 MEDIA = at("pipeline.media.store", "s3://bucket/media")
-FRONTS = pytest.mark.parametrize("front", ["orchestrator", "media"])
+GATEWAY = at("gateway.enabled", True)
+FRONTS = pytest.mark.parametrize("front", ["orchestrator", "media", "gateway"])
 
 
 @FRONTS
@@ -25,9 +26,9 @@ FRONTS = pytest.mark.parametrize("front", ["orchestrator", "media"])
     ],
 )
 def test_a_setting_of_the_pod_reaches_one_front_alone(front: str, setting: str, value: Any) -> None:
-    release = Release(MEDIA, at(f"{front}.{setting}", value))
-    found = {name: release.pod(name).spec.get(setting) for name in ("orchestrator", "media", "thinker")}
-    assert found == {"orchestrator": None, "media": None, "thinker": None, front: value}
+    release = Release(MEDIA, GATEWAY, at(f"{front}.{setting}", value))
+    found = {name: release.pod(name).spec.get(setting) for name in ("orchestrator", "media", "gateway", "thinker")}
+    assert found == {"orchestrator": None, "media": None, "gateway": None, "thinker": None, front: value}
 
 
 @FRONTS
@@ -37,7 +38,7 @@ def test_the_container_of_a_front_has_the_given_resources_and_environment(front:
         "env": [{"name": "AWS_REGION", "value": "eu-1"}],
         "envFrom": [{"secretRef": {"name": "store"}}],
     }
-    container = Release(MEDIA, at(front, given)).container(front)
+    container = Release(MEDIA, GATEWAY, at(front, given)).container(front)
     assert settings(container, "resources.requests.cpu", "resources.limits.memory") == ["2", "3Gi"]
     assert given["env"][0] in container["env"]
     assert container["envFrom"] == given["envFrom"]
@@ -45,7 +46,7 @@ def test_the_container_of_a_front_has_the_given_resources_and_environment(front:
 
 @FRONTS
 def test_a_front_has_the_given_number_of_replicas_and_surge(front: str) -> None:
-    release = Release(MEDIA, at(front, {"replicas": 3, "surge": 2}))
+    release = Release(MEDIA, GATEWAY, at(front, {"replicas": 3, "surge": 2}))
     spec = release[f"Deployment/release-{front}"]["spec"]
     assert settings(spec, "replicas", "strategy.rollingUpdate") == [3, {"maxUnavailable": 0, "maxSurge": 2}]
 
@@ -58,7 +59,7 @@ def test_pods_of_a_front_spread_and_have_labels_and_an_account(front: str) -> No
         "podAnnotations": {"note": "x"},
         "serviceAccount": {"create": False, "name": "team"},
     }
-    pod = Release(MEDIA, at(front, given)).pod(front)
+    pod = Release(MEDIA, GATEWAY, at(front, given)).pod(front)
     constraint = pod.spec["topologySpreadConstraints"][0]
     assert constraint["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == front
     assert (pod.labels["cost"], pod.annotations["note"], pod.spec["serviceAccountName"]) == ("7", "x", "team")
@@ -67,7 +68,7 @@ def test_pods_of_a_front_spread_and_have_labels_and_an_account(front: str) -> No
 @FRONTS
 def test_a_load_balancer_exposes_a_front_with_its_annotations(front: str) -> None:
     given = {"service": {"type": "LoadBalancer", "annotations": {"lb": "internal"}}}
-    service = Release(MEDIA, at(front, given))[f"Service/release-{front}"]
+    service = Release(MEDIA, GATEWAY, at(front, given))[f"Service/release-{front}"]
     assert service["spec"]["type"] == "LoadBalancer"
     assert service["metadata"]["annotations"] == {"lb": "internal"}
 
@@ -75,8 +76,8 @@ def test_a_load_balancer_exposes_a_front_with_its_annotations(front: str) -> Non
 @FRONTS
 def test_the_disruption_budget_of_a_front_can_be_turned_off(front: str) -> None:
     ref = f"PodDisruptionBudget/release-{front}"
-    assert ref in Release(MEDIA)
-    assert ref not in Release(MEDIA, at(f"{front}.podDisruptionBudget.enabled", False))
+    assert ref in Release(MEDIA, GATEWAY)
+    assert ref not in Release(MEDIA, GATEWAY, at(f"{front}.podDisruptionBudget.enabled", False))
 
 
 def test_the_service_of_clients_has_the_given_port_and_networks() -> None:

@@ -183,6 +183,13 @@ def test_the_notes_name_the_next_three_commands(helm: str, tmp_path: Path) -> No
     assert f"helm test {RELEASE} --namespace {NAMESPACE} --logs" in commands
 
 
+def test_the_notes_name_the_url_of_the_gateways(tmp_path: Path) -> None:
+    ingress = at("gateway.ingress", {"enabled": True, "host": "ai.example.com", "tlsSecret": "public"})
+    notes = read_notes(tmp_path, "helm4", GATEWAY, ingress)
+    url = f"http://release-gateway.{NAMESPACE}.svc.cluster.local:8000/v1"
+    assert f"OpenAI's API is served at {url} and https://ai.example.com/v1.\n" in notes
+
+
 @pytest.mark.parametrize("helm", HELMS)
 def test_the_notes_say_that_connections_are_not_encrypted(helm: str, tmp_path: Path) -> None:
     assert "connections are neither encrypted nor authenticated" in read_notes(tmp_path, helm)
@@ -191,6 +198,9 @@ def test_the_notes_say_that_connections_are_not_encrypted(helm: str, tmp_path: P
 INIT = {"modelCache": {"init": {"image": "fetch:1"}}}
 REFERENCE = at("pipeline.stages.vocoder.addresses", ["${VOCODER:-127.0.0.1:50051}"])
 RULE = {"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}], "ports": [{"protocol": "TCP", "port": 443}]}
+GATEWAY = at("gateway.enabled", True)
+ISSUER = at("tls", {"enabled": True, "issuer": {"name": "ca"}})
+FORWARDING = [at("gateway.forwardTokens", True), at("tls.tokens.secret", "callers")]
 NO_EVICTION = "the PodDisruptionBudget of {} permits no eviction of its {} pods"
 
 
@@ -203,8 +213,23 @@ NO_EVICTION = "the PodDisruptionBudget of {} permits no eviction of its {} pods"
         ([at("stages.thinker.podDisruptionBudget.minAvailable", "50%")], NO_EVICTION.format("thinker", 1)),
         ([at("orchestrator.podDisruptionBudget.maxUnavailable", 0)], NO_EVICTION.format("orchestrator", 2)),
         ([at("orchestrator.podDisruptionBudget.minAvailable", "51%")], NO_EVICTION.format("orchestrator", 2)),
+        ([GATEWAY, at("gateway.podDisruptionBudget.maxUnavailable", 0)], NO_EVICTION.format("gateway", 2)),
+        ([GATEWAY, ISSUER], "everyone who can reach the gateways has the rights of their certificate"),
+        ([GATEWAY, ISSUER, *FORWARDING], "tokens are sent to them without encryption. Set gateway.httpsSecret"),
+        ([GATEWAY, at("gateway.service.type", "LoadBalancer")], "networkPolicy.gatewayClients must also admit"),
     ],
-    ids=["download", "variable", "one pod", "percentage of one pod", "no pod", "percentage of two pods"],
+    ids=[
+        "download",
+        "variable",
+        "one pod",
+        "percentage of one pod",
+        "no pod",
+        "percentage of two pods",
+        "no gateway",
+        "certificate",
+        "plain tokens",
+        "load balancer",
+    ],
 )
 def test_the_notes_warn_of_values_that_may_not_work(changes: list[Values], warning: str, tmp_path: Path) -> None:
     assert warning in read_notes(tmp_path, "helm4", *changes)

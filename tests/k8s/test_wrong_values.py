@@ -168,6 +168,39 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         [at("tls", {"enabled": True, "issuer": {"name": "ca"}}), at("stages.vocoder.port", 8090)],
         ["stages.vocoder.port is 8090", "answers health checks", "set another port, or leave it out"],
     ),
+    "tokens without tls": (
+        [at("tls.tokens.secret", "callers")],
+        ["tls.tokens is set, but tls.enabled is false", "set tls.enabled: true, or remove the tokens"],
+    ),
+    "keys of tokens without an audience": (
+        [at("tls", {"enabled": True, "issuer": {"name": "ca"}, "tokens": {"keys": "https://id/keys", "issuer": "id"}})],
+        ["tls.tokens.keys and tls.tokens.audience belong together", "set both, or neither"],
+    ),
+    "forwarded tokens that nobody accepts": (
+        [
+            at("tls", {"enabled": True, "issuer": {"name": "ca"}}),
+            at("gateway", {"enabled": True, "forwardTokens": True}),
+        ],
+        [
+            "gateway.forwardTokens is true, but tls.tokens names no tokens",
+            "set tls.tokens.secret or tls.tokens.keys, or gateway.forwardTokens: false",
+        ],
+    ),
+    "no certificate of the gateways": (
+        [
+            at("tls", {"enabled": True, "secrets": {"orchestrator": "tls-o", "stages": "tls-s", "test": "tls-t"}}),
+            at("gateway.enabled", True),
+        ],
+        ["tls.enabled is true, but tls.secrets.gateway is not set", "set it, or tls.issuer.name"],
+    ),
+    "ingress without gateways": (
+        [at("gateway.ingress", {"enabled": True, "host": "ai.example.com"})],
+        ["gateway.ingress.enabled is true, but gateway.enabled is false", "set gateway.enabled: true"],
+    ),
+    "ingress without a host": (
+        [at("gateway", {"enabled": True, "ingress": {"enabled": True}})],
+        ["gateway.ingress.host is not set", "set the host name at which clients reach the gateways"],
+    ),
     "certificates without TLS": (
         [at("tls.secrets.orchestrator", "tls-o")],
         ["tls.secrets.orchestrator is set, but tls.enabled is false", "set tls.enabled: true, or remove the secret"],
@@ -241,7 +274,7 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
     ),
     "reserved name": (
         [at("pipeline.stages.media", {"engine": "fake"})],
-        ["pipeline.stages.media", "choose a name other than orchestrator, admin, media, test and keda"],
+        ["pipeline.stages.media", "choose a name other than orchestrator, admin, media, gateway, test and keda"],
     ),
     "reserved end of a name": (
         [at("pipeline.stages.acoustic.group", "voice-warm")],

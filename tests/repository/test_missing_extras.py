@@ -23,6 +23,7 @@ COMMANDS = [
     (("k8s", "render", "speech"), "orchestrator"),
     (("models", "list"), "orchestrator"),
     (("probe-transport",), "stage"),
+    (("bench", "--openai", "http://127.0.0.1:1", "--model", "m"), "bench"),
 ]
 
 
@@ -67,7 +68,9 @@ def test_a_missing_extra_is_an_error_in_json(environments: dict[str, Path]) -> N
     assert json.loads(printed)["error"]["reason"] == "MISSING_MODULE"
 
 
-@pytest.mark.parametrize("command", [("generate", "hello"), ("stages",), ("top", "--once"), ("admin", "replicas")])
+@pytest.mark.parametrize(
+    "command", [("generate", "hello"), ("bench",), ("stages",), ("top", "--once"), ("admin", "replicas")]
+)
 def test_a_command_that_calls_a_pipeline_needs_the_extra_cli_alone(
     environments: dict[str, Path], command: tuple[str, ...]
 ) -> None:

@@ -9,6 +9,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/architecture.md",
+    "docs/bench.md",
     "docs/cli.md",
     "docs/clients.md",
     "docs/gateway.md",

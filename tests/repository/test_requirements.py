@@ -34,6 +34,7 @@ def _lines(extra: str) -> Iterator[str]:
         (["cpu.txt"], runtime(CPU_EXTRAS), frozenset()),
         (["cuda.txt"], runtime(CUDA_EXTRAS), frozenset()),
         (["orchestrator.txt"], runtime(ORCHESTRATOR_EXTRAS), EXCLUDED_FROM_ORCHESTRATOR),
+        (["cpu.txt", "dev.txt"], runtime("bench"), frozenset()),
         (["cpu.txt", "dev.txt"], EXTRAS["test"] + EXTRAS["dev"], frozenset()),
     ],
 )

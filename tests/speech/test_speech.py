@@ -13,13 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import openai
 import pytest
 
 from stagemesh.client import AudioChunk, Result, StageArguments, Text, WavWriter
 from stagemesh.client.responses import ResultBuilder
 from stagemesh.common.errors import InvalidRequestError
 from tests.deployment import Deployment, deployed, eventually
-from tests.gateway.making import client, gateway
+from tests.gateway.making import client, gateway, serving
+from tests.gateway.test_realtime import Talker
 from tests.repository.commands import ROOT
 from tests.speech.whisper import transcribe, word_error_rate
 from tests.traces import TraceReceiver, check_whole, chunks_of, last_trace, receiving_traces
@@ -261,3 +263,22 @@ def test_the_example_of_the_gateway_runs(speech: Deployment, tmp_path: Path) -> 
     assert len(done.stdout) > 50
     with wave.open(str(tmp_path / "calm.wav")) as audio:
         assert audio.getnframes() > audio.getframerate()
+
+
+@ON_ONE_CONNECTOR
+async def test_a_realtime_response_is_spoken(speech: Deployment) -> None:
+    async with (
+        serving(speech.endpoint) as url,
+        openai.AsyncOpenAI(base_url=f"http://{url}/v1", api_key="none") as ai,
+        ai.realtime.connect(model="speech") as connection,
+    ):
+        talker = Talker(connection)
+        await talker.until("session.created")
+        await talker.send("session.update", session={"type": "realtime", "seed": SEED, "max_output_tokens": 40})
+        await talker.until("session.updated")
+        await talker.say(PROMPTS[2])
+        response = await talker.respond()
+    deltas = [event["delta"] for event in talker.received if event["type"] == "response.output_audio.delta"]
+    pcm = np.frombuffer(b"".join(map(base64.b64decode, deltas)), np.int16)
+    said = transcribe(pcm.astype(np.float32) / np.float32(32768), 24_000)
+    assert word_error_rate(response["output"][0]["content"][0]["transcript"], said) <= 0.10

@@ -1,11 +1,13 @@
 """A client speaks to the tiny Qwen3-Omni of the examples, which detects the ends of its turns."""
 
+import base64
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import openai
 import pytest
 
 from stagemesh.client import (
@@ -21,10 +23,12 @@ from stagemesh.client import (
     TurnInterrupted,
 )
 from tests.deployment import Deployment, deployed
+from tests.gateway.making import serving
+from tests.gateway.test_realtime import TOOL, Talker
 from tests.models.qwen3_omni.deployment import with_torchvision
 from tests.models.spoken import speak
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(90)
 
 EXAMPLE = Path("examples/qwen3-omni/tiny.yaml")
 RATE_HZ = 16_000
@@ -109,3 +113,91 @@ def test_speech_interrupts_an_answer(omni: Deployment, speech: npt.NDArray[np.fl
         assert heard.until(TurnEnded).turn == 1
         assert heard.until(TurnCommitted).turn == 2
     assert [event.begins for event in heard.speech] == [True, False, True, False]
+
+
+async def test_the_gateway_hears_and_is_interrupted(omni: Deployment, speech: npt.NDArray[np.float32]) -> None:
+    samples = np.repeat(speech, 3)[::2]  # 24 kHz, of 16 kHz
+    pcm = (samples * 32_767).astype(np.int16)
+
+    async def say(talker: Talker) -> None:
+        for start in range(0, len(pcm), 2_400):
+            data = base64.b64encode(pcm[start : start + 2_400].tobytes()).decode()
+            await talker.send("input_audio_buffer.append", audio=data)
+
+    async with serving(omni.endpoint) as url:
+        ai = openai.AsyncOpenAI(base_url=f"http://{url}/v1", api_key="none")
+        async with ai, ai.realtime.connect(model="qwen3-omni") as connection:
+            talker = Talker(connection)
+            detection = {"type": "server_vad", "silence_duration_ms": 300}
+            stages = {"thinker": {"max_tokens": 1500, "ignore_eos": True}}
+            changes = {"output_modalities": ["text"], "audio": {"input": {"turn_detection": detection}}}
+            await talker.send("session.update", session={"type": "realtime", "stages": stages, **changes})
+            await talker.until("session.updated")
+            await say(talker)
+            started = await talker.until("input_audio_buffer.speech_started")
+            stopped = await talker.until("input_audio_buffer.speech_stopped")
+            await talker.until("response.output_text.delta")
+            await say(talker)
+            response = (await talker.until("response.done"))["response"]
+            assert response["status_details"] == {"type": "cancelled", "reason": "turn_detected"}
+            second = await talker.until("input_audio_buffer.committed")
+            await talker.until("response.output_text.delta")
+            await talker.send("conversation.item.retrieve", item_id=second["item_id"])
+            heard = (await talker.until("conversation.item.retrieved"))["item"]["content"][0]["audio"]
+    spoken_ms = stopped["audio_end_ms"] - started["audio_start_ms"]
+    assert 0.7 <= started["audio_start_ms"] / 1000 <= 1.1
+    assert len(base64.b64decode(heard)) / 48 == pytest.approx(spoken_ms, abs=100)
+
+
+async def test_a_realtime_conversation_has_a_tool_call_and_an_interruption(omni: Deployment) -> None:
+    call = '<tool_call>{"name": "read_clock", "arguments": {"zone": "Asia/Tokyo"}}</tool_call>'
+    async with (
+        serving(omni.endpoint) as url,
+        openai.AsyncOpenAI(base_url=f"http://{url}/v1", api_key="none") as ai,
+        ai.realtime.connect(model="qwen3-omni") as connection,
+    ):
+        talker = Talker(connection)
+        await talker.until("session.created")
+
+        async def answer(words: str | None = None, **changes: object) -> dict[str, Any]:
+            await talker.send("session.update", session={"type": "realtime", **changes})
+            await talker.until("session.updated")
+            if words is not None:
+                await talker.say(words)
+            response = await talker.respond()
+            assert response["status"] in {"completed", "incomplete"}, response["status_details"]
+            item: dict[str, Any] = response["output"][0]
+            return item
+
+        first = await answer("What is the sea?", stages={"thinker": GREEDY}, instructions="Answer briefly.")
+        assert first["content"][0]["transcript"]
+        assert "response.output_audio.delta" in {event["type"] for event in talker.received}
+        # The model can only call the tool.
+        called = await answer(
+            "What time is it in Tokyo?", tools=[TOOL], stages={"thinker": {"allowed_texts": [call], "max_tokens": 100}}
+        )
+        assert (called["type"], called["name"]) == ("function_call", "read_clock")
+        result = {"type": "function_call_output", "call_id": called["call_id"], "output": "12:00"}
+        await talker.send("conversation.item.create", item=result)
+        await talker.until("conversation.item.done")
+        assert (await answer(stages={"thinker": GREEDY}))["content"][0]["transcript"]
+        # Interrupted while it speaks, and truncated to a part of what was sent.
+        endless = {"thinker": {"max_tokens": 400, "ignore_eos": True}}
+        await talker.send("session.update", session={"type": "realtime", "tools": [], "stages": endless})
+        await talker.say("Tell me more.")
+        await talker.send("response.create")
+        sent_ms = 0.0
+        while sent_ms < 300:
+            sent_ms += len(base64.b64decode((await talker.until("response.output_audio.delta"))["delta"])) / 48
+        await talker.send("response.cancel")
+        stopped = (await talker.until("response.done"))["response"]
+        assert stopped["status"] == "cancelled"
+        item = stopped["output"][0]
+        await talker.send("conversation.item.truncate", item_id=item["id"], content_index=0, audio_end_ms=100)
+        await talker.until("conversation.item.truncated")
+        await talker.send("conversation.item.retrieve", item_id=item["id"])
+        heard = (await talker.until("conversation.item.retrieved"))["item"]["content"][0]["transcript"]
+        sent = item["content"][0]["transcript"]
+        assert sent.startswith(heard)
+        assert len(heard) < len(sent)
+        assert (await answer("Thank you.", stages={"thinker": GREEDY}))["content"][0]["transcript"]

@@ -9,6 +9,11 @@
 {{- printf "%s.%s.svc.%s" (index . 1) $root.Release.Namespace $root.Values.clusterDomain -}}
 {{- end -}}
 
+{{/* The address at which clients in the cluster reach the orchestrators, host:port. */}}
+{{- define "stagemesh.clientAddress" -}}
+{{ include "stagemesh.serviceHost" (list . (printf "%s-orchestrator" (include "stagemesh.fullname" .))) }}:7780
+{{- end -}}
+
 {{/* The labels by which workloads and Services select pods. Arguments: (list root component [group]). */}}
 {{- define "stagemesh.selector" -}}
 {{- $root := index . 0 -}}
@@ -40,12 +45,14 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 
 {{/*
 The labels of a pod. Arguments: (list root generation labels component [group]), with further labels. The versions of
-chart and application are omitted, because a new one alone must not restart pods.
+chart and application are omitted, because a new one alone must not restart pods. So is an empty generation.
 */}}
 {{- define "stagemesh.podLabels" -}}
 {{- include "stagemesh.selector" (concat (list (index . 0)) (slice . 3)) }}
 app.kubernetes.io/part-of: stagemesh
-stagemesh.dev/generation: {{ index . 1 | quote }}
+{{- with index . 1 }}
+stagemesh.dev/generation: {{ . | quote }}
+{{- end }}
 {{- with merge (deepCopy (index . 2)) (index . 0).Values.commonLabels }}
 {{ toYaml . }}
 {{- end }}

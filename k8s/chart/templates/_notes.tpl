@@ -13,6 +13,16 @@
 {{- if and (ne $values.orchestrator.service.type "ClusterIP") $values.networkPolicy.enabled -}}
   {{- $warnings = append $warnings (printf "the Service %s-orchestrator is of type %s, but networkPolicy.clients must also admit the clients outside the cluster." (include "stagemesh.fullname" $root) $values.orchestrator.service.type) -}}
 {{- end -}}
+{{- if and $values.gateway.enabled $values.tls.enabled (not $values.gateway.forwardTokens) -}}
+  {{- $warnings = append $warnings "everyone who can reach the gateways has the rights of their certificate. Restrict networkPolicy.gatewayClients, or set gateway.forwardTokens." -}}
+{{- end -}}
+{{- if and $values.gateway.enabled $values.gateway.forwardTokens (not $values.gateway.httpsSecret) -}}
+  {{- $warnings = append $warnings "the gateways serve HTTP, so that tokens are sent to them without encryption. Set gateway.httpsSecret." -}}
+{{- end -}}
+{{- $exposed := and $values.gateway.enabled (or $values.gateway.ingress.enabled (ne $values.gateway.service.type "ClusterIP")) -}}
+{{- if and $exposed $values.networkPolicy.enabled -}}
+  {{- $warnings = append $warnings "the gateways are exposed outside the cluster, but networkPolicy.gatewayClients must also admit the controller of the Ingress or the clients." -}}
+{{- end -}}
 {{- $unlimited := list -}}
 {{- $locking := list -}}
 {{- range $name, $stage := $plan.stages -}}
@@ -37,6 +47,9 @@
 {{- $budgets := dict "orchestrator" (list $values.orchestrator.podDisruptionBudget $values.orchestrator.replicas) -}}
 {{- if include "stagemesh.hasMedia" $root -}}
   {{- $_ := set $budgets "media" (list $values.media.podDisruptionBudget $values.media.replicas) -}}
+{{- end -}}
+{{- if $values.gateway.enabled -}}
+  {{- $_ := set $budgets "gateway" (list $values.gateway.podDisruptionBudget $values.gateway.replicas) -}}
 {{- end -}}
 {{- range $name, $group := $plan.groups -}}
   {{- $replicas := ternary $group.autoscaling.minReplicas $group.replicas $group.autoscaling.enabled -}}

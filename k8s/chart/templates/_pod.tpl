@@ -37,9 +37,10 @@ capabilities:
 {{- end -}}
 
 {{/*
-The volume of /etc/stagemesh: annotations of the pod as files, and the component's certificate in the folder tls.
-Arguments: (list root component files), with the annotation of each file. Kubernetes cannot mount a volume below another
-read-only one, so both are one projected volume.
+The volume of /etc/stagemesh: annotations of the pod as files, the component's certificate in the folder tls, and keys of
+further secrets. Arguments: (list root component files [secrets]), with the annotation of each file, and the name, the
+folder and the keys of each secret. Kubernetes cannot mount a volume below another read-only one, so all are one projected
+volume.
 */}}
 {{- define "stagemesh.configVolume" -}}
 {{- $root := index . 0 -}}
@@ -47,8 +48,15 @@ read-only one, so both are one projected volume.
 {{- range $path, $annotation := index . 2 -}}
   {{- $items = append $items (dict "path" $path "fieldRef" (dict "apiVersion" "v1" "fieldPath" (printf "metadata.annotations['stagemesh.dev/%s']" $annotation))) -}}
 {{- end -}}
+{{- $secrets := list -}}
+{{- if $root.Values.tls.enabled -}}
+  {{- $secrets = list (dict "name" (include "stagemesh.tlsSecret" (list $root (index . 1))) "folder" "tls/" "keys" (include "stagemesh.tlsKeys" (list $root (index . 1)) | fromJsonArray)) -}}
+{{- end -}}
+{{- if gt (len .) 3 -}}
+  {{- $secrets = concat $secrets (index . 3) -}}
+{{- end -}}
 - name: config
-  {{- if $root.Values.tls.enabled }}
+  {{- if $secrets }}
   projected:
     # 0440 in octal.
     defaultMode: 288
@@ -58,13 +66,15 @@ read-only one, so both are one projected volume.
           items:
             {{- toYaml . | nindent 12 }}
       {{- end }}
+      {{- range $secret := $secrets }}
       - secret:
-          name: {{ include "stagemesh.tlsSecret" (list $root (index . 1)) | quote }}
+          name: {{ $secret.name | quote }}
           items:
-            {{- range $key := list "ca.crt" "tls.crt" "tls.key" }}
+            {{- range $key := $secret.keys }}
             - key: {{ $key }}
-              path: tls/{{ $key }}
+              path: {{ $secret.folder }}{{ $key }}
             {{- end }}
+      {{- end }}
   {{- else }}
   downwardAPI:
     items:

@@ -12,14 +12,23 @@
 {{- end -}}
 {{- end -}}
 
+{{/* The keys of that Secret which the component reads, as a JSON array. Arguments: (list root component-or-group). */}}
+{{- define "stagemesh.tlsKeys" -}}
+{{- $forwards := and (eq (index . 1) "gateway") (index . 0).Values.gateway.forwardTokens -}}
+{{- ternary (list "ca.crt") (list "ca.crt" "tls.crt" "tls.key") $forwards | toJson -}}
+{{- end -}}
+
 {{/*
-The components that need a certificate, as a JSON array, without the groups: the orchestrators, the media service, the test
-of the release, and KEDA. Arguments: (list root plan).
+The components that need a certificate, as a JSON array, without the groups: the orchestrators, the media service, the
+gateways, the test of the release, and KEDA. Arguments: (list root plan).
 */}}
 {{- define "stagemesh.tlsComponents" -}}
 {{- $owners := list "orchestrator" -}}
 {{- if include "stagemesh.hasMedia" (index . 0) -}}
   {{- $owners = append $owners "media" -}}
+{{- end -}}
+{{- if (index . 0).Values.gateway.enabled -}}
+  {{- $owners = append $owners "gateway" -}}
 {{- end -}}
 {{- if (index . 0).Values.test.enabled -}}
   {{- $owners = append $owners "test" -}}
@@ -35,7 +44,12 @@ of the release, and KEDA. Arguments: (list root plan).
 {{- $fullname := include "stagemesh.fullname" (index . 0) -}}
 {{- $owner := index . 1 -}}
 {{- $roles := dict "orchestrator" "orchestrator" "test" "client" "keda" "operator" -}}
-{{- if hasKey $roles $owner -}}
+{{- $forwards := and (eq $owner "gateway") (index . 0).Values.gateway.forwardTokens -}}
+{{- if $forwards -}}
+{{- /* It calls as its callers. */ -}}
+{{- else if eq $owner "gateway" -}}
+stagemesh://client/{{ $fullname }}-gateway
+{{- else if hasKey $roles $owner -}}
 stagemesh://{{ get $roles $owner }}/{{ $fullname }}
 {{- else if ne $owner "media" -}}
 {{- /* Replicas are named like their pods, whose names begin with that of their workload. The media service calls nobody. */ -}}

@@ -40,6 +40,7 @@ that names the value and the remedy.
 {{- include "stagemesh.rule.mediaStore" . -}}
 {{- include "stagemesh.rule.labels" . -}}
 {{- include "stagemesh.rule.clientService" . -}}
+{{- include "stagemesh.rule.gateway" . -}}
 {{- include "stagemesh.rule.tls" . -}}
 {{- include "stagemesh.rule.monitoring" . -}}
 {{- end -}}
@@ -127,8 +128,8 @@ stageDefaults.{{ $key }}
     {{- if not (regexMatch "^[a-z]([a-z0-9-]{0,28}[a-z0-9])?$" $value) -}}
       {{- fail (printf "%s is named %q; use at most 30 lower-case letters, digits and '-', a letter first and no '-' last" $path $value) -}}
     {{- end -}}
-    {{- if or (has $value (list "orchestrator" "admin" "media" "test" "keda")) (hasSuffix "-warm" $value) -}}
-      {{- fail (printf "%s is named %q, as another object of the chart is; choose a name other than orchestrator, admin, media, test and keda, without the end -warm" $path $value) -}}
+    {{- if or (has $value (list "orchestrator" "admin" "media" "gateway" "test" "keda")) (hasSuffix "-warm" $value) -}}
+      {{- fail (printf "%s is named %q, as another object of the chart is; choose a name other than orchestrator, admin, media, gateway, test and keda, without the end -warm" $path $value) -}}
     {{- end -}}
   {{- end -}}
   {{- if eq $name "liveness" -}}
@@ -503,7 +504,7 @@ stageDefaults.{{ $key }}
 {{- $values := (index . 0).Values -}}
 {{- /* Arguments, mounts and policies of the chart depend on these. All others may be replaced. */ -}}
 {{- $reserved := dict "POD_NAME" "the chart sets it; remove it" "STAGEMESH_HOME" "the chart mounts its folder; remove it" "UCX_TCP_PORT_RANGE" "set networkPolicy.ucxPortRange instead" -}}
-{{- $environments := dict "orchestrator.env" $values.orchestrator.env "media.env" $values.media.env -}}
+{{- $environments := dict "orchestrator.env" $values.orchestrator.env "media.env" $values.media.env "gateway.env" $values.gateway.env -}}
 {{- range $name, $stage := (index . 1).stages -}}
   {{- $_ := set $environments (printf "stages.%s.env" $name) $stage.env -}}
   {{- if hasKey $stage.ucx "UCX_TCP_PORT_RANGE" -}}
@@ -611,7 +612,7 @@ stageDefaults.{{ $key }}
 
 {{- define "stagemesh.rule.labels" -}}
 {{- $values := (index . 0).Values -}}
-{{- $labels := dict "commonLabels" $values.commonLabels "orchestrator.podLabels" $values.orchestrator.podLabels "media.podLabels" $values.media.podLabels -}}
+{{- $labels := dict "commonLabels" $values.commonLabels "orchestrator.podLabels" $values.orchestrator.podLabels "media.podLabels" $values.media.podLabels "gateway.podLabels" $values.gateway.podLabels -}}
 {{- range $name, $group := (index . 1).groups -}}
   {{- $_ := set $labels (include "stagemesh.podPath" (list (index $ 0) (index $ 1) $name "podLabels")) $group.podLabels -}}
 {{- end -}}
@@ -640,6 +641,20 @@ stageDefaults.{{ $key }}
 {{- end -}}
 {{- end -}}
 
+{{- define "stagemesh.rule.gateway" -}}
+{{- $values := (index . 0).Values -}}
+{{- $gateway := $values.gateway -}}
+{{- if and $gateway.ingress.enabled (not $gateway.enabled) -}}
+{{- fail "gateway.ingress.enabled is true, but gateway.enabled is false; set gateway.enabled: true, or remove the Ingress" -}}
+{{- end -}}
+{{- if and $gateway.ingress.enabled (not $gateway.ingress.host) -}}
+{{- fail "gateway.ingress.host is not set; set the host name at which clients reach the gateways, or gateway.ingress.enabled: false" -}}
+{{- end -}}
+{{- if and $gateway.forwardTokens (not (include "stagemesh.tokens" (index . 0) | fromJson)) -}}
+{{- fail "gateway.forwardTokens is true, but tls.tokens names no tokens that the orchestrators accept; set tls.tokens.secret or tls.tokens.keys, or gateway.forwardTokens: false" -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "stagemesh.rule.tls" -}}
 {{- $root := index . 0 -}}
 {{- $tls := $root.Values.tls -}}
@@ -653,6 +668,14 @@ stageDefaults.{{ $key }}
   {{- end -}}
   {{- if and $tls.enabled (not $tls.issuer.name) (not $secret) (has $owner $needed) -}}
     {{- fail (printf "tls.enabled is true, but tls.secrets.%s is not set; set it, or tls.issuer.name to create the certificates" $owner) -}}
+  {{- end -}}
+{{- end -}}
+{{- if and (include "stagemesh.tokens" $root | fromJson) (not $tls.enabled) -}}
+  {{- fail "tls.tokens is set, but tls.enabled is false, so that others could read the tokens; set tls.enabled: true, or remove the tokens" -}}
+{{- end -}}
+{{- range $key := list "issuer" "audience" -}}
+  {{- if ne (empty $tls.tokens.keys) (empty (get $tls.tokens $key)) -}}
+    {{- fail (printf "tls.tokens.keys and tls.tokens.%s belong together; set both, or neither" $key) -}}
   {{- end -}}
 {{- end -}}
 {{- if ge (include "stagemesh.milliseconds" $tls.renewBefore | int64) (include "stagemesh.milliseconds" $tls.duration | int64) -}}

@@ -12,6 +12,8 @@ def check_references(render: Render) -> Iterator[str]:
     yield from _check_workloads(render)
     for item in render.of_kind("Service"):
         yield from _check_service(item, pods)
+    for item in render.of_kind("Ingress"):
+        yield from _check_ingress(item, render)
     for item in render.of_kind("PodDisruptionBudget"):
         yield from _check_budget(item, pods)
     yield from _check_autoscalers(render)
@@ -56,6 +58,20 @@ def _check_service(item: Manifest, pods: list[Pod]) -> Iterator[str]:
             target = port.get("targetPort", port["port"])
             if len(ports_of(pod, target)) != 1:
                 yield f"{reference(item)}: {reference(pod.owner)} has {len(ports_of(pod, target))} ports {target!r}"
+
+
+def _check_ingress(item: Manifest, render: Render) -> Iterator[str]:
+    services = {
+        other["metadata"]["name"]: {port.get("name") for port in other["spec"]["ports"]}
+        for other in render.of_kind("Service")
+    }
+    for rule in field(item, "spec.rules", []):
+        for path in rule["http"]["paths"]:
+            service = path["backend"]["service"]
+            if service["port"]["name"] not in services.get(service["name"], ()):
+                yield f"{reference(item)}: Service/{service['name']} has no port {service['port']['name']!r}"
+    for entry in field(item, "spec.tls", []):
+        yield from _check_exists(f"{reference(item)}: spec.tls", "Secret", entry["secretName"], render)
 
 
 def ports_of(pod: Pod, target: object) -> list[int]:

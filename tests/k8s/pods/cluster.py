@@ -93,9 +93,13 @@ class Cluster:
         for name in self._deployments.keys() - deployments.keys():
             del self._deployments[name]
 
+    def add_secret(self, name: str, folder: Path) -> None:
+        """Makes a Secret with the files of a folder."""
+        self._secrets[name] = folder
+
     def _issue(self, spec: Manifest) -> None:
         """Makes the Secret of a Certificate, as cert-manager does."""
-        names = [uri.removeprefix(SCHEME) for uri in spec["uris"]]
+        names = [uri.removeprefix(SCHEME) for uri in spec.get("uris", [])]
         secret = spec["secretName"]
         self._secrets[secret] = self.authority.issue(
             self._folder / "secrets" / secret, names, hosts=spec.get("dnsNames", [])

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Protocol
 
 import grpc
+import httpx
 import psutil
 
 from tests.k8s.manifests import Manifest
+from tests.k8s.pods.fields import port_number
 from tests.rpc.health_calls import Request, Response, check
 
 FASTER = 5
@@ -164,8 +166,13 @@ class Container:
             await _pause(probe)
 
     async def _passes(self, probe: Manifest) -> bool:
+        timeout_s = float(probe.get("timeoutSeconds", 1))
+        if "httpGet" in probe:
+            get = probe["httpGet"]
+            endpoint = self._endpoint(port_number([self._manifest], get["port"]))
+            return await answers(f"{get['scheme'].lower()}://{endpoint}{get['path']}", timeout_s=timeout_s)
         port, service = int(probe["grpc"]["port"]), str(probe["grpc"].get("service", ""))
-        return await serves(self._endpoint(port), service, timeout_s=float(probe.get("timeoutSeconds", 1)))
+        return await serves(self._endpoint(port), service, timeout_s=timeout_s)
 
     def _set_ready(self, *, ready: bool) -> None:
         if ready != self.ready and not (ready and self._stop.is_set()):
@@ -181,6 +188,15 @@ async def serves(endpoint: str, service: str, *, timeout_s: float) -> bool:
         except grpc.aio.AioRpcError:
             return False
         return bool(answer.status == Response.SERVING)
+
+
+async def answers(url: str, *, timeout_s: float) -> bool:
+    """Returns whether a server answers a GET within the time, without an error. It may have any certificate."""
+    async with httpx.AsyncClient(verify=False, timeout=timeout_s) as client:  # noqa: S501 (as the kubelet does)
+        try:
+            return (await client.get(url)).is_success
+        except httpx.TransportError:
+            return False
 
 
 async def _pause(probe: Manifest) -> None:

@@ -11,7 +11,7 @@ from tests.connectors.namespaces import HeldNamespaces
 from tests.k8s.helm import NAMESPACE
 from tests.k8s.manifests import Manifest
 from tests.k8s.pods.container import Container, Report
-from tests.k8s.pods.fields import PodFacts, downward_files, environment, expand, size_bytes
+from tests.k8s.pods.fields import PodFacts, downward_files, environment, expand, port_number, size_bytes
 from tests.k8s.pods.network import DNS_ADDRESS, Network
 from tests.k8s.pods.sandbox import PATH, Identity, Mount, container_script
 
@@ -141,7 +141,8 @@ class Pod:
         ]
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             if probe in manifest:
-                await self.endpoint(manifest[probe]["grpc"]["port"])
+                handler = manifest[probe].get("grpc") or manifest[probe]["httpGet"]
+                await self.endpoint(port_number([manifest], handler["port"]))
         script = container_script(
             self._folder / "root",
             self._folder / "etc",

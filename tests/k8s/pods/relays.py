@@ -72,8 +72,16 @@ COMPATIBLE = Generation(source_bytes=28, relay_bytes=14, frame_count=7, start_s=
 INCOMPATIBLE = Generation(source_bytes=36, relay_bytes=18, frame_count=9, speaks=True, start_s=5.0)
 
 
-def release(generation: Generation, *, replicas: int = 1, tls: bool = False) -> list[Manifest]:
-    """Returns the objects of a release. Each stage has `replicas` replicas. With `tls`, pods have certificates."""
+def release(
+    generation: Generation, *, replicas: int = 1, tls: bool = False, tokens: str = "", gateway: Manifest | None = None
+) -> list[Manifest]:
+    """Returns the objects of a release.
+
+    - Each stage has `replicas` replicas.
+    - With `tls`, pods have certificates.
+    - `tokens` is the Secret with the tokens that the orchestrators accept.
+    - `gateway` has the settings of the gateways. If it is None, there are none.
+    """
     pipeline = generation.pipeline()
     for stage in ("relay", "frames"):
         pipeline["stages"][stage]["group"] = GROUP
@@ -82,6 +90,7 @@ def release(generation: Generation, *, replicas: int = 1, tls: bool = False) -> 
         "orchestrator": {"drainSeconds": 20, "env": _THREADS},
         "stageDefaults": {"replicas": replicas, "drainSeconds": 20, "env": _THREADS, "ucx": {"UCX_TLS": "tcp"}},
         "test": {"arguments": ["--max-tokens=4"]},
-        "tls": {"enabled": tls, "issuer": {"name": "authority" if tls else ""}},
+        "tls": {"enabled": tls, "issuer": {"name": "authority" if tls else ""}, "tokens": {"secret": tokens}},
+        "gateway": {"enabled": gateway is not None, **(gateway or {})},
     }
     return render(values)

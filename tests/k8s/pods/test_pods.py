@@ -2,16 +2,20 @@
 
 import asyncio
 import random
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 import pytest_asyncio
 
 from stagemesh.client import AsyncClient
 from stagemesh.client.retries import RetryPolicy
 from stagemesh.common.errors import UnavailableError
+from stagemesh.rpc.credentials import CA
+from stagemesh.rpc.token_file import TokenEntry, add_token
 from tests.k8s.helm import RELEASE
 from tests.k8s.pods.cluster import NODES, Cluster
 from tests.k8s.pods.relays import COMPATIBLE, GROUP, INCOMPATIBLE, OLD, OUTPUTS, Generation, release
@@ -24,6 +28,8 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")
 
 ORCHESTRATOR = f"{RELEASE}-orchestrator"
 STAGES = (f"{RELEASE}-source", f"{RELEASE}-{GROUP}")
+GATEWAY = {"replicas": 1, "httpsSecret": f"{RELEASE}-gateway-tls"}
+COMPLETION = {"model": "relays", "prompt": "hello", "seed": 1, "max_tokens": 8}
 _CLIENTS = 4
 _PARTITION_S = 10.0
 _LATCHED_S = 11.0
@@ -107,6 +113,42 @@ async def test_all_pods_use_the_certificates_of_the_issuer(tmp_path: Path) -> No
         async with AsyncClient(endpoint, retry_policy=RetryPolicy(attempts=1)) as client:
             with pytest.raises(UnavailableError, match="uses TLS"):
                 await client.describe()
+
+
+@asynccontextmanager
+async def _gateway(cluster: Cluster, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """Yields a client of the gateways of a release, which serve HTTPS with a certificate of the issuer."""
+    endpoint = (await cluster.outside(f"{RELEASE}-gateway", "http")).replace("127.0.0.1", "localhost")
+    trusted = ssl.create_default_context(cafile=cluster.authority.issue(folder / "user", ["client/user"]) / CA)
+    async with httpx.AsyncClient(verify=trusted, timeout=30, base_url=f"https://{endpoint}/v1") as client:
+        yield client
+
+
+async def test_a_gateway_answers_with_a_certificate_of_its_own(tmp_path: Path) -> None:
+    async with Cluster(tmp_path) as cluster:
+        with cluster.logged():
+            await cluster.apply(release(OLD, tls=True, gateway=GATEWAY))
+            await cluster.until_settled()
+            async with _gateway(cluster, tmp_path) as client:
+                answer = await client.post("/completions", json=COMPLETION)
+            assert answer.json()["choices"][0]["text"].startswith("Step 0 is ")
+            assert not cluster.failures
+
+
+async def test_a_gateway_forwards_the_tokens_of_its_callers(tmp_path: Path) -> None:
+    add_token(tmp_path / "callers" / "tokens.json", "secret", TokenEntry("ada"))
+    async with Cluster(tmp_path) as cluster:
+        with cluster.logged():
+            cluster.add_secret("callers", tmp_path / "callers")
+            await cluster.apply(release(OLD, tls=True, tokens="callers", gateway={**GATEWAY, "forwardTokens": True}))
+            await cluster.until_settled()
+            async with _gateway(cluster, tmp_path) as client:
+                statuses = [
+                    (await client.post("/completions", json=COMPLETION, headers=headers)).status_code
+                    for headers in ({"authorization": "Bearer secret"}, {"authorization": "Bearer wrong"}, {})
+                ]
+            assert statuses == [200, 401, 401]
+            assert not cluster.failures
 
 
 async def test_no_request_fails_while_stages_grow_to_three_replicas_and_shrink_again(shared: Cluster) -> None:

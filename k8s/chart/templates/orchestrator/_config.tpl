@@ -34,6 +34,9 @@
   {{- $_ := set $config "tls" "/etc/stagemesh/tls" -}}
   {{- $_ := set $config "health_listen" (printf "0.0.0.0:%s" (include "stagemesh.orchestratorHealthPort" $root)) -}}
 {{- end -}}
+{{- with include "stagemesh.tokens" $root | fromJson -}}
+  {{- $_ := set $config "tokens" . -}}
+{{- end -}}
 {{- if $warm -}}
   {{- $_ := set $config "warm" $warm -}}
 {{- end -}}
@@ -45,6 +48,19 @@
   {{- end -}}
 {{- end -}}
 {{- toPrettyJson $config -}}
+{{- end -}}
+
+{{/* The tokens that the orchestrators accept, as JSON. Empty if there are none. */}}
+{{- define "stagemesh.tokens" -}}
+{{- $given := .Values.tls.tokens -}}
+{{- $tokens := dict -}}
+{{- if $given.secret -}}
+  {{- $_ := set $tokens "file" "/etc/stagemesh/tokens/tokens.json" -}}
+{{- end -}}
+{{- if $given.keys -}}
+  {{- $tokens = merge $tokens (dict "keys" $given.keys "issuer" $given.issuer "audience" $given.audience "caller_claim" $given.callerClaim) -}}
+{{- end -}}
+{{- toJson $tokens -}}
 {{- end -}}
 
 {{/* The port at which the kubelet probes the orchestrators. With TLS, it is apart, because probes have no certificate. */}}

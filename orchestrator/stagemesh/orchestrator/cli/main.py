@@ -16,6 +16,8 @@ from stagemesh.orchestrator.cli import (
     trace,
     version,
 )
+from stagemesh.orchestrator.cli.bench import command as bench
+from stagemesh.orchestrator.cli.bench.parameters import PARAMETERS as BENCH_PARAMETERS
 from stagemesh.orchestrator.cli.contexts import commands as contexts
 from stagemesh.orchestrator.cli.error_output import ErrorGroup
 from stagemesh.orchestrator.cli.k8s import commands as k8s
@@ -38,6 +40,7 @@ app.command("up")(up.up)
 app.command("logs")(with_parameters(logs.logs, logs.PARAMETERS))
 app.command("generate")(with_parameters(generate.generate, generate.PARAMETERS))
 app.command("converse")(with_parameters(converse.converse, converse.PARAMETERS))
+app.command("bench")(with_parameters(bench.bench, BENCH_PARAMETERS))
 app.command("cancel")(with_parameters(cancel.cancel, cancel.PARAMETERS))
 app.add_typer(pipeline.app, name="pipeline")
 app.add_typer(new, name="new")

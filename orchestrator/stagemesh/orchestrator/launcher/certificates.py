@@ -54,7 +54,7 @@ class Authority:
     def issue(self, folder: Path, names: Sequence[str], *, hosts: Sequence[str] = (), days: float = 90) -> Path:
         """Writes a new certificate with its key and the authority's certificate to `folder`, and returns the folder.
 
-        - `names` are the roles and names of its owner, for example "stage/thinker-0".
+        - `names` are the roles and names of its owner, for example "stage/thinker-0". Empty only with `hosts`.
         - `hosts` are the DNS names and IP addresses at which the owner listens.
         - `days` is the number of days until it expires.
 
@@ -65,7 +65,7 @@ class Authority:
         alternatives = [*(_uri(name) for name in names), *(_host(host) for host in hosts)]
         builder = (
             x509.CertificateBuilder()
-            .subject_name(_subject(names[0]))
+            .subject_name(_subject((*names, *hosts)[0]))
             .issuer_name(self._certificate.subject)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())

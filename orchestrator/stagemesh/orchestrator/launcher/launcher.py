@@ -1,4 +1,4 @@
-"""Runs a whole pipeline on this machine: the orchestrator and all stage replicas, as child processes."""
+"""Runs a whole pipeline on this machine: the orchestrator, all stage replicas and a gateway, as child processes."""
 
 import asyncio
 import os
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 from stagemesh.common import settings
 from stagemesh.common.descriptors import load_engine_descriptor
 from stagemesh.common.errors import StagemeshError
+from stagemesh.common.gateway_config import GatewayConfig
 from stagemesh.common.process_config import dump_config
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration, ReplicaAddress
 from stagemesh.orchestrator.launcher.external_stages import ExternalStages
@@ -23,6 +24,7 @@ from stagemesh.orchestrator.launcher.probes import (
     ProcessStatus,
     probe_edges,
     probe_health,
+    probe_http,
     probe_stage,
 )
 from stagemesh.orchestrator.launcher.process_configs import MEDIA, media_service_config, stage_config
@@ -41,6 +43,7 @@ FORK_SERVER = "fork-server"
 
 _POLL_S = 0.1
 _LAUNCHER = "launcher"
+_GATEWAY = "gateway"
 _HOSTS = (HOST, "localhost")
 _CERTIFICATE_DAYS = 365
 """The validity of the certificates, in days. Each run issues its own and removes them at its end."""
@@ -59,6 +62,8 @@ class Launcher:
     - `policy` limits the restarts of each process. If it is None, the defaults of RestartPolicy apply.
     - `authority` issues the certificates of the processes. If it is None, they do not use TLS.
     - With `metrics`, the orchestrator and each replica serve metrics to Prometheus (`metrics_endpoints`).
+    - `gateway_listen` is the address at which a gateway serves OpenAI's API, in the form of `listen`. If it is None, no
+      gateway runs. With an authority, the gateway calls the orchestrator as "client/gateway", for all its HTTP callers.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class Launcher:
         policy: RestartPolicy | None = None,
         authority: "Authority | None" = None,
         metrics: bool = False,
+        gateway_listen: str | None = None,
     ) -> None:
         self._pipeline = pipeline
         self._overrides = dict(overrides or {})
@@ -81,6 +87,8 @@ class Launcher:
         self._ports = PortPicker()
         self.endpoint = self._with_port(listen)
         self.admin_endpoint = self._next_to_clients() if admin_listen is None else self._with_port(admin_listen)
+        self.gateway_endpoint = None if gateway_listen is None else self._with_port(gateway_listen)
+        """The address of the gateway ("host:port"), or None if no gateway runs."""
         self._external = ExternalStages(pipeline, admin_endpoint=self.admin_endpoint)
         self.processes: dict[str, ProcessStatus] = {}
         self._metrics = metrics
@@ -99,6 +107,8 @@ class Launcher:
         """
         check_listen(self.endpoint)
         check_listen(self.admin_endpoint, option="--admin-port")
+        if self.gateway_endpoint is not None:
+            check_listen(self.gateway_endpoint, option="--gateway")
         folder = RunFolder(settings.runs_dir(), pipeline=self._pipeline.name)
         try:
             PROCESS.use(Credentials(self._certify(folder, _LAUNCHER, "operator", "client")))
@@ -158,7 +168,7 @@ class Launcher:
         return str(self._authority.issue(folder.certificates_path(name), names, hosts=_HOSTS, days=_CERTIFICATE_DAYS))
 
     def _plan_processes(self, folder: RunFolder, fork_server: ForkServer | None) -> tuple[ProcessSpec, ...]:
-        """Returns the specifications of all processes of the pipeline: the orchestrator first, then all replicas.
+        """Returns the specifications of all processes: the orchestrator first, the replicas last.
 
         Selects ports for the replicas, and writes the config files of all processes to `folder`.
         """
@@ -183,7 +193,7 @@ class Launcher:
         replicas = [self._plan_replica(stage, each, folder) for stage in stages for each in addresses[stage.name]]
         forkable = {stage.name for stage in stages if not stage.is_external and _preload(stage)}
         forked = [replace(each, fork_server=fork_server) if each.stage in forkable else each for each in replicas]
-        return (orchestrator, *media, *forked)
+        return (orchestrator, *media, *self._plan_gateway(folder), *forked)
 
     def _plan_media(self, folder: RunFolder) -> tuple[ProcessSpec, ...]:
         """Returns the specification of the media service, or nothing if the pipeline has no store."""
@@ -195,6 +205,18 @@ class Launcher:
         config = replace(media_service_config(self._pipeline, listen=endpoint), tls=tls, parent_pid=os.getpid())
         command = _command("stagemesh.services.media", folder.write_config(MEDIA, dump_config(config)))
         return (ProcessSpec(MEDIA, "", endpoint, command, folder.log_path(MEDIA), probe_health),)
+
+    def _plan_gateway(self, folder: RunFolder) -> tuple[ProcessSpec, ...]:
+        """Returns the specification of the gateway, or nothing if no gateway runs."""
+        endpoint = self.gateway_endpoint
+        if endpoint is None:
+            return ()
+        if self._metrics:
+            self.metrics_endpoints[_GATEWAY] = endpoint
+        tls = self._certify(folder, _GATEWAY, "client")
+        config = GatewayConfig(endpoint, [[self.endpoint]], tls=tls, parent_pid=os.getpid())
+        command = _command("stagemesh.gateway", folder.write_config(_GATEWAY, dump_config(config)))
+        return (ProcessSpec(_GATEWAY, "", endpoint, command, folder.log_path(_GATEWAY), probe_http(endpoint)),)
 
     def _addresses(self, stage: Stage) -> tuple[ReplicaAddress, ...]:
         count = range(0 if stage.is_external else stage.replicas)

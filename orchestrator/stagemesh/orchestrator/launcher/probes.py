@@ -1,8 +1,11 @@
 """Probes of a running pipeline: the state of each process, and the connectors of the edges."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
 from itertools import chain
 from typing import NamedTuple, TypeAlias
 
@@ -40,8 +43,9 @@ class ProcessState(Enum):
 class ProcessStatus:
     """A snapshot of the state of a process, or of an external stage, whose processes the launcher does not start.
 
-    - `name` is the name of the replica that the process serves, "orchestrator", or "STAGE (external)".
-    - `stage` is the name of the replica's stage, or "" for the orchestrator.
+    - `name` is the name of the replica that the process serves, "orchestrator", "media", "gateway", or
+      "STAGE (external)".
+    - `stage` is the name of the replica's stage, or "" for a process that serves no stage.
     - `endpoint` is the address of the process, or the addresses of the external stage.
     - `process_id` is None if no process is running, and for external stages.
     """
@@ -74,7 +78,7 @@ class Observation(NamedTuple):
 Probe: TypeAlias = Callable[[grpc.aio.Channel], Awaitable[Observation | None]]
 """An async function that returns the state of the service at the other end of a gRPC channel.
 
-Returns None if the service does not answer.
+A probe of a service without gRPC ignores the channel. Returns None if the service does not answer.
 """
 
 
@@ -108,6 +112,33 @@ async def probe_health(channel: grpc.aio.Channel) -> Observation | None:
         return None
     serving = answer.status == health_pb2.HealthCheckResponse.SERVING
     return Observation(ProcessState.READY if serving else ProcessState.LOADING, "")
+
+
+def probe_http(endpoint: str) -> Probe:
+    """Returns a probe of the HTTP service at `endpoint` ("host:port").
+
+    The state is READY if the service answers `GET /health` with status 200, and LOADING if it answers with another
+    status. The probe returns None if the service does not answer within 1 second.
+    """
+    host, _, port = endpoint.rpartition(":")
+
+    def read_status() -> int:
+        connection = HTTPConnection(host.strip("[]"), int(port), timeout=_TIMEOUT_S)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status
+        finally:
+            connection.close()
+
+    async def probe(channel: grpc.aio.Channel) -> Observation | None:
+        del channel
+        try:
+            status = await asyncio.to_thread(read_status)
+        except (OSError, HTTPException):
+            return None
+        return Observation(ProcessState.READY if status == HTTPStatus.OK else ProcessState.LOADING, "")
+
+    return probe
 
 
 async def probe_edges(channel: grpc.aio.Channel) -> tuple[orchestrator_pb2.EdgeDescription, ...] | None:

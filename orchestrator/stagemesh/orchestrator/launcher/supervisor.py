@@ -36,8 +36,8 @@ Listener = Callable[[ProcessStatus], None]
 class ProcessSpec:
     """A process to supervise: its command, its log file, and a function that probes its state.
 
-    `name` is the name of the replica, or "orchestrator". `stage` is empty for the orchestrator. `config` is the file
-    that `command` reads.
+    `name` is the name of the replica, or of another process, such as "orchestrator". `stage` is empty for a process
+    that serves no stage. `config` is the file that `command` reads.
     """
 
     name: str

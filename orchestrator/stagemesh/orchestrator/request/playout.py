@@ -7,7 +7,8 @@ from dataclasses import dataclass
 class Playout:
     """The continuity of one stream. An underrun is a time in which the listener waits for the next part.
 
-    Times are in seconds since the request was received, when the orchestrator sends the parts.
+    All times are in seconds on one clock: that of the orchestrator when it sends the parts, or that of a client when it
+    receives them.
     """
 
     dry_s: float
@@ -17,7 +18,7 @@ class Playout:
     longest_underrun_s: float = 0.0
 
     def add(self, at_s: float, *, duration_s: float) -> None:
-        """Adds a part of `duration_s` seconds, which was sent at `at_s`."""
+        """Adds a part of `duration_s` seconds, which was sent or received at `at_s`."""
         waited_s = max(0.0, at_s - self.dry_s)
         self.underrun_s += waited_s
         self.longest_underrun_s = max(self.longest_underrun_s, waited_s)

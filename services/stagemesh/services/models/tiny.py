@@ -19,12 +19,15 @@ ENDING = 0.85
 """Scale of the logit of the last token of a turn, so that few texts end at once."""
 ROLES = ("system", "user", "assistant")
 _CHAT_TEMPLATE = """
+{%- if tools %}
+    {{- '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
     {%- if message.content is string %}
         {{- message.content }}
     {%- else %}
-        {%- for part in message.content %}
+        {%- for part in message.content or [] %}
             {%- if part.type == 'image' or 'image' in part or 'image_url' in part %}
                 {{- '$vision_bos_token$image_token$vision_eos_token' }}
             {%- elif part.type == 'audio' or 'audio' in part or 'audio_url' in part %}
@@ -36,6 +39,9 @@ _CHAT_TEMPLATE = """
             {%- endif %}
         {%- endfor %}
     {%- endif %}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}
+    {%- endfor %}
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}

@@ -42,6 +42,8 @@ class Serving:
     """The options with which commands for operators connect, or "" if they need none."""
     metrics_endpoints: Mapping[str, str] = field(default_factory=dict[str, str])
     """The addresses at which processes serve metrics, by the names of the processes."""
+    gateway_url: str = ""
+    """The base URL of OpenAI's API, or "" if no gateway runs."""
 
 
 def make_display(*, as_json: bool) -> "Display":
@@ -80,8 +82,11 @@ class Display:
             server = "" if admin_endpoint == DEFAULT_ADMIN_SERVER else f" --server {admin_endpoint}"
             server += serving.admin_options
             self._print(Text(f"operators at {admin_endpoint}; try: stagemesh top{server}"))
+        if serving.gateway_url:
+            self._print(Text(f"OpenAI's API at {serving.gateway_url}"))
         for name, endpoint in serving.metrics_endpoints.items():
             self._print(Text(f"metrics of {name} at http://{endpoint}/metrics"))
+        if serving.admin_endpoint:
             self._print(Text(f"logs in {serving.logs}; try: stagemesh logs -f"))
 
     def close(self, message: str = "") -> None:
@@ -111,6 +116,7 @@ class JsonDisplay(Display):
                 "endpoint": serving.endpoint,
                 "admin_endpoint": serving.admin_endpoint,
                 "metrics_endpoints": dict(serving.metrics_endpoints),
+                "gateway_url": serving.gateway_url,
                 "logs": str(serving.logs),
                 "edges": [to_json(edge) for edge in serving.edges],
                 "hint": serving.hint,

@@ -3,11 +3,13 @@
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from stagemesh.common.extras import needs_extra
 from stagemesh.orchestrator.cli.contexts.addresses import DEFAULT_PORT, DEFAULT_SERVER
 from stagemesh.orchestrator.cli.error_output import AsJson
 from stagemesh.orchestrator.cli.options import PipelineName, Replicas, Settings, read_overrides
@@ -53,6 +55,15 @@ def up(
         bool,
         typer.Option("--metrics", help="Serve metrics of the orchestrator and of each replica to Prometheus."),
     ] = False,
+    gateway: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Serve OpenAI's API at this address, such as 127.0.0.1:8000, by a gateway (docs/gateway.md). Port 0 "
+            "chooses a free port.",
+            show_default="no gateway",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a pipeline on this machine until Ctrl-C. Start the orchestrator and every stage, and restart processes that
@@ -62,6 +73,11 @@ def up(
     from stagemesh.orchestrator.launcher import Launcher
     from stagemesh.orchestrator.spec import load_pipeline
 
+    if gateway is not None:
+        with needs_extra("gateway", of="--gateway"):
+            # The packages that only the extra installs. The gateway's process names any other one.
+            for package in ("fastapi", "uvicorn"):
+                import_module(package)
     overrides = read_overrides(settings, replicas)
     loaded = load_pipeline(pipeline, overrides=overrides)
     admin_listen = None if admin_port is None else f"{_HOST}:{admin_port}"
@@ -77,6 +93,7 @@ def up(
             listener=display.show,
             authority=authority,
             metrics=metrics,
+            gateway_listen=gateway,
         )
         server = "" if launcher.endpoint == DEFAULT_SERVER else f" --server {launcher.endpoint}"
         client, operator = ("", "") if tls is None else (f" --tls {tls / CLIENT}", f" --tls {tls / OPERATOR}")
@@ -143,6 +160,7 @@ async def run_until_signal(
                 admin_endpoint=admin_endpoint,
                 admin_options=admin_options,
                 metrics_endpoints=launcher.metrics_endpoints,
+                gateway_url=f"http://{launcher.gateway_endpoint}/v1" if launcher.gateway_endpoint else "",
             )
         )
         return await result_before(stopping, work)

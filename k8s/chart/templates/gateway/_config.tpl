@@ -1,0 +1,31 @@
+{{/* The config of the gateways, as JSON. Argument: the root. */}}
+{{- define "stagemesh.gatewayConfig" -}}
+{{- $config := dict
+  "listen" "0.0.0.0:8000"
+  "servers" (list (list (include "stagemesh.clientAddress" .)))
+  "max_body_bytes" .Values.gateway.maxBodyBytes
+-}}
+{{- if .Values.tls.enabled -}}
+  {{- $_ := set $config "tls" "/etc/stagemesh/tls" -}}
+{{- end -}}
+{{- if .Values.gateway.httpsSecret -}}
+  {{- $_ := set $config "https" "/etc/stagemesh/https" -}}
+{{- end -}}
+{{- toPrettyJson $config -}}
+{{- end -}}
+
+{{/* A probe by HTTP. Arguments: (list root period timeout failures). The kubelet accepts any certificate. */}}
+{{- define "stagemesh.gatewayProbe" -}}
+httpGet:
+  port: http
+  path: /health
+  scheme: {{ include "stagemesh.gatewayScheme" (index . 0) | upper }}
+periodSeconds: {{ int64 (index . 1) }}
+timeoutSeconds: {{ int64 (index . 2) }}
+failureThreshold: {{ int64 (index . 3) }}
+{{- end -}}
+
+{{/* The protocol of the gateways: http or https. */}}
+{{- define "stagemesh.gatewayScheme" -}}
+{{- ternary "https" "http" (ne .Values.gateway.httpsSecret "") -}}
+{{- end -}}

@@ -1,0 +1,155 @@
+"""The gateways of a release: how clients reach them, and how they reach the orchestrators."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.k8s.manifests import field
+from tests.k8s.network import is_allowed
+from tests.k8s.release import Release, at, settings
+from tests.k8s.test_security import CLIENTS, TLS_SECRETS, Network
+
+HTTP = 8000
+ON = at("gateway.enabled", True)
+ISSUER = at("tls", {"enabled": True, "issuer": {"name": "ca"}})
+TOKENS = at("tls.tokens.secret", "callers")
+FORWARDING = at("gateway.forwardTokens", True)
+
+
+def _config(release: Release) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(release.pod("gateway").annotations["stagemesh.dev/gateway"])
+    return config
+
+
+def _mounted(release: Release, name: str) -> dict[str, str]:
+    """Returns the secret of each file that a pod mounts at /etc/stagemesh."""
+    sources = field(release.volume(name, "config"), "projected.sources", [])
+    secrets = [source["secret"] for source in sources if "secret" in source]
+    return {item["path"]: secret["name"] for secret in secrets for item in secret["items"]}
+
+
+def test_a_release_has_no_gateway_by_default() -> None:
+    assert [item for item in Release().objects if item["metadata"]["name"].endswith("-gateway")] == []
+
+
+def test_a_gateway_calls_the_address_that_clients_use() -> None:
+    release = Release(ON)
+    arguments = field(release["Pod/release-test"], "spec.containers.0.args")
+    ((server,),) = _config(release)["servers"]
+    assert f"--server={server}" in arguments
+    assert server == "release-orchestrator.models.svc.cluster.local:7780"
+
+
+def test_a_new_pipeline_does_not_restart_gateways() -> None:
+    before, after = (Release(ON, at("pipeline.stages.thinker.model", model)) for model in ("smollm2", "qwen3"))
+    assert before.generation() != after.generation()
+    assert before["Deployment/release-gateway"] == after["Deployment/release-gateway"]
+
+
+@pytest.mark.parametrize(("secret", "scheme"), [("", "HTTP"), ("https", "HTTPS")])
+def test_probes_ask_for_the_health_of_the_gateway(secret: str, scheme: str) -> None:
+    container = Release(ON, at("gateway.httpsSecret", secret)).container("gateway")
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert container[probe]["httpGet"] == {"port": "http", "path": "/health", "scheme": scheme}
+    assert container["ports"] == [{"name": "http", "containerPort": HTTP, "protocol": "TCP"}]
+
+
+def test_a_gateway_serves_https_with_the_given_secret() -> None:
+    release = Release(ON, at("gateway.httpsSecret", "public"))
+    assert _mounted(release, "gateway") == {"https/tls.crt": "public", "https/tls.key": "public"}
+    assert (_config(release)["https"], "tls" in _config(release)) == ("/etc/stagemesh/https", False)
+
+
+def test_a_gateway_has_the_certificate_of_a_client() -> None:
+    release = Release(ON, ISSUER)
+    spec = release["Certificate/release-gateway"]["spec"]
+    assert spec["uris"] == ["stagemesh://client/release-gateway"]
+    assert _mounted(release, "gateway") == {
+        f"tls/{key}": spec["secretName"] for key in ("ca.crt", "tls.crt", "tls.key")
+    }
+    assert _config(release)["tls"] == "/etc/stagemesh/tls"
+
+
+def test_a_gateway_that_forwards_tokens_has_no_rights_of_its_own() -> None:
+    release = Release(ON, ISSUER, TOKENS, FORWARDING)
+    spec = release["Certificate/release-gateway"]["spec"]
+    assert "uris" not in spec
+    assert "release-gateway.models.svc" in spec["dnsNames"]
+    assert _mounted(release, "gateway") == {"tls/ca.crt": spec["secretName"]}
+
+
+def test_a_gateway_has_the_secret_that_the_values_name() -> None:
+    given = at("tls", {"enabled": True, "secrets": {**TLS_SECRETS, "gateway": "tls-g"}})
+    release = Release(ON, given, TOKENS, FORWARDING)
+    assert _mounted(release, "gateway") == {"tls/ca.crt": "tls-g"}
+    assert not release.of_kind("Certificate")
+
+
+def test_orchestrators_accept_the_tokens_that_gateways_forward() -> None:
+    provider = {"keys": "https://id.example/keys", "issuer": "https://id.example", "audience": "mesh"}
+    release = Release(ISSUER, TOKENS, at("tls.tokens", provider))
+    assert release.config()["tokens"] == {
+        "file": "/etc/stagemesh/tokens/tokens.json",
+        "caller_claim": "sub",
+        **provider,
+    }
+    assert _mounted(release, "orchestrator")["tokens/tokens.json"] == "callers"
+    assert "tokens" not in Release(ISSUER).config()
+
+
+def test_the_service_has_the_given_port() -> None:
+    spec = Release(ON, at("gateway.service.port", 443))["Service/release-gateway"]["spec"]
+    assert settings(spec, "ports.0.port", "ports.0.targetPort") == [443, "http"]
+
+
+def test_an_ingress_leads_to_the_service() -> None:
+    given = {"enabled": True, "className": "nginx", "host": "ai.example.com", "annotations": {"note": "x"}}
+    release = Release(ON, at("gateway.ingress", given))
+    ingress = release["Ingress/release-gateway"]
+    path = field(ingress, "spec.rules.0.http.paths.0")
+    ports = [port["name"] for port in release["Service/release-gateway"]["spec"]["ports"]]
+    assert settings(ingress, "spec.ingressClassName", "spec.rules.0.host", "metadata.annotations") == [
+        "nginx",
+        "ai.example.com",
+        {"note": "x"},
+    ]
+    assert path["backend"]["service"] == {"name": "release-gateway", "port": {"name": ports[0]}}
+    assert "tls" not in ingress["spec"]
+
+
+def test_an_ingress_has_the_certificate_of_its_host() -> None:
+    given = {"enabled": True, "host": "ai.example.com", "tlsSecret": "public"}
+    ingress = Release(ON, at("gateway.ingress", given))["Ingress/release-gateway"]
+    assert ingress["spec"]["tls"] == [{"hosts": ["ai.example.com"], "secretName": "public"}]
+    assert "ingressClassName" not in ingress["spec"]
+
+
+def test_gateways_reach_the_orchestrators_alone_even_if_clients_do_not() -> None:
+    network = Network(Release(ON, at("networkPolicy.clients", [])))
+    gateway = network.pods["gateway"]
+    assert network.sources("orchestrator", CLIENTS) == {"gateway", "test"}
+    assert not is_allowed(network.policies, gateway, network.pods["thinker"], port=50051)
+    assert is_allowed(network.policies, gateway, network.pods["dns"], port=53, protocol="UDP")
+
+
+def test_the_clients_that_the_values_select_reach_the_gateways() -> None:
+    default, none = Network(Release(ON)), Network(Release(ON, at("networkPolicy.gatewayClients", [])))
+    assert "client" in default.sources("gateway", HTTP)
+    assert not {"foreign client", "orchestrator", "thinker"} & default.sources("gateway", HTTP)
+    assert none.sources("gateway", HTTP) == set()
+
+
+@pytest.mark.parametrize("monitor", ["serviceMonitor", "podMonitor"])
+def test_prometheus_scrapes_the_gateways(monitor: str) -> None:
+    release = Release(
+        ON,
+        at("gateway.httpsSecret", "public"),
+        at("networkPolicy.gatewayClients", []),
+        at(f"monitoring.{monitor}.enabled", True),
+    )
+    kind = monitor[0].upper() + monitor[1:]
+    endpoints = "endpoints" if kind == "ServiceMonitor" else "podMetricsEndpoints"
+    (endpoint,) = release[f"{kind}/release-gateway"]["spec"][endpoints]
+    assert settings(endpoint, "port", "path", "scheme") == ["http", "/metrics", "https"]
+    assert Network(release).sources("gateway", HTTP) == {"prometheus"}

@@ -1,0 +1,76 @@
+"""The code blocks of the documents parse, and name what exists. tests/system/test_docs_programs.py runs the programs."""
+
+import ast
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from typer.main import get_command
+
+from stagemesh.orchestrator.cli.main import app
+from stagemesh.orchestrator.spec import load_pipeline
+from tests.repository.code_blocks import Block, find_blocks, find_commands
+
+KNOWN_LANGUAGES = ("", "python", "yaml", "json", "bash", "sh", "text", "mermaid")
+COMMANDS = list(find_commands())
+
+
+def syntax(block: Block) -> ast.Module:
+    return compile(
+        block.code, str(block), "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True
+    )
+
+
+PROGRAMS = [block for block in find_blocks("python") if not block.is_fragment]
+IMPORTS = sorted(
+    {
+        (node.module, name.name)
+        for block in PROGRAMS
+        for node in ast.walk(syntax(block))
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("stagemesh")
+        for name in node.names
+    }
+)
+
+
+def test_every_block_has_a_language_that_is_checked() -> None:
+    assert len(find_blocks(*KNOWN_LANGUAGES)) > 100
+    assert len(COMMANDS) > 100
+
+
+@pytest.mark.parametrize(("module", "name"), IMPORTS)
+def test_a_program_imports_names_that_exist(module: str, name: str) -> None:
+    assert hasattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("block", find_blocks("json"), ids=str)
+def test_a_json_document_parses(block: Block) -> None:
+    assert json.loads(block.code)
+
+
+@pytest.mark.parametrize("block", [block for block in find_blocks("yaml") if block.is_fragment], ids=str)
+def test_a_fragment_parses(block: Block) -> None:
+    assert yaml.safe_load(block.code)
+
+
+@pytest.mark.parametrize("block", [block for block in find_blocks("yaml") if not block.is_fragment], ids=str)
+def test_a_pipeline_is_valid(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODEL", "a-model")
+    file = tmp_path / "pipeline.yaml"
+    file.write_text(block.code if "pipeline" in yaml.safe_load(block.code) else f"pipeline: example\n{block.code}")
+    assert load_pipeline(str(file), check_models=False, check_code=True).outputs
+
+
+@pytest.mark.parametrize(("place", "words"), COMMANDS, ids=[f"{place} {words[0]}" for place, words in COMMANDS])
+def test_a_command_has_a_name_and_options_that_exist(place: str, words: list[str]) -> None:
+    del place
+    command, rest = get_command(app), list(words)
+    context = typer.Context(command, info_name="stagemesh")
+    while isinstance(command, typer.core.TyperGroup) and rest:
+        found = command.get_command(context, rest.pop(0))
+        assert found is not None
+        command, context = found, typer.Context(found, info_name=found.name, parent=context)
+    command.make_parser(context).parse_args(rest)
