@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import openai
 import pytest
+import websockets
 
 from stagemesh.client import AudioChunk, Result, StageArguments, Text, WavWriter
 from stagemesh.client.responses import ResultBuilder
@@ -282,3 +283,28 @@ async def test_a_realtime_response_is_spoken(speech: Deployment) -> None:
     pcm = np.frombuffer(b"".join(map(base64.b64decode, deltas)), np.int16)
     said = transcribe(pcm.astype(np.float32) / np.float32(32768), 24_000)
     assert word_error_rate(response["output"][0]["content"][0]["transcript"], said) <= 0.10
+
+
+@ON_ONE_CONNECTOR
+async def test_the_gateway_speaks_a_text_while_it_is_written(speech: Deployment) -> None:
+    text = "The quick brown fox jumps over the lazy dog. It was a bright day in the garden."
+    words = text.split()
+    with speech.client() as client, client.converse(input_mode="stream", outputs=["audio"], seed=SEED) as session:
+        for word in words:
+            session.append(f"{word} ")
+        session.commit()
+        expected_s = sum(
+            len(each.samples) / each.sample_rate_hz for each in session.answer() if isinstance(each, AudioChunk)
+        )
+    async with serving(speech.endpoint) as url:
+        address = f"ws://{url}/v1/audio/speech/stream?model=speech&seed={SEED}"
+        async with websockets.connect(address, max_size=None) as socket:
+            for word in words:
+                await socket.send(json.dumps({"type": "input.text", "text": f"{word} "}))
+            await socket.send(json.dumps({"type": "input.done"}))
+            pcm = b""
+            while isinstance(frame := await socket.recv(), bytes) or json.loads(frame)["type"] != "audio.done":
+                pcm += frame if isinstance(frame, bytes) else b""
+    samples = np.frombuffer(pcm, np.int16)
+    assert len(samples) / 24_000 == pytest.approx(expected_s, abs=0.01)
+    assert word_error_rate(text, transcribe(samples.astype(np.float32) / np.float32(32768), 24_000)) <= 0.10

@@ -27,6 +27,7 @@ class Metrics:
         self._running = Gauge(
             "stagemesh_gateway_running_requests", "HTTP requests that are being answered.", registry=registry
         )
+        self._sockets = Gauge("stagemesh_gateway_open_websockets", "Open WebSockets.", registry=registry)
         self._first_s = Histogram(
             "stagemesh_gateway_first_byte_seconds",
             "Time from a request to the first byte of its answer's body.",
@@ -43,6 +44,10 @@ class Metrics:
         )
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        if scope["type"] == "websocket":
+            with self._sockets.track_inprogress():
+                await self._app(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -2,17 +2,17 @@
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
 
-import msgspec
 from pydantic import ValidationError
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket
 
 from stagemesh.client import SpeechDetected, TurnCommitted
-from stagemesh.common.errors import InvalidRequestError, NotReadyError, StagemeshError
-from stagemesh.gateway.errors import ParameterError, error_body, validation_error
+from stagemesh.common.errors import NotReadyError, StagemeshError
+from stagemesh.gateway.errors import ParameterError, validation_error
+from stagemesh.gateway.json_socket import JsonSocket
 from stagemesh.gateway.realtime import client_events as events
 from stagemesh.gateway.realtime.input_audio import InputBuffer
 from stagemesh.gateway.realtime.items import (
@@ -34,6 +34,8 @@ class Connection:
 
     def __init__(self, websocket: WebSocket, settings: Settings) -> None:
         self._websocket, self._settings = websocket, settings
+        self._socket = JsonSocket(websocket)
+        self._send = self._socket.send
         self._session_id = f"sess_{uuid4().hex}"
         self._conversation = Conversation()
         self._buffer = InputBuffer()
@@ -51,10 +53,9 @@ class Connection:
         """Serves the client until it disconnects."""
         try:
             await self._send("session.created", session=self._session())
-            while True:
-                await self._receive(await self._websocket.receive())
-        except WebSocketDisconnect:
-            pass
+            async with aclosing(self._socket.events(events.CLIENT_EVENT)) as received:
+                async for event in received:
+                    await self._receive(event)
         finally:
             await self._stop()
 
@@ -63,32 +64,12 @@ class Connection:
         for response in (*self._others, *((self._response,) if self._response is not None else ())):
             await response.stop()
 
-    async def _send(self, event_type: str, /, **fields: Any) -> None:
-        event = {"type": event_type, "event_id": f"event_{uuid4().hex}", **fields}
-        # The client has left if it cannot be sent to. The receiver of its events ends the conversation.
-        with suppress(WebSocketDisconnect):
-            await self._websocket.send_text(msgspec.json.encode(event).decode())
-
-    async def _send_error(self, error: StagemeshError, *, cause: str | None = None) -> None:
-        await self._send("error", error={**error_body(error)["error"], "event_id": cause})
-
-    async def _receive(self, message: Mapping[str, Any]) -> None:
-        if message["type"] == "websocket.disconnect":
-            raise WebSocketDisconnect(message.get("code", 1000))
-        cause: str | None = None
+    async def _receive(self, event: events.ClientEvent) -> None:
         try:
-            data = _parse(message.get("text"))
-            given = data.get("event_id")
-            cause = given if isinstance(given, str) else None
-            event = events.CLIENT_EVENT.validate_python(data)
             async with self._lock:
                 await self._handle(event)
-        except ValidationError as exc:
-            # The first part of a location is the type of the event.
-            located = [{**error, "loc": error["loc"][1:]} for error in exc.errors()]
-            await self._send_error(validation_error(located), cause=cause)
         except StagemeshError as exc:
-            await self._send_error(exc, cause=cause)
+            await self._socket.send_error(exc, cause=event.event_id)
 
     async def _handle(self, event: events.ClientEvent) -> None:
         match event:
@@ -215,7 +196,7 @@ class Connection:
                     await self._end_turn(event)
                 case StagemeshError():
                     self._listener, self._spoken_id = None, None
-                    await self._send_error(event)
+                    await self._socket.send_error(event)
 
     async def _hear(self, speech: SpeechDetected) -> None:
         at_ms = round(speech.at_s * 1000)
@@ -235,7 +216,7 @@ class Connection:
             try:
                 await self._respond(ResponseBody())
             except StagemeshError as exc:
-                await self._send_error(exc)
+                await self._socket.send_error(exc)
 
     @property
     def _vad(self) -> ServerVad:
@@ -289,12 +270,3 @@ class Connection:
                 return
         name = "the conversation" if response_id is None else repr(response_id)
         raise NotReadyError(f"no response of {name} is in progress", reason="TURN_ENDED")
-
-
-def _parse(text: str | None) -> dict[str, Any]:
-    if text is None:
-        raise InvalidRequestError("a frame is binary; send each event as JSON in a text frame")
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.MsgspecError as exc:
-        raise InvalidRequestError(f"the event is not a JSON object: {exc}") from exc

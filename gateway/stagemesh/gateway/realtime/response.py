@@ -4,7 +4,7 @@ import asyncio
 import base64
 from collections.abc import Iterator, Mapping
 from contextlib import aclosing
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 from uuid import uuid4
 
 from stagemesh.client import AsyncGeneration, AudioChunk, Event, Finished, OutputFinished, Text
@@ -13,6 +13,7 @@ from stagemesh.gateway.answers import usage_of
 from stagemesh.gateway.audio_formats import make_encoder
 from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.errors import error_body
+from stagemesh.gateway.json_socket import Send
 from stagemesh.gateway.realtime.items import (
     AssistantMessage,
     Conversation,
@@ -26,12 +27,6 @@ from stagemesh.gateway.tool_calls import FoundCall, ToolCallSplitter
 
 CancelReason: TypeAlias = Literal["turn_detected", "client_cancelled"]
 Status: TypeAlias = Literal["completed", "cancelled", "incomplete", "failed"]
-
-
-class Send(Protocol):
-    """Sends an event of a type to the client."""
-
-    async def __call__(self, event_type: str, /, **fields: Any) -> None: ...
 
 
 class Response:

@@ -3,11 +3,11 @@
 from fastapi import APIRouter
 from starlette.websockets import WebSocket
 
-from stagemesh.common.errors import StagemeshError
-from stagemesh.gateway.errors import ParameterError, error_response
+from stagemesh.gateway.errors import ParameterError
+from stagemesh.gateway.json_socket import accept
 from stagemesh.gateway.realtime.connection import Connection
 from stagemesh.gateway.realtime.settings import Audio, InputAudio, ServerVad, Settings
-from stagemesh.gateway.state import find_model, offered_protocol
+from stagemesh.gateway.state import find_model
 
 router = APIRouter()
 
@@ -15,13 +15,9 @@ router = APIRouter()
 @router.websocket("/v1/realtime")
 async def converse(websocket: WebSocket) -> None:
     """Holds a conversation. A connection that cannot be served is rejected with an HTTP status."""
-    try:
-        settings = await _settings(websocket)
-    except StagemeshError as exc:
-        await websocket.send_denial_response(error_response(exc))
-        return
-    await websocket.accept(subprotocol=offered_protocol(websocket))
-    await Connection(websocket, settings).run()
+    settings = await accept(websocket, _settings(websocket))
+    if settings is not None:
+        await Connection(websocket, settings).run()
 
 
 async def _settings(websocket: WebSocket) -> Settings:

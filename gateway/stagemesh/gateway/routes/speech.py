@@ -9,7 +9,16 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field
 
-from stagemesh.client import AudioChunk, Content, ConverseArguments, Event, Finished, GenerateArguments, OutputFinished
+from stagemesh.client import (
+    AsyncSession,
+    AudioChunk,
+    Content,
+    ConverseArguments,
+    Event,
+    Finished,
+    GenerateArguments,
+    OutputFinished,
+)
 from stagemesh.client.sessions.events import SessionEvent
 from stagemesh.gateway.answers import EVENT_STREAM, sse, stream, usage_of
 from stagemesh.gateway.audio_formats import MEDIA_TYPES, AudioFormat, make_encoder
@@ -21,20 +30,15 @@ from stagemesh.gateway.state import find_model
 router = APIRouter()
 
 
-class SpeechBody(StageBody):
-    """The body of a request for speech: OpenAI's parameters, and those by which vLLM-Omni clones a voice."""
+class VoiceBody(StageBody):
+    """The parameters of a voice, which are options of the pipeline's stages."""
 
-    input: Annotated[str, Field(min_length=1)]
     voice: str | None = None
     instructions: str | None = None
     language: str | None = None
-    ref_audio: str | None = None
-    """The voice to clone: a data URL, or the URI of an object in the pipeline's store."""
     ref_text: str | None = None
-    """The text of `ref_audio`."""
-    response_format: AudioFormat = "mp3"
+    """The text of the audio of a voice to clone."""
     speed: Annotated[float | None, Field(gt=0)] = None
-    stream_format: Literal["audio", "sse"] = "audio"
 
     def arguments(self, model: Model) -> GenerateArguments:
         """Returns the arguments of the client for this request, without the text."""
@@ -45,6 +49,16 @@ class SpeechBody(StageBody):
             if (value := getattr(self, name)) is not None:
                 options[model.find_option(name, param=name)] = value
         return arguments | {"options": options}
+
+
+class SpeechBody(VoiceBody):
+    """The body of a request for speech: OpenAI's parameters, and those by which vLLM-Omni clones a voice."""
+
+    input: Annotated[str, Field(min_length=1)]
+    ref_audio: str | None = None
+    """The voice to clone: a data URL, or the URI of an object in the pipeline's store."""
+    response_format: AudioFormat = "mp3"
+    stream_format: Literal["audio", "sse"] = "audio"
 
     def prompt(self) -> Content:
         """Returns the text, after the voice to clone if there is one."""
@@ -79,12 +93,17 @@ def _begins(event: Event | SessionEvent) -> bool:
     return isinstance(event, AudioChunk)
 
 
-async def _spoken(model: Model, text: str, arguments: GenerateArguments) -> AsyncGenerator[Event | SessionEvent]:
-    """Yields the events of a session's turn, in which the text is spoken as it is."""
+def open_speech(model: Model, arguments: GenerateArguments) -> AsyncSession:
+    """Returns a session in which each turn speaks the text that is appended."""
     names = ConverseArguments.__optional_keys__
     shared = cast("ConverseArguments", {name: value for name, value in arguments.items() if name in names})
     shared["input_mode"] = "stream"
-    async with model.client.converse(**shared) as session:
+    return model.client.converse(**shared)
+
+
+async def _spoken(model: Model, text: str, arguments: GenerateArguments) -> AsyncGenerator[Event | SessionEvent]:
+    """Yields the events of a session's turn, in which the text is spoken as it is."""
+    async with open_speech(model, arguments) as session:
         await session.append(text)
         await session.commit()
         async with aclosing(session.answer()) as events:
