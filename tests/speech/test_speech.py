@@ -23,7 +23,7 @@ from stagemesh.common.errors import InvalidRequestError
 from tests.deployment import Deployment, deployed, eventually
 from tests.gateway.making import client, gateway, serving
 from tests.gateway.test_realtime import Talker
-from tests.repository.commands import ROOT
+from tests.repository.code_blocks import read_blocks
 from tests.speech.whisper import transcribe, word_error_rate
 from tests.traces import TraceReceiver, check_whole, chunks_of, last_trace, receiving_traces
 
@@ -256,14 +256,20 @@ def test_the_gateway_speaks_a_text_as_it_is(speech: Deployment) -> None:
 
 
 @ON_ONE_CONNECTOR
-def test_the_example_of_the_gateway_runs(speech: Deployment, tmp_path: Path) -> None:
-    example = (ROOT / "docs/gateway.md").read_text().partition("```python\n")[2].partition("```")[0]
+def test_the_examples_of_the_gateway_run(speech: Deployment, tmp_path: Path) -> None:
+    first, realtime = (each.code for each in read_blocks("docs/gateway.md") if each.language == "python")
+
+    def run(code: str) -> str:
+        command = [sys.executable, "-c", code.replace("http://127.0.0.1:8000", url)]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True, timeout=120).stdout
+
     with gateway(speech.endpoint) as url:
-        command = [sys.executable, "-c", example.replace("http://127.0.0.1:8000", url)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True, timeout=120)
-    assert len(done.stdout) > 50
+        assert len(run(first)) > 50
+        *transcript, summary = run(realtime).splitlines()
     with wave.open(str(tmp_path / "calm.wav")) as audio:
         assert audio.getnframes() > audio.getframerate()
+    assert "".join(transcript).strip()
+    assert float(summary.split(" ")[0]) > 1
 
 
 @ON_ONE_CONNECTOR
