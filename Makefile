@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 AT_ONCE := $(if $(filter 0,$(shell id -u)),-n 2 --dist loadfile --no-loadscope-reorder)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv typescript kubernetes models demo demo-image test soak fuzz cluster cluster-down check protos stubs bench lock clean
+.PHONY: help venv typescript kubernetes livekit models demo demo-image test soak fuzz cluster cluster-down check docs release protos stubs bench lock clean
 
 help: ## List the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -57,6 +57,13 @@ kubernetes: .venv/.kubernetes ## Install helm 3, helm 4 and checkov, which check
 	python -m pip --python .venv/checkov/bin/python install --quiet --no-deps -r requirements/checkov.txt
 	@touch $@
 
+livekit: .venv/.livekit ## Install livekit-agents, whose agent calls the gateway in the tests, into .venv
+
+.venv/.livekit: requirements/livekit.txt | .venv/.stamp
+	python -m venv --clear --without-pip .venv/livekit
+	python -m pip --python .venv/livekit/bin/python install --quiet --no-deps -r requirements/livekit.txt
+	@touch $@
+
 models: venv ## Fetch the weights of the speech pipeline
 	stagemesh models fetch speech
 
@@ -67,7 +74,7 @@ demo-image: PROMPT := $(if $(filter file,$(origin PROMPT)),the digit seven,$(PRO
 demo-image: venv ## Draw PROMPT="the digit seven" into out/digit.png, by three services
 	stagemesh demo examples/digits/pipeline.yaml --prompt "$$PROMPT" --image out/digit.png
 
-test: models typescript kubernetes ## Run every test that needs no GPU
+test: models typescript kubernetes livekit ## Run every test that needs no GPU
 	pytest -m "not gpu and not soak" $(AT_ONCE)
 
 soak: models ## Run the long forms of the fault tests, about an hour
@@ -92,6 +99,12 @@ check: venv typescript ## Check format, lint, prose, types, layers and contract
 	mypy && pyright
 	lint-imports
 	buf format --diff --exit-code && buf lint
+
+docs: venv ## Build the documentation site into out/site, and check every link
+	NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict
+
+release: venv ## Build the sdist, the wheel and its SBOM into out/release, and call a pipeline with the installed wheel
+	python -m tools.release
 
 protos: venv ## Format the contract and regenerate its stubs and docs/errors.md
 	buf format --write

@@ -7,6 +7,7 @@
 - dev.txt: what tests and checks the project, in addition to cpu.txt.
 - torchvision.txt: torchvision, in a folder of its own.
 - checkov.txt: Checkov, in an environment of its own.
+- livekit.txt: an agent of livekit-agents, in an environment of its own.
 
 Each is installed with `pip install --no-deps`, so that pip installs nothing else. Run by `make lock`.
 
@@ -44,6 +45,8 @@ All parts of Stagemesh, without a GPU. torch must be the CPU build: if the packa
 CHECKOV_WHAT = """\
 Checkov, which checks the rendered chart. It has an environment of its own, because its requirements contradict
 # those of the project."""
+LIVEKIT_WHAT = """\
+An agent of livekit-agents, which calls the gateway in the tests. Its environment contains nothing of Stagemesh."""
 TORCHVISION_WHAT = """\
 torchvision, for tests of models that process images and video. `make venv` installs it into .venv/torchvision, apart
 # from cpu.txt: transformers imports it wherever it is installed, and it is a CUDA build."""
@@ -113,6 +116,8 @@ def main() -> None:
     write("torchvision.txt", what=TORCHVISION_WHAT, pins={"torchvision": cpu["torchvision"]})
     checkov = resolve("checkov", constraints=read("checkov.txt"))
     write("checkov.txt", what=CHECKOV_WHAT, pins=checkov)
+    livekit = resolve("livekit-agents[openai]", constraints=read("livekit.txt"))
+    write("livekit.txt", what=LIVEKIT_WHAT, pins=livekit)
 
 
 if __name__ == "__main__":

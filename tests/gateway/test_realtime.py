@@ -352,7 +352,7 @@ async def test_a_response_outside_the_conversation_leaves_no_item() -> None:
 async def test_one_response_of_the_conversation_runs_at_a_time() -> None:
     async with talking([admitted(), text("so"), Pause.FOREVER]) as (_, talker):
         await talker.send("response.cancel")
-        assert (await talker.error())["code"] == "turn_ended"
+        assert (await talker.error())["code"] == "response_cancel_not_active"
         await talker.send("response.create")
         assert "empty" in (await talker.error())["message"]
         await talker.say("Hello")
@@ -360,7 +360,7 @@ async def test_one_response_of_the_conversation_runs_at_a_time() -> None:
         await talker.until("response.output_audio_transcript.delta")
         await talker.send("response.create", event_id="mine")
         error = await talker.error()
-        assert (error["code"], error["event_id"]) == ("turn_running", "mine")
+        assert (error["code"], error["event_id"]) == ("conversation_already_has_active_response", "mine")
 
 
 async def test_a_failed_response_is_reported() -> None:

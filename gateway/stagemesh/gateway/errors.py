@@ -40,11 +40,21 @@ class ParameterError(InvalidRequestError):
         self.param = param
 
 
+class RealtimeError(InvalidRequestError):
+    """An error of the realtime API for which clients know a code of OpenAI's."""
+
+    def __init__(self, message: str, *, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.known_code, self.param = code, param
+
+
 def error_body(error: StagemeshError) -> dict[str, Any]:
     """Returns an error as a JSON object: the body of a response, or the last event of a stream."""
     _, kind = _STATUSES.get(error.code, (500, _SERVER))
     param, code = error.param if isinstance(error, ParameterError) else None, error.reason.lower()
-    if error.reason in _MODEL_REASONS:
+    if isinstance(error, RealtimeError):
+        param, code = error.param, error.known_code
+    elif error.reason in _MODEL_REASONS:
         param, code = "model", "model_not_found"
     return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
 

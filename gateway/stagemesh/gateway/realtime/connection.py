@@ -11,7 +11,7 @@ from starlette.websockets import WebSocket
 
 from stagemesh.client import SpeechDetected, TurnCommitted
 from stagemesh.common.errors import NotReadyError, StagemeshError
-from stagemesh.gateway.errors import ParameterError, validation_error
+from stagemesh.gateway.errors import ParameterError, RealtimeError, validation_error
 from stagemesh.gateway.json_socket import JsonSocket
 from stagemesh.gateway.realtime import client_events as events
 from stagemesh.gateway.realtime.input_audio import InputBuffer
@@ -173,7 +173,9 @@ class Connection:
         await self._stop_listening()
         pcm = self._buffer.take()
         if not pcm:
-            raise NotReadyError("the input buffer is empty; append audio before the commit", reason="EMPTY_TURN")
+            raise RealtimeError(
+                "the input buffer is empty; append audio before the commit", code="input_audio_buffer_commit_empty"
+            )
         await self._commit_audio(pcm, item_id=None)
 
     async def _commit_audio(self, pcm: bytes, *, item_id: str | None) -> None:
@@ -229,9 +231,9 @@ class Connection:
     async def _respond(self, body: ResponseBody) -> None:
         belongs = body.conversation == "auto"
         if belongs and self._response is not None and self._response.is_running:
-            raise NotReadyError(
+            raise RealtimeError(
                 f"the response {self._response.id!r} is in progress; cancel it, or wait for response.done",
-                reason="TURN_RUNNING",
+                code="conversation_already_has_active_response",
             )
         settings = body.settings(self._settings)
         model = await find_model(self._websocket, settings.model)
@@ -269,4 +271,7 @@ class Connection:
                 await response.cancel(reason)
                 return
         name = "the conversation" if response_id is None else repr(response_id)
-        raise NotReadyError(f"no response of {name} is in progress", reason="TURN_ENDED")
+        # A client of livekit-agents ignores the error by the begin of its text.
+        raise RealtimeError(
+            f"Cancellation failed: no response of {name} is in progress", code="response_cancel_not_active"
+        )

@@ -15,7 +15,7 @@ from stagemesh.common.errors import OverloadedError
 from stagemesh.gateway.audio_formats import PCM_RATE_HZ
 from stagemesh.gateway.body import Body
 from stagemesh.gateway.content import Url, decode_base64, file_at
-from stagemesh.gateway.errors import ParameterError
+from stagemesh.gateway.errors import ParameterError, RealtimeError
 
 PCM_BYTES_PER_S = 2 * PCM_RATE_HZ
 _MAX_BYTES = 32 << 20
@@ -206,7 +206,11 @@ class Conversation:
         if item.id is None:
             item.id = f"item_{uuid4().hex}"
         elif any(each.id == item.id for each in self._items):
-            raise ParameterError("item.id", f"an item with the id {item.id!r} exists; use another id")
+            raise RealtimeError(
+                f"an item with the id {item.id!r} exists; use another id",
+                code="item_create_duplicate_item_id",
+                param="item.id",
+            )
         size_bytes = _size_bytes(item)
         if size_bytes + sum(map(_size_bytes, self._items)) > _MAX_BYTES:
             raise OverloadedError(
