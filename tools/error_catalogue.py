@@ -3,18 +3,16 @@
 `make stubs` runs it: python -m tools.error_catalogue docs/errors.md
 """
 
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from google.protobuf.descriptor_pb2 import EnumValueDescriptorProto, FileDescriptorProto, FileDescriptorSet
+from google.protobuf.descriptor_pb2 import EnumValueDescriptorProto, FileDescriptorProto
 
 from stagemesh.v1 import errors_pb2
+from tools.proto_comments import compile_protos, read_comments
 
-ROOT = Path(__file__).resolve().parents[1]
 _SOURCE = "protos/stagemesh/v1/errors.proto"
 # The numbers of the fields in FileDescriptorProto and EnumDescriptorProto that locate a value's comment.
 _ENUMS, _VALUES = 5, 2
@@ -48,7 +46,7 @@ class Catalogue(NamedTuple):
 
 def read_catalogue() -> Catalogue:
     """Compiles `errors.proto` with its comments and returns its catalogue."""
-    file = _compiled()
+    (file,) = compile_protos([_SOURCE])
     entries = [_entry(value, text) for value, text in _values(file, "ErrorReason")]
     keys = [_key(value, text) for value, text in _values(file, "ErrorMetadataKey")]
     return Catalogue({entry.reason: entry for entry in entries}, {key.name: key for key in keys})
@@ -59,17 +57,9 @@ def render(catalogue: Catalogue) -> str:
     return "\n".join([_HEAD, *_code_sections(catalogue), *_key_table(catalogue), ""])
 
 
-def _compiled() -> FileDescriptorProto:
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "errors.bin"
-        arguments = ["-I", "protos", "--include_source_info", f"--descriptor_set_out={target}", _SOURCE]
-        subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *arguments], check=True, cwd=ROOT)
-        return FileDescriptorSet.FromString(target.read_bytes()).file[0]
-
-
 def _values(file: FileDescriptorProto, name: str) -> Iterator[tuple[EnumValueDescriptorProto, str]]:
     """Yields the values of an enum, each with its comment, except for the value 0."""
-    comments = {tuple(each.path): " ".join(each.leading_comments.split()) for each in file.source_code_info.location}
+    comments = read_comments(file)
     for enum_index, enum in enumerate(file.enum_type):
         for index, value in enumerate(enum.value):
             if enum.name == name and value.number:

@@ -1,5 +1,6 @@
 """The code blocks of the documents, and the commands in them."""
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -16,10 +17,10 @@ DOCUMENTS = sorted(
     if path.name != "CHANGELOG.md"
 )
 FRAGMENT = "<!-- fragment -->"
-"""A comment before a block that is not complete, so that only its syntax is checked."""
+"""A comment before a block of YAML or Python that is incomplete on purpose."""
 _SHELLS = {"", "text", "bash", "sh"}
 _COMMAND = re.compile(r"(?:^|[ /])stagemesh (?=[a-z-])")
-_END = re.compile(r"^(?:[|;&].*|\d?>.*|#.*)$")
+_REDIRECTION = re.compile(r" \d?> ?\S+")
 
 
 class Block(NamedTuple):
@@ -61,17 +62,14 @@ def find_commands() -> Iterator[tuple[str, list[str]]]:
                 yield from ((str(block), words) for line in lines for words in _commands(line))
         text = (ROOT / document).read_text()
         for code in re.findall(r"(?<!`)`(stagemesh [^`]+)`(?!`)", text):
-            yield from ((document, words) for words in _commands(" ".join(code.split())))
+            for words in _commands(" ".join(code.split())):
+                # A text may omit the value of the last option.
+                yield document, [*words, "VALUE"] if words[-1].startswith("--") else words
 
 
 def _commands(line: str) -> Iterator[list[str]]:
-    """Yields the words after `stagemesh` of each command in a line, up to its end or a redirection."""
+    """Yields the words after `stagemesh` of each command in a line, up to its end, without redirections."""
     for match in _COMMAND.finditer(line):
-        lexer = shlex.shlex(line[match.end() :], posix=True, punctuation_chars="|;&>")
+        lexer = shlex.shlex(_REDIRECTION.sub("", line[match.end() :]), posix=True, punctuation_chars="|;&")
         lexer.whitespace_split = True
-        words: list[str] = []
-        for word in lexer:
-            if _END.match(word):
-                break
-            words.append(word)
-        yield words
+        yield list(itertools.takewhile(lambda word: word[0] not in "|;&", lexer))

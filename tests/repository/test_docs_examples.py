@@ -1,4 +1,7 @@
-"""The code blocks of the documents parse, and name what exists. tests/system/test_docs_programs.py runs the programs."""
+"""The code blocks of the documents parse, and the names in them exist.
+
+tests/system/test_docs_programs.py runs the programs.
+"""
 
 import ast
 import importlib
@@ -8,32 +11,33 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
+from pydantic import TypeAdapter
 from typer.main import get_command
 
 from stagemesh.orchestrator.cli.main import app
 from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.orchestrator.spec.schema import PipelineFile
 from tests.repository.code_blocks import Block, find_blocks, find_commands
 
 KNOWN_LANGUAGES = ("", "python", "yaml", "json", "bash", "sh", "text", "mermaid")
+FIELDS = {name: field.annotation for name, field in PipelineFile.model_fields.items()}
+KEYS = {name: TypeAdapter[object](annotation) for name, annotation in FIELDS.items() if annotation is not None}
 COMMANDS = list(find_commands())
 
 
-def syntax(block: Block) -> ast.Module:
-    return compile(
-        block.code, str(block), "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True
-    )
+def missing_names(code: str) -> list[str]:
+    """Returns the names that a program imports from Stagemesh and that do not exist."""
+    imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
+    return [
+        f"{node.module}.{name.name}"
+        for node in imports
+        if node.module is not None and node.module.startswith("stagemesh")
+        for name in node.names
+        if not hasattr(importlib.import_module(node.module), name.name)
+    ]
 
 
 PROGRAMS = [block for block in find_blocks("python") if not block.is_fragment]
-IMPORTS = sorted(
-    {
-        (node.module, name.name)
-        for block in PROGRAMS
-        for node in ast.walk(syntax(block))
-        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("stagemesh")
-        for name in node.names
-    }
-)
 
 
 def test_every_block_has_a_language_that_is_checked() -> None:
@@ -41,9 +45,9 @@ def test_every_block_has_a_language_that_is_checked() -> None:
     assert len(COMMANDS) > 100
 
 
-@pytest.mark.parametrize(("module", "name"), IMPORTS)
-def test_a_program_imports_names_that_exist(module: str, name: str) -> None:
-    assert hasattr(importlib.import_module(module), name)
+@pytest.mark.parametrize("block", PROGRAMS, ids=str)
+def test_a_program_parses_and_imports_names_that_exist(block: Block) -> None:
+    assert missing_names(block.code) == []
 
 
 @pytest.mark.parametrize("block", find_blocks("json"), ids=str)
@@ -52,8 +56,12 @@ def test_a_json_document_parses(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", [block for block in find_blocks("yaml") if block.is_fragment], ids=str)
-def test_a_fragment_parses(block: Block) -> None:
-    assert yaml.safe_load(block.code)
+def test_the_keys_of_a_fragment_have_valid_values(block: Block) -> None:
+    document = yaml.safe_load(block.code)
+    assert document
+    # The options of a file and of a stage have the same key.
+    for key in KEYS.keys() & document.keys() - {"options"}:
+        KEYS[key].validate_python(document[key])
 
 
 @pytest.mark.parametrize("block", [block for block in find_blocks("yaml") if not block.is_fragment], ids=str)
@@ -69,7 +77,7 @@ def test_a_command_has_a_name_and_options_that_exist(place: str, words: list[str
     del place
     command, rest = get_command(app), list(words)
     context = typer.Context(command, info_name="stagemesh")
-    while isinstance(command, typer.core.TyperGroup) and rest:
+    while isinstance(command, typer.core.TyperGroup) and rest and not rest[0].startswith("-"):
         found = command.get_command(context, rest.pop(0))
         assert found is not None
         command, context = found, typer.Context(found, info_name=found.name, parent=context)

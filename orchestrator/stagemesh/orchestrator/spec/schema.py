@@ -75,8 +75,11 @@ class OptionEntry(OptionSpec):
     """An item of `options`: a number that requests may set for use in conditions. Engines ignore this number."""
 
     default: Number
+    """The value of requests that do not set the option."""
     minimum: Number = Field()
+    """The least allowed value."""
     maximum: Number = Field()
+    """The greatest allowed value."""
 
     def __post_init__(self) -> None:
         if not self.minimum <= self.default <= self.maximum or self.minimum == self.maximum:
@@ -87,12 +90,19 @@ class OptionTerm(Entry, frozen=True):
     """An item of `when` that compares an option with one or more numbers."""
 
     option: str
+    """The name of an option that the file or a stage declares."""
     equal: Annotated[Number | None, Field(validation_alias="is", serialization_alias="is")] = None
+    """True if the option equals this number. A flag is 0 or 1."""
     is_not: Number | None = None
+    """True if the option differs from this number."""
     over: Number | None = None
+    """True if the option is greater than this number."""
     at_least: Number | None = None
+    """True if the option is greater than this number, or equals it."""
     under: Number | None = None
+    """True if the option is less than this number."""
     at_most: Number | None = None
+    """True if the option is less than this number, or equals it."""
 
     @property
     def comparisons(self) -> Mapping[Comparison, float]:
@@ -105,14 +115,18 @@ class InputTerm(Entry, frozen=True):
     """An item of `when` that tests whether the request contains a kind of input."""
 
     input: InputKind
+    """The kind of input. `stream` is input that the client streams while the request runs."""
     given: Flag = True
+    """False if the term is true for requests without this kind of input."""
 
 
 class OutputTerm(Entry, frozen=True):
     """An item of `when` that tests whether an output is requested."""
 
     output: str
+    """The name of an output of the pipeline."""
     wanted: Flag = True
+    """False if the term is true for requests that do not want this output."""
 
 
 def _term_form(value: object) -> str | None:
@@ -159,31 +173,44 @@ def _check_address(text: str) -> str:
 
 
 class SplitEntry(Entry, frozen=True):
-    """The value of a stage's `split`: how many replicas compute prompts, and how many sample tokens.
-
-    `min_tokens` is the number of tokens from which a prompt is computed by a prefill replica. `wait_s` is the time in
-    seconds for which a decode replica waits for it.
-    """
+    """The value of a stage's `split`: how many replicas compute prompts, and how many sample tokens."""
 
     prefill: Positive
+    """The number of replicas that compute prompts."""
     decode: Positive
+    """The number of replicas that sample tokens."""
     min_tokens: Count | None = None
+    """The number of tokens from which a prompt is computed by a prefill replica."""
     wait_s: Annotated[Number, Field(gt=0)] | None = None
+    """The time in seconds for which a decode replica waits for a prefill replica."""
 
 
 class StageEntry(Entry, frozen=True):
     """An item of `stages`: the description of a stage."""
 
     engine: str
+    """The engine that computes: `vllm`, `diffusion`, `function`, `fake`, or one that another package adds."""
     model: str | None = None
+    """The model: a name that `stagemesh models list` prints, a name on Hugging Face, or a path."""
     function: str | None = None
+    """The name of the function that the engine runs. Needed by the engines `function` and `fake`."""
     replicas: Positive = 1
+    """The number of replicas that `stagemesh up` and the Helm chart start."""
     options: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """Options of the engine, of the function, or both. Requests cannot change them."""
     when: When | None = None
+    """The condition on which the stage runs. None if it runs for each request that needs it."""
     join: Join = "all"
+    """The rule by which the packets of several incoming edges are combined into inputs.
+
+    A list names the edges whose packets are combined, by their own names or by those of their producers.
+    """
     data_plane: DataPlaneEntry = DataPlaneEntry()
+    """The memory limits of each replica."""
     stall_s: Annotated[Number, Field(ge=0)] = STALL_S
+    """The time in seconds without progress after which a step counts as hanging. 0 turns the detection off."""
     non_finite: Literal["warn", "error"] = "warn"
+    """The reaction to NaN and infinite values in audio and images: a warning of the request, or an error."""
     error_details: bool | None = None
     """Whether clients receive the text of exceptions of user code. None stands for True if `stagemesh up` runs it."""
     group: Name | None = None
@@ -199,10 +226,15 @@ class ExternalStageEntry(Entry, frozen=True):
     """
 
     engine: Literal["external"]
+    """Always `external`."""
     signature: SignatureEntry
+    """The tensors that the stage accepts and emits, and its options."""
     addresses: tuple[Annotated[str, AfterValidator(_check_address)], ...] = ()
+    """The addresses of replicas, as "host:port". Empty if all replicas register themselves."""
     when: When | None = None
+    """The condition on which the stage runs. None if it runs for each request that needs it."""
     join: Join = "all"
+    """The rule by which the stage combines the packets of several incoming edges into inputs."""
 
 
 def _stage_form(value: object) -> str:
@@ -230,18 +262,19 @@ Ramp: TypeAlias = Annotated[
 
 
 class FramesEntry(Entry, frozen=True):
-    """The value of an edge's `chunk` if packets are cut into chunks by numbers of frames.
-
-    `frames` is the number of frames of each chunk. `initial_frames` is the number of frames of the first chunk, or 0
-    for `frames`. `ramp` contains the numbers of frames of several first chunks instead, or is "auto" if the
-    orchestrator chooses them for each request, at least `initial_frames`. `left_context_frames` is the maximum number
-    of preceding frames that are repeated at the front of each chunk.
-    """
+    """The value of an edge's `chunk` if packets are cut into chunks by numbers of frames."""
 
     frames: Positive
+    """The number of frames of each chunk."""
     initial_frames: Count = 0
+    """The number of frames of the first chunk, or 0 for `frames`."""
     ramp: Ramp | None = None
+    """The numbers of frames of several first chunks, instead of `initial_frames`.
+
+    "auto" if the orchestrator chooses them for each request, at least `initial_frames`.
+    """
     left_context_frames: Count = 0
+    """The maximum number of preceding frames that are repeated at the front of each chunk."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
@@ -291,17 +324,27 @@ class EdgeEntry(Entry, frozen=True):
     """An item of `edges`: the description of an edge."""
 
     producer: Annotated[str, Field(validation_alias="from", serialization_alias="from")]
+    """The stage that produces the packets, or `@input` for input that clients stream."""
     consumer: Annotated[str, Field(validation_alias="to", serialization_alias="to")]
+    """The stage that consumes the packets."""
     transform: str | None = None
+    """The name of the transform that converts the producer's tensors into those that the consumer accepts."""
     connector: str = AUTO
+    """The connector that transfers the tensors. `auto` selects the fastest one that works between two replicas."""
     chunk: Chunk = "step"
+    """The policy by which packets are cut into chunks.
+
+    `step` sends each packet as it is, and `whole` sends all packets as one chunk at the end.
+    """
     tokens: Literal["all", "last"] = "all"
     """The rows that the edge transfers of each tensor that has one row for each token.
 
     "all" selects all rows. "last" selects only the last row.
     """
     name: Name | None = None
+    """The name of the edge. Needed if two edges connect the same stages. None stands for "from->to"."""
     when: When | None = None
+    """The condition on which the edge exists. None if it exists whenever both stages run."""
 
     @property
     def is_input(self) -> bool:
@@ -363,10 +406,15 @@ class Bounds(Entry, frozen=True):
     """
 
     max_in_flight: Positive = sys.maxsize
+    """The maximum number of running requests."""
     max_in_flight_bytes: Size = sys.maxsize
+    """The maximum number of bytes of running requests."""
     max_queued: Count = sys.maxsize
+    """The maximum number of requests that wait for admission."""
     max_queued_bytes: Size = sys.maxsize
+    """The maximum number of bytes of requests that wait for admission."""
     max_sessions: Positive = sys.maxsize
+    """The maximum number of sessions."""
 
 
 class Limits(Bounds, frozen=True):
@@ -378,6 +426,7 @@ class Limits(Bounds, frozen=True):
     max_queued_bytes: Size = 256 << 20
     max_sessions: Positive = 1000
     per_caller: Annotated[Bounds, _WRITTEN] = Bounds()
+    """The limits for each caller."""
     max_choices: Positive = 16
     """The maximum number of choices of a request, each of which counts as a running request."""
     max_unread_bytes: Size = 256 << 20
@@ -426,12 +475,20 @@ class PipelineFile(Entry, frozen=True):
     """The content of a pipeline file, with the types of the schema."""
 
     name: Annotated[Name, Field(validation_alias="pipeline", serialization_alias="pipeline")]
+    """The name of the pipeline."""
     stages: Annotated[Mapping[Name, AnyStageEntry], Field(min_length=1)]
+    """The stages by their names."""
     edges: tuple[EdgeEntry, ...] = ()
+    """The edges between stages."""
     outputs: Annotated[Mapping[OutputName, OutputEntry], Field(min_length=1)]
+    """The outputs that requests may want, by their names."""
     options: Mapping[OptionName, OptionEntry] = {}
+    """The options that requests may set for use in conditions, by their names. Stages may declare further ones."""
     main_stage: Name | None = None
     """The stage that a request's sampling parameters and adapter mean if the request does not name a stage."""
     limits: Limits = Limits()
+    """The limits on requests and sessions, for each orchestrator."""
     sessions: SessionsEntry = SessionsEntry()
+    """The behavior of sessions."""
     media: MediaEntry | None = None
+    """The object store of the pipeline. None if requests cannot refer to files and no output is stored."""

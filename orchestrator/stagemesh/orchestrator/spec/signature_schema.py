@@ -35,7 +35,8 @@ def _parse_type(value: object) -> TensorSpec:
 class _TensorEntry(Entry, frozen=True):
     """An item of `accepts` or `emits`. A type alone may be written without a mapping."""
 
-    type: Annotated[TensorSpec, PlainValidator(_parse_type), PlainSerializer(str)]
+    type: Annotated[TensorSpec, PlainValidator(_parse_type, json_schema_input_type=str), PlainSerializer(str)]
+    """The dtype and the shape, for example `float32[samples]`. A name in a shape is a length that varies."""
 
     @model_validator(mode="before")
     @classmethod
@@ -51,14 +52,18 @@ class AcceptedEntry(_TensorEntry, frozen=True):
     """An item of `accepts`: the type of a tensor that the stage accepts."""
 
     optional: Flag = False
+    """Whether a packet or a whole request may omit the tensor."""
 
 
 class EmittedEntry(_TensorEntry, frozen=True):
     """An item of `emits`: the type of a tensor that the stage emits, and how clients interpret the tensor."""
 
     kind: OutputKind = "tensor"
+    """The interpretation of the tensor by clients."""
     sample_rate_hz: Count = 0
+    """The sample rate of audio in Hz. Other kinds have none."""
     media_type: str = ""
+    """The media type of a tensor of the kind `media`. Other kinds have none."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
@@ -79,10 +84,15 @@ class StageOptionEntry(Entry, frozen=True):
     """An item of `options`: an option that requests may set for the stage. The type of `default` is its type."""
 
     default: Value
+    """The value of requests that do not set the option."""
     minimum: Number | None = None
+    """The least allowed number."""
     maximum: Number | None = None
+    """The greatest allowed number, or the maximum number of characters of a text."""
     allowed_texts: tuple[str, ...] = ()
+    """The allowed texts. Empty if any text is allowed."""
     description: str = ""
+    """A description of the option for people."""
 
     @model_validator(mode="after")
     def _check_default(self) -> Self:
@@ -109,12 +119,19 @@ class SignatureEntry(Entry, frozen=True):
     """The value of an external stage's `signature`."""
 
     accepts: Mapping[OutputName, AcceptedEntry] = {}
+    """The accepted tensors by name. A stage that accepts none receives the client's prompt."""
     emits: Annotated[Mapping[OutputName, EmittedEntry], Field(min_length=1)]
+    """The emitted tensors by name."""
     options: Mapping[OptionName, StageOptionEntry] = {}
+    """The options that requests may set for the stage, by their names."""
     sampling: Flag = False
+    """Whether the stage chooses tokens, so that a request may set sampling parameters for the stage."""
     adapters: Flag = False
+    """Whether a request may select an adapter for the stage."""
     media: Flag = False
+    """Whether a request's messages may contain images, audio or video."""
     negative_prompt: Flag = False
+    """Whether a request may have a negative prompt."""
 
     @property
     def signature(self) -> Signature:

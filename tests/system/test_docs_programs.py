@@ -1,0 +1,90 @@
+"""The programs in the documents run. Those that call a server call a real pipeline of fake stages.
+
+tests/speech runs the example of docs/gateway.md, and tests/cli/test_replicas_page.py the commands of docs/replicas.md.
+"""
+
+import subprocess
+import sys
+import wave
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deployment import Deployment, deployed
+from tests.repository.code_blocks import read_blocks
+
+PIPELINE = """\
+pipeline: documented
+stages:
+  thinker: {engine: fake, function: source, options: {steps: 4}}
+  talker: {engine: fake, function: frames}
+  vocoder: {engine: fake, function: sound}
+edges:
+  - {from: thinker, to: talker}
+  - {from: talker, to: vocoder}
+outputs: {text: thinker, audio: vocoder}
+"""
+CLIENT = """\
+from stagemesh.client import AudioChunk, Client, Text
+client = Client("127.0.0.1:7780")
+"""
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    folder = tmp_path_factory.mktemp("documented")
+    (folder / "pipeline.yaml").write_text(PIPELINE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STAGEMESH_HOME", str(folder / "home"))
+        with deployed(folder / "pipeline.yaml") as running:
+            yield running
+
+
+def program(document: str, beginning: str) -> str:
+    """Returns the Python block of a document that contains this text."""
+    (found,) = [each.code for each in read_blocks(document) if each.language == "python" and beginning in each.code]
+    return found
+
+
+def run(code: str, *, folder: Path, endpoint: str = "") -> str:
+    command = [sys.executable, "-c", code.replace("127.0.0.1:7780", endpoint).replace("10.0.0.2:7780", endpoint)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False, timeout=50)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_client_of_the_readme_prints_text_and_saves_audio(deployment: Deployment, tmp_path: Path) -> None:
+    code = program("README.md", "WavWriter")
+    assert run(code, folder=tmp_path, endpoint=deployment.endpoint)
+    with wave.open(str(tmp_path / "speech.wav")) as audio:
+        assert audio.getnframes()
+
+
+@pytest.mark.parametrize(
+    ("document", "beginning", "lines"),
+    [
+        ("README.md", "And why is it salty?", 2),
+        ("docs/clients.md", "choices=3", 2),
+        ("docs/quick-start.md", "Client(", 1),
+        ("docs/replicas.md", "10.0.0.2:7780", 1),
+    ],
+)
+def test_a_client_of_a_document_prints_answers(
+    deployment: Deployment, tmp_path: Path, document: str, beginning: str, lines: int
+) -> None:
+    printed = run(CLIENT + program(document, beginning), folder=tmp_path, endpoint=deployment.endpoint)
+    assert len(printed.splitlines()) == lines
+
+
+@pytest.mark.parametrize(
+    ("document", "beginning", "printed"),
+    [
+        ("docs/clients.md", 'files("stagemesh.v1")', "orchestrator.proto"),
+        ("docs/own-stage.md", "packet = Packet", ""),
+        ("CONTRIBUTING.md", "class Louder", ""),
+        ("CONTRIBUTING.md", "LOUDER = ", ""),
+    ],
+)
+def test_a_program_without_a_server_runs(tmp_path: Path, document: str, beginning: str, printed: str) -> None:
+    assert printed in run(program(document, beginning), folder=tmp_path)

@@ -1,0 +1,139 @@
+"""Builds a release: the sdist, the wheel, and a software bill of materials of the client's installation.
+
+Run it in the repository's root: python -m tools.release [FOLDER]. The version is that of pyproject.toml. The wheel is
+built from the sdist, which proves that the sdist is complete. It is installed into a new environment without extras, in
+which a client then calls a pipeline that this repository runs. Packages come from the configured index of pip, in the
+versions of requirements/cpu.txt.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+PIPELINE = ROOT / "examples/graph/pipeline.yaml"
+_END_S = 30
+_CALL = """\
+import importlib.util, sys
+from stagemesh.client import Client
+
+assert importlib.util.find_spec("typer") is None, "the environment has the packages of the extra cli"
+with Client(sys.argv[1]) as client:
+    assert client.generate("hello", outputs=["text"]).result().text
+"""
+
+
+def find_problems(root: Path) -> list[str]:
+    """Returns what must be repaired before a release of the repository at `root`. Empty if it can be released."""
+    version = read_version(root)
+    problems: list[str] = []
+    if not re.search(
+        rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", (root / "CHANGELOG.md").read_text(), re.MULTILINE
+    ):
+        problems.append(
+            f"CHANGELOG.md has no section for the version {version}; add the line `## [{version}] - YYYY-MM-DD` below "
+            "`## [Unreleased]`"
+        )
+    chart = yaml.safe_load((root / "k8s/chart/Chart.yaml").read_text())
+    problems += [
+        f"k8s/chart/Chart.yaml: {key} is {chart[key]}; write the version of pyproject.toml, {version}"
+        for key in ("version", "appVersion")
+        if chart[key] != version
+    ]
+    return problems
+
+
+def read_version(root: Path) -> str:
+    """Returns the version of the project."""
+    return str(tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"])
+
+
+def build(folder: Path) -> Path:
+    """Builds the sdist and, from it, the wheel into an empty folder. Returns the wheel."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    _run(sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(folder))
+    (sdist,) = folder.glob("*.tar.gz")
+    _run(
+        *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"),
+        *("--wheel-dir", str(folder), str(sdist)),
+    )
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """Installs the wheel without extras into a new environment in `folder`, and returns its interpreter."""
+    _run(sys.executable, "-m", "venv", "--without-pip", str(folder))
+    python = folder / "bin/python"
+    _run(
+        *(sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"),
+        *("--constraint", str(ROOT / "requirements/cpu.txt"), str(wheel)),
+    )
+    return python
+
+
+@contextmanager
+def running(pipeline: Path) -> Generator[str]:
+    """Runs a pipeline on this machine within the block, and yields the endpoint of its orchestrator.
+
+    Raises RuntimeError if the pipeline does not become ready.
+    """
+    command = [str(Path(sys.executable).with_name("stagemesh")), "up", str(pipeline)]
+    command += ["--port", "0", "--admin-port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            events = (json.loads(line) for line in process.stdout)
+            ready = next((event for event in events if event.get("event") == "ready"), None)
+            if ready is None:
+                raise RuntimeError(f"{pipeline} did not become ready; run `stagemesh up {pipeline}`")
+            yield ready["endpoint"]
+        finally:
+            process.terminate()
+            process.wait(_END_S)
+
+
+def write_bill_of_materials(python: Path, file: Path) -> None:
+    """Writes the packages of an environment as CycloneDX JSON."""
+    _run(
+        *(str(Path(sys.executable).with_name("cyclonedx-py")), "environment", "--output-reproducible"),
+        *("--pyproject", str(ROOT / "pyproject.toml"), "--mc-type", "library", "--of", "JSON"),
+        *("--output-file", str(file), str(python)),
+    )
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, cwd=ROOT)
+
+
+def main(arguments: list[str]) -> int:
+    """Builds and checks a release. Returns 1 if it must not be released."""
+    problems = find_problems(ROOT)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    if problems:
+        return 1
+    folder = Path(arguments[0]) if arguments else ROOT / "out/release"
+    wheel = build(folder)
+    with tempfile.TemporaryDirectory() as temporary:
+        python = install(wheel, Path(temporary) / "client")
+        with running(PIPELINE) as endpoint:
+            _run(str(python), "-I", "-c", _CALL, endpoint)
+        write_bill_of_materials(python, folder / f"stagemesh-{read_version(ROOT)}.cdx.json")
+    for file in sorted(folder.iterdir()):
+        print(f"{file.relative_to(ROOT) if file.is_relative_to(ROOT) else file}: {file.stat().st_size:,} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
