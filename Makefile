@@ -4,6 +4,7 @@ PYTHON ?= python3
 PROMPT ?= Tell me three things about the ocean, one sentence each.
 OUT ?= protos
 DOCS ?= docs
+BASE ?= HEAD~1
 MINUTES ?= 30
 FUZZ_MESSAGES ?= 100000
 FUZZ_SECONDS ?= 600
@@ -25,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 AT_ONCE := $(if $(filter 0,$(shell id -u)),-n 2 --dist loadfile --no-loadscope-reorder)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv typescript kubernetes livekit models demo demo-image test soak fuzz cluster cluster-down check docs release protos stubs bench lock clean
+.PHONY: help venv typescript kubernetes livekit models demo demo-image test soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
 
 help: ## List the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -132,6 +133,9 @@ bench: models ## Measure the speech pipeline, an omni model, the edges, the stag
 	python -m benchmarks.media_uploads --json out/bench-media-uploads.json
 	python -m benchmarks.media_outputs --json out/bench-media-outputs.json
 	python -m benchmarks.client_import --json out/bench-client-import.json
+
+bench-compare: models ## Run benchmarks of BASE=<commit> and of this version in alternation, and show which figures differ
+	python -m benchmarks.compare $(BASE) --json out/bench-compare.json
 
 lock: venv ## Write the pinned versions in requirements/ again
 	python requirements/lock.py
