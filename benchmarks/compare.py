@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="Write the figures to this file.")
     arguments = parser.parse_args()
     if arguments.rounds < 2:
-        parser.error("--rounds: with fewer than 2, noise cannot be told from a change")
+        parser.error("--rounds: with fewer than 2, noise and change look the same")
     console, comparisons = Console(), list[Comparison]()
     with checked_out(arguments.base) as base:
         for benchmark in arguments.benchmark or DEFAULT_BENCHMARKS:
