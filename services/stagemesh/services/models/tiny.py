@@ -18,6 +18,7 @@ CONFIDENCE = 4.0
 ENDING = 0.85
 """Scale of the logit of the last token of a turn, so that few texts end at once."""
 ROLES = ("system", "user", "assistant")
+# vLLM gives a template the parts of a message only if the template has a plain loop over `message.content`.
 _CHAT_TEMPLATE = """
 {%- if tools %}
     {{- '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}
@@ -26,8 +27,8 @@ _CHAT_TEMPLATE = """
     {{- '<|im_start|>' + message.role + '\\n' }}
     {%- if message.content is string %}
         {{- message.content }}
-    {%- else %}
-        {%- for part in message.content or [] %}
+    {%- elif message.content %}
+        {%- for part in message.content %}
             {%- if part.type == 'image' or 'image' in part or 'image_url' in part %}
                 {{- '$vision_bos_token$image_token$vision_eos_token' }}
             {%- elif part.type == 'audio' or 'audio' in part or 'audio_url' in part %}
