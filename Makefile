@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 AT_ONCE := $(if $(filter 0,$(shell id -u)),-n 2 --dist loadfile --no-loadscope-reorder)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv typescript kubernetes livekit models demo demo-image test soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
+.PHONY: help venv typescript kubernetes livekit browser models demo demo-image test soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
 
 help: ## List the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -65,6 +65,10 @@ livekit: .venv/.livekit ## Install livekit-agents, whose agent calls the gateway
 	python -m pip --python .venv/livekit/bin/python install --quiet --no-deps -r requirements/livekit.txt
 	@touch $@
 
+browser: ## Install Chromium, in which the tests open the page of the gateway, if the user may install packages of Debian
+	@if ! command -v chromium && [ "$$(id -u)" = 0 ] && command -v apt-get; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends chromium; fi
+
 models: venv ## Fetch the weights of the speech pipeline
 	stagemesh models fetch speech
 
@@ -75,7 +79,7 @@ demo-image: PROMPT := $(if $(filter file,$(origin PROMPT)),the digit seven,$(PRO
 demo-image: venv ## Draw PROMPT="the digit seven" into out/digit.png, by three services
 	stagemesh demo examples/digits/pipeline.yaml --prompt "$$PROMPT" --image out/digit.png
 
-test: models typescript kubernetes livekit ## Run every test that needs no GPU
+test: models typescript kubernetes livekit browser ## Run every test that needs no GPU
 	pytest -m "not gpu and not soak" $(AT_ONCE)
 
 soak: models ## Run the long forms of the fault tests, about an hour

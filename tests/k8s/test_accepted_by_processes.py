@@ -48,13 +48,16 @@ def test_orchestrators_accept_their_tokens(tmp_path: Path) -> None:
     assert tokens == TokenConfig(file="/etc/stagemesh/tokens/tokens.json", **provider)
 
 
-@pytest.mark.parametrize("settings", [{}, {"httpsSecret": "https", "maxBodyBytes": 2**33}], ids=["http", "https"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"httpsSecret": "https", "maxBodyBytes": 2**33, "page": False}], ids=["http", "https"]
+)
 def test_gateways_accept_their_config(settings: dict[str, Any], tmp_path: Path) -> None:
     release = Release(at("gateway", {"enabled": True, **settings}))
     file = tmp_path / "gateway.json"
     file.write_text(release.pod("gateway").annotations["stagemesh.dev/gateway"])
     config = load_config(GatewayConfig, file)
     assert config.max_body_bytes == settings.get("maxBodyBytes", 64 << 20)
+    assert config.page == settings.get("page", True)
     assert (config.https is not None) == ("httpsSecret" in settings)
 
 

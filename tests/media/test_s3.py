@@ -120,3 +120,12 @@ def test_a_pipeline_reads_and_writes_objects(bucket: Bucket, tmp_path: Path) -> 
     assert content == f"video {len(CONTENT)} {hashlib.sha256(CONTENT).hexdigest()}\n".encode()
     assert sorted(bucket.contents().values()) == sorted([CONTENT, content])
     assert bucket.unfinished() == []
+
+
+async def test_folders_are_removed_by_the_prefix_of_their_names(bucket: Bucket, tmp_path: Path) -> None:
+    store = bucket.store(tmp_path)
+    for folder in ("one.1", "one.2", "one.3", "two.1"):
+        await (await written(store, CONTENT[:5], name=f"jobs/{folder}/a.bin")).commit()
+    await store.remove_folders("jobs", prefix="one.", keep={"one.2"})
+    assert bucket.contents().keys() == {"store/jobs/one.2/a.bin", "store/jobs/two.1/a.bin"}
+    await store.remove_folders("nothing", prefix="one.")

@@ -219,3 +219,14 @@ async def test_a_store_that_cannot_be_written_is_reported(tmp_path: Path) -> Non
     with pytest.raises(StagemeshError) as caught:
         await store.create(store.config.uri_of("a.bin"), "")
     assert caught.value.reason in {"STORE_UNREACHABLE", "STORE_DENIED"}
+
+
+async def test_folders_are_removed_by_the_prefix_of_their_names(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    for folder in ("one.1", "one.2", "one.3", "two.1", "one*"):
+        writer = await store.create(store.config.uri_of("jobs", folder, "a.bin"), "application/octet-stream")
+        await writer.write(b"content")
+        await writer.commit()
+    await store.remove_folders("jobs", prefix="one.", keep={"one.2"})
+    await store.remove_folders("nothing", prefix="one.")
+    assert {path.parent.name for path in files_in(tmp_path)} == {"one.2", "two.1", "one*"}

@@ -20,6 +20,7 @@ _SOURCES = {
     "client": "client",
     "connectors": "data plane",
     "connectors.transport_probe": "command",
+    "jobs": "job server",
     "orchestrator": "orchestrator",
     "orchestrator.cli": "command",
     "orchestrator.launcher": "command",

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import ServiceDescriptor
 
+from stagemesh.jobs.servicer import JobServicer
 from stagemesh.keda import externalscaler_pb2
 from stagemesh.orchestrator.admin.service import AdminServicer
 from stagemesh.orchestrator.membership.registration import MembershipServicer
@@ -13,7 +14,16 @@ from stagemesh.rpc.roles import roles_of
 from stagemesh.services.media.service import MediaServicer
 from stagemesh.services.stage.service.control_servicer import StageControlServicer
 from stagemesh.services.stage.service.servicer import StageServicer
-from stagemesh.v1 import admin_pb2, control_pb2, media_pb2, membership_pb2, orchestrator_pb2, roles_pb2, stage_pb2
+from stagemesh.v1 import (
+    admin_pb2,
+    control_pb2,
+    jobs_pb2,
+    media_pb2,
+    membership_pb2,
+    orchestrator_pb2,
+    roles_pb2,
+    stage_pb2,
+)
 from tests.repository.commands import ROOT, run
 
 PACKAGES = ("v1", "keda")
@@ -25,6 +35,7 @@ SERVICERS = {
     membership_pb2.DESCRIPTOR.services_by_name["MembershipService"]: MembershipServicer,
     admin_pb2.DESCRIPTOR.services_by_name["AdminService"]: AdminServicer,
     media_pb2.DESCRIPTOR.services_by_name["MediaService"]: MediaServicer,
+    jobs_pb2.DESCRIPTOR.services_by_name["JobService"]: JobServicer,
     externalscaler_pb2.DESCRIPTOR.services_by_name["ExternalScaler"]: ExternalScalerServicer,
 }
 

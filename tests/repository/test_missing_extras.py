@@ -13,6 +13,7 @@ ENGINES = {"vllm": "pip install 'stagemesh[vllm]'", "diffusion": "pip install 's
 PROGRAMS = [
     ((*STAGEMESH, "version"), "pip install 'stagemesh[cli]'"),
     (("-m", "stagemesh.orchestrator"), "pip install 'stagemesh[orchestrator]'"),
+    (("-m", "stagemesh.jobs"), "pip install 'stagemesh[jobs]'"),
     (("-m", "stagemesh.services.stage"), "pip install 'stagemesh[stage]'"),
     (("-m", "stagemesh.services.models", "fetch", "speech"), "pip install 'stagemesh[cli,speech]'"),
 ]
@@ -44,7 +45,7 @@ def environments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize(("program", "remedy"), PROGRAMS, ids=["cli", "orchestrator", "stage", "models"])
+@pytest.mark.parametrize(("program", "remedy"), PROGRAMS, ids=["cli", "orchestrator", "jobs", "stage", "models"])
 def test_a_program_without_its_extra_prints_the_remedy(
     environments: dict[str, Path], program: tuple[str, ...], remedy: str
 ) -> None:

@@ -5,7 +5,15 @@ from importlib.metadata import requires
 
 import pytest
 from packaging.requirements import Requirement
-from requirements.lock import CPU_EXTRAS, CUDA_EXTRAS, EXCLUDED_FROM_ORCHESTRATOR, ORCHESTRATOR_EXTRAS, normalize, read
+from requirements.lock import (
+    CPU_EXTRAS,
+    CUDA_EXTRAS,
+    EXCLUDED_FROM_ORCHESTRATOR,
+    JOBS_EXTRAS,
+    ORCHESTRATOR_EXTRAS,
+    normalize,
+    read,
+)
 
 from tests.repository.commands import ROOT
 
@@ -34,7 +42,9 @@ def _lines(extra: str) -> Iterator[str]:
         (["cpu.txt"], runtime(CPU_EXTRAS), frozenset()),
         (["cuda.txt"], runtime(CUDA_EXTRAS), frozenset()),
         (["orchestrator.txt"], runtime(ORCHESTRATOR_EXTRAS), EXCLUDED_FROM_ORCHESTRATOR),
+        (["jobs.txt"], runtime(JOBS_EXTRAS), EXCLUDED_FROM_ORCHESTRATOR),
         (["cpu.txt", "dev.txt"], runtime("bench"), frozenset()),
+        (["cpu.txt", "dev.txt"], runtime("jobs"), frozenset()),
         (["cpu.txt", "dev.txt"], EXTRAS["test"] + EXTRAS["dev"], frozenset()),
     ],
 )

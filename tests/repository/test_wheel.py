@@ -5,7 +5,7 @@ import pytest
 
 from tests.repository.commands import ROOT
 
-PACKAGES = ("v1", "keda", "common", "rpc", "connectors", "services", "client", "orchestrator", "gateway")
+PACKAGES = ("v1", "keda", "common", "rpc", "connectors", "services", "client", "orchestrator", "gateway", "jobs")
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +22,12 @@ def test_the_wheel_contains_the_pipelines(wheel: zipfile.Path) -> None:
     shipped = {path.name for path in (ROOT / "orchestrator/stagemesh/orchestrator/pipelines").glob("*.yaml")}
     packed = {path.name for path in (wheel / "stagemesh" / "orchestrator" / "pipelines").iterdir()}
     assert "speech.yaml" in shipped <= packed
+
+
+def test_the_wheel_contains_the_page_of_the_gateway(wheel: zipfile.Path) -> None:
+    folder = ROOT / "gateway/stagemesh/gateway/page"
+    files = {f"stagemesh/gateway/page/{path.relative_to(folder)}" for path in folder.rglob("*.*")}
+    assert "stagemesh/gateway/page/index.html" in files <= set(wheel.root.namelist())
 
 
 @pytest.mark.parametrize(("package", "proto"), [("v1", "orchestrator.proto"), ("keda", "externalscaler.proto")])
@@ -45,7 +51,7 @@ def sources(package: Path) -> set[str]:
     return {str(path.relative_to(package.parent)) for path in package.rglob("*.py")}
 
 
-@pytest.mark.parametrize("root", ["protos", "common", "connectors", "services", "orchestrator", "gateway"])
+@pytest.mark.parametrize("root", ["protos", "common", "connectors", "services", "orchestrator", "gateway", "jobs"])
 def test_the_wheel_contains_every_module(wheel: zipfile.Path, root: str) -> None:
     packed = set(wheel.root.namelist())
     assert sources(ROOT / root / "stagemesh") <= packed

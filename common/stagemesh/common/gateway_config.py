@@ -22,6 +22,13 @@ class GatewayConfig:
     """The folder with `tls.crt` and `tls.key`, with which the gateway serves HTTPS. None for HTTP."""
     max_body_bytes: int = 64 << 20
     """The limit for the body of an HTTP request in bytes."""
+    page: bool = True
+    """Whether the process serves the page on which people try a pipeline, at `/`."""
+    voices: str | None = None
+    """The folder in which the process stores the voices that callers create, or None if callers cannot create voices.
+
+    Several gateways may share a folder.
+    """
     parent_pid: int | None = None
     """The id of the parent process. If the parent terminates, this process terminates too.
 

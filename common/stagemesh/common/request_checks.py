@@ -18,6 +18,7 @@ from stagemesh.common.typed_values import Value, from_message
 from stagemesh.common.unknown_kinds import refuse_unknown, refuse_unknown_fields
 from stagemesh.v1 import request_pb2, tensor_pb2
 
+_CALLER_NAME = re.compile(r"[A-Za-z0-9._:@/-]{0,128}")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _CHOICE = re.compile(r"/[0-9]{1,10}$")
 _CALLER = "the caller"
@@ -52,6 +53,15 @@ def check_request_id(request_id: str) -> None:
         raise InvalidRequestError(
             f"request_id is {request_id[:140]!r}; use 1 to 128 letters, digits, '.', '_', ':' and '-'",
             reason="INVALID_ID",
+        )
+
+
+def check_caller(name: str) -> None:
+    """Raises InvalidRequestError (INVALID_CALLER) if a caller's name is too long or has invalid characters."""
+    if _CALLER_NAME.fullmatch(name) is None:
+        raise InvalidRequestError(
+            f'caller is {name[:140]!r}; use at most 128 letters, digits and "._:@/-", or omit it',
+            reason="INVALID_CALLER",
         )
 
 

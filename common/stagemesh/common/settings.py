@@ -39,6 +39,11 @@ def spool_dir() -> Path:
     return home() / "spool"
 
 
+def jobs_database(pipeline: str) -> Path:
+    """Returns the path of the SQLite file in which job servers keep the jobs of a pipeline by default."""
+    return home() / "jobs" / f"{pipeline}.sqlite3"
+
+
 def find_model(name: str) -> Path | None:
     """Returns the absolute path of a model's folder or file, or None if no such model exists.
 

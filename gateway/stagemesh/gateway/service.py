@@ -17,7 +17,18 @@ from stagemesh.common.errors import InvalidRequestError, StagemeshError
 from stagemesh.common.gateway_config import GatewayConfig
 from stagemesh.gateway import errors, metrics
 from stagemesh.gateway.body_limit import BodyLimit
-from stagemesh.gateway.routes import chat, completions, images, models, realtime, speech, speech_stream
+from stagemesh.gateway.routes import (
+    chat,
+    completions,
+    images,
+    models,
+    page,
+    pipelines,
+    realtime,
+    speech,
+    speech_stream,
+    videos,
+)
 from stagemesh.gateway.state import Callers
 from stagemesh.rpc.credentials import CERTIFICATE, KEY, Credentials
 from stagemesh.rpc.server import listen_error, parse_address
@@ -39,8 +50,10 @@ def create_app(config: GatewayConfig) -> FastAPI:
         await callers.close()
 
     app = FastAPI(title="Stagemesh", lifespan=lifespan, docs_url=None, redoc_url=None)
-    for module in (chat, completions, images, models, realtime, speech, speech_stream):
+    for module in (chat, completions, images, models, pipelines, realtime, speech, speech_stream, videos):
         app.include_router(module.router)
+    if config.page:
+        app.include_router(page.router)
 
     @app.get("/health")
     async def read_health() -> dict[str, str]:

@@ -22,6 +22,11 @@ from stagemesh.client.content import Tool as Tool
 from stagemesh.client.content import ToolCall as ToolCall
 from stagemesh.client.content import VideoFile as VideoFile
 from stagemesh.client.content import read_media as read_media
+from stagemesh.client.jobs import AsyncJobs as AsyncJobs
+from stagemesh.client.jobs import Job as Job
+from stagemesh.client.jobs import JobOutput as JobOutput
+from stagemesh.client.jobs import Jobs as Jobs
+from stagemesh.client.jobs import JobState as JobState
 from stagemesh.client.requests import ConverseArguments as ConverseArguments
 from stagemesh.client.requests import GenerateArguments as GenerateArguments
 from stagemesh.client.requests import OptionValue as OptionValue

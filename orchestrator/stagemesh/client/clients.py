@@ -12,6 +12,7 @@ import grpc.aio
 
 from stagemesh.client.calls import BaseClient, BaseGeneration, ClientOptions, main_error
 from stagemesh.client.content import Content, MediaFile
+from stagemesh.client.jobs import AsyncJobs, Jobs
 from stagemesh.client.media_transfer import Download, OnBytes, UploadMessages, media_address, stored_file
 from stagemesh.client.requests import ConverseArguments, GenerateArguments, build_open, build_request
 from stagemesh.client.responses import Event, Result, ResultBuilder
@@ -84,6 +85,8 @@ class AsyncClient(BaseClient):
         self._leaving: set[asyncio.Task[None]] = set()
         self.sessions: set[AsyncSession] = set()
         """The open sessions."""
+        self.jobs = AsyncJobs(self)
+        """The jobs of the pipeline: requests that run without a connected client."""
 
     def generate(
         self, prompt: Content | None = None, *, timeout_s: float | None = None, **arguments: Unpack[GenerateArguments]
@@ -289,6 +292,8 @@ class Client(BaseClient):
         self._leaving: set[grpc.Future[orchestrator_pb2.CancelRequestResponse]] = set()
         self.sessions: set[Session] = set()
         """The open sessions."""
+        self.jobs = Jobs(self)
+        """The jobs of the pipeline: requests that run without a connected client."""
 
     def generate(
         self, prompt: Content | None = None, *, timeout_s: float | None = None, **arguments: Unpack[GenerateArguments]

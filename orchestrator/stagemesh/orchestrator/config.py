@@ -97,6 +97,10 @@ class OrchestratorConfig:
     """The address at which clients reach the media service, "host:port". Empty if the pipeline accepts no uploads."""
     media_server_name: str = ""
     """The name in the media service's TLS certificate, or empty if it is the host in `media_endpoint`."""
+    jobs_endpoint: str = ""
+    """The address at which clients reach the job server, "host:port". Empty if the pipeline runs no jobs."""
+    jobs_server_name: str = ""
+    """The name in the job server's TLS certificate, or empty if it is the host in `jobs_endpoint`."""
     tls: str | None = None
     """The folder with the certificates of this process: `ca.crt`, `tls.crt` and `tls.key` in PEM. None for no TLS.
 

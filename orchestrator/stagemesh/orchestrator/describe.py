@@ -67,6 +67,8 @@ def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePi
         ),
         media_endpoint=orchestrator.media_endpoint,
         media_server_name=orchestrator.media_server_name,
+        jobs_endpoint=orchestrator.jobs_endpoint,
+        jobs_server_name=orchestrator.jobs_server_name,
         detects_turns=pipeline.speech is not None,
     )
 

@@ -76,6 +76,8 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
         max_kept_state_bytes=config.max_kept_state_bytes,
         media_endpoint=config.media_endpoint,
         media_server_name=config.media_server_name,
+        jobs_endpoint=config.jobs_endpoint,
+        jobs_server_name=config.jobs_server_name,
     )
     if traces is not None:
         orchestrator.on_ended.append(traces.add)

@@ -225,6 +225,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The pipeline is not served here, or no file of this name exists. The message names the known pipelines."""
     ERROR_REASON_UNKNOWN_REQUEST: _ErrorReason.ValueType  # 68
     """The orchestrator does not know the request: it never existed, ended too long ago, or runs at another orchestrator."""
+    ERROR_REASON_UNKNOWN_JOB: _ErrorReason.ValueType  # 250
+    """The caller has no job with this id: it never existed, was deleted, has expired, or is another caller's."""
     ERROR_REASON_UNKNOWN_STEP: _ErrorReason.ValueType  # 69
     """The step does not run on this replica and has left no open edges."""
     ERROR_REASON_UNKNOWN_LOGGER: _ErrorReason.ValueType  # 237
@@ -249,6 +251,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_REQUEST_EXISTS: _ErrorReason.ValueType  # 77
     """The request_id was used with other content. Use another request_id."""
+    ERROR_REASON_JOB_EXISTS: _ErrorReason.ValueType  # 251
+    """The caller has a job with this id and other content. Use another request_id."""
     ERROR_REASON_STEP_EXISTS: _ErrorReason.ValueType  # 78
     """The step_id was used with other content. Use another step_id, or repeat the original call."""
     ERROR_REASON_WRONG_ROLE: _ErrorReason.ValueType  # 232
@@ -379,7 +383,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_WRONG_PIPELINE: _ErrorReason.ValueType  # 121
     """Producer and consumer serve different pipelines. Deploy both from one pipeline file."""
     ERROR_REASON_WRONG_VERSION: _ErrorReason.ValueType  # 122
-    """The two hosts run different versions of Stagemesh. Install the same version on both."""
+    """The two hosts run different versions of Stagemesh, or a later version has written the database of jobs. Install the
+    same version everywhere.
+    """
     ERROR_REASON_UNSUPPORTED: _ErrorReason.ValueType  # 123
     """The engine, the model or this installation does not support what the request asks for. Omit it, or choose another
     engine or model.
@@ -438,6 +444,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A stage cannot continue with replaced upstream or downstream replicas. The orchestrator restarts the step."""
     ERROR_REASON_NOT_RUNNING: _ErrorReason.ValueType  # 142
     """The orchestrator is starting or stopping. Retry at this or another orchestrator with the same request_id."""
+    ERROR_REASON_DATABASE_UNAVAILABLE: _ErrorReason.ValueType  # 252
+    """The database of jobs is locked, full or unreachable. Nothing is lost. Retry after the delay in RetryInfo."""
     ERROR_REASON_NO_ANSWER: _ErrorReason.ValueType  # 143
     """A peer did not answer in time."""
     ERROR_REASON_PEER_LOST: _ErrorReason.ValueType  # 144
@@ -771,6 +779,8 @@ ERROR_REASON_UNKNOWN_PIPELINE: ErrorReason.ValueType  # 67
 """The pipeline is not served here, or no file of this name exists. The message names the known pipelines."""
 ERROR_REASON_UNKNOWN_REQUEST: ErrorReason.ValueType  # 68
 """The orchestrator does not know the request: it never existed, ended too long ago, or runs at another orchestrator."""
+ERROR_REASON_UNKNOWN_JOB: ErrorReason.ValueType  # 250
+"""The caller has no job with this id: it never existed, was deleted, has expired, or is another caller's."""
 ERROR_REASON_UNKNOWN_STEP: ErrorReason.ValueType  # 69
 """The step does not run on this replica and has left no open edges."""
 ERROR_REASON_UNKNOWN_LOGGER: ErrorReason.ValueType  # 237
@@ -795,6 +805,8 @@ its lease soon ends.
 """
 ERROR_REASON_REQUEST_EXISTS: ErrorReason.ValueType  # 77
 """The request_id was used with other content. Use another request_id."""
+ERROR_REASON_JOB_EXISTS: ErrorReason.ValueType  # 251
+"""The caller has a job with this id and other content. Use another request_id."""
 ERROR_REASON_STEP_EXISTS: ErrorReason.ValueType  # 78
 """The step_id was used with other content. Use another step_id, or repeat the original call."""
 ERROR_REASON_WRONG_ROLE: ErrorReason.ValueType  # 232
@@ -925,7 +937,9 @@ ERROR_REASON_WRONG_GENERATION: ErrorReason.ValueType  # 120
 ERROR_REASON_WRONG_PIPELINE: ErrorReason.ValueType  # 121
 """Producer and consumer serve different pipelines. Deploy both from one pipeline file."""
 ERROR_REASON_WRONG_VERSION: ErrorReason.ValueType  # 122
-"""The two hosts run different versions of Stagemesh. Install the same version on both."""
+"""The two hosts run different versions of Stagemesh, or a later version has written the database of jobs. Install the
+same version everywhere.
+"""
 ERROR_REASON_UNSUPPORTED: ErrorReason.ValueType  # 123
 """The engine, the model or this installation does not support what the request asks for. Omit it, or choose another
 engine or model.
@@ -984,6 +998,8 @@ ERROR_REASON_NOT_REBOUND: ErrorReason.ValueType  # 141
 """A stage cannot continue with replaced upstream or downstream replicas. The orchestrator restarts the step."""
 ERROR_REASON_NOT_RUNNING: ErrorReason.ValueType  # 142
 """The orchestrator is starting or stopping. Retry at this or another orchestrator with the same request_id."""
+ERROR_REASON_DATABASE_UNAVAILABLE: ErrorReason.ValueType  # 252
+"""The database of jobs is locked, full or unreachable. Nothing is lost. Retry after the delay in RetryInfo."""
 ERROR_REASON_NO_ANSWER: ErrorReason.ValueType  # 143
 """A peer did not answer in time."""
 ERROR_REASON_PEER_LOST: ErrorReason.ValueType  # 144
@@ -1304,6 +1320,8 @@ class _ErrorSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorSour
     """The data plane between two replicas: PutChunk and GetChunk, and the connectors."""
     ERROR_SOURCE_COMMAND: _ErrorSource.ValueType  # 5
     """A command of `stagemesh`, or the start of a process. Never sent."""
+    ERROR_SOURCE_JOB_SERVER: _ErrorSource.ValueType  # 6
+    """The job server: JobService."""
 
 class ErrorSource(_ErrorSource, metaclass=_ErrorSourceEnumTypeWrapper):
     """ErrorSource is a part of Stagemesh in which an error originates. Other parts pass the error on."""
@@ -1320,6 +1338,8 @@ ERROR_SOURCE_DATA_PLANE: ErrorSource.ValueType  # 4
 """The data plane between two replicas: PutChunk and GetChunk, and the connectors."""
 ERROR_SOURCE_COMMAND: ErrorSource.ValueType  # 5
 """A command of `stagemesh`, or the start of a process. Never sent."""
+ERROR_SOURCE_JOB_SERVER: ErrorSource.ValueType  # 6
+"""The job server: JobService."""
 Global___ErrorSource: _TypeAlias = ErrorSource  # noqa: Y015
 
 @_typing.final

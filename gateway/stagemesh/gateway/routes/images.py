@@ -53,22 +53,27 @@ class ImageBody(StageBody):
             "negative_prompt": self.negative_prompt,
             "choices": self.n or 1,
         }
-        return arguments | {"options": {**arguments.get("options", {}), **self._size(model)}}
-
-    def _size(self, model: Model) -> Mapping[str, int]:
-        if self.size in {None, "auto"}:
-            return {}
-        found = _SIZE.fullmatch(self.size or "")
-        if found is None:
-            raise ParameterError("size", f"{self.size!r} is not of the form WIDTHxHEIGHT")
-        width, height = (model.find_option(name, param="size") for name in ("width", "height"))
-        return {width: int(found[1]), height: int(found[2])}
+        return arguments | {"options": {**arguments.get("options", {}), **size_options(self.size, model)}}
 
     def check_format(self, image: Image) -> None:
         """Raises InvalidRequestError if the pipeline makes images of another format."""
         made = image.media_type.removeprefix("image/")
         if self.output_format not in {None, made}:
             raise ParameterError("output_format", f"the model makes {made}; omit the parameter")
+
+
+def size_options(size: str | None, model: Model) -> Mapping[str, int]:
+    """Returns the options of a model for a size of the form WIDTHxHEIGHT. Empty if `size` is None or "auto".
+
+    Raises InvalidRequestError if the size has another form, or if no stage of the model has the options.
+    """
+    if size is None or size == "auto":
+        return {}
+    found = _SIZE.fullmatch(size)
+    if found is None:
+        raise ParameterError("size", f"{size!r} is not of the form WIDTHxHEIGHT")
+    width, height = (model.find_option(name, param="size") for name in ("width", "height"))
+    return {width: int(found[1]), height: int(found[2])}
 
 
 @router.post("/v1/images/generations")

@@ -86,7 +86,7 @@ def generate(**values: Any) -> None:
     from stagemesh.orchestrator.cli.output_sinks import Sinks
 
     as_json = values["as_json"]
-    content, prompt_arguments = _read_prompt(values)
+    content, prompt_arguments = read_prompt(values)
     arguments: GenerateArguments = {**client_arguments(values), **prompt_arguments}
     with Sinks(folder=values["output"], audio=values["audio"], image=values["image"], quiet=as_json) as sinks:
         endpoints = split_addresses(values["server"])
@@ -104,7 +104,7 @@ def generate(**values: Any) -> None:
     show_result(result, sinks, as_json=as_json)
 
 
-def _read_prompt(values: Mapping[str, Any]) -> "tuple[Content | None, GenerateArguments]":
+def read_prompt(values: Mapping[str, Any]) -> "tuple[Content | None, GenerateArguments]":
     """Returns the prompt, or None and the arguments of the client that replace it, and the tools.
 
     Raises BadParameter if the options contradict each other or if a file cannot be read.

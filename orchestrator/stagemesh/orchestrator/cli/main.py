@@ -8,6 +8,7 @@ from stagemesh.orchestrator.cli import (
     converse,
     doctor,
     generate,
+    job,
     models,
     pipeline,
     probe_transport,
@@ -42,6 +43,7 @@ app.command("generate")(with_parameters(generate.generate, generate.PARAMETERS))
 app.command("converse")(with_parameters(converse.converse, converse.PARAMETERS))
 app.command("bench")(with_parameters(bench.bench, BENCH_PARAMETERS))
 app.command("cancel")(with_parameters(cancel.cancel, cancel.PARAMETERS))
+app.add_typer(job.app, name="job")
 app.add_typer(pipeline.app, name="pipeline")
 app.add_typer(new, name="new")
 app.add_typer(k8s.app, name="k8s")

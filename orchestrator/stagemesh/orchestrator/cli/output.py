@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _PIPE_COLUMNS = 240
 _MINUTE_S = 60
 _STATES_BY_STYLE = {
-    "green": ("ready", "running"),
+    "green": ("ready", "running", "succeeded"),
     "cyan": ("starting", "loading", "queued"),
     "yellow": ("waiting", "draining", "asleep", "restarting", "cancelled"),
     "red": ("failed", "unreachable"),

@@ -27,7 +27,13 @@ from stagemesh.orchestrator.launcher.probes import (
     probe_http,
     probe_stage,
 )
-from stagemesh.orchestrator.launcher.process_configs import MEDIA, media_service_config, stage_config
+from stagemesh.orchestrator.launcher.process_configs import (
+    JOBS,
+    MEDIA,
+    job_server_config,
+    media_service_config,
+    stage_config,
+)
 from stagemesh.orchestrator.launcher.run_folder import RunFolder
 from stagemesh.orchestrator.launcher.supervisor import Listener, ProcessSpec, RestartPolicy, Supervisor
 from stagemesh.orchestrator.spec import Pipeline, Stage
@@ -64,6 +70,7 @@ class Launcher:
     - With `metrics`, the orchestrator and each replica serve metrics to Prometheus (`metrics_endpoints`).
     - `gateway_listen` is the address at which a gateway serves OpenAI's API, in the form of `listen`. If it is None, no
       gateway runs. With an authority, the gateway calls the orchestrator as "client/gateway", for all its HTTP callers.
+    - With `jobs`, a job server runs requests as jobs. With an authority, it calls the orchestrator as "client/jobs".
     """
 
     def __init__(
@@ -78,6 +85,7 @@ class Launcher:
         authority: "Authority | None" = None,
         metrics: bool = False,
         gateway_listen: str | None = None,
+        jobs: bool = False,
     ) -> None:
         self._pipeline = pipeline
         self._overrides = dict(overrides or {})
@@ -90,6 +98,9 @@ class Launcher:
         self.gateway_endpoint = None if gateway_listen is None else self._with_port(gateway_listen)
         """The address of the gateway ("host:port"), or None if no gateway runs."""
         self._external = ExternalStages(pipeline, admin_endpoint=self.admin_endpoint)
+        self._jobs = (
+            job_server_config(pipeline, listen=self._with_port(f"{HOST}:0"), server=self.endpoint) if jobs else None
+        )
         self.processes: dict[str, ProcessStatus] = {}
         self._metrics = metrics
         self.metrics_endpoints: dict[str, str] = {}
@@ -182,6 +193,7 @@ class Launcher:
             listen=self.endpoint,
             admin_listen=self.admin_endpoint,
             media_endpoint=media[0].endpoint if media else "",
+            jobs_endpoint="" if self._jobs is None else self._jobs.listen,
             registration=Registration() if self._external.register else None,
             tls=self._certify(folder, ORCHESTRATOR, "orchestrator"),
             metrics_listen=self._metrics_listen(ORCHESTRATOR),
@@ -193,7 +205,7 @@ class Launcher:
         replicas = [self._plan_replica(stage, each, folder) for stage in stages for each in addresses[stage.name]]
         forkable = {stage.name for stage in stages if not stage.is_external and _preload(stage)}
         forked = [replace(each, fork_server=fork_server) if each.stage in forkable else each for each in replicas]
-        return (orchestrator, *media, *self._plan_gateway(folder), *forked)
+        return (orchestrator, *media, *self._plan_jobs(folder), *self._plan_gateway(folder), *forked)
 
     def _plan_media(self, folder: RunFolder) -> tuple[ProcessSpec, ...]:
         """Returns the specification of the media service, or nothing if the pipeline has no store."""
@@ -205,6 +217,14 @@ class Launcher:
         config = replace(media_service_config(self._pipeline, listen=endpoint), tls=tls, parent_pid=os.getpid())
         command = _command("stagemesh.services.media", folder.write_config(MEDIA, dump_config(config)))
         return (ProcessSpec(MEDIA, "", endpoint, command, folder.log_path(MEDIA), probe_health),)
+
+    def _plan_jobs(self, folder: RunFolder) -> tuple[ProcessSpec, ...]:
+        """Returns the specification of the job server, or nothing if no job server runs."""
+        if self._jobs is None:
+            return ()
+        config = replace(self._jobs, tls=self._certify(folder, JOBS, "client"), parent_pid=os.getpid())
+        command = _command("stagemesh.jobs", folder.write_config(JOBS, dump_config(config)))
+        return (ProcessSpec(JOBS, "", config.listen, command, folder.log_path(JOBS), probe_health),)
 
     def _plan_gateway(self, folder: RunFolder) -> tuple[ProcessSpec, ...]:
         """Returns the specification of the gateway, or nothing if no gateway runs."""

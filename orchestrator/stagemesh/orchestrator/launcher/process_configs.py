@@ -1,11 +1,13 @@
-"""Derives the configs of a pipeline's stages and of its media service from the pipeline file."""
+"""Derives the configs of a pipeline's stages, of its media service and of its job server from the pipeline file."""
 
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.jobs_config import JobServerConfig
 from stagemesh.common.media_config import MediaServiceConfig
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.orchestrator.spec import Pipeline, Stage
 
 MEDIA = "media"
+JOBS = "jobs"
 
 
 def stage_config(pipeline: Pipeline, stage: Stage, *, replica: str, listen: str) -> StageConfig:
@@ -40,3 +42,18 @@ def media_service_config(pipeline: Pipeline, *, listen: str, name: str = MEDIA) 
             reason="INVALID_CONFIG",
         )
     return MediaServiceConfig(pipeline.name, listen, pipeline.media, name=name)
+
+
+def job_server_config(pipeline: Pipeline, *, listen: str, server: str) -> JobServerConfig:
+    """Returns the config of a job server of the pipeline, which listens at `listen` ("host:port").
+
+    `server` is the address of the orchestrator. Raises InvalidRequestError (INVALID_CONFIG) if the pipeline has no
+    store.
+    """
+    if pipeline.media is None or not pipeline.media.store:
+        raise InvalidRequestError(
+            f"pipeline {pipeline.name!r} has no object store for the results of jobs; add `media: {{store: FOLDER OR "
+            "URL}` to its file, or start no job server",
+            reason="INVALID_CONFIG",
+        )
+    return JobServerConfig(pipeline.name, listen, [server], pipeline.media)

@@ -1,6 +1,5 @@
 """Checks a client's request against the pipeline before the orchestrator reserves any resources for it."""
 
-import re
 import secrets
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -8,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, UnsupportedError
 from stagemesh.common.request_checks import (
+    check_caller,
     check_input,
     check_request_id,
     choice_id,
@@ -24,7 +24,6 @@ from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.orchestrator.spec.conditions import Fact, Facts, InputKind
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
-_CALLER = re.compile(r"[A-Za-z0-9._:@/-]{0,128}")
 _MAX_EARLIER_CALLS = 1_000_000
 ATTEMPTS_A_CALL = 1000
 """The attempts of each of a client's calls have numbers of their own: from 1, from 1001, and so on."""
@@ -161,11 +160,7 @@ def check_pipeline(name: str, pipeline: Pipeline) -> None:
 
 
 def _check_caller(request: orchestrator_pb2.GenerateRequest) -> None:
-    if _CALLER.fullmatch(request.caller) is None:
-        raise InvalidRequestError(
-            f'caller is {request.caller[:140]!r}; use at most 128 letters, digits and "._:@/-", or omit it',
-            reason="INVALID_CALLER",
-        )
+    check_caller(request.caller)
     if request.earlier_calls > _MAX_EARLIER_CALLS:
         raise InvalidRequestError(
             f"earlier_calls is {request.earlier_calls}; it may be at most {_MAX_EARLIER_CALLS}",

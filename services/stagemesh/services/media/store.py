@@ -1,12 +1,13 @@
 """The object store for media: a folder, or a remote store that fsspec supports."""
 
 import errno
+import glob
 import hashlib
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing, closing, suppress
 from functools import partial
 from io import BufferedReader
@@ -120,7 +121,29 @@ class MediaStore:
         target = await call_store(lambda: self._make_target(location), what=uri, release=lambda each: each.discard())
         return StoredFileWriter(target, uri=uri, media_type=media_type)
 
+    async def remove_folders(self, parent: str, *, prefix: str, keep: Collection[str] = ()) -> None:
+        """Deletes the folders in the store's folder `parent` whose names begin with `prefix`, except those in `keep`.
+
+        Idempotent. Raises the errors of `create` about the store.
+        """
+        root = parse_root(self.config.store)
+        await call_store(lambda: self._remove_folders(root, parent, prefix, keep), what=f"{root.uri}/{parent}")
+
     # -- internals, which block
+
+    def _remove_folders(self, root: Location, parent: str, prefix: str, keep: Collection[str]) -> None:
+        if root.protocol == LOCAL:
+            folder = Path(root.path, parent)
+            for each in folder.glob(f"{glob.escape(prefix)}*"):
+                if each.name not in keep:
+                    shutil.rmtree(each)
+            return
+        file_system = self._file_system(root)
+        # Another process may have changed the store since this one has listed it.
+        file_system.invalidate_cache()
+        for path in file_system.glob(f"{root.uri}/{parent}/{glob.escape(prefix)}*"):
+            if path.rpartition("/")[2] not in keep:
+                file_system.rm(path, recursive=True)
 
     @property
     def _partial_folder(self) -> Path:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from stagemesh.common.process_config import ProcessConfig
 
 app = typer.Typer(
-    help="Run one process of a deployment until SIGTERM or Ctrl-C: an orchestrator, a replica of a stage, or a media "
-    "service.",
+    help="Run one process of a deployment until SIGTERM or Ctrl-C: an orchestrator, a replica of a stage, a media "
+    "service, or a job server.",
     no_args_is_help=True,
 )
 
@@ -196,6 +196,12 @@ def media(
     derived = media_service_config(loaded, listen=str(listen), name=name or MEDIA)
     derived = replace(derived, tls=tls, health_listen=health_listen)
     replace_process("stagemesh.services.media", standard_input(derived))
+
+
+@app.command()
+def jobs(config: _Config) -> None:
+    """Run a job server, which runs requests that survive restarts. docs/jobs.md describes its configuration."""
+    replace_process("stagemesh.jobs", config)
 
 
 def _check_form(

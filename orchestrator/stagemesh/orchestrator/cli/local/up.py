@@ -64,6 +64,14 @@ def up(
             show_default="no gateway",
         ),
     ] = None,
+    jobs: Annotated[
+        bool,
+        typer.Option(
+            "--jobs",
+            help="Run a job server, which runs requests that survive restarts (docs/jobs.md). The pipeline file must "
+            "set media.store.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a pipeline on this machine until Ctrl-C. Start the orchestrator and every stage, and restart processes that
@@ -77,6 +85,10 @@ def up(
         with needs_extra("gateway", of="--gateway"):
             # The packages that only the extra installs. The gateway's process names any other one.
             for package in ("fastapi", "uvicorn"):
+                import_module(package)
+    if jobs:
+        with needs_extra("jobs", of="--jobs"):
+            for package in ("alembic", "sqlalchemy"):
                 import_module(package)
     overrides = read_overrides(settings, replicas)
     loaded = load_pipeline(pipeline, overrides=overrides)
@@ -94,6 +106,7 @@ def up(
             authority=authority,
             metrics=metrics,
             gateway_listen=gateway,
+            jobs=jobs,
         )
         server = "" if launcher.endpoint == DEFAULT_SERVER else f" --server {launcher.endpoint}"
         client, operator = ("", "") if tls is None else (f" --tls {tls / CLIENT}", f" --tls {tls / OPERATOR}")

@@ -1,0 +1,230 @@
+"""`/v1/videos`: videos that a pipeline makes as jobs."""
+
+import shutil
+import tempfile
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from fastapi import APIRouter, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse
+from pydantic import Field, ValidationError
+from starlette.background import BackgroundTask
+from starlette.datastructures import UploadFile
+
+from stagemesh.client import Content, GenerateArguments, ImageFile, Job, MediaFile
+from stagemesh.common.errors import InvalidRequestError, NotFoundError, NotReadyError
+from stagemesh.gateway.body import StageBody
+from stagemesh.gateway.catalog import Model
+from stagemesh.gateway.errors import ParameterError
+from stagemesh.gateway.routes.images import MEDIA_TYPES, size_options
+from stagemesh.gateway.state import Callers, find_model
+
+router = APIRouter()
+
+_MARK = "openai_object"
+"""The label of jobs that are videos."""
+_VIDEO = "video"
+_LABEL_LENGTH = 1024
+_STATUSES: Mapping[str, str] = {
+    "queued": "queued",
+    "running": "in_progress",
+    "succeeded": "completed",
+    "failed": "failed",
+    "cancelled": "failed",
+}
+
+
+class VideoBody(StageBody):
+    """The body of a request for a video. The size and the seconds are options of the pipeline's stages."""
+
+    prompt: Annotated[str, Field(min_length=1)]
+    negative_prompt: str = ""
+    seconds: Annotated[float | None, Field(gt=0)] = None
+    size: str | None = None
+
+    def arguments(self, model: Model) -> GenerateArguments:
+        """Returns the arguments of the client for this request, without the prompt."""
+        arguments = self.stage_arguments(model)
+        # The later requests for the video do not contain a user.
+        arguments.pop("caller", None)
+        options = {**arguments.get("options", {}), **size_options(self.size, model)}
+        if self.seconds is not None:
+            options[model.find_option("seconds", param="seconds")] = self.seconds
+        return arguments | {
+            "outputs": [_output_of(model)],
+            "negative_prompt": self.negative_prompt,
+            "options": options,
+        }
+
+    def labels(self) -> Mapping[str, str]:
+        """Returns the labels of the job, which contain the parameters that the responses repeat."""
+        seconds = "" if self.seconds is None else f"{self.seconds:g}"
+        labels = {"model": self.model, "prompt": self.prompt, "seconds": seconds, "size": self.size or ""}
+        return {_MARK: _VIDEO, **{name: text[:_LABEL_LENGTH] for name, text in labels.items()}}
+
+
+class _Video(NamedTuple):
+    """A video, and the model that makes it."""
+
+    model: Model
+    job: Job
+
+
+@router.post("/v1/videos")
+async def create_video(request: Request) -> dict[str, Any]:
+    """Submits a job that makes a video. The body is JSON, or a form with the file `input_reference`."""
+    body, prompt = await _read_body(request)
+    model = await find_model(request, body.model)
+    return _to_object(await model.client.jobs.submit(prompt, labels=body.labels(), **body.arguments(model)))
+
+
+@router.get("/v1/videos")
+async def list_videos(
+    request: Request,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+) -> dict[str, Any]:
+    """Lists the videos of the caller."""
+    jobs = [job for model in await _models(request) async for job in _videos_of(model)]
+    jobs.sort(key=lambda job: job.created_s, reverse=order == "desc")
+    if after is not None:
+        ids = [job.job_id for job in jobs]
+        if after not in ids:
+            raise ParameterError("after", f"no video has the id {after[:140]!r}; use the id of a listed video")
+        jobs = jobs[ids.index(after) + 1 :]
+    data = [_to_object(job) for job in jobs[:limit]]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": len(jobs) > limit,
+    }
+
+
+@router.get("/v1/videos/{video_id}")
+async def read_video(video_id: str, request: Request) -> dict[str, Any]:
+    """Describes a video and its progress."""
+    return _to_object((await _find(request, video_id)).job)
+
+
+@router.get("/v1/videos/{video_id}/content")
+async def read_content(video_id: str, request: Request, variant: str = _VIDEO) -> FileResponse:
+    """Returns the file of a video."""
+    if variant != _VIDEO:
+        raise ParameterError("variant", f"{variant[:40]!r} is not supported; use {_VIDEO!r}")
+    model, job = await _find(request, video_id)
+    if job.state != "succeeded":
+        raise NotReadyError(f"the video {video_id} is {_STATUSES[job.state]}; read its content when it is completed")
+    file = _file_of(job)
+    folder = Path(tempfile.mkdtemp(prefix="video-"))
+    try:
+        await model.client.download(file, folder / _VIDEO)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    return FileResponse(folder / _VIDEO, media_type=file.media_type, background=BackgroundTask(shutil.rmtree, folder))
+
+
+@router.delete("/v1/videos/{video_id}")
+async def delete_video(video_id: str, request: Request) -> dict[str, Any]:
+    """Deletes a video. Stops its job if it has not ended."""
+    model, job = await _find(request, video_id)
+    await model.client.jobs.delete(job.job_id)
+    return {"id": job.job_id, "object": "video.deleted", "deleted": True}
+
+
+async def _read_body(request: Request) -> tuple[VideoBody, Content]:
+    if request.headers.get("content-type", "").startswith("application/json"):
+        try:
+            values = await request.json()
+        except ValueError as exc:
+            raise InvalidRequestError(f"the body is not JSON: {exc}") from exc
+        body = _validate(values)
+        return body, body.prompt
+    async with request.form(max_files=1) as form:
+        files = [(name, file) for name, file in form.multi_items() if isinstance(file, UploadFile)]
+        for name, file in files:
+            if name != "input_reference":
+                raise ParameterError(name, "this parameter is not supported")
+            if file.content_type not in MEDIA_TYPES:
+                raise ParameterError(name, f"its type is {file.content_type!r}; send one of {', '.join(MEDIA_TYPES)}")
+        images = [ImageFile(await file.read(), str(file.content_type)) for _, file in files]
+        body = _validate({name: value for name, value in form.items() if isinstance(value, str)})
+    return body, [*images, body.prompt] if images else body.prompt
+
+
+def _validate(values: object) -> VideoBody:
+    try:
+        return VideoBody.model_validate(values)
+    except ValidationError as exc:
+        raise RequestValidationError(exc.errors()) from exc
+
+
+async def _models(request: Request) -> list[Model]:
+    """Returns the models that run jobs."""
+    callers: Callers = request.app.state.callers
+    models = await (await callers.catalog(request)).models()
+    return [model for model in models if model.description.jobs_endpoint]
+
+
+async def _videos_of(model: Model) -> AsyncGenerator[Job]:
+    async with aclosing(model.client.jobs.list()) as jobs:
+        async for job in jobs:
+            if job.labels.get(_MARK) == _VIDEO:
+                yield job
+
+
+async def _find(request: Request, video_id: str) -> _Video:
+    """Returns a video of the caller. Raises NotFoundError (UNKNOWN_JOB) if no model has it."""
+    for model in await _models(request):
+        try:
+            job = await model.client.jobs.get(video_id)
+        except NotFoundError:
+            continue
+        if job.labels.get(_MARK) == _VIDEO:
+            return _Video(model, job)
+    raise NotFoundError(
+        f"no video has the id {video_id[:140]!r}; it never existed, was deleted or has expired; list your videos",
+        reason="UNKNOWN_JOB",
+    )
+
+
+def _output_of(model: Model) -> str:
+    outputs = (each.name for each in model.description.outputs if each.media_type.startswith("video/"))
+    name = next(outputs, None)
+    if name is None:
+        raise ParameterError("model", f"the model {model.id!r} has no video output; use another model")
+    return name
+
+
+def _file_of(job: Job) -> MediaFile:
+    return next(file for output in job.outputs for file in output.files)
+
+
+def _to_object(job: Job) -> dict[str, Any]:
+    error = job.error
+    failure = None
+    if job.state == "cancelled":
+        failure = {"code": "cancelled", "message": "the job was cancelled"}
+    elif job.state == "failed" and error is not None:
+        failure = {"code": error.reason.lower(), "message": error.message}
+    return {
+        "id": job.job_id,
+        "object": _VIDEO,
+        "model": job.labels.get("model"),
+        "status": _STATUSES[job.state],
+        "progress": int(100 * (job.fraction or 0.0)),
+        "created_at": int(job.created_s),
+        "completed_at": int(job.ended_s) if job.state == "succeeded" and job.ended_s else None,
+        "expires_at": None if job.expires_s is None else int(job.expires_s),
+        "prompt": job.labels.get("prompt"),
+        "seconds": job.labels.get("seconds", ""),
+        "size": job.labels.get("size", ""),
+        "remixed_from_video_id": None,
+        "error": failure,
+    }

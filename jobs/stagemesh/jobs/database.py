@@ -1,0 +1,130 @@
+"""The database of jobs: SQLite, or PostgreSQL."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from alembic import command
+from alembic.config import Config
+from alembic.util import CommandError
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
+
+_THREADS = 4
+_BUSY_S = 5
+"""The time in seconds for which a call waits for a lock or a connection."""
+_STATEMENT_S = 10
+_RETRY_AFTER_S = 1.0
+_MIGRATION_LOCK = 7_405_283_114
+"""The key of the lock of PostgreSQL that a migration has. Drawn at random."""
+
+_Result = TypeVar("_Result")
+
+
+class Database:
+    """A database. Runs each transaction in a thread, so that it never blocks the event loop."""
+
+    def __init__(self, url: str | URL) -> None:
+        """Does not connect yet. `url` is that of `JobServerConfig.database`.
+
+        Raises InvalidRequestError (CANNOT_WRITE) if the folder of a SQLite file cannot be created.
+        """
+        self._engine = _make_engine(url)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="database")
+
+    async def call(self, function: Callable[[Connection], _Result]) -> _Result:
+        """Calls a function within a transaction, which is committed when the function returns.
+
+        Raises UnavailableError (DATABASE_UNAVAILABLE) if the database is locked, full or unreachable. The transaction
+        may have been committed then.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, function)
+
+    async def migrate(self) -> None:
+        """Creates or updates the tables. Several processes may call it at the same time.
+
+        Raises UnavailableError (DATABASE_UNAVAILABLE), and NotReadyError (WRONG_VERSION) if a later version of
+        Stagemesh has written the database.
+        """
+        await self.call(_upgrade)
+
+    def close(self) -> None:
+        """Waits for running transactions, and closes the connections."""
+        self._threads.shutdown()
+        self._engine.dispose()
+
+    def _run(self, function: Callable[[Connection], _Result]) -> _Result:
+        try:
+            with self._engine.begin() as connection:
+                return function(connection)
+        except IntegrityError:
+            raise
+        except (DBAPIError, PoolTimeoutError) as exc:
+            raise _unavailable(exc) from exc
+
+
+def _make_engine(url: str | URL) -> Engine:
+    parsed = make_url(url)
+    if parsed.drivername == "sqlite":
+        assert parsed.database is not None, "the config has been checked"
+        folder = Path(parsed.database).parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise InvalidRequestError(
+                f"the folder {folder} of the database cannot be created: {exc.strerror}; make it writable, or set "
+                "`database` to another file",
+                reason="CANNOT_WRITE",
+            ) from exc
+        engine = create_engine(parsed, connect_args={"timeout": _BUSY_S})
+        event.listen(engine, "connect", _prepare_sqlite)
+        return engine
+    options = f"-c statement_timeout={_STATEMENT_S}s -c lock_timeout={_BUSY_S}s"
+    return create_engine(
+        parsed.set(drivername="postgresql+psycopg"),
+        pool_pre_ping=True,
+        pool_timeout=_BUSY_S,
+        connect_args={"connect_timeout": _BUSY_S, "options": options, "tcp_user_timeout": _STATEMENT_S * 1000},
+    )
+
+
+def _prepare_sqlite(connection: Any, _record: object) -> None:
+    connection.execute("PRAGMA journal_mode=WAL")
+    # A commit survives a loss of power.
+    connection.execute("PRAGMA synchronous=FULL")
+
+
+def _upgrade(connection: Connection) -> None:
+    if connection.dialect.name == "sqlite":
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+    else:
+        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
+    config = Config()
+    with resources.as_file(resources.files("stagemesh.jobs") / "migrations") as folder:
+        config.set_main_option("script_location", str(folder))
+        config.set_main_option("path_separator", "os")
+        config.attributes["connection"] = connection
+        try:
+            command.upgrade(config, "head")
+        except CommandError as exc:
+            raise NotReadyError(
+                f"a later version of Stagemesh has written the database of jobs ({exc}); install that version, or name "
+                "another database",
+                reason="WRONG_VERSION",
+            ) from exc
+
+
+def _unavailable(exc: Exception) -> UnavailableError:
+    cause = str(exc.orig if isinstance(exc, DBAPIError) else exc).strip().splitlines()
+    return UnavailableError(
+        f"the database of jobs cannot be used: {cause[0][:200] if cause else type(exc).__name__}; nothing is lost; "
+        "retry, and if it persists, the operator must free space or restore the database",
+        reason="DATABASE_UNAVAILABLE",
+        retry_after_s=_RETRY_AFTER_S,
+    )

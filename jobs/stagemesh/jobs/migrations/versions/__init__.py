@@ -1,0 +1,1 @@
+"""The migrations, each in a module of its own."""

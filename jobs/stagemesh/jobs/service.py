@@ -1,0 +1,89 @@
+"""Creates a job server from its config, and serves its gRPC API."""
+
+import asyncio
+import logging
+
+from sqlalchemy import URL
+
+from stagemesh.client import AsyncClient
+from stagemesh.common import settings
+from stagemesh.common.backoff import Backoff
+from stagemesh.common.errors import UnavailableError
+from stagemesh.common.jobs_config import JobServerConfig
+from stagemesh.jobs.database import Database
+from stagemesh.jobs.job_table import JobTable
+from stagemesh.jobs.servicer import SERVICE_NAME, JobServicer
+from stagemesh.jobs.worker import Worker
+from stagemesh.rpc.authentication import TokenChecker
+from stagemesh.rpc.call_limits import CALLS_PER_CALLER
+from stagemesh.rpc.credentials import PROCESS, Credentials
+from stagemesh.rpc.roles import CLIENT
+from stagemesh.rpc.server import Server
+from stagemesh.services.media.store import MediaStore
+from stagemesh.v1 import jobs_pb2_grpc
+
+_GRACE_S = 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
+
+_log = logging.getLogger(__name__)
+
+
+async def serve(config: JobServerConfig, stopping: asyncio.Event) -> None:
+    """Serves JobService, and runs jobs, until `stopping` is set. Running jobs then wait for the next job server.
+
+    The health service reports "" and JobService as SERVING when the database has been migrated.
+    """
+    store = MediaStore(config.media, writer=f"{config.pipeline}.{config.name}", spool=settings.spool_dir())
+    store.check_packages()
+    store.sweep()
+    PROCESS.use(Credentials(config.tls))
+    tokens = None if config.tokens is None else TokenChecker(config.tokens)
+    server = Server(
+        config.listen,
+        roles={CLIENT},
+        tokens=tokens,
+        health_listen=config.health_listen,
+        calls_per_caller=CALLS_PER_CALLER,
+    )
+    default = URL.create("sqlite", database=str(settings.jobs_database(config.pipeline)))
+    database = Database(config.database or default)
+    table = JobTable(database, config)
+    client = AsyncClient(*config.servers)
+    worker = Worker(config, table, client=client, store=store, spool=settings.spool_dir())
+    jobs_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(config, table, store=store, worker=worker), server.grpc)
+    server.reflect(SERVICE_NAME)
+    try:
+        await server.start()
+        working = asyncio.create_task(_work(database, worker, server), name="work")
+        waiting = asyncio.create_task(stopping.wait())
+        await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        # Closed clients do not stop their requests, so that the next job server attaches to them.
+        client.closed = True
+        working.cancel()
+        await asyncio.wait([working])
+        if not working.cancelled():
+            # Only a defect, or a database of a later version, ends the work.
+            await working
+    finally:
+        await server.stop(grace_s=_GRACE_S)
+        await client.close()
+        database.close()
+
+
+async def _work(database: Database, worker: Worker, server: Server) -> None:
+    await _migrate(database)
+    for name in ("", SERVICE_NAME):
+        server.set_health(name, serving=True)
+    await worker.run()
+
+
+async def _migrate(database: Database) -> None:
+    """Migrates the database as soon as it is available."""
+    backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
+    while True:
+        try:
+            return await database.migrate()
+        except UnavailableError as exc:
+            _log.warning("%s", exc.message)
+        await asyncio.sleep(backoff.next_s())

@@ -1,0 +1,126 @@
+"""The servicer of JobService. Checks requests, and converts messages."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
+
+import grpc
+
+from stagemesh.common.errors import InvalidRequestError, NotFoundError
+from stagemesh.common.jobs_config import JobServerConfig
+from stagemesh.common.request_checks import check_caller, check_input, check_known, check_request_id
+from stagemesh.jobs.job_table import CANCELLED, FAILED, SUCCEEDED, JobTable
+from stagemesh.jobs.worker import Worker, remove_files
+from stagemesh.rpc.callers import caller_of
+from stagemesh.rpc.handlers import answered, streaming
+from stagemesh.services.media.store import MediaStore
+from stagemesh.v1 import jobs_pb2, jobs_pb2_grpc
+
+SERVICE_NAME = jobs_pb2.DESCRIPTOR.services_by_name["JobService"].full_name
+_DEFAULT_PAGE, _MAX_PAGE = 100, 1000
+_MAX_LABELS, _MAX_NAME_LENGTH, _MAX_LABEL_LENGTH = 16, 64, 1024
+_WATCH_S = 0.5
+"""The pause between two looks at a watched job, in seconds."""
+_ENDED = (SUCCEEDED, FAILED, CANCELLED)
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+@answered
+class JobServicer(jobs_pb2_grpc.JobServiceServicer):
+    """Implements JobService for the jobs of one pipeline."""
+
+    def __init__(self, config: JobServerConfig, table: JobTable, *, store: MediaStore, worker: Worker) -> None:
+        self._config, self._table, self._store, self._worker = config, table, store, worker
+        self.where: dict[str, str] = {}
+
+    async def SubmitJob(self, request: jobs_pb2.SubmitJobRequest, context: _Context) -> jobs_pb2.SubmitJobResponse:
+        generate = request.request
+        generate.caller = _caller(generate.caller)
+        generate.request_id = generate.request_id or uuid.uuid4().hex
+        _check(request, self._config)
+        job = await self._table.submit(request)
+        self._worker.wake()
+        return jobs_pb2.SubmitJobResponse(job=job)
+
+    async def GetJob(self, request: jobs_pb2.GetJobRequest, context: _Context) -> jobs_pb2.GetJobResponse:
+        return jobs_pb2.GetJobResponse(job=await self._table.get(_caller(request.caller), request.job_id))
+
+    async def ListJobs(self, request: jobs_pb2.ListJobsRequest, context: _Context) -> jobs_pb2.ListJobsResponse:
+        page = await self._table.list_page(
+            _caller(request.caller),
+            states=request.states,
+            before=_number_of(request.page_token),
+            size=min(request.page_size or _DEFAULT_PAGE, _MAX_PAGE),
+        )
+        token = "" if page.next_number is None else str(page.next_number)
+        return jobs_pb2.ListJobsResponse(jobs=page.jobs, next_page_token=token)
+
+    @streaming
+    async def WatchJob(
+        self, request: jobs_pb2.WatchJobRequest, context: _Context
+    ) -> AsyncIterator[jobs_pb2.WatchJobResponse]:
+        caller = _caller(request.caller)
+        shown: jobs_pb2.Job | None = None
+        while True:
+            job = await self._table.get(caller, request.job_id)
+            if job != shown:
+                shown = job
+                yield jobs_pb2.WatchJobResponse(job=job)
+            if job.state in _ENDED:
+                return
+            await asyncio.sleep(_WATCH_S)
+
+    async def CancelJob(self, request: jobs_pb2.CancelJobRequest, context: _Context) -> jobs_pb2.CancelJobResponse:
+        return jobs_pb2.CancelJobResponse(job=await self._table.cancel(_caller(request.caller), request.job_id))
+
+    async def DeleteJob(self, request: jobs_pb2.DeleteJobRequest, context: _Context) -> jobs_pb2.DeleteJobResponse:
+        prefix = await self._table.delete(_caller(request.caller), request.job_id)
+        await remove_files(self._store, prefix)
+        return jobs_pb2.DeleteJobResponse()
+
+
+def _caller(claimed: str) -> str:
+    caller = caller_of(claimed=claimed)
+    check_caller(caller)
+    return caller
+
+
+def _check(submitted: jobs_pb2.SubmitJobRequest, config: JobServerConfig) -> None:
+    """Checks what does not depend on the pipeline's stages. The orchestrator checks the rest when the job runs."""
+    request = submitted.request
+    check_request_id(request.request_id)
+    check_known(request.parameters)
+    check_input(request.input)
+    if request.pipeline not in ("", config.pipeline):
+        raise NotFoundError(
+            f"pipeline {request.pipeline!r} is not served here; this job server serves {config.pipeline!r}",
+            reason="UNKNOWN_PIPELINE",
+            metadata={"pipeline": request.pipeline},
+        )
+    size_bytes, limit_bytes = submitted.ByteSize(), config.max_request_bytes
+    if size_bytes > limit_bytes:
+        raise InvalidRequestError(
+            f"the job is {size_bytes} bytes long; the limit is {limit_bytes}; shorten the input, or upload its media",
+            reason="MESSAGE_TOO_LARGE",
+            metadata={"size_bytes": str(size_bytes), "limit_bytes": str(limit_bytes)},
+        )
+    labels = submitted.labels
+    too_long = any(len(name) > _MAX_NAME_LENGTH or len(text) > _MAX_LABEL_LENGTH for name, text in labels.items())
+    if len(labels) > _MAX_LABELS or too_long:
+        raise InvalidRequestError(
+            f"labels has {len(labels)} entries; it may have {_MAX_LABELS}, with names of at most {_MAX_NAME_LENGTH} "
+            f"and texts of at most {_MAX_LABEL_LENGTH} characters"
+        )
+
+
+def _number_of(token: str) -> int | None:
+    if not token:
+        return None
+    if not (token.isascii() and token.isdecimal() and len(token) < 19):
+        raise InvalidRequestError(
+            f"page_token {token[:40]!r} is not from a list of jobs; omit it to start with the first page",
+            reason="INVALID_PAGE_TOKEN",
+        )
+    return int(token)

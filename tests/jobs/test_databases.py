@@ -1,0 +1,158 @@
+import resource
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import grpc
+import pytest
+from sqlalchemy import create_engine, inspect
+
+from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.jobs.tables import JOBS
+from tests.deployment import Deployment, deployed
+from tests.jobs.postgres import Postgres, postgres
+from tests.jobs.servers import (
+    RUNNING,
+    SUCCEEDED,
+    JobServer,
+    error_of,
+    job_server,
+    make_server,
+    stored_names,
+    wait_until,
+    write_pipeline,
+)
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with deployed(write_pipeline(tmp_path_factory.mktemp("pipeline"))) as up:
+        yield up
+
+
+@pytest.fixture
+def database() -> Iterator[Postgres]:
+    with postgres() as server:
+        yield server
+
+
+def columns_of(url: str) -> set[str]:
+    engine = create_engine(url)
+    try:
+        return {column["name"] for column in inspect(engine).get_columns("jobs")}
+    finally:
+        engine.dispose()
+
+
+def assert_unavailable(error: StagemeshError) -> None:
+    assert isinstance(error, UnavailableError)
+    assert error.reason == "DATABASE_UNAVAILABLE"
+    assert error.retry_after_s
+
+
+def test_the_migrations_make_the_table_and_can_be_repeated(up: Deployment, tmp_path: Path) -> None:
+    with make_server(tmp_path, up.endpoint) as server:
+        for _ in range(2):
+            server.start()
+            assert server.stop() == 0
+        assert columns_of(server.config.database) == set(JOBS.columns.keys())
+
+
+def test_a_database_of_a_later_version_is_rejected(up: Deployment, tmp_path: Path) -> None:
+    with make_server(tmp_path, up.endpoint) as server:
+        server.start()
+        server.stop()
+        with sqlite3.connect(tmp_path / "jobs.sqlite3") as connection:
+            connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        connection.close()
+        server.launch()
+        assert server.process is not None
+        assert server.process.wait(timeout=30) != 0
+        assert "later version of Stagemesh" in server.log.read_text()
+
+
+def test_a_locked_database_delays_jobs(up: Deployment, tmp_path: Path) -> None:
+    with job_server(tmp_path, up.endpoint) as server:
+        server.submit(job_id="before", steps=400)
+        server.wait("before", RUNNING)
+        locker = sqlite3.connect(tmp_path / "jobs.sqlite3", isolation_level=None)
+        locker.execute("BEGIN EXCLUSIVE")
+        assert_unavailable(error_of(lambda: server.submit(job_id="during")))
+        locker.execute("ROLLBACK")
+        locker.close()
+        server.submit(job_id="during")
+        jobs = [server.wait(name) for name in ("before", "during")]
+    assert [(job.state, job.attempts) for job in jobs] == [(SUCCEEDED, 1), (SUCCEEDED, 1)]
+    assert len(stored_names(tmp_path)) == 2
+
+
+def test_a_full_disk_rejects_jobs_until_there_is_space(up: Deployment, tmp_path: Path) -> None:
+    with job_server(tmp_path, up.endpoint) as server:
+        assert server.process is not None
+        soft, hard = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (1, hard))
+        assert_unavailable(error_of(lambda: server.submit(job_id="full")))
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (soft, hard))
+        server.submit(job_id="full")
+        assert server.wait("full").state == SUCCEEDED
+
+
+def test_jobs_survive_a_crash_of_postgresql(up: Deployment, tmp_path: Path, database: Postgres) -> None:
+    with job_server(tmp_path, up.endpoint, database=database.url) as server:
+        server.submit(job_id="running", steps=400)
+        server.wait("running", RUNNING)
+        server.submit(job_id="queued", priority=-1)
+        database.kill()
+        assert_unavailable(error_of(lambda: server.get("running")))
+        database.start()
+        jobs = [server.wait(name) for name in ("running", "queued")]
+    assert [job.state for job in jobs] == [SUCCEEDED, SUCCEEDED]
+    assert len(stored_names(tmp_path)) == 2
+
+
+def test_a_server_starts_before_its_database(up: Deployment, tmp_path: Path, database: Postgres) -> None:
+    database.kill()
+    with make_server(tmp_path, up.endpoint, database=database.url) as server:
+        submit = partial(server.submit, job_id="early")
+        server.launch()
+        # Until the process listens, the error has another reason.
+        wait_until(lambda: error_of(submit).reason == "DATABASE_UNAVAILABLE", timeout_s=30)
+        database.start()
+        wait_until(lambda: _succeeds(submit), timeout_s=30)
+        assert server.wait("early").state == SUCCEEDED
+    assert columns_of(database.url.replace("postgresql:", "postgresql+psycopg:")) == set(JOBS.columns.keys())
+
+
+def _succeeds(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except grpc.RpcError:
+        return False
+    return True
+
+
+def test_servers_that_share_a_database_run_each_job_once(up: Deployment, tmp_path: Path, database: Postgres) -> None:
+    names = [f"job-{number}" for number in range(24)]
+    with (
+        make_server(tmp_path, up.endpoint, name="first", database=database.url, lease_s=2.0) as first,
+        make_server(tmp_path, up.endpoint, name="second", database=database.url, lease_s=2.0) as second,
+    ):
+        servers = (first, second)
+        with ThreadPoolExecutor(2) as starting:
+            list(starting.map(JobServer.start, servers))
+        same = [threading.Thread(target=server.submit, kwargs={"job_id": "job-0"}) for server in servers]
+        for thread in same:
+            thread.start()
+        for thread in same:
+            thread.join()
+        for index, name in enumerate(names[1:]):
+            servers[index % 2].submit(job_id=name, steps=50)
+        first.kill()
+        jobs = [second.wait(name) for name in names]
+    assert {job.state for job in jobs} == {SUCCEEDED}
+    assert len(stored_names(tmp_path)) == len(names)

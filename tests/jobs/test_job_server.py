@@ -1,0 +1,258 @@
+import hashlib
+import io
+import wave
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stagemesh.client import Client
+from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError, OverloadedError
+from stagemesh.v1 import jobs_pb2
+from tests.deployment import Deployment, deployed
+from tests.jobs.servers import (
+    CANCELLED,
+    FAILED,
+    QUEUED,
+    RUNNING,
+    SUCCEEDED,
+    JobServer,
+    error_of,
+    files_of,
+    job_server,
+    make_server,
+    seeded,
+    stored_names,
+    wait_until,
+    write_pipeline,
+)
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with deployed(write_pipeline(tmp_path_factory.mktemp("pipeline"))) as up:
+        yield up
+
+
+@pytest.fixture
+def jobs(up: Deployment, tmp_path: Path) -> Iterator[JobServer]:
+    with job_server(tmp_path, up.endpoint) as server:
+        yield server
+
+
+@pytest.fixture
+def busy(up: Deployment, tmp_path: Path) -> Iterator[JobServer]:
+    """A job server whose only worker waits for an orchestrator that does not exist."""
+    with job_server(tmp_path, "127.0.0.1:1", max_running=1) as server:
+        yield server
+
+
+def test_a_job_has_the_outputs_of_its_request(up: Deployment, jobs: JobServer, tmp_path: Path) -> None:
+    submitted = jobs.submit(parameters=seeded(3))
+    job = jobs.wait(submitted.job_id)
+    with Client(up.endpoint) as client:
+        expected = client.generate("hello", seed=3, max_tokens=5).result()
+    assert (job.state, job.attempts, job.seed) == (SUCCEEDED, 1, 3)
+    (text,) = (output for output in job.outputs if output.name == "text")
+    (song,) = (output for output in job.outputs if output.name == "song")
+    assert text.text == expected.text
+    (content,) = files_of(job, "song")
+    with wave.open(io.BytesIO(content)) as file:
+        samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")
+        assert file.getframerate() == expected.sample_rate_hz
+    assert len(samples) == len(expected.audio)
+    assert np.abs(samples / 32768 - expected.audio).max() < 1e-3
+    assert (song.files[0].media_type, song.files[0].size_bytes) == ("audio/wav", len(content))
+    assert song.files[0].sha256 == hashlib.sha256(content).digest()
+    assert job.usage["writer"].output_tokens == expected.finished.stages["writer"].usage.output_tokens
+    assert job.created_s <= job.started_s <= job.ended_s < job.expires_s
+    assert len(stored_names(tmp_path)) == 1
+
+
+def test_a_repeated_submission_returns_the_same_job(jobs: JobServer) -> None:
+    first = jobs.submit(job_id="once")
+    assert jobs.wait("once").state == SUCCEEDED
+    again = jobs.submit(job_id="once")
+    assert (again.created_s, again.seed, again.state) == (first.created_s, first.seed, SUCCEEDED)
+    error = error_of(lambda: jobs.submit("other", job_id="once"))
+    assert isinstance(error, ExistsError)
+    assert error.reason == "JOB_EXISTS"
+
+
+def test_a_caller_sees_only_its_own_jobs(jobs: JobServer) -> None:
+    jobs.submit(job_id="mine", caller="alice")
+    calls = [
+        lambda: jobs.get("mine", caller="bob"),
+        lambda: jobs.stub.CancelJob(jobs_pb2.CancelJobRequest(job_id="mine", caller="bob"), timeout=10),
+        lambda: jobs.stub.DeleteJob(jobs_pb2.DeleteJobRequest(job_id="mine", caller="bob"), timeout=10),
+        lambda: list(jobs.stub.WatchJob(jobs_pb2.WatchJobRequest(job_id="mine", caller="bob"), timeout=10)),
+    ]
+    for error in map(error_of, calls):
+        assert isinstance(error, NotFoundError)
+        assert error.reason == "UNKNOWN_JOB"
+    assert jobs.list(caller="bob") == []
+    assert jobs.submit("other", job_id="mine", caller="bob").caller == "bob"
+    assert [job.job_id for job in jobs.list(caller="alice")] == ["mine"]
+
+
+def test_jobs_are_listed_in_pages_the_newest_first(busy: JobServer) -> None:
+    for name in "abc":
+        busy.submit(job_id=name)
+    first = busy.stub.ListJobs(jobs_pb2.ListJobsRequest(page_size=2), timeout=10)
+    assert [job.job_id for job in first.jobs] == ["c", "b"]
+    rest = busy.stub.ListJobs(jobs_pb2.ListJobsRequest(page_size=2, page_token=first.next_page_token), timeout=10)
+    assert ([job.job_id for job in rest.jobs], rest.next_page_token) == (["a"], "")
+    wrong = jobs_pb2.ListJobsRequest(page_token="x")  # noqa: S106
+    error = error_of(lambda: busy.stub.ListJobs(wrong, timeout=10))
+    assert error.reason == "INVALID_PAGE_TOKEN"
+
+
+def test_a_queued_job_is_cancelled_at_once(busy: JobServer) -> None:
+    busy.submit(job_id="first")
+    wait_until(lambda: busy.get("first").attempts > 0, timeout_s=20)
+    busy.submit(job_id="second")
+    answer = busy.stub.CancelJob(jobs_pb2.CancelJobRequest(job_id="second"), timeout=10)
+    assert answer.job.state in (CANCELLED, RUNNING)
+    assert busy.wait("second").state == CANCELLED
+    assert [job.job_id for job in busy.list(states=[CANCELLED])] == ["second"]
+
+
+def test_a_running_job_is_cancelled_and_leaves_no_files(up: Deployment, jobs: JobServer, tmp_path: Path) -> None:
+    jobs.submit(job_id="long", steps=1500)
+    jobs.wait("long", RUNNING)
+    jobs.stub.CancelJob(jobs_pb2.CancelJobRequest(job_id="long"), timeout=10)
+    job = jobs.wait("long", timeout_s=20)
+    assert (job.state, job.cancel_requested) == (CANCELLED, True)
+    assert stored_names(tmp_path) == []
+    wait_until(up.idle, timeout_s=20)
+
+
+def test_progress_is_reported_while_a_job_runs(jobs: JobServer) -> None:
+    jobs.submit(job_id="seen", steps=200)
+    responses = list(jobs.stub.WatchJob(jobs_pb2.WatchJobRequest(job_id="seen"), timeout=40))
+    assert responses[-1].job.state == SUCCEEDED
+    steps = [each.progress.steps for response in responses for each in response.job.progress if each.stage == "writer"]
+    assert steps == sorted(steps)
+    assert len(set(steps)) > 1
+
+
+def test_an_invalid_request_fails_its_job_without_a_retry(jobs: JobServer) -> None:
+    jobs.submit(job_id="wrong", outputs=["nothing"])
+    job = jobs.wait("wrong")
+    assert (job.state, job.attempts, job.error.reason) == (FAILED, 1, "UNKNOWN_OUTPUT")
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"job_id": "a b"}, "INVALID_ID"),
+        ({"caller": "a b"}, "INVALID_CALLER"),
+        ({"pipeline": "other"}, "UNKNOWN_PIPELINE"),
+        ({"prompt": "x" * 2000}, "MESSAGE_TOO_LARGE"),
+    ],
+)
+def test_an_invalid_submission_is_rejected(up: Deployment, tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
+    with job_server(tmp_path, up.endpoint, max_request_bytes=1000) as server:
+        error = error_of(lambda: server.submit(**fields))
+    assert error.reason == reason
+    assert isinstance(error, InvalidRequestError | NotFoundError)
+
+
+def test_too_many_labels_are_rejected(jobs: JobServer) -> None:
+    request = jobs_pb2.SubmitJobRequest(labels={str(number): "" for number in range(17)})
+    request.request.input.text = "hello"
+    error = error_of(lambda: jobs.stub.SubmitJob(request, timeout=10))
+    assert error.reason == "INVALID_REQUEST"
+    assert "labels" in error.message
+
+
+def test_the_limits_on_queued_jobs_reject_more(tmp_path: Path) -> None:
+    # At most one of the jobs runs, and waits for an orchestrator that does not exist.
+    with job_server(tmp_path, "127.0.0.1:1", max_running=1, max_queued=6, max_queued_per_caller=2) as server:
+        errors = [error_of(lambda: [server.submit(caller="alice") for _ in range(4)])]
+        errors.append(error_of(lambda: [server.submit(caller=f"caller-{number}") for number in range(8)]))
+    assert [error.reason for error in errors] == ["CALLER_LIMIT", "ADMISSION_LIMIT"]
+    assert all(isinstance(error, OverloadedError) and error.retry_after_s for error in errors)
+
+
+def test_expired_jobs_are_removed_with_their_files(up: Deployment, tmp_path: Path) -> None:
+    with job_server(tmp_path, up.endpoint, keep_s=1) as server:
+        server.submit(job_id="brief")
+        assert server.wait("brief").state == SUCCEEDED
+        assert stored_names(tmp_path)
+        wait_until(lambda: not server.list(), timeout_s=30)
+    assert stored_names(tmp_path) == []
+
+
+@pytest.mark.parametrize(("steps", "state"), [(5, SUCCEEDED), (1500, RUNNING)], ids=["ended", "running"])
+def test_a_deleted_job_leaves_nothing(jobs: JobServer, tmp_path: Path, steps: int, state: int) -> None:
+    jobs.submit(job_id="deleted", steps=steps)
+    jobs.wait("deleted", state)
+    jobs.stub.DeleteJob(jobs_pb2.DeleteJobRequest(job_id="deleted"), timeout=10)
+    assert error_of(lambda: jobs.get("deleted")).reason == "UNKNOWN_JOB"
+    assert jobs.list() == []
+    wait_until(lambda: stored_names(tmp_path) == [], timeout_s=20)
+
+
+def test_a_job_survives_the_death_of_its_server(up: Deployment, tmp_path: Path) -> None:
+    with make_server(tmp_path, up.endpoint) as server:
+        server.start()
+        server.submit(job_id="survivor", steps=150)
+        server.wait("survivor", RUNNING)
+        server.kill()
+        server.start()
+        job = server.wait("survivor")
+    assert (job.state, job.attempts) == (SUCCEEDED, 2)
+    assert len(stored_names(tmp_path)) == 1
+
+
+def test_a_stopping_server_releases_its_jobs(up: Deployment, tmp_path: Path) -> None:
+    with make_server(tmp_path, up.endpoint) as server, make_server(tmp_path, up.endpoint, name="second") as second:
+        server.start()
+        server.submit(job_id="released", steps=150)
+        server.wait("released", RUNNING)
+        assert server.stop() == 0
+        second.start()
+        job = second.wait("released", timeout_s=12)
+    assert job.state == SUCCEEDED
+
+
+def test_another_server_takes_over_when_the_lease_has_ended(up: Deployment, tmp_path: Path) -> None:
+    settings = {"lease_s": 2.0}
+    with (
+        job_server(tmp_path, up.endpoint, name="second", max_running=1, **settings) as second,
+        make_server(tmp_path, up.endpoint, **settings) as first,
+    ):
+        first.start()
+        for number in range(4):
+            first.submit(job_id=f"job-{number}", steps=100)
+        first.wait("job-0", RUNNING)
+        first.kill()
+        assert {second.wait(f"job-{number}").state for number in range(4)} == {SUCCEEDED}
+    assert len(stored_names(tmp_path)) == 4
+
+
+def test_jobs_wait_for_an_orchestrator_that_is_not_running(up: Deployment, tmp_path: Path) -> None:
+    with job_server(tmp_path, "127.0.0.1:1") as server:
+        server.submit(job_id="patient")
+        wait_until(lambda: server.get("patient").error.reason == "UNAVAILABLE", timeout_s=30)
+        assert server.get("patient").state in (QUEUED, RUNNING)
+    with job_server(tmp_path, up.endpoint) as server:
+        job = server.wait("patient")
+    assert (job.state, job.error.reason) == (SUCCEEDED, "")
+
+
+def test_stored_outputs_of_a_stage_belong_to_the_job(tmp_path: Path) -> None:
+    path = write_pipeline(tmp_path, song="{from: singer, media_type: audio/wav, stored: true}")
+    with deployed(path) as up, job_server(tmp_path, up.endpoint) as server:
+        server.submit(job_id="film")
+        job = server.wait("film")
+        assert job.state == SUCCEEDED
+        (content,) = files_of(job, "song")
+        assert content.startswith(b"RIFF")
+        server.stub.DeleteJob(jobs_pb2.DeleteJobRequest(job_id="film"), timeout=10)
+        assert stored_names(tmp_path) == []

@@ -1,0 +1,51 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stagemesh.client import Client
+from stagemesh.common.errors import NotFoundError, PermissionDeniedError
+from stagemesh.orchestrator.launcher.certificates import Authority
+from tests.deployment import Deployment, deployed
+from tests.jobs.servers import write_pipeline
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("spoken")
+
+
+@pytest.fixture(scope="module")
+def up(folder: Path) -> Iterator[Deployment]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STAGEMESH_HOME", str(folder / "home"))
+        with deployed(write_pipeline(folder), "--jobs", "--tls", str(folder / "authority")) as up:
+            yield up
+
+
+def client_of(up: Deployment, folder: Path, name: str) -> Client:
+    authority = Authority(folder / "authority")
+    return Client(up.endpoint, tls=authority.issue(folder / name, [f"client/{name}"]))
+
+
+def test_a_job_belongs_to_the_name_in_the_certificate(up: Deployment, folder: Path, tmp_path: Path) -> None:
+    with client_of(up, folder, "alice") as alice, client_of(up, folder, "bob") as bob:
+        assert alice.jobs.submit("hello", request_id="mine").caller == "alice"
+        job = list(alice.jobs.watch("mine"))[-1]
+        assert job.state == "succeeded"
+        assert len(alice.jobs.download(job, tmp_path)) == 1
+        with pytest.raises(NotFoundError) as unknown:
+            bob.jobs.get("mine")
+        assert unknown.value.reason == "UNKNOWN_JOB"
+        assert list(bob.jobs.list()) == []
+
+
+def test_a_caller_cannot_state_another_name(up: Deployment, folder: Path) -> None:
+    with client_of(up, folder, "bob") as bob:
+        with pytest.raises(PermissionDeniedError) as refused:
+            bob.jobs.get("mine", caller="alice")
+        assert refused.value.reason == "CALLER_MISMATCH"
+        with pytest.raises(PermissionDeniedError):
+            bob.jobs.submit("hello", caller="alice")
