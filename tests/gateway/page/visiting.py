@@ -1,0 +1,79 @@
+"""The gateway's page in a browser, with an orchestrator that follows scripts."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from playwright.async_api import Locator, Page
+
+from stagemesh.rpc.authentication import TokenChecker
+from stagemesh.v1 import signature_pb2
+from stagemesh.v1.orchestrator_pb2 import DescribePipelineResponse, OutputDescription, StageDescription
+from stagemesh.v1.signature_pb2 import Signature
+from tests.client.scripted import Script, ScriptedOrchestrator, Talk, served
+from tests.gateway.making import serving
+
+KINDS = {
+    "text": signature_pb2.TENSOR_KIND_TEXT,
+    "audio": signature_pb2.TENSOR_KIND_AUDIO,
+    "image": signature_pb2.TENSOR_KIND_IMAGE,
+}
+
+
+@asynccontextmanager
+async def visiting(
+    page: Page,
+    *scripts: Script,
+    outputs: Sequence[str] = ("text", "audio"),
+    talks: Sequence[Talk] = (),
+    tokens: TokenChecker | None = None,
+    **settings: Any,
+) -> AsyncGenerator[ScriptedOrchestrator]:
+    """Opens the page of a gateway, whose pipeline "p" has one stage with these outputs. Yields the orchestrator.
+
+    `settings` are those of the gateway's config.
+    """
+    async with served(tokens=tokens) as orchestrator:
+        describe(orchestrator, "p", outputs)
+        orchestrator.description.detects_turns = bool(talks)
+        orchestrator.scripts.extend(scripts)
+        orchestrator.talks.extend(talks)
+        async with serving(orchestrator.endpoint, **settings) as address:
+            await page.goto(f"http://{address}/")
+            yield orchestrator
+            await page.close()
+
+
+def describe(orchestrator: ScriptedOrchestrator, pipeline: str, outputs: Sequence[str]) -> None:
+    """Gives the orchestrator a pipeline with one stage, which makes these outputs."""
+    orchestrator.description = DescribePipelineResponse(
+        pipeline=pipeline,
+        stages=[StageDescription(name="thinker", engine="scripted", signature=Signature(media=True))],
+        outputs=[OutputDescription(name=name, stage="thinker", kind=KINDS[name]) for name in outputs],
+        protocol=orchestrator.description.protocol,
+    )
+
+
+async def send(page: Page, prompt: str) -> None:
+    """Sends a prompt by the keyboard."""
+    field = page.get_by_label("Prompt", exact=True)
+    await field.fill(prompt)
+    await field.press("Enter")
+
+
+def answer(page: Page) -> Locator:
+    """Returns the last answer."""
+    return page.get_by_role("article", name="Answer").last
+
+
+async def samples(page: Page, name: str) -> int:
+    """Returns a number of samples of the last answer: those that were `heard`, or those that were `received`."""
+    return int(await answer(page).locator(".heard").get_attribute(f"data-{name}") or 0)
+
+
+async def until(condition: Callable[[], Awaitable[bool]], *, timeout_s: float = 20.0) -> None:
+    """Waits until a condition holds. Fails after `timeout_s`."""
+    async with asyncio.timeout(timeout_s):
+        while not await condition():
+            await asyncio.sleep(0.01)
