@@ -28,7 +28,7 @@ from stagemesh.orchestrator.cli.top import top_view
 from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.v1 import admin_pb2, chunk_pb2, orchestrator_pb2, stage_pb2
 from tests.cli.commands import COMMAND, Ran, invoke
-from tests.deployment import Deployment, deployed
+from tests.deployment import Deployment, deployed, eventually
 
 PIPELINE = """\
 pipeline: rehearsal
@@ -440,6 +440,32 @@ def test_top_shows_rates_of_one_interval(running: Deployment, long_request: str)
     assert ran.exit_code == 0, ran.stderr
     for words in ("rehearsal", "1 of 64 requests in flight", "outputs/s", "write->speak", long_request):
         assert words in ran.stdout
+
+
+def test_top_counts_the_chunks_of_running_requests(running: Deployment, long_request: str) -> None:
+    def count() -> int:
+        ran = invoke("top", "--once", "--json", "--server", running.admin_endpoint)
+        (edge,) = (each for each in json.loads(ran.stdout)["edges"] if each["edge"]["name"] == "write->speak")
+        return int(edge["sent"]["chunks"]) if edge["sent"] else 0
+
+    before = count()
+    eventually(lambda: count() > before, timeout_s=20)
+
+
+def test_top_shows_the_rates_of_edges() -> None:
+    def snapshot(clock_s: float, chunks: int) -> admin_pb2.WatchPipelineResponse:
+        edge = orchestrator_pb2.EdgeDescription(name="a->b", from_stage="a", to_stage="b")
+        sent = stage_pb2.SentChunks(edge="a->b", chunks=chunks, size_bytes=chunks << 20)
+        return admin_pb2.WatchPipelineResponse(clock_s=clock_s, edges=[admin_pb2.EdgeStatus(edge=edge, sent=sent)])
+
+    def shown(now: admin_pb2.WatchPipelineResponse, before: admin_pb2.WatchPipelineResponse) -> str:
+        table = io.StringIO()
+        Console(file=table, width=200).print(top_view(now, before))
+        return next(line for line in table.getvalue().splitlines() if "a->b" in line)
+
+    assert "3.0 3.1 MB 13" in " ".join(shown(snapshot(3.0, 13), snapshot(1.0, 7)).split())
+    # A restarted replica counts from 0.
+    assert "0 0 bytes 2" in " ".join(shown(snapshot(3.0, 2), snapshot(1.0, 7)).split())
 
 
 def test_top_prints_one_json_document_per_snapshot(running: Deployment) -> None:

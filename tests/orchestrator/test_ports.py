@@ -19,7 +19,7 @@ from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.roles import CLIENT, OPERATOR, ORCHESTRATOR, STAGE, Role, roles_of
 from stagemesh.rpc.server import Server
 from stagemesh.services.media.service import MediaServicer
-from stagemesh.v1 import media_pb2
+from stagemesh.v1 import jobs_pb2, media_pb2
 from stagemesh.v1.media_pb2_grpc import add_MediaServiceServicer_to_server
 from stagemesh.v1.roles_pb2 import CallerRole
 from tests.media.locations import make_store
@@ -28,6 +28,7 @@ from tests.repository.test_contract import SERVICERS
 
 _EVERYWHERE = {health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME}
 _MEDIA = media_pb2.DESCRIPTOR.services_by_name["MediaService"].full_name
+_JOBS = jobs_pb2.DESCRIPTOR.services_by_name["JobService"].full_name
 METHODS = {f"/{service.full_name}/{method.name}": method for service in SERVICERS for method in service.methods}
 
 
@@ -68,7 +69,9 @@ async def test_the_clients_port_serves_the_client_role_alone(tmp_path: Path) -> 
     async with mesh(tmp_path) as up:
         assert await _services(up.channel) == {"stagemesh.v1.OrchestratorService"}
         for_clients = {path for path in METHODS if CLIENT in roles_of(path)}
-        assert await _served(up.channel) == {path for path in for_clients if not path.startswith(f"/{_MEDIA}/")}
+        # Processes of their own serve the others.
+        others = (f"/{_MEDIA}/", f"/{_JOBS}/")
+        assert await _served(up.channel) == {path for path in for_clients if not path.startswith(others)}
 
 
 @pytest.mark.parametrize("role", [CLIENT, ORCHESTRATOR, STAGE, OPERATOR], ids=CallerRole.Name)

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from tests.repository.commands import ROOT
 
 _OURS = "stagemesh"
-_SOURCES = ("protos", "common", "connectors", "services", "orchestrator", "gateway")
+_SOURCES = ("protos", "common", "connectors", "services", "orchestrator", "gateway", "jobs")
 
 
 STAGEMESH = (

@@ -171,9 +171,16 @@ def test_media_are_rejected_by_a_text_engine() -> None:
 def test_a_stage_without_its_edge_is_rejected() -> None:
     request = step_request()
     request.ClearField("streamed")
-    with pytest.raises(InvalidRequestError, match="bind an edge that carries text") as caught:
-        check_spec(spec_from_wire(request), FED, engine="fake", abilities=EngineAbilities())
+    fed = Signature(accepts={"frames": TensorSpec.parse("float32[frames]")})
+    with pytest.raises(InvalidRequestError, match="bind an edge that carries frames") as caught:
+        check_spec(spec_from_wire(request), fed, engine="fake", abilities=EngineAbilities())
     assert caught.value.reason == "MISSING_INPUT"
+
+
+def test_a_prompt_replaces_the_edge_of_a_stage_that_needs_text_alone() -> None:
+    request = step_request()
+    request.ClearField("streamed")
+    check_spec(spec_from_wire(request), FED, engine="fake", abilities=EngineAbilities())
 
 
 @pytest.mark.parametrize("resumable", [True, False])

@@ -31,6 +31,10 @@ INPUT = "@input"
 
 OutputKind = Literal["text", "tokens", "audio", "image", "tensor", "media"]
 
+TEXT = "text"
+"""The name of the tensor with the text of the client's prompt."""
+_TEXT_SPEC = TensorSpec.parse("uint8[bytes]")
+
 
 @dataclass(frozen=True)
 class Emitted:
@@ -73,7 +77,8 @@ class OptionSpec:
 class Signature:
     """The tensors that a stage accepts and emits, and the options that a request may set for the stage.
 
-    A stage that accepts no tensors, except tickets, receives the client's prompt.
+    A stage that accepts no tensors, except tickets, receives the client's prompt. So does a function that needs only
+    text, in a request in which no edge leads to it.
     """
 
     accepts: Mapping[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
@@ -99,6 +104,12 @@ class Signature:
     def takes_prompt(self) -> bool:
         """Whether the stage receives the client's prompt."""
         return all(spec.ticket_kind for spec in self.accepts.values())
+
+    @property
+    def needs_text_alone(self) -> bool:
+        """Whether the stage needs no tensor but `text`, which the client's prompt can replace."""
+        text = self.accepts.get(TEXT)
+        return text is not None and text.accepts(_TEXT_SPEC) and self.accepts.keys() - self.optional == {TEXT}
 
     @property
     def accepted_kinds(self) -> frozenset[str]:

@@ -615,8 +615,8 @@ Global___ListEdgesResponse: _TypeAlias = ListEdgesResponse  # noqa: Y015
 
 @_typing.final
 class EdgeStatus(_message.Message):
-    """EdgeStatus is the current state of an edge. Its totals count the requests whose producing stage has finished, from
-    the start of this orchestrator.
+    """EdgeStatus is the current state of an edge. `chunks` and `size_bytes` count the requests whose producing stage has
+    finished, from the start of this orchestrator.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -624,6 +624,7 @@ class EdgeStatus(_message.Message):
     EDGE_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    SENT_FIELD_NUMBER: _builtins.int
     chunks: _builtins.int
     """The total number of chunks."""
     size_bytes: _builtins.int
@@ -632,16 +633,23 @@ class EdgeStatus(_message.Message):
     def edge(self) -> _orchestrator_pb2.EdgeDescription:
         """The edge and its links."""
 
+    @_builtins.property
+    def sent(self) -> _stage_pb2.SentChunks:
+        """What the present replicas of the producing stage have sent, running requests included (WatchLoadResponse.sent). It
+        decreases when a replica restarts. Unset if no replica counts its chunks, as on edges from @input.
+        """
+
     def __init__(
         self,
         *,
         edge: _orchestrator_pb2.EdgeDescription | None = ...,
         chunks: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
+        sent: _stage_pb2.SentChunks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["edge", b"edge"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["edge", b"edge", "sent", b"sent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "edge", b"edge", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "edge", b"edge", "sent", b"sent", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2243,6 +2243,7 @@ class WatchLoadResponse(_message.Message):
     CALL_COSTS_FIELD_NUMBER: _builtins.int
     FRAME_AUDIO_S_FIELD_NUMBER: _builtins.int
     FRAME_INTERVALS_S_FIELD_NUMBER: _builtins.int
+    SENT_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Steps that the engine is processing."""
     queued: _builtins.int
@@ -2291,6 +2292,12 @@ class WatchLoadResponse(_message.Message):
         over steps that have finished. The time before a step's first packet does not count.
         """
 
+    @_builtins.property
+    def sent(self) -> _containers.RepeatedCompositeFieldContainer[Global___SentChunks]:
+        """The chunks that this process has sent and that consumers have acknowledged, by edge. Empty if the stage does not count
+        them.
+        """
+
     def __init__(
         self,
         *,
@@ -2309,16 +2316,49 @@ class WatchLoadResponse(_message.Message):
         call_costs: _abc.Iterable[Global___CallCost] | None = ...,
         frame_audio_s: _builtins.float = ...,
         frame_intervals_s: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        sent: _abc.Iterable[Global___SentChunks] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_work_s", b"_work_s", "work_s", b"work_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_work_s", b"_work_s", "adapters", b"adapters", "arena_largest_free_bytes", b"arena_largest_free_bytes", "arena_size_bytes", b"arena_size_bytes", "arena_used_bytes", b"arena_used_bytes", "arena_waiting", b"arena_waiting", "call_costs", b"call_costs", "credit_bytes", b"credit_bytes", "frame_audio_s", b"frame_audio_s", "frame_intervals_s", b"frame_intervals_s", "free_memory_bytes", b"free_memory_bytes", "landing_size_bytes", b"landing_size_bytes", "landing_used_bytes", b"landing_used_bytes", "queued", b"queued", "running", b"running", "work_s", b"work_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_work_s", b"_work_s", "adapters", b"adapters", "arena_largest_free_bytes", b"arena_largest_free_bytes", "arena_size_bytes", b"arena_size_bytes", "arena_used_bytes", b"arena_used_bytes", "arena_waiting", b"arena_waiting", "call_costs", b"call_costs", "credit_bytes", b"credit_bytes", "frame_audio_s", b"frame_audio_s", "frame_intervals_s", b"frame_intervals_s", "free_memory_bytes", b"free_memory_bytes", "landing_size_bytes", b"landing_size_bytes", "landing_used_bytes", b"landing_used_bytes", "queued", b"queued", "running", b"running", "sent", b"sent", "work_s", b"work_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__work_s: _TypeAlias = _typing.Literal["work_s"]  # noqa: Y015
     _WhichOneofArgType__work_s: _TypeAlias = _typing.Literal["_work_s", b"_work_s"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__work_s) -> _WhichOneofReturnType__work_s | None: ...
 
 Global___WatchLoadResponse: _TypeAlias = WatchLoadResponse  # noqa: Y015
+
+@_typing.final
+class SentChunks(_message.Message):
+    """SentChunks counts the chunks of an edge from the start of a process. A chunk that is sent to several consumers counts
+    for each of them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EDGE_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    edge: _builtins.str
+    """The edge's name."""
+    chunks: _builtins.int
+    """The number of chunks."""
+    size_bytes: _builtins.int
+    """The total payload of the chunks in bytes."""
+    def __init__(
+        self,
+        *,
+        edge: _builtins.str = ...,
+        chunks: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "edge", b"edge", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SentChunks: _TypeAlias = SentChunks  # noqa: Y015
 
 @_typing.final
 class CallCost(_message.Message):

@@ -173,8 +173,25 @@ class Inspector:
 
     def _edge(self, edge: Edge, totals: Totals) -> admin_pb2.EdgeStatus:
         links = () if edge.is_input else self._orchestrator.fleet.edge_connectors.links_of(edge)
-        described = describe_edge(edge, links)
-        return to_message(admin_pb2.EdgeStatus, totals.edges.get(edge.name, EdgeTotals()), edge=described)
+        return to_message(
+            admin_pb2.EdgeStatus,
+            totals.edges.get(edge.name, EdgeTotals()),
+            edge=describe_edge(edge, links),
+            sent=self._sent(edge),
+        )
+
+    def _sent(self, edge: Edge) -> stage_pb2.SentChunks | None:
+        """Returns the chunks that the present replicas have sent on an edge. Returns None if none counts them."""
+        replicas = () if edge.is_input else self._directory.replicas_of(edge.producer)
+        loads = [reported_load(replica) or _NO_LOAD for replica in replicas]
+        counts = [sent for load in loads for sent in load.sent if sent.edge == edge.name]
+        if not counts:
+            return None
+        return stage_pb2.SentChunks(
+            edge=edge.name,
+            chunks=sum(each.chunks for each in counts),
+            size_bytes=sum(each.size_bytes for each in counts),
+        )
 
     def _slowest(self, count: int) -> list[admin_pb2.RequestStatus]:
         """Returns the summaries of the `count` oldest requests that have not ended, oldest first."""

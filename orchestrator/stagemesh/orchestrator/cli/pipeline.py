@@ -77,7 +77,8 @@ def validate(
         print_json({"findings": [], **document, "hints": hints})
         return
     edges = len(pipeline.edges) + len(pipeline.input_edges)
-    counts = f"{len(pipeline.stages)} stages, {edges} edges, {len(pipeline.outputs)} outputs"
+    numbers = {"stage": len(pipeline.stages), "edge": edges, "output": len(pipeline.outputs)}
+    counts = ", ".join(f"{count} {name}{'s' if count != 1 else ''}" for name, count in numbers.items())
     typer.echo(f"{pipeline.source}: {pipeline.name} is valid ({counts}), generation {pipeline.generation}")
     for hint in hints:
         typer.echo(f"  note: {hint}")

@@ -141,10 +141,16 @@ def _edge_columns(seconds: float) -> Sequence[Column]:
     return (
         Column("edge", lambda pair: pair[0].edge.name),
         Column("by", lambda pair: _connectors(pair[0])),
-        _rate_column("chunks/s", "chunks", seconds, _rate),
-        _rate_column("bytes/s", "size_bytes", seconds, size),
-        number("chunks", lambda pair: pair[0].chunks),
+        number("chunks/s", lambda pair: _rate(_sent(pair, "chunks", seconds))),
+        number("bytes/s", lambda pair: size(_sent(pair, "size_bytes", seconds))),
+        number("chunks", lambda pair: max(pair[0].chunks, pair[0].sent.chunks)),
     )
+
+
+def _sent(pair: "tuple[admin_pb2.EdgeStatus, admin_pb2.EdgeStatus]", field: str, seconds: float) -> float:
+    """Returns how much an edge has carried a second. Counts chunks of running requests if the stage counts them."""
+    now, before = (each.sent if pair[0].HasField("sent") else each for each in pair)
+    return max(0.0, (getattr(now, field) - getattr(before, field)) / seconds)
 
 
 def _connectors(edge: "admin_pb2.EdgeStatus") -> str:

@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from stagemesh.orchestrator.launcher.certificates import Authority
 
 FORK_SERVER = "fork-server"
-"""The name of the fork server's log."""
+"""The name of the fork servers' log."""
 
 _POLL_S = 0.1
 _LAUNCHER = "launcher"
@@ -124,11 +124,11 @@ class Launcher:
         try:
             PROCESS.use(Credentials(self._certify(folder, _LAUNCHER, "operator", "client")))
             async with (
-                self._fork_server(folder) as fork_server,
+                self._fork_servers(folder) as fork_servers,
                 open_channel(self.endpoint) as channel,
                 asyncio.TaskGroup() as group,
             ):
-                specs = self._plan_processes(folder, fork_server)
+                specs = self._plan_processes(folder, fork_servers)
                 starting = [
                     ProcessStatus(each.name, each.stage, each.endpoint, ProcessState.STARTING) for each in specs
                 ]
@@ -159,14 +159,23 @@ class Launcher:
                     return edges
                 await asyncio.sleep(_POLL_S)
 
-    def _fork_server(self, folder: RunFolder) -> AbstractAsyncContextManager[ForkServer | None]:
-        """Returns a context with a running fork server, or with None if no stage of the pipeline can be forked."""
+    @asynccontextmanager
+    async def _fork_servers(self, folder: RunFolder) -> AsyncGenerator[Mapping[str | None, ForkServer]]:
+        """Runs a fork server for each `preload` of the engines of the stages, by `preload`.
+
+        Stages of engines without `preload` have a server of their own, because imports may take long. Yields nothing on
+        other systems than Linux, which have no descriptors of processes.
+        """
         stages = [stage for stage in self._pipeline.stages.values() if not stage.is_external]
-        preload = dict.fromkeys(filter(None, map(_preload, stages)))
-        # Other systems than Linux have no descriptors of processes.
-        if not preload or not hasattr(os, "pidfd_open"):
-            return nullcontext()
-        return ForkServer.running(tuple(preload), log=folder.log_path(FORK_SERVER))
+        preloads = sorted({_preload(stage) or "" for stage in stages}) if hasattr(os, "pidfd_open") else []
+        async with AsyncExitStack() as stack:
+            servers: dict[str | None, ForkServer] = {}
+            for preload in preloads:
+                log = folder.log_path(FORK_SERVER)
+                servers[preload or None] = await stack.enter_async_context(
+                    ForkServer.running([preload] if preload else [], log=log)
+                )
+            yield servers
 
     def _certify(self, folder: RunFolder, name: str, *roles: str) -> str | None:
         """Issues a certificate to the process `name`. Returns the folder with the certificate.
@@ -178,7 +187,9 @@ class Launcher:
         names = [f"{role}/{name}" for role in roles]
         return str(self._authority.issue(folder.certificates_path(name), names, hosts=_HOSTS, days=_CERTIFICATE_DAYS))
 
-    def _plan_processes(self, folder: RunFolder, fork_server: ForkServer | None) -> tuple[ProcessSpec, ...]:
+    def _plan_processes(
+        self, folder: RunFolder, fork_servers: Mapping[str | None, ForkServer]
+    ) -> tuple[ProcessSpec, ...]:
         """Returns the specifications of all processes: the orchestrator first, the replicas last.
 
         Selects ports for the replicas, and writes the config files of all processes to `folder`.
@@ -203,8 +214,8 @@ class Launcher:
         log = folder.log_path(ORCHESTRATOR)
         orchestrator = ProcessSpec(ORCHESTRATOR, "", self.endpoint, command, log, probe_health)
         replicas = [self._plan_replica(stage, each, folder) for stage in stages for each in addresses[stage.name]]
-        forkable = {stage.name for stage in stages if not stage.is_external and _preload(stage)}
-        forked = [replace(each, fork_server=fork_server) if each.stage in forkable else each for each in replicas]
+        servers = {stage.name: fork_servers.get(_preload(stage)) for stage in stages if not stage.is_external}
+        forked = [replace(each, fork_server=servers[each.stage]) for each in replicas]
         return (orchestrator, *media, *self._plan_jobs(folder), *self._plan_gateway(folder), *forked)
 
     def _plan_media(self, folder: RunFolder) -> tuple[ProcessSpec, ...]:

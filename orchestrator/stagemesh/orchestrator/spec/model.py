@@ -11,13 +11,14 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field, SkipValidation
 
-from stagemesh.common.descriptors import EXTERNAL, OptionSpec, OutputKind, Signature
+from stagemesh.common.descriptors import EXTERNAL, TEXT, OptionSpec, OutputKind, Signature
 from stagemesh.common.media_config import MediaConfig
 from stagemesh.connectors.flow.chunk_sizes import PlayoutPace
 from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy
 from stagemesh.orchestrator.spec.conditions import STREAMED, Condition, Fact, Facts, holds
 from stagemesh.orchestrator.spec.schema import EdgeEntry, Limits, OutputEntry, SessionsEntry, StageEntry
 
+_FUNCTION = "function"
 SPEECH = "@speech"
 """The output in which the stage that detects turns reports speech. Only sessions can request it."""
 
@@ -54,6 +55,11 @@ class Stage(StageEntry, frozen=True):
     def group_name(self) -> str:
         """The name of the stage's colocation group. A stage without `group` is alone in a group with its own name."""
         return self.group or self.name
+
+    @property
+    def accepts_prompt(self) -> bool:
+        """Whether the stage can receive the client's prompt if no edge leads to it."""
+        return not self.signature.accepts or (self.engine == _FUNCTION and self.signature.needs_text_alone)
 
     @property
     def is_external(self) -> bool:
@@ -166,13 +172,13 @@ class Route:
         return tuple(
             stage
             for stage in self.stages
-            if not (self.incoming[stage.name] or self.inputs[stage.name]) and (self.streams or stage.signature.accepts)
+            if not (self.incoming[stage.name] or self.inputs[stage.name]) and (self.streams or not stage.accepts_prompt)
         )
 
     def absent(self, stage: Stage) -> tuple[str, ...]:
-        """Returns the names of the tensors that a stage accepts but that no edge of the route delivers."""
+        """Returns the names of the tensors that a stage accepts but that neither an edge nor the prompt delivers."""
         edges = (*self.incoming[stage.name], *self.inputs[stage.name])
-        brought = {tensor for edge in edges for tensor in edge.brings}
+        brought = {tensor for edge in edges for tensor in edge.brings} if edges else {TEXT}
         return tuple(name for name in stage.signature.accepts if name not in brought)
 
 

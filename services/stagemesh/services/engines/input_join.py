@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import numpy as np
 
-from stagemesh.common.descriptors import Signature
+from stagemesh.common.descriptors import TEXT, Signature
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
 from stagemesh.common.tensors import Array
 from stagemesh.connectors.edge import MetadataValue, Packet
@@ -26,10 +26,10 @@ async def packets_of(task: Task, signature: Signature) -> AsyncGenerator[Packet,
     Raises InvalidChunkError if the packets of the joined edges do not match each other or the stage's signature, and
     InvalidRequestError if the request has no input for the stage.
     """
-    if not signature.accepts and not task.inlets:
+    if not task.inlets and (not signature.accepts or signature.needs_text_alone):
         yield prompt_packet(task, media=signature.media)
         return
-    if signature.accepts and not task.inlets:
+    if not task.inlets:
         raise InvalidRequestError(
             f"the stage has no input; bind an edge that carries {', '.join(signature.accepts)}", reason="MISSING_INPUT"
         )
@@ -48,7 +48,7 @@ def prompt_packet(task: Task, *, media: bool = False) -> Packet:
         accepted = "text or as one message" if media else "text, not as a conversation or token ids"
         raise InvalidRequestError(f"this stage accepts its prompt only as {accepted}", reason="INVALID_PROMPT")
     text: Array = np.frombuffer(prompt.encode(), np.uint8)
-    return Packet({**task.tensors, "text": text})
+    return Packet({**task.tensors, TEXT: text})
 
 
 def sources_of(task: Task) -> Sequence[AsyncIterator[Packet]]:

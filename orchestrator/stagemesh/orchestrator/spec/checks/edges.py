@@ -192,9 +192,9 @@ class EdgeResolver:
         missing = {name: spec for name, spec in accepts.items() if name not in brought}
         if incoming and not accepts:
             text = f"stage {stage.name!r} takes the client's prompt and no tensors; remove its edges"
-        elif accepts and not incoming:
+        elif not incoming and not stage.accepts_prompt:
             text = f"no edge leads to stage {stage.name!r}, which accepts {list_specs(accepts)}; add one to `edges`"
-        elif missing:
+        elif incoming and missing:
             text = f"no edge brings stage {stage.name!r} its {list_specs(missing)}; add one, or change a transform"
         else:
             return

@@ -176,7 +176,8 @@ class FunctionEngine:
             function: Function[object] = import_factory(self._descriptor.factory)(self._model, self._options)
         except ImportError as exc:
             raise NotReadyError(
-                f"function {self._name} needs the module {exc.name}; install the Stagemesh extra that contains it",
+                f"function {self._name} needs the module {exc.name}; install the package or the extra of Stagemesh that "
+                "contains it, or correct the import",
                 reason="MISSING_MODULE",
             ) from exc
         return function

@@ -10,6 +10,7 @@ from itertools import starmap
 from typing import TypeVar
 
 from stagemesh.common import settings
+from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import (
     CancelledRequestError,
@@ -28,6 +29,7 @@ from stagemesh.common.request_checks import check_choice_id
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.arena.memory_file import pin_if_cuda
 from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.connectors.flow.edge_meters import EdgeMeter
 from stagemesh.services.engines.abilities import SleepControl
 from stagemesh.services.engines.base import Engine, EngineLoad
 from stagemesh.services.media.store import MediaStore
@@ -336,6 +338,7 @@ class StageRuntime:
             call_costs=starmap(_call_cost, sorted(engine.call_costs_s.items())),
             frame_audio_s=engine.frame_audio_s,
             frame_intervals_s=self._frame_intervals.seconds,
+            sent=starmap(_sent_chunks, plane.meters),
         )
 
     def reports(self, request_id: str = "") -> list[control_pb2.StepReport]:
@@ -589,6 +592,10 @@ class StageRuntime:
 
 async def _wait_ended(runs: Sequence[StepRun]) -> None:
     await asyncio.gather(*(run.ended() for run in runs))
+
+
+def _sent_chunks(edge: str, _connector: ConnectorName, meter: EdgeMeter) -> stage_pb2.SentChunks:
+    return stage_pb2.SentChunks(edge=edge, chunks=meter.transfer_s.count, size_bytes=meter.size_bytes)
 
 
 def _call_cost(frames: int, seconds: float) -> stage_pb2.CallCost:

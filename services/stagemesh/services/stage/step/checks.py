@@ -123,7 +123,8 @@ def _check_edges(spec: StepSpec, signature: Signature) -> None:
     if any(binding.edge != STATE_EDGE for binding in spec.inputs) and not signature.accepts:
         bound = ", ".join(binding.edge for binding in spec.inputs)
         raise InvalidRequestError(f"this stage accepts the prompt but no edge; unbind {bound}", reason="INVALID_EDGE")
-    if signature.accepts and not spec.inputs and spec.task.resume_from is None:
+    is_unfed = signature.accepts and not spec.inputs and spec.task.resume_from is None
+    if is_unfed and not signature.needs_text_alone:
         raise InvalidRequestError(
             f"no edge feeds this stage; bind an edge that carries {', '.join(signature.accepts)}",
             reason="MISSING_INPUT",
