@@ -37,7 +37,8 @@ def _environment(site: Path) -> dict[str, str]:
 
 
 def test_the_page_leads_to_a_stage_that_speaks(tmp_path: Path) -> None:
-    commands = re.findall(r"^    (\S.*)$", PAGE.read_text(), re.MULTILINE)
+    prose = re.sub(r"```.*?```", "", PAGE.read_text(), flags=re.DOTALL)
+    commands = re.findall(r"^    (\S.*)$", prose, re.MULTILINE)
     assert commands[0] == "stagemesh new stage my-voice"
     folder, site = tmp_path, tmp_path / "site"
     environment = _environment(site)
@@ -56,8 +57,17 @@ def test_the_page_leads_to_a_stage_that_speaks(tmp_path: Path) -> None:
 
 
 def test_the_examples_of_the_page_run() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    subprocess.run([sys.executable, "-c", example], check=True)
+    packets, words = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    check = """
+from types import SimpleNamespace
+from stagemesh.services.engines.function.base import Call
+
+state = SimpleNamespace(rest=b"")
+parts = [Packet({"text": np.frombuffer(part, np.uint8)}) for part in (b"one t", b"wo", b" three")]
+assert [_words(None, Call(state, part)) for part in (*parts, None)] == [["one"], [], ["two"], ["three"]]
+"""
+    code = f"from __future__ import annotations\n{packets}{words}{check}"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_stage_of_the_contributors_guide_runs(tmp_path: Path) -> None:

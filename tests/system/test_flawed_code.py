@@ -203,6 +203,9 @@ def test_a_wrong_result_is_named(up: Deployment, where: str, how: str, message: 
     assert (type(error), error.reason) == (InternalError, "INVALID_RESULT")
     assert message in error.message
     assert WHERE[where] in error.message
+    folder = next(Path(each["logs"]) for each in up.history if each.get("event") == "ready")
+    log = folder / {"function": "speak-0.log", "transform": "play-0.log"}[where]
+    assert error.message in log.read_text()
 
 
 @pytest.mark.parametrize("where", ["function", "transform"])

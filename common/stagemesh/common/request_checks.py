@@ -176,8 +176,10 @@ def check_options(options: Mapping[str, Value], known: Mapping[str, OptionSpec],
     values: dict[str, Value] = {}
     for name, given in options.items():
         if name not in known:
+            is_sampling = name in request_pb2.Sampling.DESCRIPTOR.fields_by_name
+            other = ", and it is a sampling parameter" if is_sampling else ""
             raise InvalidRequestError(
-                f"unknown option {name!r}; {owner} has {', '.join(sorted(known)) or 'none'}",
+                f"unknown option {name!r}; {owner} has {', '.join(sorted(known)) or 'none'}{other}",
                 reason="UNKNOWN_OPTION",
                 metadata={"option": name},
             )

@@ -73,7 +73,7 @@ def _summary(result: "Result") -> "Sequence[Table]":
     edges = (*fields("edge", "connector"), *numbers("chunks"), number("bytes", lambda edge: edge.size_bytes))
     timings = make_table(times, [row for row in rows if row[1] is not None])
     timings.show_header = False
-    return timings, make_table(edges, result.finished.edges)
+    return (timings, make_table(edges, result.finished.edges)) if result.finished.edges else (timings,)
 
 
 def _describe_finish(finish: "OutputFinished", *, several: bool) -> str:

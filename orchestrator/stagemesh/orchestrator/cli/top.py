@@ -149,8 +149,8 @@ def _edge_columns(seconds: float) -> Sequence[Column]:
 
 def _sent(pair: "tuple[admin_pb2.EdgeStatus, admin_pb2.EdgeStatus]", field: str, seconds: float) -> float:
     """Returns how much an edge has carried a second. Counts chunks of running requests if the stage counts them."""
-    now, before = (each.sent if pair[0].HasField("sent") else each for each in pair)
-    return max(0.0, (getattr(now, field) - getattr(before, field)) / seconds)
+    now, before = (float(getattr(each.sent if pair[0].HasField("sent") else each, field)) for each in pair)
+    return max(0.0, (now - before) / seconds)
 
 
 def _connectors(edge: "admin_pb2.EdgeStatus") -> str:

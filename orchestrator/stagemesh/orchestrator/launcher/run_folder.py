@@ -120,12 +120,17 @@ def past_runs(runs_dir: Path) -> list[PastRun]:
 
 
 def find_run(runs_dir: Path, name: str | None) -> PastRun:
-    """Returns the run whose name begins with `name`, or the newest run if it is None.
+    """Returns the run whose name begins with `name`.
+
+    If it is None, returns the newest run in progress, or the newest one if all have ended.
 
     Raises NotFoundError (UNKNOWN_LOG) unless there is exactly one such run.
     """
     runs = past_runs(runs_dir)
-    found = [run for run in runs if run.name.startswith(name)] if name is not None else runs[:1]
+    if name is None:
+        found = ([run for run in runs if not run.is_over] or runs)[:1]
+    else:
+        found = [run for run in runs if run.name.startswith(name)]
     if len(found) == 1:
         return found[0]
     if not runs:

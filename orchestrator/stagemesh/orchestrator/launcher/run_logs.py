@@ -36,7 +36,11 @@ class RunLogs:
         self._find()
         if not self._files and name is not None:
             names = ", ".join(sorted(path.stem for path in run.path.glob("*.log"))) or "none"
-            raise NotFoundError(f"run {run.name} has no log of {name!r}; it has {names}", reason="UNKNOWN_LOG")
+            raise NotFoundError(
+                f"run {run.name} has no log of {name!r}; it has {names}; `stagemesh logs --list` shows other runs, of "
+                "which --run selects one",
+                reason="UNKNOWN_LOG",
+            )
 
     def read(self) -> Iterator[LogLine]:
         """Yields the lines that have been added since the last call, in the order of their times.

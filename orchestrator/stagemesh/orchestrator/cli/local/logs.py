@@ -20,7 +20,7 @@ PARAMETERS: Mapping[str, Parameter] = {
     "name": argument(str | None, "Show only the logs of this stage or process.", default=None, metavar="STAGE|PROCESS"),
     "run": option(
         str,
-        "Show this run, by default the newest. The first characters of its name are enough.",
+        "Show this run, by default the newest in progress. The first characters of its name are enough.",
         metavar="RUN",
     ),
     "follow": option(bool, "Wait for further lines until the run ends.", "--follow", "-f", default=False),

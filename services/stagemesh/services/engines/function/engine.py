@@ -176,8 +176,8 @@ class FunctionEngine:
             function: Function[object] = import_factory(self._descriptor.factory)(self._model, self._options)
         except ImportError as exc:
             raise NotReadyError(
-                f"function {self._name} needs the module {exc.name}; install the package or the extra of Stagemesh that "
-                "contains it, or correct the import",
+                f"function {self._name} needs the module {exc.name}; install what contains it, such as an extra of "
+                "Stagemesh, or correct the import",
                 reason="MISSING_MODULE",
             ) from exc
         return function

@@ -272,6 +272,8 @@ class StepRun:
         try:
             await self._execute()
         except StagemeshError as exc:
+            if exc.reason == "INVALID_RESULT":
+                _log.warning("%s", exc.message)
             return exc
         except asyncio.CancelledError:
             return self._cause or CancelledRequestError("the stage is shutting down", reason="ABORTED")
