@@ -15,6 +15,7 @@ from stagemesh.common.output_position import OutputKey, length_of
 from stagemesh.common.tensors import inline_tensor
 from stagemesh.common.versions import own_protocol
 from stagemesh.rpc.authentication import TokenChecker
+from stagemesh.rpc.callers import caller_of
 from stagemesh.rpc.handlers import RpcContext, answering, streaming
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import chunk_pb2
@@ -125,7 +126,9 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
     async def DescribePipeline(  # type: ignore[override]
         self, _request: DescribePipelineRequest, _context: RpcContext
     ) -> DescribePipelineResponse:
-        return self.description
+        described = DescribePipelineResponse(caller=caller_of(claimed=""))
+        described.MergeFrom(self.description)
+        return described
 
     async def _pause(self) -> None:
         try:

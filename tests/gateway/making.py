@@ -142,13 +142,16 @@ def client(url: str, key: str = "none") -> openai.OpenAI:
 
 @asynccontextmanager
 async def asking(
-    orchestrator: ScriptedOrchestrator, *, tls: str | None = None, key: str = "none"
+    orchestrator: ScriptedOrchestrator, *, key: str = "none", **settings: Any
 ) -> AsyncGenerator[openai.AsyncOpenAI]:
-    """Yields a client of a gateway in this process, which serves the pipeline "p" of a scripted orchestrator."""
+    """Yields a client of a gateway in this process, which serves the pipeline "p" of a scripted orchestrator.
+
+    `settings` are those of the gateway's config.
+    """
     output = OutputDescription(name="text", stage="thinker", kind=signature_pb2.TENSOR_KIND_TEXT)
     protocol = orchestrator.description.protocol
     orchestrator.description = DescribePipelineResponse(pipeline="p", outputs=[output], protocol=protocol)
-    app = create_app(GatewayConfig("127.0.0.1:0", [[orchestrator.endpoint]], tls=tls))
+    app = create_app(GatewayConfig("127.0.0.1:0", [[orchestrator.endpoint]], **settings))
     transport = httpx2.ASGITransport(app=app)
     async with app.router.lifespan_context(app), httpx2.AsyncClient(transport=transport) as http:
         yield openai.AsyncOpenAI(base_url="http://gateway/v1", api_key=key, http_client=http, max_retries=0)

@@ -13,6 +13,7 @@ from openai.types.chat import ChatCompletionUserMessageParam
 from PIL import Image
 
 from tests.gateway.making import RATE_HZ, client, gateway, making
+from tests.gateway.sounds import tone, wav
 
 MODEL = "maker"
 
@@ -165,6 +166,16 @@ def test_speech_is_streamed_as_events(ai: openai.OpenAI) -> None:
     assert '"type":"speech.audio.done"' in lines[-1]
 
 
+def test_a_function_transcribes_audio(ai: openai.OpenAI) -> None:
+    sound = ("speech.wav", wav(tone(0.2)))
+    answer = ai.audio.transcriptions.create(model=MODEL, file=sound)
+    assert answer.text.split() == ["alto:", "audio"]
+    events = list(ai.audio.transcriptions.create(model=MODEL, file=sound, stream=True))
+    assert (events[-1].type, len(events)) == ("transcript.text.done", 4)
+    with pytest.raises(openai.BadRequestError, match="without sampling parameters"):
+        ai.audio.transcriptions.create(model=MODEL, file=sound, temperature=0)
+
+
 def test_images_have_the_size(ai: openai.OpenAI) -> None:
     answer = ai.images.generate(model=MODEL, prompt="red", size="16x24", n=2)
     images = [Image.open(io.BytesIO(base64.b64decode(each.b64_json or ""))) for each in answer.data or ()]
@@ -190,6 +201,10 @@ def test_images_are_edited(ai: openai.OpenAI, url: str) -> None:
         assert error.json()["error"]["param"] == param
 
 
+TOOL = {"type": "function", "function": {"name": "find"}}
+STRICT_TOOL = {"type": "function", "function": {"name": "find", "strict": True}}
+
+
 @pytest.mark.parametrize(
     ("change", "param", "message"),
     [
@@ -199,7 +214,10 @@ def test_images_are_edited(ai: openai.OpenAI, url: str) -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
         ({"audio": {"format": "wav"}}, "audio", "modalities"),
         ({"options": {"tempo": 3}}, None, "tempo"),
-        ({"tool_choice": "required"}, "tool_choice", "'auto'"),
+        ({"tool_choice": "required"}, "tools", "needs tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
+        ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "co"),
+        ({"tools": [STRICT_TOOL]}, "tools", "find is strict"),
         ({"max_tokens": 5}, None, "without sampling parameters"),
     ],
 )

@@ -214,6 +214,33 @@ async def test_a_tool_is_called() -> None:
         assert prompt[2].tool_call_id == call["call_id"]
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "read_clock"}], ids=["any", "named"])
+async def test_a_forced_call_is_the_whole_response(choice: object) -> None:
+    call = CALL.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    script: Script = [admitted(), *said(call[:30], call[30:]), ended("text"), ended("audio"), finished()]
+    async with talking(script) as (orchestrator, talker):
+        await talker.send("session.update", session={"type": "realtime", "tools": [TOOL]})
+        await talker.until("session.updated")
+        await talker.say("What time is it?")
+        (made,) = (await talker.respond(tool_choice=choice))["output"]
+        assert (made["type"], made["name"], json.loads(made["arguments"])) == (
+            "function_call",
+            "read_clock",
+            {"zone": "Asia/Tokyo"},
+        )
+        schema = json.loads(orchestrator.requests[0].parameters.sampling.json_schema)
+        assert schema["properties"]["name"] == {"enum": ["read_clock"]}
+
+
+async def test_a_forced_call_needs_its_tool() -> None:
+    async with talking(spoken("Yes.")) as (_, talker):
+        await talker.say("What time is it?")
+        await talker.send("response.create", response={"tool_choice": {"type": "function", "name": "read_clock"}})
+        error = await talker.error()
+        assert "no tool has the name 'read_clock'" in error["message"]
+        assert (await talker.respond())["status"] == "completed"
+
+
 async def test_a_cancelled_response_is_truncated_to_its_heard_part() -> None:
     script: Script = [admitted(), *said("one ", "two ", "three ", "four "), Pause.FOREVER]
     async with talking(script, spoken("Five.")) as (orchestrator, talker):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.gateway.tool_calls import FoundCall, ToolCallSplitter
+from stagemesh.gateway.tool_calls import ForcedCall, FoundCall, ToolCallSplitter
 from tests.client.scripted import admitted, ended, finished, served, text
 from tests.gateway.making import asking
 
@@ -74,6 +74,36 @@ async def test_the_model_calls_a_tool() -> None:
         replayed = orchestrator.requests[2].input.conversation.messages
         assert [call.name for call in replayed[1].tool_calls] == ["find"]
         assert replayed[2].tool_call_id == call.id
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [("required", ["find", "stop"]), ({"type": "function", "function": {"name": "find"}}, ["find"])],
+    ids=["required", "named"],
+)
+async def test_a_forced_call_is_the_whole_answer(choice: object, names: list[str]) -> None:
+    call = CALL.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    stop = {"type": "function", "function": {"name": "stop", "strict": True}}
+    async with served() as orchestrator, asking(orchestrator) as ai:
+        orchestrator.scripts.append([admitted(), text(call[:20]), text(call[20:]), ended(), finished()])
+        messages = [{"role": "user", "content": "where?"}]
+        answer = await ai.chat.completions.create(  # type: ignore[call-overload]
+            model="p", messages=messages, tools=[TOOL, stop], tool_choice=choice
+        )
+        (made,) = answer.choices
+        assert (made.finish_reason, made.message.content) == ("tool_calls", None)
+        assert [each.function.name for each in made.message.tool_calls] == ["find"]
+        schema = json.loads(orchestrator.requests[0].parameters.sampling.json_schema)
+        calls = schema.get("anyOf", [schema])
+        assert not schema["x-guidance"]["whitespace_flexible"]
+        assert [each["properties"]["name"]["enum"] for each in calls] == [[name] for name in names]
+
+
+@pytest.mark.parametrize("text", ["", '{"name": "find", "argu', "[1]"])
+def test_an_incomplete_forced_call_is_text(text: str) -> None:
+    call = ForcedCall()
+    assert list(call.push(text)) == []
+    assert list(call.finish()) == ([text] if text else [])
 
 
 async def test_without_tools_the_text_is_unchanged() -> None:

@@ -49,7 +49,9 @@ def test_orchestrators_accept_their_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"httpsSecret": "https", "maxBodyBytes": 2**33, "page": False}], ids=["http", "https"]
+    "settings",
+    [{}, {"httpsSecret": "https", "maxBodyBytes": 2**33, "page": False, "voicesClaim": "voices"}],
+    ids=["http", "https"],
 )
 def test_gateways_accept_their_config(settings: dict[str, Any], tmp_path: Path) -> None:
     release = Release(at("gateway", {"enabled": True, **settings}))
@@ -58,6 +60,7 @@ def test_gateways_accept_their_config(settings: dict[str, Any], tmp_path: Path) 
     config = load_config(GatewayConfig, file)
     assert config.max_body_bytes == settings.get("maxBodyBytes", 64 << 20)
     assert config.page == settings.get("page", True)
+    assert (config.voices is not None) == ("voicesClaim" in settings)
     assert (config.https is not None) == ("httpsSecret" in settings)
 
 

@@ -55,6 +55,18 @@ def test_probes_ask_for_the_health_of_the_gateway(secret: str, scheme: str) -> N
     assert container["ports"] == [{"name": "http", "containerPort": HTTP, "protocol": "TCP"}]
 
 
+def test_a_gateway_stores_voices_in_the_given_claim() -> None:
+    release = Release(ON, at("gateway.voicesClaim", "voices"))
+    claims = {
+        each["name"]: each["persistentVolumeClaim"]
+        for each in release.pod("gateway").spec["volumes"]
+        if "persistentVolumeClaim" in each
+    }
+    assert claims == {"voices": {"claimName": "voices"}}
+    folder = json.loads(release.pod("gateway").annotations["stagemesh.dev/gateway"])["voices"]
+    assert {"name": "voices", "mountPath": folder} in release.container("gateway")["volumeMounts"]
+
+
 def test_a_gateway_serves_https_with_the_given_secret() -> None:
     release = Release(ON, at("gateway.httpsSecret", "public"))
     assert _mounted(release, "gateway") == {"https/tls.crt": "public", "https/tls.key": "public"}

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import openai
 import pytest
 
 from stagemesh.client import AudioSamples, Client, Result, StageArguments
@@ -79,7 +80,7 @@ def test_a_rejected_voice_leaves_others_undisturbed(tts: Deployment) -> None:
     assert caught.value.reason == "INVALID_MEDIA"
 
 
-def test_the_gateway_clones_a_voice(tts: Deployment) -> None:
+def test_the_gateway_clones_a_voice_that_is_sent_or_created(tts: Deployment, tmp_path: Path) -> None:
     request = next(each for each in CLONES if each.options.get("reference_text"))
     (voice,) = request.media
     assert isinstance(voice, Samples)
@@ -87,20 +88,31 @@ def test_the_gateway_clones_a_voice(tts: Deployment) -> None:
     with wave.open(file, "wb") as wav:
         wav.setparams((1, 4, voice.sample_rate_hz, 0, "NONE", "NONE"))
         wav.writeframes((voice.samples * (2**31 - 128)).astype(np.int32).tobytes())
-    body = {
-        "ref_audio": f"data:audio/wav;base64,{base64.b64encode(file.getvalue()).decode()}",
-        "ref_text": request.options["reference_text"],
-        "language": request.options.get("language", "auto"),
-        "stages": {"talker": {"temperature": 0.0, "max_tokens": len(request.codes)}},
-    }
-    with gateway(tts.endpoint) as url, client_of(url) as ai:
-        speech = ai.audio.speech.create(
-            model="qwen3-tts",
-            voice=None,  # type: ignore[arg-type]
-            input=request.text,
-            response_format="wav",
-            extra_body=body,
+    text = str(request.options["reference_text"])
+    with gateway(tts.endpoint, arguments=["--voices", str(tmp_path)]) as url, client_of(url) as ai:
+
+        def speak(voice: str | None, **reference: str) -> bytes:
+            body = {
+                "language": request.options.get("language", "auto"),
+                "stages": {"talker": {"temperature": 0.0, "max_tokens": len(request.codes)}},
+            }
+            return ai.audio.speech.create(
+                model="qwen3-tts",
+                voice=voice,  # type: ignore[arg-type]
+                input=request.text,
+                response_format="wav",
+                extra_body=body | reference,
+            ).content
+
+        sent = speak(
+            None, ref_audio=f"data:audio/wav;base64,{base64.b64encode(file.getvalue()).decode()}", ref_text=text
         )
-    with wave.open(io.BytesIO(speech.content)) as wav:
+        ai.audio.voices.create(
+            name="ada", audio_sample=("ada.wav", file.getvalue()), consent="", extra_body={"ref_text": text}
+        )
+        assert speak("ada") == sent
+        with pytest.raises(openai.BadRequestError, match="no voices by name; omit the speaker 'eve'"):
+            speak("eve")
+    with wave.open(io.BytesIO(sent)) as wav:
         samples = np.frombuffer(wav.readframes(1 << 30), np.int16) / 32768
     np.testing.assert_allclose(samples[::STRIDE], request.value("audio"), atol=2e-3, rtol=0)

@@ -1,6 +1,7 @@
 """A client speaks to the tiny Qwen3-Omni of the examples, which detects the ends of its turns."""
 
 import base64
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ import openai
 import pytest
 
 from stagemesh.client import (
+    AudioFile,
     AudioSamples,
     Message,
     Session,
@@ -24,6 +26,7 @@ from stagemesh.client import (
 )
 from tests.deployment import Deployment, deployed
 from tests.gateway.making import serving
+from tests.gateway.sounds import wav
 from tests.gateway.test_realtime import TOOL, Talker
 from tests.models.qwen3_omni.deployment import with_torchvision
 from tests.models.spoken import speak
@@ -149,8 +152,40 @@ async def test_the_gateway_hears_and_is_interrupted(omni: Deployment, speech: np
     assert len(base64.b64decode(heard)) / 48 == pytest.approx(spoken_ms, abs=100)
 
 
+async def test_the_gateway_transcribes_speech(omni: Deployment, speech: npt.NDArray[np.float32]) -> None:
+    file = wav(speech)
+    instruction = "Transcribe the audio into text. The language of the audio is en."
+    with omni.client() as client:
+        messages = [Message("user", [AudioFile(file, "audio/wav"), instruction])]
+        expected = client.generate(messages=messages, outputs=["text"], temperature=0.0, max_tokens=12).result().text
+        messages = [Message("user", [AudioFile(wav(0.5 * speech[::-1]), "audio/wav"), instruction])]
+        other = client.generate(messages=messages, outputs=["text"], temperature=0.0, max_tokens=12).result().text
+    assert expected
+    assert other != expected
+    async with serving(omni.endpoint) as url, openai.AsyncOpenAI(base_url=f"http://{url}/v1", api_key="none") as ai:
+        arguments: dict[str, Any] = {
+            "model": "qwen3-omni",
+            "file": ("speech.wav", file),
+            "language": "en",
+            "extra_body": {"max_completion_tokens": 12},
+        }
+        whole = await ai.audio.transcriptions.create(**arguments)
+        assert whole.text == expected
+        assert whole.usage.output_tokens == 12
+        events = [event async for event in await ai.audio.transcriptions.create(**arguments, stream=True)]
+        assert "".join(event.delta for event in events[:-1]) == expected
+        assert (events[-1].type, events[-1].text) == ("transcript.text.done", expected)
+        assert len(events) > 2
+
+
 async def test_a_realtime_conversation_has_a_tool_call_and_an_interruption(omni: Deployment) -> None:
-    call = '<tool_call>{"name": "read_clock", "arguments": {"zone": "Asia/Tokyo"}}</tool_call>'
+    zone = {"enum": ["Asia/Tokyo"]}
+    schema = {
+        "type": "object",
+        "properties": {"zone": zone},
+        "required": ["zone"],
+        "additionalProperties": False,
+    }
     async with (
         serving(omni.endpoint) as url,
         openai.AsyncOpenAI(base_url=f"http://{url}/v1", api_key="none") as ai,
@@ -172,18 +207,23 @@ async def test_a_realtime_conversation_has_a_tool_call_and_an_interruption(omni:
         first = await answer("What is the sea?", stages={"thinker": GREEDY}, instructions="Answer briefly.")
         assert first["content"][0]["transcript"]
         assert "response.output_audio.delta" in {event["type"] for event in talker.received}
-        # The model can only call the tool.
         called = await answer(
-            "What time is it in Tokyo?", tools=[TOOL], stages={"thinker": {"allowed_texts": [call], "max_tokens": 100}}
+            "What time is it in Tokyo?",
+            tools=[{**TOOL, "parameters": schema}],
+            tool_choice="required",
+            stages={"thinker": {"max_tokens": 200}},
         )
         assert (called["type"], called["name"]) == ("function_call", "read_clock")
+        assert json.loads(called["arguments"]) == {"zone": "Asia/Tokyo"}
         result = {"type": "function_call_output", "call_id": called["call_id"], "output": "12:00"}
         await talker.send("conversation.item.create", item=result)
         await talker.until("conversation.item.done")
-        assert (await answer(stages={"thinker": GREEDY}))["content"][0]["transcript"]
+        assert (await answer(stages={"thinker": GREEDY}, tool_choice="none"))["content"][0]["transcript"]
         # Interrupted while it speaks, and truncated to a part of what was sent.
-        endless = {"thinker": {"max_tokens": 400, "ignore_eos": True}}
-        await talker.send("session.update", session={"type": "realtime", "tools": [], "stages": endless})
+        endless = {"thinker": {"max_tokens": 400, "ignore_eos": True}, "talker": {"min_tokens": 300}}
+        await talker.send(
+            "session.update", session={"type": "realtime", "tools": [], "tool_choice": "auto", "stages": endless}
+        )
         await talker.say("Tell me more.")
         await talker.send("response.create")
         sent_ms = 0.0

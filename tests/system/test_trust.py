@@ -59,6 +59,7 @@ def test_users_connect_with_the_certificates_that_up_has_issued(up: Deployment, 
         first = client.generate("hello", seed=1).result()
         assert first.text
         assert first.text == client.generate("hello", seed=1).result().text
+        assert client.describe().caller == "local"
     answer = _stagemesh("generate", "hello", "--server", up.endpoint, "--json", STAGEMESH_TLS=str(authority / "client"))
     assert answer.returncode == 0, answer.stderr
     shown = _stagemesh(

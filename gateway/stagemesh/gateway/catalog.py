@@ -1,13 +1,21 @@
 """The models of a gateway: the pipelines of its orchestrators, with what each of them accepts and makes."""
 
 import asyncio
+import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, TypeAlias
 
 from stagemesh.client import AsyncClient
-from stagemesh.common.errors import NotFoundError, StagemeshError
+from stagemesh.common.errors import (
+    NotFoundError,
+    PermissionDeniedError,
+    StagemeshError,
+    UnauthenticatedError,
+    UnsupportedError,
+)
 from stagemesh.gateway.errors import ParameterError
 from stagemesh.v1 import signature_pb2
 from stagemesh.v1.orchestrator_pb2 import DescribePipelineResponse, OutputDescription
@@ -28,6 +36,8 @@ _SYNONYMS: Mapping[str, Sequence[str]] = {
 _FRESH_S = 10.0
 """The time for which a description is used, in seconds. An upgrade may change it."""
 _INPUT, _TEXT = "@input", "text"
+_EVERYONE = "everyone"
+"""The owner of what callers store if the gateway does not know them."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class Model:
     @property
     def options(self) -> frozenset[str]:
         """The names of the options that a request may set."""
-        return frozenset(option.name for stage in self.description.stages for option in stage.signature.options)
+        return frozenset(option.name for option in self._options)
 
     @property
     def speaks_input(self) -> bool:
@@ -56,6 +66,28 @@ class Model:
         """Whether the pipeline has a language model, so that a request may set parameters of sampling."""
         return any(stage.signature.sampling for stage in self.description.stages)
 
+    @property
+    def voices(self) -> Sequence[str]:
+        """The voices that the option of the voice allows. Empty if it allows any text, or does not exist."""
+        name = self._option("voice")
+        allowed = (option.allowed_texts for option in self._options if option.name == name)
+        return list(dict.fromkeys(chain.from_iterable(allowed)))
+
+    @property
+    def clones_voices(self) -> bool:
+        """Whether a stage reads the audio of a voice, with its text."""
+        return self.reads_media and self.has_option("ref_text")
+
+    @property
+    def reads_media(self) -> bool:
+        """Whether a stage reads images, audio or videos. Its model determines which of them."""
+        return any(stage.signature.media for stage in self.description.stages)
+
+    @property
+    def converses_about_media(self) -> bool:
+        """Whether a language model reads the media, as parts of messages."""
+        return any(stage.signature.media and stage.signature.sampling for stage in self.description.stages)
+
     def output(self, kind: Kind) -> OutputDescription | None:
         """Returns the first output of a kind that is sent to clients, or None if there is none."""
         outputs = (each for each in self.description.outputs if each.kind == _KINDS[kind] and not each.stored)
@@ -68,15 +100,24 @@ class Model:
             raise ParameterError(param, f"the model {self.id!r} has no {kind} output; use another model")
         return output.name
 
+    def has_option(self, name: str) -> bool:
+        """Returns whether a stage has the option of a parameter."""
+        return self._option(name) is not None
+
     def find_option(self, name: str, *, param: str) -> str:
         """Returns the name of the option of a parameter. Raises InvalidRequestError if no stage has it."""
-        names = (name, *_SYNONYMS.get(name, ()))
-        found = next((each for each in names if each in self.options), None)
+        found = self._option(name)
         if found is None:
-            raise ParameterError(
-                param, f"no stage of the model {self.id!r} has the option {' or '.join(names)}; omit the parameter"
-            )
+            names = " or ".join((name, *_SYNONYMS.get(name, ())))
+            raise ParameterError(param, f"no stage of the model {self.id!r} has the option {names}; omit the parameter")
         return found
+
+    @property
+    def _options(self) -> Iterator[signature_pb2.OptionSpec]:
+        return (option for stage in self.description.stages for option in stage.signature.options)
+
+    def _option(self, name: str) -> str | None:
+        return next((each for each in (name, *_SYNONYMS.get(name, ())) if each in self.options), None)
 
 
 @dataclass
@@ -89,11 +130,16 @@ class _Server:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def describe(self) -> DescribePipelineResponse:
-        """Returns a description that is not old, or the last one if the orchestrators cannot be reached."""
+        """Returns a description that is not old, or the last one if the orchestrators cannot be reached.
+
+        Raises the error of the orchestrators if there is no description, or if they reject the caller.
+        """
         async with self.lock:
             if self.description is None or time.monotonic() - self.described_s > _FRESH_S:
                 try:
                     self.description = await self.client.describe()
+                except (UnauthenticatedError, PermissionDeniedError):
+                    raise
                 except StagemeshError:
                     if self.description is None:
                         raise
@@ -104,7 +150,9 @@ class _Server:
 class Catalog:
     """Finds models by their ids: the name of a pipeline, or the name, a colon and the name of an adapter."""
 
-    def __init__(self, clients: Sequence[AsyncClient]) -> None:
+    def __init__(self, clients: Sequence[AsyncClient], *, is_shared: bool) -> None:
+        """`is_shared` says whether all callers have this catalog, because the gateway does not know them."""
+        self._is_shared = is_shared
         self._servers = [_Server(client) for client in clients]
 
     async def find(self, model_id: str) -> Model:
@@ -142,6 +190,19 @@ class Catalog:
             for server, description in pairs
             if isinstance(description, DescribePipelineResponse)
         ]
+
+    async def owner(self) -> str:
+        """Returns the owner of what the caller stores, as a name of a folder.
+
+        The owner is the caller as the first orchestrator knows it, so that the caller's next token has the same owner.
+        Raises the error of this orchestrator if it rejects the caller, or cannot be reached.
+        """
+        if self._is_shared:
+            return _EVERYONE
+        caller = (await self._servers[0].describe()).caller
+        if not caller:
+            raise UnsupportedError("the orchestrator does not name its callers; upgrade it, or store nothing")
+        return hashlib.sha256(caller.encode()).hexdigest()
 
     async def close(self) -> None:
         """Closes the connections."""

@@ -28,6 +28,8 @@ _STATUSES: Mapping[Code, tuple[int, str]] = {
     Code.DEADLINE_EXCEEDED: (504, _SERVER),
 }
 """The HTTP status and OpenAI's type of error by the code of an error. Others are 500."""
+_STORE_STATUSES: Mapping[str, int] = {"STORAGE_FULL": 507, "STORE_DENIED": 500, "STORE_UNREACHABLE": 503}
+"""The HTTP status of errors of a store by their reason, which the caller cannot remedy."""
 _MODEL_REASONS = frozenset({"UNKNOWN_PIPELINE", "UNKNOWN_ADAPTER"})
 """The reasons with OpenAI's code model_not_found. Other reasons are codes themselves, in lower case."""
 
@@ -50,7 +52,7 @@ class RealtimeError(InvalidRequestError):
 
 def error_body(error: StagemeshError) -> dict[str, Any]:
     """Returns an error as a JSON object: the body of a response, or the last event of a stream."""
-    _, kind = _STATUSES.get(error.code, (500, _SERVER))
+    _, kind = _status_and_type(error)
     param, code = error.param if isinstance(error, ParameterError) else None, error.reason.lower()
     if isinstance(error, RealtimeError):
         param, code = error.param, error.known_code
@@ -61,7 +63,7 @@ def error_body(error: StagemeshError) -> dict[str, Any]:
 
 def error_response(error: StagemeshError) -> JSONResponse:
     """Returns the HTTP response that reports an error, with its status and the time after which to retry."""
-    status, _ = _STATUSES.get(error.code, (500, _SERVER))
+    status, _ = _status_and_type(error)
     headers = dict[str, str]()
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -99,6 +101,12 @@ async def on_http_error(_request: Request, exc: Exception) -> JSONResponse:
 async def on_defect(_request: Request, exc: Exception) -> JSONResponse:
     """Handles an exception that is a defect of the gateway. Its server logs the traceback."""
     return error_response(InternalError(f"an unexpected {type(exc).__name__}; the gateway's log has the details"))
+
+
+def _status_and_type(error: StagemeshError) -> tuple[int, str]:
+    if error.reason in _STORE_STATUSES:
+        return _STORE_STATUSES[error.reason], _SERVER
+    return _STATUSES.get(error.code, (500, _SERVER))
 
 
 def _problem(error: Mapping[str, Any], under: str) -> tuple[str, str]:

@@ -27,9 +27,12 @@ from stagemesh.gateway.routes import (
     realtime,
     speech,
     speech_stream,
+    transcriptions,
     videos,
+    voices,
 )
 from stagemesh.gateway.state import Callers
+from stagemesh.gateway.voices import VoiceStore
 from stagemesh.rpc.credentials import CERTIFICATE, KEY, Credentials
 from stagemesh.rpc.server import listen_error, parse_address
 
@@ -50,7 +53,11 @@ def create_app(config: GatewayConfig) -> FastAPI:
         await callers.close()
 
     app = FastAPI(title="Stagemesh", lifespan=lifespan, docs_url=None, redoc_url=None)
-    for module in (chat, completions, images, models, pipelines, realtime, speech, speech_stream, videos):
+    app.state.voices = None if config.voices is None else VoiceStore(Path(config.voices))
+    for module in (
+        *(chat, completions, images, models, pipelines, realtime, speech, speech_stream, transcriptions, videos),
+        voices,
+    ):
         app.include_router(module.router)
     if config.page:
         app.include_router(page.router)

@@ -60,7 +60,8 @@ class Callers:
             options["tls"] = self._tls
         if self._forwards_tokens:
             options["token"] = token
-        return Catalog([AsyncClient(*addresses, **options) for addresses in self._servers])
+        clients = [AsyncClient(*addresses, **options) for addresses in self._servers]
+        return Catalog(clients, is_shared=not self._forwards_tokens)
 
     async def _drop_idle(self) -> None:
         """Closes the connections of the caller whose last request is the oldest, among those without a request.
@@ -78,6 +79,14 @@ async def find_model(request: HTTPConnection, model_id: str) -> Model:
     """Returns a model of the caller of a request. Raises the errors of `Callers.catalog` and `Catalog.find`."""
     callers: Callers = request.app.state.callers
     return await (await callers.catalog(request)).find(model_id)
+
+
+async def find_owner(request: HTTPConnection) -> str:
+    """Returns the owner of what the caller of a request stores. Raises the errors of `Callers.catalog` and
+    `Catalog.owner`.
+    """
+    callers: Callers = request.app.state.callers
+    return await (await callers.catalog(request)).owner()
 
 
 def offered_protocol(websocket: HTTPConnection) -> str | None:

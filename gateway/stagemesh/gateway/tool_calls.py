@@ -5,10 +5,12 @@ The calls have the form of Hermes, which the chat templates of Qwen and of many 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias, cast
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
+_WHITESPACE: Mapping[str, Any] = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+"""The whitespace of forced calls, for vLLM's backend "guidance". Otherwise small models write spaces without end."""
 
 
 class FoundCall(NamedTuple):
@@ -52,20 +54,61 @@ class ToolCallSplitter:
         self._held = ""
 
 
+class ForcedCall:
+    """Reads a text that is nothing but a tool call, because its schema is that of `call_schema`."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def push(self, text: str) -> Iterator[Piece]:
+        """Retains the text, and yields nothing."""
+        self._text += text
+        return iter(())
+
+    def finish(self) -> Iterator[Piece]:
+        """Yields the call, or the text if it is incomplete."""
+        if self._text:
+            yield _find_call(self._text) or self._text
+
+
+def call_schema(parameters: Mapping[str, Mapping[str, Any] | None]) -> Mapping[str, Any]:
+    """Returns the JSON schema of a call of one of several tools.
+
+    `parameters` has the schemas of their arguments, by name.
+    """
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"enum": [name]}, "arguments": schema or {"type": "object"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for name, schema in parameters.items()
+    ]
+    return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "x-guidance": _WHITESPACE}
+
+
 def _kept_length(text: str) -> int:
     """Returns the length of the longest end of `text` with which a call may begin."""
     return next((n for n in range(min(len(text), len(_BEGIN) - 1), 0, -1) if text.endswith(_BEGIN[:n])), 0)
 
 
 def _parse(text: str) -> Piece:
+    if not text.startswith(_BEGIN):
+        return text
+    return _find_call(text.removeprefix(_BEGIN).removesuffix(_END)) or text
+
+
+def _find_call(text: str) -> FoundCall | None:
+    """Returns the tool call that a JSON text is, or None if it is none."""
     try:
-        call: Any = json.loads(text.removeprefix(_BEGIN).removesuffix(_END))
+        call: Any = json.loads(text)
     except ValueError:
-        return text
-    if not text.startswith(_BEGIN) or not isinstance(call, dict):
-        return text
+        return None
+    if not isinstance(call, dict):
+        return None
     fields = cast("dict[str, object]", call)
     name, arguments = fields.get("name"), fields.get("arguments", {})
     if not isinstance(name, str):
-        return text
+        return None
     return FoundCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments))

@@ -63,7 +63,9 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             if request.HasField("protocol"):
                 check_version(request.protocol, peer="the client", own_name="this orchestrator")
             check_pipeline(request.pipeline, self._orchestrator.pipeline)
-        return describe_pipeline(self._orchestrator)
+        response = describe_pipeline(self._orchestrator)
+        response.caller = caller_of(claimed="")
+        return response
 
 
 def add_orchestrator_service(servicer: OrchestratorServicer, server: grpc.aio.Server) -> None:

@@ -227,6 +227,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The orchestrator does not know the request: it never existed, ended too long ago, or runs at another orchestrator."""
     ERROR_REASON_UNKNOWN_JOB: _ErrorReason.ValueType  # 250
     """The caller has no job with this id: it never existed, was deleted, has expired, or is another caller's."""
+    ERROR_REASON_UNKNOWN_VOICE: _ErrorReason.ValueType  # 253
+    """The caller has created no voice with this name, and no model has it. List the voices."""
     ERROR_REASON_UNKNOWN_STEP: _ErrorReason.ValueType  # 69
     """The step does not run on this replica and has left no open edges."""
     ERROR_REASON_UNKNOWN_LOGGER: _ErrorReason.ValueType  # 237
@@ -253,6 +255,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The request_id was used with other content. Use another request_id."""
     ERROR_REASON_JOB_EXISTS: _ErrorReason.ValueType  # 251
     """The caller has a job with this id and other content. Use another request_id."""
+    ERROR_REASON_VOICE_EXISTS: _ErrorReason.ValueType  # 254
+    """The caller has a voice with this name, or a model has one. Delete the caller's voice first, or use another name."""
     ERROR_REASON_STEP_EXISTS: _ErrorReason.ValueType  # 78
     """The step_id was used with other content. Use another step_id, or repeat the original call."""
     ERROR_REASON_WRONG_ROLE: _ErrorReason.ValueType  # 232
@@ -781,6 +785,8 @@ ERROR_REASON_UNKNOWN_REQUEST: ErrorReason.ValueType  # 68
 """The orchestrator does not know the request: it never existed, ended too long ago, or runs at another orchestrator."""
 ERROR_REASON_UNKNOWN_JOB: ErrorReason.ValueType  # 250
 """The caller has no job with this id: it never existed, was deleted, has expired, or is another caller's."""
+ERROR_REASON_UNKNOWN_VOICE: ErrorReason.ValueType  # 253
+"""The caller has created no voice with this name, and no model has it. List the voices."""
 ERROR_REASON_UNKNOWN_STEP: ErrorReason.ValueType  # 69
 """The step does not run on this replica and has left no open edges."""
 ERROR_REASON_UNKNOWN_LOGGER: ErrorReason.ValueType  # 237
@@ -807,6 +813,8 @@ ERROR_REASON_REQUEST_EXISTS: ErrorReason.ValueType  # 77
 """The request_id was used with other content. Use another request_id."""
 ERROR_REASON_JOB_EXISTS: ErrorReason.ValueType  # 251
 """The caller has a job with this id and other content. Use another request_id."""
+ERROR_REASON_VOICE_EXISTS: ErrorReason.ValueType  # 254
+"""The caller has a voice with this name, or a model has one. Delete the caller's voice first, or use another name."""
 ERROR_REASON_STEP_EXISTS: ErrorReason.ValueType  # 78
 """The step_id was used with other content. Use another step_id, or repeat the original call."""
 ERROR_REASON_WRONG_ROLE: ErrorReason.ValueType  # 232
@@ -1322,6 +1330,8 @@ class _ErrorSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorSour
     """A command of `stagemesh`, or the start of a process. Never sent."""
     ERROR_SOURCE_JOB_SERVER: _ErrorSource.ValueType  # 6
     """The job server: JobService."""
+    ERROR_SOURCE_GATEWAY: _ErrorSource.ValueType  # 7
+    """The gateway, which serves OpenAI's API over HTTP. It also raises reasons of the other parts."""
 
 class ErrorSource(_ErrorSource, metaclass=_ErrorSourceEnumTypeWrapper):
     """ErrorSource is a part of Stagemesh in which an error originates. Other parts pass the error on."""
@@ -1340,6 +1350,8 @@ ERROR_SOURCE_COMMAND: ErrorSource.ValueType  # 5
 """A command of `stagemesh`, or the start of a process. Never sent."""
 ERROR_SOURCE_JOB_SERVER: ErrorSource.ValueType  # 6
 """The job server: JobService."""
+ERROR_SOURCE_GATEWAY: ErrorSource.ValueType  # 7
+"""The gateway, which serves OpenAI's API over HTTP. It also raises reasons of the other parts."""
 Global___ErrorSource: _TypeAlias = ErrorSource  # noqa: Y015
 
 @_typing.final

@@ -549,6 +549,7 @@ class DescribePipelineResponse(_message.Message):
     DETECTS_TURNS_FIELD_NUMBER: _builtins.int
     JOBS_ENDPOINT_FIELD_NUMBER: _builtins.int
     JOBS_SERVER_NAME_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
     pipeline: _builtins.str
     """The pipeline's name."""
     generation: _builtins.str
@@ -571,6 +572,10 @@ class DescribePipelineResponse(_message.Message):
     """The address of JobService, "host:port". Empty if the pipeline runs no jobs."""
     jobs_server_name: _builtins.str
     """The name in the TLS certificate of the job server. Empty if it is the host in jobs_endpoint."""
+    caller: _builtins.str
+    """The caller's name, which its requests have if GenerateRequest.caller is empty: the first of the names in its
+    credentials. Empty if the call has no credentials.
+    """
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageDescription]:
         """The stages, producers before consumers."""
@@ -610,10 +615,11 @@ class DescribePipelineResponse(_message.Message):
         detects_turns: _builtins.bool = ...,
         jobs_endpoint: _builtins.str = ...,
         jobs_server_name: _builtins.str = ...,
+        caller: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detects_turns", b"detects_turns", "edges", b"edges", "generation", b"generation", "in_flight", b"in_flight", "jobs_endpoint", b"jobs_endpoint", "jobs_server_name", b"jobs_server_name", "limits", b"limits", "max_in_flight", b"max_in_flight", "max_queued", b"max_queued", "media_endpoint", b"media_endpoint", "media_server_name", b"media_server_name", "outputs", b"outputs", "pipeline", b"pipeline", "protocol", b"protocol", "queued", b"queued", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "detects_turns", b"detects_turns", "edges", b"edges", "generation", b"generation", "in_flight", b"in_flight", "jobs_endpoint", b"jobs_endpoint", "jobs_server_name", b"jobs_server_name", "limits", b"limits", "max_in_flight", b"max_in_flight", "max_queued", b"max_queued", "media_endpoint", b"media_endpoint", "media_server_name", b"media_server_name", "outputs", b"outputs", "pipeline", b"pipeline", "protocol", b"protocol", "queued", b"queued", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,7 +23,7 @@ from stagemesh.gateway.realtime.items import (
     OutputText,
 )
 from stagemesh.gateway.realtime.settings import Settings
-from stagemesh.gateway.tool_calls import FoundCall, ToolCallSplitter
+from stagemesh.gateway.tool_calls import ForcedCall, FoundCall, ToolCallSplitter
 
 CancelReason: TypeAlias = Literal["turn_detected", "client_cancelled"]
 Status: TypeAlias = Literal["completed", "cancelled", "incomplete", "failed"]
@@ -50,7 +50,11 @@ class Response:
         self._message: AssistantMessage | None = None
         self._early_audio: list[bytes] = []
         """The audio that arrived before the first text. It is dropped if the model only calls tools."""
-        self._splitter = ToolCallSplitter() if settings.callable_tools else None
+        self._splitter: ToolCallSplitter | ForcedCall | None = None
+        if settings.forced_tools:
+            self._splitter = ForcedCall()
+        elif settings.callable_tools:
+            self._splitter = ToolCallSplitter()
         self._encoder = make_encoder("pcm16") if settings.speaks else None
         self._length_reached = False
         self._usage: dict[str, Any] | None = None

@@ -10,6 +10,7 @@ from stagemesh.gateway.body import Body, Object, StageBody
 from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.errors import ParameterError
 from stagemesh.gateway.realtime.items import ItemBody, ItemReference
+from stagemesh.gateway.tool_calls import call_schema
 
 _MERGED = frozenset({"audio", "input", "output"})
 """The settings whose parts are updated one by one. An update of any other setting replaces it."""
@@ -84,6 +85,16 @@ class FunctionTool(Body):
     parameters: Object | None = None
 
 
+class NamedFunction(Body):
+    """The function that the model must call."""
+
+    type: Literal["function"]
+    name: str
+
+
+ToolChoice: TypeAlias = Literal["auto", "none", "required"] | NamedFunction
+
+
 class Settings(StageBody):
     """The settings of a conversation. A setting that can only be null has no effect here."""
 
@@ -92,7 +103,7 @@ class Settings(StageBody):
     output_modalities: Annotated[list[Modality], Field(min_length=1, max_length=1)]
     max_output_tokens: MaxTokens | None = "inf"
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["auto", "none"] | None = "auto"
+    tool_choice: ToolChoice | None = "auto"
     parallel_tool_calls: Literal[True] | None = None
     audio: Audio = Audio()
     truncation: Literal["disabled"] | None = "disabled"
@@ -110,6 +121,21 @@ class Settings(StageBody):
     def callable_tools(self) -> Sequence[FunctionTool]:
         """The tools that the model may call."""
         return () if self.tools is None or self.tool_choice == "none" else self.tools
+
+    @property
+    def forced_tools(self) -> Sequence[FunctionTool]:
+        """The tools of which the model must call one. Empty if it may answer without a call.
+
+        Raises ParameterError if there is no such tool.
+        """
+        if not isinstance(self.tool_choice, NamedFunction) and self.tool_choice != "required":
+            return ()
+        wanted = None if self.tool_choice == "required" else self.tool_choice.name
+        found = [each for each in self.tools or () if wanted in {None, each.name}]
+        if not found:
+            missing = "it needs tools" if wanted is None else f"no tool has the name {wanted!r}"
+            raise ParameterError("session.tool_choice", missing)
+        return found
 
     def updated(self, changes: Mapping[str, Any]) -> "Settings":
         """Returns the settings with some of them changed. Raises ValidationError, or ParameterError for the model."""
@@ -138,6 +164,8 @@ class Settings(StageBody):
         arguments["options"] = options
         if self.callable_tools:
             arguments["tools"] = [Tool(each.name, each.description, each.parameters or "") for each in self.tools or ()]
+        if forced := self.forced_tools:
+            arguments["json_schema"] = call_schema({each.name: each.parameters for each in forced})
         if isinstance(self.max_output_tokens, int):
             arguments["max_tokens"] = self.max_output_tokens
         return arguments
@@ -163,7 +191,7 @@ class ResponseBody(Body):
     output_modalities: Annotated[list[Modality] | None, Field(min_length=1, max_length=1)] = None
     max_output_tokens: MaxTokens | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: Literal[True] | None = None
     audio: ResponseAudio | None = None
     conversation: Literal["auto", "none"] = "auto"

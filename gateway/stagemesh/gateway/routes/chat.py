@@ -28,7 +28,7 @@ from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.content import MessageBody
 from stagemesh.gateway.errors import ParameterError
 from stagemesh.gateway.state import find_model
-from stagemesh.gateway.tool_calls import FoundCall, ToolCallSplitter
+from stagemesh.gateway.tool_calls import ForcedCall, FoundCall, ToolCallSplitter, call_schema
 
 router = APIRouter()
 
@@ -48,7 +48,7 @@ class FunctionBody(Body):
     name: str
     description: str = ""
     parameters: Object | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class ToolBody(Body):
@@ -56,6 +56,19 @@ class ToolBody(Body):
 
     type: Literal["function"]
     function: FunctionBody
+
+
+class FunctionName(Body):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class AudioBody(Body):
@@ -99,7 +112,7 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0)] = None
     tools: list[ToolBody] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     modalities: list[Literal["text", "audio"]] | None = None
@@ -128,6 +141,11 @@ class ChatBody(SamplingBody):
         return arguments | self._structure() | self._voice(model, arguments)
 
     @property
+    def forces_call(self) -> bool:
+        """Whether the answer is a tool call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
     def speaks(self) -> bool:
         """Whether the answer is spoken."""
         return "audio" in (self.modalities or ())
@@ -148,8 +166,28 @@ class ChatBody(SamplingBody):
         option = model.find_option("voice", param="audio.voice")
         return {"options": {**arguments.get("options", {}), option: self.audio.voice}}
 
+    def _forced_call(self) -> GenerateArguments:
+        """Returns the structure of a tool call that the model must make, or nothing if it may answer in text."""
+        functions = {tool.function.name: tool.function for tool in self.tools or ()}
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            if name not in functions:
+                raise ParameterError("tool_choice", f"no tool has the name {name!r}; use one of `tools`")
+            functions = {name: functions[name]}
+        elif self.forces_call and not functions:
+            raise ParameterError("tools", 'tool_choice "required" needs tools')
+        elif not self.forces_call:
+            if strict := [name for name, function in functions.items() if function.strict]:
+                raise ParameterError("tools", f"{strict[0]} is strict, which needs tool_choice: required, or its name")
+            return {}
+        return {"json_schema": call_schema({name: function.parameters for name, function in functions.items()})}
+
     def _structure(self) -> GenerateArguments:
         wanted, given = self.response_format, self.structured_outputs
+        if call := self._forced_call():
+            if given is not None or (wanted is not None and wanted.type != "text"):
+                raise ParameterError("tool_choice", "a forced call contradicts response_format and structured_outputs")
+            return call
         if wanted is not None and wanted.type != "text":
             if given is not None:
                 raise ParameterError("structured_outputs", "it contradicts response_format; send one of them")
@@ -197,7 +235,11 @@ class _Choice:
     """One of the choices of an answer: converts its events to pieces of a message."""
 
     def __init__(self, body: ChatBody, model: Model) -> None:
-        self._splitter = ToolCallSplitter() if body.tools and body.tool_choice != "none" else None
+        self._splitter: ToolCallSplitter | ForcedCall | None = None
+        if body.forces_call:
+            self._splitter = ForcedCall()
+        elif body.tools and body.tool_choice != "none":
+            self._splitter = ToolCallSplitter()
         self._encoder = make_encoder(body.audio.format) if body.audio is not None else None
         self._text = model.require_output("text")
         self._running = 2 if body.speaks else 1

@@ -7,33 +7,43 @@ from typing import Annotated, Literal, cast
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from stagemesh.client import (
     AsyncSession,
     AudioChunk,
-    Content,
+    AudioFile,
     ConverseArguments,
     Event,
     Finished,
     GenerateArguments,
     OutputFinished,
+    Part,
 )
 from stagemesh.client.sessions.events import SessionEvent
 from stagemesh.gateway.answers import EVENT_STREAM, sse, stream, usage_of
 from stagemesh.gateway.audio_formats import MEDIA_TYPES, AudioFormat, make_encoder
-from stagemesh.gateway.body import StageBody
+from stagemesh.gateway.body import Object, StageBody
 from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.content import Url, file_at
+from stagemesh.gateway.errors import ParameterError
+from stagemesh.gateway.routes.voices import find_created_voice
 from stagemesh.gateway.state import find_model
+from stagemesh.gateway.voices import Voice
 
 router = APIRouter()
+
+
+def _id_of(voice: object) -> object:
+    """Returns the id of a voice that is an object with an id, as OpenAI's API has created voices."""
+    fields: Object = cast("Object", voice) if isinstance(voice, dict) else {"id": voice}
+    return fields["id"] if list(fields) == ["id"] else fields
 
 
 class VoiceBody(StageBody):
     """The parameters of a voice, which are options of the pipeline's stages."""
 
-    voice: str | None = None
+    voice: Annotated[str | None, BeforeValidator(_id_of)] = None
     instructions: str | None = None
     language: str | None = None
     ref_text: str | None = None
@@ -60,22 +70,38 @@ class SpeechBody(VoiceBody):
     response_format: AudioFormat = "mp3"
     stream_format: Literal["audio", "sse"] = "audio"
 
-    def prompt(self) -> Content:
-        """Returns the text, after the voice to clone if there is one."""
-        if self.ref_audio is None:
-            return self.input
-        return [file_at(Url(url=self.ref_audio), "ref_audio", kind="audio"), self.input]
+    def reference(self) -> Part | None:
+        """Returns the audio of the voice to clone, or None if the request has none."""
+        return None if self.ref_audio is None else file_at(Url(url=self.ref_audio), "ref_audio", kind="audio")
+
+    def cloning(self, voice: Voice) -> "SpeechBody":
+        """Returns the request with the text of a created voice instead of its name.
+
+        Raises ParameterError if the request also has the audio or the text of a voice.
+        """
+        for name in ("ref_audio", "ref_text"):
+            if getattr(self, name) is not None:
+                raise ParameterError(name, f"it contradicts the created voice {voice.name!r}; send one of them")
+        return self.model_copy(update={"voice": None, "ref_text": voice.ref_text})
 
 
 @router.post("/v1/audio/speech")
 async def create_speech(body: SpeechBody, request: Request) -> Response:
     """Speaks a text. A pipeline whose language model would answer it speaks it without the language model."""
     model = await find_model(request, body.model)
+    reference = body.reference()
+    created = None if body.voice is None else await find_created_voice(request, body.voice, model)
+    if created is not None:
+        body = body.cloning(created.voice)
+        reference = AudioFile(created.audio, created.voice.media_type)
     arguments = body.arguments(model)
-    if model.speaks_input and body.ref_audio is None:
+    events: AsyncGenerator[Event | SessionEvent]
+    if reference is not None:
+        events = aiter(model.client.generate([reference, body.input], **arguments))
+    elif model.speaks_input:
         events = _spoken(model, body.input, arguments)
     else:
-        events = aiter(model.client.generate(body.prompt(), **arguments))
+        events = aiter(model.client.generate(body.input, **arguments))
     media_type = EVENT_STREAM if body.stream_format == "sse" else MEDIA_TYPES[body.response_format]
     return await stream(
         request,

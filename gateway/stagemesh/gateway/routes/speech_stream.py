@@ -14,6 +14,7 @@ from stagemesh.gateway.audio_formats import PCM_RATE_HZ, make_encoder
 from stagemesh.gateway.errors import ParameterError
 from stagemesh.gateway.json_socket import ClientEvent, JsonSocket, accept
 from stagemesh.gateway.routes.speech import VoiceBody, open_speech
+from stagemesh.gateway.routes.voices import find_created_voice
 from stagemesh.gateway.state import find_model
 
 router = APIRouter()
@@ -68,6 +69,8 @@ async def _open(websocket: WebSocket) -> AsyncSession:
     model = await find_model(websocket, body.model)
     if not model.speaks_input:
         raise ParameterError("model", f"{body.model!r} speaks only whole texts; use /v1/audio/speech")
+    if body.voice is not None and await find_created_voice(websocket, body.voice, model) is not None:
+        raise ParameterError("voice", f"the created voice {body.voice!r} speaks only whole texts; use /v1/audio/speech")
     return await open_speech(model, body.arguments(model)).__aenter__()
 
 

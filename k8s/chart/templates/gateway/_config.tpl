@@ -12,6 +12,9 @@
 {{- if .Values.gateway.httpsSecret -}}
   {{- $_ := set $config "https" "/etc/stagemesh/https" -}}
 {{- end -}}
+{{- if .Values.gateway.voicesClaim -}}
+  {{- $_ := set $config "voices" "/voices" -}}
+{{- end -}}
 {{- toPrettyJson $config -}}
 {{- end -}}
 

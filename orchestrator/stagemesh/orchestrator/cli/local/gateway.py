@@ -47,6 +47,14 @@ def gateway(
             metavar="FOLDER", help="Serve HTTPS with tls.crt and tls.key in this folder.", show_default="HTTP"
         ),
     ] = None,
+    voices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Store the voices that callers create in this folder. Several gateways may share it.",
+            show_default="callers cannot create voices",
+        ),
+    ] = None,
     no_page: Annotated[
         bool,
         typer.Option("--no-page", help="Serve only the API, without the page at / on which people try a pipeline."),
@@ -54,7 +62,7 @@ def gateway(
 ) -> None:
     """Serve OpenAI's API for running pipelines until SIGTERM or Ctrl-C: chat, completions, speech and images."""
     if config is not None:
-        if no_page or any(value is not None for value in (server, listen, tls, https)):
+        if no_page or any(value is not None for value in (server, listen, tls, https, voices)):
             raise typer.BadParameter("it replaces all options; give either of them", param_hint="CONFIG")
         replace_process("stagemesh.gateway", config)
     from stagemesh.common.gateway_config import GatewayConfig
@@ -63,5 +71,5 @@ def gateway(
         servers = [split_addresses(each) for each in server or [DEFAULT_SERVER]]
     except ValueError as exc:
         raise InvalidRequestError(f"--server: {exc}") from exc
-    derived = GatewayConfig(listen or _LISTEN, servers, tls=tls, https=https, page=not no_page)
+    derived = GatewayConfig(listen or _LISTEN, servers, tls=tls, https=https, page=not no_page, voices=voices)
     replace_process("stagemesh.gateway", standard_input(derived))

@@ -1,0 +1,124 @@
+"""`/v1/audio/transcriptions`: speech in, and its text out."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import Field, field_validator
+from pydantic_core import from_json
+
+from stagemesh.client import AsyncGeneration, AudioFile, Event, Finished, GenerateArguments, Message, Text
+from stagemesh.gateway.answers import sse, stream, until_disconnected, usage_of
+from stagemesh.gateway.audio_files import find_media_type, measure
+from stagemesh.gateway.body import SamplingBody
+from stagemesh.gateway.catalog import Model
+from stagemesh.gateway.errors import ParameterError
+from stagemesh.gateway.forms import read_form
+from stagemesh.gateway.state import find_model
+
+router = APIRouter()
+
+_FILE = "file"
+_MAX_BYTES = 8_000_000
+"""The largest audio file. A request to a pipeline has 8 MiB."""
+_INSTRUCTION = "Transcribe the audio into text."
+
+
+class TranscriptionBody(SamplingBody):
+    """The fields of a form that asks for a transcription: OpenAI's, and those of all requests as far as they apply."""
+
+    language: Annotated[str | None, Field(pattern=r"^[A-Za-z][A-Za-z -]{0,39}$")] = None
+    prompt: str | None = None
+    response_format: Literal["json", "text", "verbose_json"] = "json"
+    max_completion_tokens: int | None = None
+
+    @field_validator("options", "stages", mode="before")
+    @classmethod
+    def _parse(cls, value: object) -> object:
+        """Returns the object of a field, which a form contains as JSON."""
+        return from_json(value) if isinstance(value, str) else value
+
+    def arguments(self, model: Model, audio: AudioFile) -> GenerateArguments:
+        """Returns the arguments of the client for this request, without the prompt of a pipeline without messages."""
+        for name in ("n", "stream_options"):
+            if getattr(self, name) is not None:
+                raise ParameterError(name, "this parameter is not supported")
+        arguments = self.sampling_arguments(model, max_tokens=self.max_completion_tokens)
+        arguments["outputs"] = [model.require_output("text")]
+        if model.converses_about_media:
+            arguments["messages"] = [Message("user", [audio, self._instruction()])]
+            # The most probable text, as OpenAI's API returns it by default.
+            arguments.setdefault("temperature", 0.0)
+            return arguments
+        options = dict(arguments.get("options", {}))
+        for name in ("language", "prompt"):
+            if (value := getattr(self, name)) is not None:
+                options[model.find_option(name, param=name)] = value
+        return arguments | {"options": options}
+
+    def _instruction(self) -> str:
+        """Returns the instruction to a language model."""
+        parts = [_INSTRUCTION]
+        if self.language:
+            parts.append(f"The language of the audio is {self.language}.")
+        if self.prompt:
+            parts.append(f"Context, which is not part of the audio: {self.prompt}")
+        return " ".join(parts)
+
+
+@router.post("/v1/audio/transcriptions")
+async def create_transcription(request: Request) -> Response:
+    """Transcribes speech. The body is a form with the file `file`."""
+    form = await read_form(request, file=_FILE, max_bytes=_MAX_BYTES)
+    body = form.validate(TranscriptionBody)
+    if body.stream and body.response_format != "json":
+        raise ParameterError("response_format", f"a stream has json alone, but it is {body.response_format!r}")
+    model = await find_model(request, body.model)
+    if not model.reads_media:
+        raise ParameterError("model", f"the model {model.id!r} reads no audio; use a model that reads audio")
+    audio = AudioFile(form.data, await asyncio.to_thread(find_media_type, form.data, param=_FILE))
+    details: dict[str, Any] = {}
+    if body.response_format == "verbose_json":
+        measured = await asyncio.to_thread(measure, form.data, param=_FILE)
+        details = {"task": "transcribe", "language": body.language, "duration": round(measured.duration_s, 3)}
+    arguments = body.arguments(model, audio)
+    generation = model.client.generate(None if "messages" in arguments else [audio], **arguments)
+    if body.stream:
+        return await stream(request, aiter(generation), lambda events: _events(events, model))
+    transcription = await until_disconnected(request, _whole(generation, model))
+    if body.response_format == "text":
+        return PlainTextResponse(f"{transcription['text']}\n")
+    return JSONResponse({**details, **transcription})
+
+
+async def _whole(generation: AsyncGeneration, model: Model) -> dict[str, Any]:
+    text, usage = list[str](), dict[str, Any]()
+    async for event in generation:
+        if isinstance(event, Text):
+            text.append(event.delta)
+        elif isinstance(event, Finished):
+            usage = _usage(event, model)
+    return {"text": "".join(text), "usage": usage}
+
+
+async def _events(events: AsyncIterator[Event], model: Model) -> AsyncGenerator[bytes]:
+    """Yields the events of a stream."""
+    text = list[str]()
+    async for event in events:
+        if isinstance(event, Text) and event.delta:
+            text.append(event.delta)
+            yield sse({"type": "transcript.text.delta", "delta": event.delta})
+        elif isinstance(event, Finished):
+            yield sse({"type": "transcript.text.done", "text": "".join(text), "usage": _usage(event, model)})
+
+
+def _usage(finished: Finished, model: Model) -> dict[str, Any]:
+    used = usage_of(finished, model)
+    return {
+        "type": "tokens",
+        "input_tokens": used["prompt_tokens"],
+        "output_tokens": used["completion_tokens"],
+        "total_tokens": used["total_tokens"],
+    }

@@ -1,0 +1,200 @@
+"""`/v1/audio/voices`: voices that callers create from audio, and those that the models have."""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.requests import HTTPConnection
+
+from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError, UnsupportedError
+from stagemesh.gateway.audio_files import measure
+from stagemesh.gateway.body import Body
+from stagemesh.gateway.catalog import Model
+from stagemesh.gateway.errors import ParameterError
+from stagemesh.gateway.forms import read_form
+from stagemesh.gateway.state import Callers, find_owner
+from stagemesh.gateway.voices import StoredVoice, Voice, VoiceStore, is_voice_name
+
+router = APIRouter()
+
+MIN_S, MAX_S = 1.0, 30.0
+"""The shortest and the longest audio of a voice, in seconds."""
+MAX_BYTES = 6 << 20
+"""The largest file of a voice: 30 s at 48,000 Hz with two channels of 16 bits. A request to a pipeline has 8 MiB."""
+_SILENCE = 1e-3
+"""The largest sample of audio that is silent (-60 dB)."""
+_FILE = "audio_sample"
+_OBJECT = "audio.voice"
+_TEXT_LENGTH = 2000
+
+
+class CreateVoiceBody(Body):
+    """The fields of a form that creates a voice: OpenAI's, and `ref_text` of vLLM-Omni."""
+
+    name: str
+    type: Literal["audio_sample"] = "audio_sample"
+    ref_text: Annotated[str | None, Field(max_length=_TEXT_LENGTH)] = None
+    consent: Annotated[str | None, Field(max_length=256)] = None
+
+
+@router.post("/v1/audio/voices")
+async def create_voice(request: Request) -> dict[str, Any]:
+    """Creates a voice from audio. The body is a form with the file `audio_sample`."""
+    store = _require_store(request)
+    # Raises an error for a caller that the orchestrator rejects, before the body is read.
+    owner = await find_owner(request)
+    form = await read_form(request, file=_FILE, max_bytes=MAX_BYTES)
+    body = form.validate(CreateVoiceBody)
+    _check_name(body.name, await _models(request))
+    voice = await asyncio.to_thread(_describe, body, form.data)
+    await asyncio.to_thread(store.create, owner, StoredVoice(voice, form.data))
+    return _to_object(voice)
+
+
+@router.get("/v1/audio/voices")
+async def list_voices(request: Request) -> dict[str, Any]:
+    """Lists the voices that the caller created, and those of the models that can be reached."""
+    voices = [*map(_to_object, await _created(request)), *(await _built_in(request)).values()]
+    return {"object": "list", "data": voices, "voices": [each["id"] for each in voices]}
+
+
+@router.get("/v1/audio/voices/{voice_id}")
+async def read_voice(voice_id: str, request: Request) -> dict[str, Any]:
+    """Describes a voice."""
+    created = next((each for each in await _created(request) if each.name == voice_id), None)
+    if created is not None:
+        return _to_object(created)
+    built_in = (await _built_in(request)).get(voice_id)
+    if built_in is None:
+        raise _unknown(voice_id)
+    return built_in
+
+
+@router.delete("/v1/audio/voices/{voice_id}")
+async def delete_voice(voice_id: str, request: Request) -> dict[str, Any]:
+    """Deletes a voice that the caller created."""
+    store: VoiceStore | None = request.app.state.voices
+    if store is None or not await asyncio.to_thread(store.delete, await find_owner(request), voice_id):
+        if voice_id in await _built_in(request):
+            raise InvalidRequestError(f"the voice {voice_id!r} is built in, so that it cannot be deleted")
+        raise _unknown(voice_id)
+    return {"id": voice_id, "object": f"{_OBJECT}.deleted", "deleted": True}
+
+
+async def find_created_voice(connection: HTTPConnection, name: str, model: Model) -> StoredVoice | None:
+    """Returns the voice that a caller created, or None if the model has a voice of this name, or may have it.
+
+    Raises ParameterError if there is no voice of this name, or if the model clones no voices.
+    """
+    if name in model.voices:
+        return None
+    store: VoiceStore | None = connection.app.state.voices
+    stored = None if store is None else await asyncio.to_thread(store.read, await find_owner(connection), name)
+    if stored is None:
+        # A stage whose option allows any text checks it itself.
+        if not model.voices and model.has_option("voice"):
+            return None
+        raise ParameterError(
+            "voice",
+            f"the model {model.id!r} has no voice {name[:140]!r}, and you have created none of this name; "
+            + (f"use one of {', '.join(model.voices)}" if model.voices else "omit the parameter")
+            + ", or create it by POST /v1/audio/voices",
+            reason="INVALID_OPTION",
+        )
+    if not model.clones_voices:
+        raise ParameterError(
+            "voice",
+            f"the model {model.id!r} cannot speak with the created voice {name!r}; use a model that clones voices",
+        )
+    return stored
+
+
+def _describe(body: CreateVoiceBody, data: bytes) -> Voice:
+    """Returns the description of a voice. Raises ParameterError (INVALID_MEDIA) if its audio cannot be used. Blocks."""
+    media_type, duration_s, peak = measure(data, param=_FILE, max_s=MAX_S)
+    if not MIN_S <= duration_s <= MAX_S:
+        length = f"more than {MAX_S:g}" if duration_s > MAX_S else f"{duration_s:.2f}"
+        raise ParameterError(
+            _FILE, f"it has {length} s of audio; send {MIN_S:g} to {MAX_S:g} s", reason="INVALID_MEDIA"
+        )
+    if peak <= _SILENCE:
+        raise ParameterError(
+            _FILE,
+            f"it is silent: its largest sample is {peak:.2g}, and must be above {_SILENCE:g}; send a louder audio",
+            reason="INVALID_MEDIA",
+        )
+    return Voice(
+        name=body.name,
+        created_s=int(time.time()),
+        media_type=media_type,
+        duration_s=round(duration_s, 3),
+        ref_text=body.ref_text or None,
+        consent=body.consent or None,
+    )
+
+
+def _check_name(name: str, models: Sequence[Model]) -> None:
+    if not is_voice_name(name):
+        raise ParameterError(
+            "name",
+            f"{name[:140]!r} cannot be the name of a voice; use 1 to 64 letters, digits, spaces and ._- of ASCII, with "
+            "a letter or a digit first, and neither a space nor a dot last",
+        )
+    for model in models:
+        if name in model.voices:
+            raise ExistsError(f"the model {model.id!r} has a voice {name!r}; use another name", reason="VOICE_EXISTS")
+
+
+def _require_store(request: Request) -> VoiceStore:
+    store: VoiceStore | None = request.app.state.voices
+    if store is None:
+        raise UnsupportedError(
+            "this gateway stores no voices; its operator must name a folder for them: stagemesh gateway --voices FOLDER"
+        )
+    return store
+
+
+async def _created(request: Request) -> Sequence[Voice]:
+    store: VoiceStore | None = request.app.state.voices
+    return [] if store is None else await asyncio.to_thread(store.list_voices, await find_owner(request))
+
+
+async def _built_in(request: Request) -> dict[str, dict[str, Any]]:
+    """Returns the voices of the models that can be reached, by name."""
+    ids = defaultdict[str, list[str]](list)
+    for model in await _models(request):
+        for name in model.voices:
+            ids[name].append(model.id)
+    return {
+        name: {"id": name, "object": _OBJECT, "name": name, "type": "built_in", "models": models}
+        for name, models in ids.items()
+    }
+
+
+async def _models(request: Request) -> Sequence[Model]:
+    callers: Callers = request.app.state.callers
+    return await (await callers.catalog(request)).models()
+
+
+def _to_object(voice: Voice) -> dict[str, Any]:
+    return {
+        "id": voice.name,
+        "object": _OBJECT,
+        "name": voice.name,
+        "type": "audio_sample",
+        "created_at": voice.created_s,
+        "mime_type": voice.media_type,
+        "duration": voice.duration_s,
+        "ref_text": voice.ref_text,
+        "consent": voice.consent,
+    }
+
+
+def _unknown(voice_id: str) -> NotFoundError:
+    return NotFoundError(
+        f"no voice has the id {voice_id[:140]!r}; list the voices by GET /v1/audio/voices", reason="UNKNOWN_VOICE"
+    )
