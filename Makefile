@@ -5,12 +5,16 @@ PROMPT ?= Tell me three things about the ocean, one sentence each.
 OUT ?= protos
 DOCS ?= docs
 BASE ?= HEAD~1
+RESULTS ?= benchmarks/results
+BENCHMARKS ?= speech edges ar_stage split omni diffusion_stage orchestrator orchestrator_idle sessions overhead flood gateway simulate media_uploads media_outputs client_import admission
 MINUTES ?= 30
 FUZZ_MESSAGES ?= 100000
 FUZZ_SECONDS ?= 600
 
 BIN := $(CURDIR)/.venv/bin
 PROTOS := $(wildcard protos/stagemesh/*/*.proto)
+GO := examples/go
+GO_PACKAGES := golang-go golang-google-grpc-dev golang-github-golang-protobuf-1-5-dev protoc-gen-go-1-5 protoc-gen-go-grpc
 TYPESCRIPT := examples/typescript
 SERVICES := $(shell grep -l '^service ' $(PROTOS))
 PIP := $(BIN)/python -m pip install --quiet --no-deps
@@ -26,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 AT_ONCE := $(if $(filter 0,$(shell id -u)),-n 2 --dist loadfile --no-loadscope-reorder)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv typescript kubernetes livekit browser models demo demo-image test soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
+.PHONY: help venv typescript kubernetes livekit browser go models demo demo-image test soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
 
 help: ## List the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -40,14 +44,14 @@ venv: .venv/.stamp ## Install everything, locked, into .venv
 	$(PIP) --no-build-isolation --editable .
 	@touch $@
 
-typescript: venv $(if $(shell command -v npm),$(TYPESCRIPT)/dist/.stamp) ## Build the client and the stage in TypeScript, if node and npm are installed
+typescript: venv $(if $(shell command -v npm),$(TYPESCRIPT)/dist/.stamp) ## Build the client and the examples in TypeScript, if node and npm are installed
 
-$(TYPESCRIPT)/node_modules/.stamp: $(TYPESCRIPT)/package-lock.json
-	npm ci --prefix $(TYPESCRIPT) --no-audit --no-fund --loglevel=error
+node_modules/.stamp: package.json package-lock.json $(wildcard */typescript/package.json)
+	npm ci --no-audit --no-fund --loglevel=error
 	@touch $@
 
-$(TYPESCRIPT)/dist/.stamp: $(TYPESCRIPT)/node_modules/.stamp $(wildcard $(addprefix $(TYPESCRIPT)/, *.json *.yaml protos/*/*/* src/*.ts src/stage/*.ts)) $(PROTOS)
-	npm run --prefix $(TYPESCRIPT) --loglevel=error build
+$(TYPESCRIPT)/dist/.stamp: node_modules/.stamp $(wildcard $(addprefix */typescript/, tsconfig.json buf.gen.yaml protos/*/*/* src/*.ts src/*/*.ts)) $(PROTOS)
+	npm run --loglevel=error build
 	@touch $@
 
 kubernetes: .venv/.kubernetes ## Install helm 3, helm 4 and checkov, which check the chart, into .venv
@@ -69,6 +73,15 @@ browser: ## Install Chromium, in which the tests open the page of the gateway, i
 	@if ! command -v chromium && [ "$$(id -u)" = 0 ] && command -v apt-get; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends chromium; fi
 
+go: ## Build the clients in Go, after installing Go with gRPC if the user may install packages of Debian
+	@if ! command -v protoc-gen-go-grpc && [ "$$(id -u)" = 0 ] && command -v apt-get; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(GO_PACKAGES); fi
+	@if command -v go && command -v protoc-gen-go-grpc; then $(MAKE) --no-print-directory $(GO)/bin/.stamp; fi
+
+$(GO)/bin/.stamp: $(GO)/build.sh $(wildcard $(GO)/*/main.go) $(PROTOS)
+	$(GO)/build.sh
+	@touch $@
+
 models: venv ## Fetch the weights of the speech pipeline
 	stagemesh models fetch speech
 
@@ -79,7 +92,7 @@ demo-image: PROMPT := $(if $(filter file,$(origin PROMPT)),the digit seven,$(PRO
 demo-image: venv ## Draw PROMPT="the digit seven" into out/digit.png, by three services
 	stagemesh demo examples/digits/pipeline.yaml --prompt "$$PROMPT" --image out/digit.png
 
-test: models typescript kubernetes livekit browser ## Run every test that needs no GPU
+test: models typescript kubernetes livekit browser go ## Run every test that needs no GPU
 	pytest -m "not gpu and not soak" $(AT_ONCE)
 
 soak: models ## Run the long forms of the fault tests, about an hour
@@ -105,7 +118,7 @@ check: venv typescript ## Check format, lint, prose, types, layers and contract
 	lint-imports
 	buf format --diff --exit-code && buf lint
 
-docs: venv ## Build the documentation site into out/site, and check every link
+docs: venv node_modules/.stamp ## Build the documentation site into out/site, and check every link
 	NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict
 
 release: venv ## Build the sdist, the wheel and its SBOM into out/release, and call a pipeline with the installed wheel
@@ -120,23 +133,10 @@ stubs: # Write the stubs into $(OUT) and the error catalogue into $(DOCS); tests
 	python -m grpc_tools.protoc -I protos --grpc_python_out=$(OUT) --mypy_grpc_out=$(OUT) $(SERVICES)
 	python -m tools.error_catalogue $(DOCS)/errors.md
 
-bench: models ## Measure the speech pipeline, an omni model, the edges, the stages, the orchestrator, sessions, media and the client into out/bench-*.json
-	python -m benchmarks.speech --json out/bench-speech.json
-	python -m benchmarks.edges --json out/bench-edges.json
-	python -m benchmarks.ar_stage --json out/bench-ar-stage.json
-	python -m benchmarks.split --json out/bench-split.json
-	python -m benchmarks.omni --json out/bench-omni.json
-	python -m benchmarks.diffusion_stage --json out/bench-diffusion-stage.json
-	python -m benchmarks.orchestrator --json out/bench-orchestrator.json
-	python -m benchmarks.orchestrator_idle --json out/bench-orchestrator-idle.json
-	python -m benchmarks.sessions --json out/bench-sessions.json
-	python -m benchmarks.overhead --json out/bench-overhead.json
-	python -m benchmarks.flood --json out/bench-flood.json
-	python -m benchmarks.gateway --json out/bench-gateway.json
-	python -m benchmarks.simulate --json out/bench-simulate.json
-	python -m benchmarks.media_uploads --json out/bench-media-uploads.json
-	python -m benchmarks.media_outputs --json out/bench-media-outputs.json
-	python -m benchmarks.client_import --json out/bench-client-import.json
+bench: models ## Run BENCHMARKS="speech edges" (all) and write their figures, which `make docs` shows, into RESULTS=benchmarks/results
+	@missed=; for name in $(BENCHMARKS); do \
+		python -m benchmarks.$$name --json $(RESULTS)/$$name.json || missed="$$missed $$name"; done; \
+	if [ "$$missed" ]; then echo "missed a goal or failed:$$missed" >&2; exit 1; fi
 
 bench-compare: models ## Run benchmarks of BASE=<commit> and of this version in alternation, and show which figures differ
 	python -m benchmarks.compare $(BASE) --json out/bench-compare.json
@@ -145,4 +145,4 @@ lock: venv ## Write the pinned versions in requirements/ again
 	python requirements/lock.py
 
 clean: ## Remove what the commands made
-	rm -rf .venv out dist $(TYPESCRIPT)/dist $(TYPESCRIPT)/node_modules .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv out dist node_modules */typescript/dist $(GO)/bin $(GO)/gen .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -101,10 +101,10 @@ def measure(benchmark: str, version: Path) -> dict[Key, float]:
         )
         if not file.exists():
             raise RuntimeError(f"benchmarks.{benchmark} of {version} wrote no figures:\n{done.stderr[-2000:]}")
-        results = json.loads(file.read_text())["results"]
+        written = json.loads(file.read_text())
     return {
         Key(benchmark, each.get("subject", ""), each["name"], each["unit"], each.get("goal", "")): each["value"]
-        for each in results
+        for each in (*written["results"], *written.get("details", []))
     }
 
 

@@ -1,16 +1,23 @@
-"""The report of every benchmark: named figures with their goals."""
+"""The report of every benchmark: named figures with their goals, and the machine that they were measured on."""
 
 import json
 import operator
+import os
+import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 _COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {"<=": operator.le, ">=": operator.ge}
+_PROCESSORS = Path("/proc/cpuinfo")
+_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimd", "i8mm", "bf16", "sve")
+"""The instructions on which the speed of models depends, by their names in Linux on x86 and ARM."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,33 @@ class Figure:
     def met(self) -> bool | None:
         """Whether the value meets its goal, or None if there is none."""
         return _COMPARISONS[self.goal[:2]](self.value, float(self.goal[2:])) if self.goal else None
+
+
+@dataclass(frozen=True)
+class Processor:
+    """The processors of a machine: their name, their number and those of their features that make models fast."""
+
+    name: str
+    count: int
+    features: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A benchmark's JSON file.
+
+    `details` are figures that are not printed. `left_out` maps figures that could not be measured to the reason. `date`
+    is the day in UTC as YYYY-MM-DD, and `version` is that of Stagemesh. Files of older versions have neither these nor
+    the processor.
+    """
+
+    benchmark: str
+    results: Sequence[Figure]
+    details: Sequence[Figure] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict[str, str])
+    date: str = ""
+    version: str = ""
+    processor: Processor | None = None
 
 
 def report(
@@ -50,11 +84,28 @@ def report(
         names = "; ".join(name for name in missing if missing[name] == reason)
         console.print(f"left out: {names}\n  because {reason}", highlight=False, markup=False, soft_wrap=True)
     if json_file is not None:
-        results = [asdict(figure) for figure in (*figures, *details)]
-        document = {"benchmark": benchmark, "results": results, "left_out": missing}
+        document = Report(
+            benchmark=benchmark,
+            results=figures,
+            details=details,
+            left_out=missing,
+            date=datetime.now(UTC).date().isoformat(),
+            version=version("stagemesh"),
+            processor=_describe_processor(),
+        )
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(document, indent=2) + "\n")
+        json_file.write_text(json.dumps(asdict(document), indent=2) + "\n")
     sys.exit(0 if not missing and all(figure.met is not False for figure in figures) else 1)
+
+
+def _describe_processor() -> Processor:
+    """Returns this machine's processor. It has no features if the system is not Linux."""
+    lines = _PROCESSORS.read_text().splitlines() if _PROCESSORS.exists() else []
+    facts = {name.strip(): text.strip() for name, _, text in (line.partition(":") for line in lines)}
+    flags = facts.get("flags", facts.get("Features", "")).split()
+    return Processor(
+        facts.get("model name", platform.machine()), os.cpu_count() or 1, [name for name in _FEATURES if name in flags]
+    )
 
 
 def _table(benchmark: str, figures: Sequence[Figure]) -> Table:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOTS = (
+    "clients",
     "common",
     "connectors",
     "services",

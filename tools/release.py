@@ -49,6 +49,12 @@ def find_problems(root: Path) -> list[str]:
         for key in ("version", "appVersion")
         if chart[key] != version
     ]
+    package = json.loads((root / "clients/typescript/package.json").read_text())["version"]
+    if package != version:
+        problems.append(
+            f"clients/typescript/package.json: version is {package}; run `npm version {version} --workspace "
+            "clients/typescript --no-git-tag-version`"
+        )
     return problems
 
 

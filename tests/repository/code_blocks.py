@@ -12,7 +12,7 @@ from tests.repository.commands import ROOT
 
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/*.md", "examples/*/README.md")
+    for pattern in ("*.md", "docs/*.md", "clients/*/README.md", "examples/*/README.md")
     for path in ROOT.glob(pattern)
     if path.name != "CHANGELOG.md"
 )

@@ -1,17 +1,21 @@
 """The documentation site: the build of `make docs`, the generated pages, and what Python-Markdown needs."""
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from playwright.async_api import Route, async_playwright
 
+from benchmarks.report import Figure, Report, report
 from tests.repository.commands import ROOT, run
 from tools.docs_site.api import render_api
 from tools.docs_site.commands import render_commands
 from tools.docs_site.lists import indent_lists
 from tools.docs_site.metrics import describe_metrics
 from tools.docs_site.pages import find_copies, page_of, relocate_links
+from tools.docs_site.performance import read_reports, render_performance
 from tools.docs_site.pipeline_file import describe_pipeline_file
 
 OUTSIDE = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?(?:https?:)?//")
@@ -31,6 +35,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("index.html", "Each stage is a gRPC service"),
         ("reference/commands.html", "--gateway"),
         ("reference/metrics.html", "stagemesh_requests_total"),
+        ("reference/performance.html", "python -m benchmarks.client_import"),
         ("reference/pipeline-file.html", "left_context_frames"),
         ("reference/api/orchestrator.html", "GenerateRequest"),
         ("repository/protos/stagemesh/v1/orchestrator.proto.html", "OrchestratorService"),
@@ -45,6 +50,70 @@ def test_no_page_loads_anything_from_another_host(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 60
     assert [page.name for page in pages if OUTSIDE.search(page.read_text())] == []
+
+
+async def test_diagrams_are_drawn_without_another_host(site: Path) -> None:
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("needs Chromium: run `make browser`")
+    diagrams = (ROOT / "docs/protocol.md").read_text().count("```mermaid")
+    defects, others = list[str](), list[str]()
+
+    async def serve(route: Route) -> None:
+        if not route.request.url.startswith("http://site/"):
+            others.append(route.request.url)
+            return await route.abort()
+        return await route.fulfill(path=site / route.request.url.removeprefix("http://site/"))
+
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = await browser.new_page()
+        page.on("console", lambda message: defects.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: defects.append(str(error)))
+        await page.route("**", serve)
+        # The theme draws each diagram in a shadow tree, which it closes.
+        await page.add_init_script(
+            "const attach = Element.prototype.attachShadow;"
+            "Element.prototype.attachShadow = function () { return attach.call(this, {mode: 'open'}); }"
+        )
+        await page.goto("http://site/protocol.html")
+        await page.wait_for_function(f"document.querySelectorAll('div.mermaid').length === {diagrams}")
+        texts = await page.locator("div.mermaid svg").all_text_contents()
+        await browser.close()
+    assert (defects, others) == ([], [])
+    assert len(texts) == diagrams > 0
+    assert "ExecuteStep" in "".join(texts)
+
+
+def test_a_benchmark_writes_a_file_that_the_page_shows(tmp_path: Path) -> None:
+    figures = [
+        Figure("first audio, services / one process", 0.8, "ratio", "<=1.15", "audio"),
+        Figure("rate", 0.5, "1/s", ">=0.8", "audio"),
+        Figure("lost", 0, "", "<=0", "outputs"),
+    ]
+    with pytest.raises(SystemExit, match="1"):
+        report("edges", figures, json_file=tmp_path / "edges.json", left_out={"nixl": "no package nixl"})
+    (read,) = read_reports(tmp_path)
+    assert read.results == figures
+    assert read.processor is not None
+    page = render_performance([read])
+    assert "Measures edges: each connector against its underlying transport" in page
+    assert f"Measured on {read.date} with version {read.version} on {read.processor.count} logical core" in page
+    assert "| first audio, services / one process | 0.8 ratio | ≤ 1.15 | met |" in page
+    assert "| rate | 0.5 1/s | ≥ 0.8 | **missed** |" in page
+    assert "**Not measured**: nixl, because no package nixl" in page
+    # A goal of 0 has no bar.
+    assert re.findall(r"\d+ %(?:, missed)?</text>", page) == ["70 %</text>", "160 %, missed</text>"]
+
+
+def test_a_file_of_an_older_version_has_no_processor() -> None:
+    assert "on a machine that the file does not describe" in render_performance(
+        [Report(benchmark="edges", results=[Figure("rate", 1.0, "1/s")])]
+    )
+
+
+def test_the_page_says_that_there_are_no_figures(tmp_path: Path) -> None:
+    assert "No figures are stored" in render_performance(read_reports(tmp_path))
 
 
 def test_a_code_block_in_a_list_is_a_code_block(site: Path) -> None:
@@ -99,6 +168,7 @@ def test_the_reference_of_commands_has_subcommands() -> None:
         ("docs/cli.md", "../README.md", "index.md"),
         ("docs/cli.md", "../protos/stagemesh/v1", "repository/protos/stagemesh/v1/index.md"),
         ("docs/cli.md", "../LICENSE", "repository/LICENSE.md"),
+        ("docs/bench.md", "../benchmarks/results", "reference/performance.md"),
         ("README.md", "docs/cli.md", "cli.md"),
         ("README.md", "docs/pipeline.svg", "pipeline.svg"),
         ("examples/typescript/README.md", "../../docs/protocol.md", "../../../protocol.md"),

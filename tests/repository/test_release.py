@@ -17,7 +17,7 @@ RELEASED = f"# Changelog\n\n## [Unreleased]\n\n## [{VERSION}] - 2026-11-27\n"
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """Returns a folder with the files that must have the version, and a changelog that has it."""
-    for name in ("pyproject.toml", "k8s/chart/Chart.yaml"):
+    for name in ("pyproject.toml", "k8s/chart/Chart.yaml", "clients/typescript/package.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "CHANGELOG.md").write_text(RELEASED)
@@ -46,8 +46,16 @@ def test_a_chart_of_another_version_is_a_problem(repository: Path) -> None:
     assert [problem.split()[1] for problem in find_problems(repository)] == ["version", "appVersion"]
 
 
-def test_the_chart_has_the_version_of_the_project() -> None:
-    assert not [problem for problem in find_problems(ROOT) if "Chart.yaml" in problem]
+def test_an_npm_package_of_another_version_is_a_problem(repository: Path) -> None:
+    package = repository / "clients/typescript/package.json"
+    package.write_text(package.read_text().replace(VERSION, "9.9.9"))
+    (problem,) = find_problems(repository)
+    assert f"npm version {VERSION}" in problem
+
+
+@pytest.mark.parametrize("file", ["Chart.yaml", "package.json"])
+def test_the_chart_and_the_npm_package_have_the_version_of_the_project(file: str) -> None:
+    assert not [problem for problem in find_problems(ROOT) if file in problem]
 
 
 def test_the_wheel_of_the_sdist_equals_that_of_the_repository(release: Path, built_wheel: Path) -> None:

@@ -1,4 +1,4 @@
-"""Programs in TypeScript (examples/typescript) as child processes of a test."""
+"""Programs in TypeScript (examples/typescript) and JavaScript as child processes of a test."""
 
 import asyncio
 import json
@@ -9,16 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "typescript"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "typescript"
+PACKAGE = ROOT / "clients" / "typescript"
 QUICK = ("--window-bytes", "65536", "--welcome-ms", "500", "--silence-ms", "300")
 """A small window of credit, and a short time before a silent flow is opened again."""
 
 
+def node() -> str:
+    """Returns the path of Node.js."""
+    found = shutil.which("node")
+    assert found is not None, "the tests in this folder are skipped without node"
+    return found
+
+
 def program(name: str) -> tuple[str, str]:
     """Returns the command of a program of the example."""
-    node = shutil.which("node")
-    assert node is not None, "the tests in this folder are skipped without node"
-    return node, str(EXAMPLE / "dist" / f"{name}.js")
+    return node(), str(EXAMPLE / "dist" / f"{name}.js")
 
 
 class RunningClient:

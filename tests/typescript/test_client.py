@@ -24,7 +24,7 @@ from tests.deployment import Deployment, deployed
 from tests.later_contract import later_class
 from tests.system.breakable_relay import breakable_relay
 from tests.system.pipelines import relays
-from tests.typescript.nodes import RunningClient, running_client
+from tests.typescript.nodes import PACKAGE, RunningClient, node, running_client
 
 STEPS = 30
 
@@ -285,3 +285,29 @@ async def test_a_client_identifies_itself_by_a_certificate_or_a_token(tmp_path: 
 async def test_half_an_identity_is_an_error(arguments: list[str], message: str) -> None:
     async with running_client("127.0.0.1:1", "hello", *arguments) as client:
         assert message in await client.error()
+
+
+_CANCEL = """
+import { StagemeshClient } from "stagemesh";
+const client = new StagemeshClient(process.argv[1].split(","));
+await client.cancel("mine");
+await client.cancel("unknown").catch(({ reason }) => console.log(reason));
+console.log((await client.describe()).protocol.highestVersion);
+client.close();
+"""
+
+
+async def test_a_request_is_cancelled_by_its_id() -> None:
+    async with served() as other, served() as orchestrator:
+        orchestrator.scripts.append([admitted(), Pause.FOREVER])
+        async with running_client(orchestrator.endpoint, "hello", "--request-id", "mine") as client:
+            await anext(aiter(client))
+            endpoints = f"{other.endpoint},{orchestrator.endpoint}"
+            cancelling = await asyncio.create_subprocess_exec(
+                *(node(), "--input-type=module", "-e", _CANCEL, endpoints),
+                cwd=PACKAGE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+            printed, _ = await cancelling.communicate()
+        assert printed.decode().split() == ["UNKNOWN_REQUEST", "1"]
+        assert ("mine", False) in [(cancel.request_id, cancel.when_left) for cancel in orchestrator.cancels]

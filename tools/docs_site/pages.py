@@ -12,6 +12,8 @@ _DOCS = "docs/"
 _COPIES = "repository/"
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s]+)")
 _LANGUAGES = {".yaml": "yaml", ".proto": "protobuf", ".py": "python", ".ts": "typescript", ".json": "json"}
+_REFERENCES = {"benchmarks/results": "reference/performance.md"}
+"""The generated pages that show a folder of the repository."""
 _GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$|^py\.typed$|^node_modules$|^dist$|^gen$|^__pycache__$")
 
 
@@ -21,6 +23,8 @@ def page_of(path: str) -> str:
         return "index.md"
     if path.startswith(_DOCS):
         return path.removeprefix(_DOCS)
+    if path in _REFERENCES:
+        return _REFERENCES[path]
     if (ROOT / path).is_dir():
         return f"{_COPIES}{path}/index.md"
     return f"{_COPIES}{path}" if path.endswith(".md") else f"{_COPIES}{path}.md"
@@ -76,7 +80,7 @@ def find_copies(documents: dict[str, str]) -> dict[str, str]:
     open_items = [target for path, markdown in documents.items() for target in find_linked(path, markdown)]
     while open_items:
         path = open_items.pop()
-        if path not in found and path not in documents and not path.startswith(_DOCS):
+        if path not in {*found, *documents, *_REFERENCES} and not path.startswith(_DOCS):
             found[path] = show(path)
             # A file's own code may look like a link.
             if path.endswith(".md") or (ROOT / path).is_dir():

@@ -7,9 +7,7 @@
  * with certificates, and `--token-file` a file with a token.
  */
 import { parseArgs } from "node:util";
-import { type GenerateEvent, StagemeshClient } from "./client.js";
-import { StagemeshError } from "./errors.js";
-import { FinishReason } from "./gen/stagemesh/v1/request.js";
+import { FinishReason, type GenerateEvent, StagemeshClient, StagemeshError } from "stagemesh";
 
 const USAGE =
   "usage: node dist/generate.js [--seed N] [--choices N] [--request-id ID] [--json] [--tls FOLDER] [--token-file FILE] " +

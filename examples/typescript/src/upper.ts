@@ -6,8 +6,8 @@
  * With `--register HOST:PORT`, it registers at an orchestrator's port for operators and stages.
  */
 import { parseArgs } from "node:util";
-import { Signature, TensorKind } from "./gen/stagemesh/v1/signature.js";
-import { DataType } from "./gen/stagemesh/v1/tensor.js";
+import { Signature, TensorKind } from "stagemesh/v1/signature";
+import { DataType } from "stagemesh/v1/tensor";
 import type { StageFunction, Task } from "./stage/function.js";
 import type { Packet } from "./stage/packets.js";
 import { Stage } from "./stage/stage.js";

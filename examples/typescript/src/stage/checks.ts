@@ -1,9 +1,9 @@
 import { status } from "@grpc/grpc-js";
-import { failure } from "../errors.js";
-import { Connector } from "../gen/stagemesh/v1/chunk.js";
-import type { Signature } from "../gen/stagemesh/v1/signature.js";
-import type { ExecuteStepRequest, OutputBinding } from "../gen/stagemesh/v1/stage.js";
-import type { TypedValue } from "../gen/stagemesh/v1/tensor.js";
+import { failure } from "stagemesh/errors";
+import { Connector } from "stagemesh/v1/chunk";
+import type { Signature } from "stagemesh/v1/signature";
+import type { ExecuteStepRequest, OutputBinding } from "stagemesh/v1/stage";
+import type { TypedValue } from "stagemesh/v1/tensor";
 import type { Value } from "./packets.js";
 
 /** Throws StagemeshError if a step needs something that the function or this program does not support. */

@@ -1,7 +1,7 @@
 import { status } from "@grpc/grpc-js";
-import { failure } from "../errors.js";
-import type { ChunkPolicy, FramesPolicy } from "../gen/stagemesh/v1/stage.js";
-import { unknownKind, unknownKindError } from "../protocol.js";
+import { failure } from "stagemesh/errors";
+import type { ChunkPolicy, FramesPolicy } from "stagemesh/v1/stage";
+import { unknownKind, unknownKindError } from "stagemesh/protocol";
 import { concatRows, invalidChunk, type NamedTensor, type Packet, rowsOf, sliceRows } from "./packets.js";
 
 /** Divides the packets that a function emits into the chunks of a flow. */

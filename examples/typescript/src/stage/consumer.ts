@@ -1,6 +1,6 @@
 import { type ServerDuplexStream, status } from "@grpc/grpc-js";
-import { errorToStatus, errorToWire, failure, type StagemeshError, toStagemeshError } from "../errors.js";
-import { Connector, EdgeKey } from "../gen/stagemesh/v1/chunk.js";
+import { errorToStatus, errorToWire, failure, type StagemeshError, toStagemeshError } from "stagemesh/errors";
+import { Connector, EdgeKey } from "stagemesh/v1/chunk";
 import {
   type Hello,
   type OpenEdge,
@@ -8,8 +8,8 @@ import {
   PutChunkResponse,
   type PutItem,
   PutReply,
-} from "../gen/stagemesh/v1/stage.js";
-import { checkProtocol, PROTOCOL, unknownKind, unknownKindError } from "../protocol.js";
+} from "stagemesh/v1/stage";
+import { checkProtocol, PROTOCOL, unknownKind, unknownKindError } from "stagemesh/protocol";
 import { idOf, RecentMap } from "./flows.js";
 import { type CreditLimits, type IncomingEdge, IncomingFlow, type Session } from "./incoming.js";
 

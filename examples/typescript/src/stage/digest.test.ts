@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { test } from "node:test";
-import { DataType } from "../gen/stagemesh/v1/tensor.js";
+import { DataType } from "stagemesh/v1/tensor";
 import { FlowDigest } from "./digest.js";
 
 interface Vector {

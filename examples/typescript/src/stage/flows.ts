@@ -1,6 +1,6 @@
 import { status } from "@grpc/grpc-js";
-import type { StagemeshError } from "../errors.js";
-import type { EdgeKey } from "../gen/stagemesh/v1/chunk.js";
+import type { StagemeshError } from "stagemesh/errors";
+import type { EdgeKey } from "stagemesh/v1/chunk";
 
 /** For how long a lost end of a flow may stay away, and for how long a failed flow waits for RebindStep. */
 export const LOST_PEER_MS = 15_000;

@@ -1,5 +1,5 @@
-import type { Input } from "../gen/stagemesh/v1/request.js";
-import type { Signature } from "../gen/stagemesh/v1/signature.js";
+import type { Input } from "stagemesh/v1/request";
+import type { Signature } from "stagemesh/v1/signature";
 import type { Packet, Value } from "./packets.js";
 
 /** What a stage computes. */

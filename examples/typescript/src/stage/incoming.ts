@@ -1,9 +1,9 @@
 import { status } from "@grpc/grpc-js";
-import { errorFromWire, errorToWire, failure, type StagemeshError } from "../errors.js";
-import { type Chunk, type ChunkData, type ChunkEnd, type ChunkFragment, type EdgeKey } from "../gen/stagemesh/v1/chunk.js";
-import { type OpenEdge, type PutReply } from "../gen/stagemesh/v1/stage.js";
-import type { Tensor } from "../gen/stagemesh/v1/tensor.js";
-import { unknownKind, unknownKindError } from "../protocol.js";
+import { errorFromWire, errorToWire, failure, type StagemeshError } from "stagemesh/errors";
+import { type Chunk, type ChunkData, type ChunkEnd, type ChunkFragment, type EdgeKey } from "stagemesh/v1/chunk";
+import { type OpenEdge, type PutReply } from "stagemesh/v1/stage";
+import type { Tensor } from "stagemesh/v1/tensor";
+import { unknownKind, unknownKindError } from "stagemesh/protocol";
 import { FlowDigest } from "./digest.js";
 import { isRecoverable, LOST_PEER_MS, NOT_READ, Signal } from "./flows.js";
 import { bytesOf, invalidChunk, type NamedTensor, type Packet, rowsOf, sizeOf, sliceRows } from "./packets.js";

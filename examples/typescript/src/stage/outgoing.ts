@@ -1,9 +1,9 @@
 import { status } from "@grpc/grpc-js";
-import { errorFromWire, errorToWire, failure, type StagemeshError } from "../errors.js";
-import type { Chunk, ChunkData, EdgeKey } from "../gen/stagemesh/v1/chunk.js";
-import { Connector } from "../gen/stagemesh/v1/chunk.js";
-import { type EdgeOpened, PutItem, type PutReply } from "../gen/stagemesh/v1/stage.js";
-import { Tensor } from "../gen/stagemesh/v1/tensor.js";
+import { errorFromWire, errorToWire, failure, type StagemeshError } from "stagemesh/errors";
+import type { Chunk, ChunkData, EdgeKey } from "stagemesh/v1/chunk";
+import { Connector } from "stagemesh/v1/chunk";
+import { type EdgeOpened, PutItem, type PutReply } from "stagemesh/v1/stage";
+import { Tensor } from "stagemesh/v1/tensor";
 import type { Chunker } from "./chunking.js";
 import { FlowDigest } from "./digest.js";
 import { isRecoverable, LOST_PEER_MS, Signal } from "./flows.js";

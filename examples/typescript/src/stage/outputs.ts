@@ -1,9 +1,9 @@
 import { status } from "@grpc/grpc-js";
-import { failure } from "../errors.js";
-import { Finish, FinishReason, Output } from "../gen/stagemesh/v1/request.js";
-import { type EmittedTensor, TensorKind } from "../gen/stagemesh/v1/signature.js";
-import { Tensor } from "../gen/stagemesh/v1/tensor.js";
-import { MESSAGE_BYTES } from "../protocol.js";
+import { failure } from "stagemesh/errors";
+import { Finish, FinishReason, Output } from "stagemesh/v1/request";
+import { type EmittedTensor, TensorKind } from "stagemesh/v1/signature";
+import { Tensor } from "stagemesh/v1/tensor";
+import { MESSAGE_BYTES } from "stagemesh/protocol";
 import { type NamedTensor, rowsOf } from "./packets.js";
 
 /** Turns the rows of an emitted tensor into the parts of an output for the client. */

@@ -1,6 +1,6 @@
 import { status } from "@grpc/grpc-js";
-import { failure, type StagemeshError } from "../errors.js";
-import { DataType, type TypedValue } from "../gen/stagemesh/v1/tensor.js";
+import { failure, type StagemeshError } from "stagemesh/errors";
+import { DataType, type TypedValue } from "stagemesh/v1/tensor";
 
 /** A dense array: little-endian and C-contiguous. */
 export interface NamedTensor {

@@ -1,7 +1,7 @@
 import { setTimeout as sleep } from "node:timers/promises";
 import { type ClientDuplexStream, credentials, status } from "@grpc/grpc-js";
-import { errorFromStatus, failure, isServiceError, type StagemeshError, toStagemeshError } from "../errors.js";
-import type { EdgeKey } from "../gen/stagemesh/v1/chunk.js";
+import { errorFromStatus, failure, isServiceError, type StagemeshError, toStagemeshError } from "stagemesh/errors";
+import type { EdgeKey } from "stagemesh/v1/chunk";
 import {
   type Hello,
   PutChunkRequest,
@@ -10,8 +10,8 @@ import {
   type PutReply,
   StageServiceClient,
   type Welcome,
-} from "../gen/stagemesh/v1/stage.js";
-import { CHANNEL_OPTIONS, checkProtocol, PROTOCOL, unknownKind, unknownKindError } from "../protocol.js";
+} from "stagemesh/v1/stage";
+import { CHANNEL_OPTIONS, checkProtocol, PROTOCOL, unknownKind, unknownKindError } from "stagemesh/protocol";
 import type { Identity } from "./consumer.js";
 import { idOf, LOST_PEER_MS } from "./flows.js";
 import { type Link, type OutgoingEdge, OutgoingFlow } from "./outgoing.js";

@@ -2,16 +2,16 @@ import { randomUUID } from "node:crypto";
 import { setTimeout as sleep } from "node:timers/promises";
 import { credentials, type sendUnaryData, Server, ServerCredentials, status } from "@grpc/grpc-js";
 import { HealthImplementation } from "grpc-health-check";
-import { errorFromStatus, errorToStatus, isServiceError, toStagemeshError } from "../errors.js";
-import { Connector } from "../gen/stagemesh/v1/chunk.js";
-import { MembershipServiceClient, RegisterRequest, type RegisterResponse } from "../gen/stagemesh/v1/membership.js";
+import { errorFromStatus, errorToStatus, isServiceError, toStagemeshError } from "stagemesh/errors";
+import { Connector } from "stagemesh/v1/chunk";
+import { MembershipServiceClient, RegisterRequest, type RegisterResponse } from "stagemesh/v1/membership";
 import {
   DescribeResponse,
   ReplicaState,
   type StageServiceServer,
   StageServiceService,
-} from "../gen/stagemesh/v1/stage.js";
-import { CHANNEL_OPTIONS, checkProtocol, PROTOCOL } from "../protocol.js";
+} from "stagemesh/v1/stage";
+import { CHANNEL_OPTIONS, checkProtocol, PROTOCOL } from "stagemesh/protocol";
 import { Consumer } from "./consumer.js";
 import type { StageFunction } from "./function.js";
 import { Producer, type Timeouts } from "./producer.js";

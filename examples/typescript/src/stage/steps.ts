@@ -1,8 +1,8 @@
 import { isDeepStrictEqual } from "node:util";
 import { type ServerWritableStream, status } from "@grpc/grpc-js";
-import { errorToStatus, failure, type StagemeshError, toStagemeshError } from "../errors.js";
-import { Connector } from "../gen/stagemesh/v1/chunk.js";
-import { EdgeUsage, Finish, FinishReason, Usage } from "../gen/stagemesh/v1/request.js";
+import { errorToStatus, failure, type StagemeshError, toStagemeshError } from "stagemesh/errors";
+import { Connector } from "stagemesh/v1/chunk";
+import { EdgeUsage, Finish, FinishReason, Usage } from "stagemesh/v1/request";
 import {
   type CancelStepRequest,
   CancelStepResponse,
@@ -12,7 +12,7 @@ import {
   type OutputBinding,
   type RebindStepRequest,
   StepFinished,
-} from "../gen/stagemesh/v1/stage.js";
+} from "stagemesh/v1/stage";
 import { checkOutput, checkStep, resolveOptions } from "./checks.js";
 import { createChunker } from "./chunking.js";
 import type { Consumer, Identity } from "./consumer.js";

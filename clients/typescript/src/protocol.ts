@@ -1,4 +1,5 @@
-import { status, type ChannelOptions } from "@grpc/grpc-js";
+import { createRequire } from "node:module";
+import { type ChannelOptions, status } from "@grpc/grpc-js";
 import { failure, type StagemeshError } from "./errors.js";
 import { Protocol } from "./gen/stagemesh/v1/protocol.js";
 
@@ -21,11 +22,13 @@ export const CHANNEL_OPTIONS: ChannelOptions = {
   "grpc.enable_http_proxy": 0,
 };
 
+const { version: VERSION } = createRequire(import.meta.url)("../package.json") as { version: string };
+
 /** What this program speaks. */
 export const PROTOCOL = Protocol.create({
   lowestVersion: 1,
   highestVersion: 1,
-  software: "stagemesh-typescript-example 0.1.0",
+  software: `stagemesh-typescript ${VERSION}`,
 });
 
 /** Throws NO_COMMON_VERSION unless a peer speaks a version that this program speaks. */
@@ -60,4 +63,14 @@ export function unknownKind(message: WithUnknownFields): number | undefined {
 export function unknownKindError(sender: string, message: string, kind: number): StagemeshError {
   const text = `${sender} sent a ${message} of an unknown kind (field ${kind}): upgrade this program`;
   return failure(status.UNIMPLEMENTED, "UNKNOWN_KIND", text, { message, field: String(kind) });
+}
+
+/** Throws MESSAGE_TOO_LARGE if a message of this size cannot be sent. `what` names the message in the error. */
+export function checkSize(sizeBytes: number, what: string): void {
+  // The message that contains it has a few bytes more.
+  const limit = MESSAGE_BYTES - 1024;
+  if (sizeBytes <= limit) return;
+  const text = `the ${what} is ${sizeBytes} bytes long; the limit is ${limit}; shorten the input, or upload its media`;
+  const metadata = { size_bytes: String(sizeBytes), limit_bytes: String(limit) };
+  throw failure(status.INVALID_ARGUMENT, "MESSAGE_TOO_LARGE", text, metadata);
 }

@@ -1,0 +1,86 @@
+"""The npm package `stagemesh`: its content, and the programs of the documents in a project that has installed it."""
+
+import json
+import re
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deployment import Deployment, deployed
+from tests.repository.code_blocks import read_blocks
+from tests.system.conversing import talking
+from tests.typescript.nodes import PACKAGE, ROOT, node
+
+NPM = ("npm", "--no-audit", "--no-fund", "--loglevel=error", "--prefer-offline")
+COMPILE = (
+    *(node(), str(ROOT / "node_modules" / "typescript" / "bin" / "tsc")),
+    *("--strict", "--target", "es2023", "--module", "nodenext"),
+    *("--types", "node", "--typeRoots", str(ROOT / "node_modules" / "@types")),
+)
+CLIENT = (
+    'import { audioPart, StagemeshClient } from "stagemesh";\nconst client = new StagemeshClient(["127.0.0.1:7780"]);\n'
+)
+
+
+@pytest.fixture(scope="module")
+def tarball(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed")
+    subprocess.run([*NPM, "pack", str(PACKAGE), "--pack-destination", str(folder)], cwd=folder, check=True)
+    (packed,) = folder.iterdir()
+    return packed
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory, tarball: Path) -> Path:
+    """Returns an empty project that has installed the tarball."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "package.json").write_text('{"private": true, "type": "module"}')
+    subprocess.run([*NPM, "install", str(tarball)], cwd=folder, check=True, timeout=50)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with deployed(talking(tmp_path_factory.mktemp("talk"), steps=4, step_s=0)) as up:
+        yield up
+
+
+def programs(document: str, *, beginning: str) -> list[str]:
+    """Returns the programs of a document that contain a text. Those without a client get one."""
+    blocks = [block.code for block in read_blocks(document) if block.language == "typescript"]
+    found = [code if "import" in code else f"{CLIENT}{code}client.close();" for code in blocks if beginning in code]
+    assert found
+    return found
+
+
+def test_the_package_has_code_types_readme_and_license(tarball: Path) -> None:
+    with tarfile.open(tarball) as files:
+        names = {name.removeprefix("package/") for name in files.getnames()}
+    assert {"package.json", "README.md", "LICENSE", "dist/index.js", "dist/index.d.ts"} <= names
+    assert {"dist/gen/stagemesh/v1/orchestrator.js", "dist/gen/stagemesh/v1/orchestrator.d.ts"} <= names
+    others = names - {"package.json", "README.md", "LICENSE"}
+    assert all(name.startswith("dist/") and name.endswith((".js", ".d.ts")) for name in others)
+
+
+def test_every_export_exists() -> None:
+    exports = json.loads((PACKAGE / "package.json").read_text())["exports"]
+    for conditions in exports.values():
+        for target in conditions.values():
+            assert list(PACKAGE.glob(target.removeprefix("./")))
+
+
+@pytest.mark.parametrize("document", ["docs/clients.md", "clients/typescript/README.md"])
+@pytest.mark.parametrize("beginning", ["Tell me about the sea.", "And why is it salty?"])
+def test_programs_of_documents_run_in_an_empty_project(
+    project: Path, up: Deployment, document: str, beginning: str
+) -> None:
+    for code in programs(document, beginning=beginning):
+        (project / "program.ts").write_text(code.replace("127.0.0.1:7780", up.endpoint))
+        subprocess.run([*COMPILE, "program.ts"], cwd=project, check=True, timeout=50)
+        command = [node(), "program.js"]
+        done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False, timeout=30)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert re.search(r"Step 3 is|audio 1", done.stdout)
