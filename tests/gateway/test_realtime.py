@@ -95,9 +95,9 @@ async def talking(*scripts: Script, talks: Sequence[Talk] = ()) -> AsyncGenerato
 
 @asynccontextmanager
 async def conversing(
-    orchestrator: ScriptedOrchestrator, *scripts: Script, talks: Sequence[Talk] = ()
+    orchestrator: ScriptedOrchestrator, *scripts: Script, talks: Sequence[Talk] = (), **settings: Any
 ) -> AsyncGenerator[str]:
-    """Serves a gateway for the orchestrator. Yields its address."""
+    """Serves a gateway for the orchestrator. Yields its address. `settings` are those of its config."""
     orchestrator.description = DescribePipelineResponse(
         pipeline="p",
         outputs=[
@@ -109,7 +109,7 @@ async def conversing(
     )
     orchestrator.scripts.extend(scripts)
     orchestrator.talks.extend(talks)
-    async with serving(orchestrator.endpoint) as url:
+    async with serving(orchestrator.endpoint, **settings) as url:
         yield url
 
 
@@ -456,6 +456,21 @@ async def test_a_client_that_leaves_cancels_its_response() -> None:
             await talker.send("response.create")
             await talker.until("response.output_audio_transcript.delta")
         await orchestrator.hung_up.wait()
+
+
+async def test_further_connections_are_rejected_while_too_many_are_open() -> None:
+    async with served() as orchestrator, conversing(orchestrator, max_websockets=1) as url:
+        address = f"ws://{url}/v1/realtime?model=p"
+        async with websockets.connect(address) as first:
+            await first.recv()
+            with pytest.raises(websockets.InvalidStatus) as caught:
+                async with websockets.connect(address):
+                    pass
+            assert caught.value.response.status_code == 429
+            assert int(caught.value.response.headers["Retry-After"]) > 0
+            assert "the limit of this gateway" in json.loads(caught.value.response.body or b"")["error"]["message"]
+        async with websockets.connect(address) as next_one:
+            await next_one.recv()
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_orchestrators_accept_their_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"httpsSecret": "https", "maxBodyBytes": 2**33, "page": False, "voicesClaim": "voices"}],
+    [{}, {"httpsSecret": "https", "maxBodyBytes": 2**33, "maxWebsockets": 7, "page": False, "voicesClaim": "voices"}],
     ids=["http", "https"],
 )
 def test_gateways_accept_their_config(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -59,6 +59,7 @@ def test_gateways_accept_their_config(settings: dict[str, Any], tmp_path: Path) 
     file.write_text(release.pod("gateway").annotations["stagemesh.dev/gateway"])
     config = load_config(GatewayConfig, file)
     assert config.max_body_bytes == settings.get("maxBodyBytes", 64 << 20)
+    assert config.max_websockets == settings.get("maxWebsockets", 256)
     assert config.page == settings.get("page", True)
     assert (config.voices is not None) == ("voicesClaim" in settings)
     assert (config.https is not None) == ("httpsSecret" in settings)

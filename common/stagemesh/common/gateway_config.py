@@ -22,6 +22,8 @@ class GatewayConfig:
     """The folder with `tls.crt` and `tls.key`, with which the gateway serves HTTPS. None for HTTP."""
     max_body_bytes: int = 64 << 20
     """The limit for the body of an HTTP request in bytes."""
+    max_websockets: int = 256
+    """The maximum number of open WebSockets. Each may hold 48 MiB of the audio of its caller."""
     page: bool = True
     """Whether the process serves the page on which people try a pipeline, at `/`."""
     voices: str | None = None
@@ -38,3 +40,5 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         if not self.servers or not all(self.servers):
             raise ValueError("servers: name the address of an orchestrator of each pipeline")
+        if self.max_websockets < 1:
+            raise ValueError(f"max_websockets is {self.max_websockets}; it must be at least 1")

@@ -33,6 +33,7 @@ from stagemesh.gateway.routes import (
 )
 from stagemesh.gateway.state import Callers
 from stagemesh.gateway.voices import VoiceStore
+from stagemesh.gateway.websocket_limit import WebSocketLimit
 from stagemesh.rpc.credentials import CERTIFICATE, KEY, Credentials
 from stagemesh.rpc.server import listen_error, parse_address
 
@@ -77,6 +78,7 @@ def create_app(config: GatewayConfig) -> FastAPI:
     app.add_exception_handler(HTTPException, errors.on_http_error)
     app.add_exception_handler(Exception, errors.on_defect)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    app.add_middleware(WebSocketLimit, most=config.max_websockets)
     app.add_middleware(metrics.Metrics, registry=registry)
     return app
 

@@ -1,5 +1,6 @@
 """`/v1/audio/speech`: text in, and its speech out, as a file that is sent while it is made, or as events."""
 
+import asyncio
 import base64
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -149,7 +150,7 @@ async def _parts(events: AsyncIterator[Event | SessionEvent], body: SpeechBody, 
     usage: dict[str, object] = {}
     async for event in events:
         if isinstance(event, AudioChunk):
-            if data := part(encoder.push(event)):
+            if data := part(await asyncio.to_thread(encoder.push, event)):
                 yield data
         elif isinstance(event, Finished):
             found = usage_of(event, model)
@@ -158,7 +159,7 @@ async def _parts(events: AsyncIterator[Event | SessionEvent], body: SpeechBody, 
                 "output_tokens": found["completion_tokens"],
                 "total_tokens": found["total_tokens"],
             }
-    if data := part(encoder.finish()):
+    if data := part(await asyncio.to_thread(encoder.finish)):
         yield data
     if is_sse:
         yield sse({"type": "speech.audio.done", "usage": usage})

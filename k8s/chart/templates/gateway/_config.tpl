@@ -4,6 +4,7 @@
   "listen" "0.0.0.0:8000"
   "servers" (list (list (include "stagemesh.clientAddress" .)))
   "max_body_bytes" .Values.gateway.maxBodyBytes
+  "max_websockets" .Values.gateway.maxWebsockets
   "page" .Values.gateway.page
 -}}
 {{- if .Values.tls.enabled -}}
