@@ -241,6 +241,17 @@ async def test_a_forced_call_needs_its_tool() -> None:
         assert (await talker.respond())["status"] == "completed"
 
 
+async def test_a_response_prefers_the_replicas_of_the_one_before() -> None:
+    async with talking(spoken("One."), spoken("Two.")) as (orchestrator, talker):
+        for _ in range(2):
+            await talker.say("Count")
+            await talker.respond()
+        replicas = orchestrator.requests[1].preferred_replicas
+        assert not orchestrator.requests[0].preferred_replicas
+        assert dict(replicas) == dict(admitted().admitted.choices[0].replicas)
+        assert replicas
+
+
 async def test_a_cancelled_response_is_truncated_to_its_heard_part() -> None:
     script: Script = [admitted(), *said("one ", "two ", "three ", "four "), Pause.FOREVER]
     async with talking(script, spoken("Five.")) as (orchestrator, talker):

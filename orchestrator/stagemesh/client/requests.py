@@ -142,6 +142,11 @@ class GenerateArguments(RequestArguments, total=False):
 
     None stands for an id that is generated at random.
     """
+    preferred_replicas: Mapping[str, str]
+    """The replicas that the request prefers, by stage, such as `Admitted.replicas` of an earlier request.
+
+    If the input begins as that of the earlier request did, their engines may have its states in a cache.
+    """
 
 
 class TurnDetection(TypedDict, total=False):
@@ -196,6 +201,7 @@ def build_request(prompt: Content | None, arguments: GenerateArguments) -> orche
             outputs=arguments.get("outputs", ()),
             priority=arguments.get("priority", 0),
             caller=arguments.get("caller", ""),
+            preferred_replicas=arguments.get("preferred_replicas"),
         )
     except (ValueError, TypeError) as exc:
         raise InvalidRequestError(f"an argument of generate cannot be sent: {exc}") from exc

@@ -59,6 +59,26 @@ class GenerateRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class PreferredReplicasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PIPELINE_FIELD_NUMBER: _builtins.int
     INPUT_FIELD_NUMBER: _builtins.int
@@ -70,6 +90,7 @@ class GenerateRequest(_message.Message):
     LINGER_S_FIELD_NUMBER: _builtins.int
     EARLIER_CALLS_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    PREFERRED_REPLICAS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id that identifies the request in every service: 1 to 128 characters of letters, digits, '.', '_', ':' and '-'.
     If empty, the orchestrator generates one and reports it.
@@ -119,6 +140,13 @@ class GenerateRequest(_message.Message):
         received. Earlier parts are not sent again. An output that is not listed is sent from its start.
         """
 
+    @_builtins.property
+    def preferred_replicas(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """The replicas that the request prefers, by stage: those in RequestAdmitted of an earlier request whose input begins in
+        the same way, because their engines may have its states in a cache. A replica that is not ready, or has much more work
+        than another one, is not used.
+        """
+
     def __init__(
         self,
         *,
@@ -133,10 +161,11 @@ class GenerateRequest(_message.Message):
         linger_s: _builtins.int = ...,
         earlier_calls: _builtins.int = ...,
         generation: _builtins.str = ...,
+        preferred_replicas: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "parameters", b"parameters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "earlier_calls", b"earlier_calls", "generation", b"generation", "input", b"input", "linger_s", b"linger_s", "next_positions", b"next_positions", "outputs", b"outputs", "parameters", b"parameters", "pipeline", b"pipeline", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "earlier_calls", b"earlier_calls", "generation", b"generation", "input", b"input", "linger_s", b"linger_s", "next_positions", b"next_positions", "outputs", b"outputs", "parameters", b"parameters", "pipeline", b"pipeline", "preferred_replicas", b"preferred_replicas", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,6 +21,16 @@ async def test_admission_comes_first_and_the_end_last(tmp_path: Path) -> None:
     assert events[-1].finished.timings.finished_s >= events[-1].finished.timings.first_output_s
 
 
+async def test_a_request_runs_on_the_replicas_that_it_prefers(tmp_path: Path) -> None:
+    async with mesh(tmp_path, replicas=3) as chain:
+        for preferred in ({"a": "a-2", "b": "b-1"}, {"a": "a-1", "b": "b-2", "c": "gone", "other": "c-1"}):
+            request = ask()
+            request.preferred_replicas.update(preferred)
+            events = [event async for event in chain.stub.Generate(request, timeout=20)]
+            replicas = events[0].admitted.choices[0].replicas
+            assert {stage: replicas[stage] for stage in ("a", "b")} == {stage: preferred[stage] for stage in ("a", "b")}
+
+
 async def test_outputs_have_positions_and_an_end(tmp_path: Path) -> None:
     async with mesh(tmp_path) as chain:
         events = await chain.generate()

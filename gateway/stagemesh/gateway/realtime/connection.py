@@ -241,6 +241,9 @@ class Connection:
         arguments["messages"] = to_messages(settings.instructions, self._input(body))
         if not arguments["messages"]:
             raise NotReadyError("the conversation is empty; create an item first", reason="EMPTY_TURN")
+        if self._response is not None:
+            # Their engines have the states of the conversation so far in their caches.
+            arguments["preferred_replicas"] = self._response.replicas
         response = Response(
             model.client.generate(**arguments),
             settings,

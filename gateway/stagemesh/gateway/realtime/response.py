@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any, Literal, TypeAlias
 from uuid import uuid4
 
-from stagemesh.client import AsyncGeneration, AudioChunk, Event, Finished, OutputFinished, Text
+from stagemesh.client import Admitted, AsyncGeneration, AudioChunk, Event, Finished, OutputFinished, Text
 from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.gateway.answers import usage_of
 from stagemesh.gateway.audio_formats import make_encoder
@@ -46,6 +46,8 @@ class Response:
         self.id = f"resp_{uuid4().hex}"
         self._generation, self._settings, self._model, self._send = generation, settings, model, send
         self._conversation, self._metadata = conversation, metadata
+        self.replicas: Mapping[str, str] = {}
+        """The replicas on which the response runs, by stage. Empty before it is admitted."""
         self._output: list[Item] = []
         self._message: AssistantMessage | None = None
         self._early_audio: list[bytes] = []
@@ -107,6 +109,8 @@ class Response:
 
     async def _handle(self, event: Event) -> None:
         match event:
+            case Admitted():
+                self.replicas = event.replicas
             case Text():
                 await self._add_pieces((event.delta,) if self._splitter is None else self._splitter.push(event.delta))
             case AudioChunk() if self._encoder is not None:

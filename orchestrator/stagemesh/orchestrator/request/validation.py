@@ -140,6 +140,7 @@ def validate(
         first_attempt=first_attempt(request.earlier_calls),
         generation=request.generation,
         stream=stream,
+        preferred=request.preferred_replicas,
     )
     return replace(valid, outputs=_check_fed(valid, pipeline))
 
