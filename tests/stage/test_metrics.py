@@ -1,6 +1,7 @@
 """The metrics of a replica, compared with what clients receive."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,31 @@ def test_a_replica_counts_what_it_sends(running: Deployment, request: pytest.Fix
         assert metric_value(metrics, "process_resident_memory_bytes") > 0
         samples = [each for metric in metrics.values() for each in metric.samples]
         assert all((each.labels["stage"], each.labels["replica"]) == (stage, f"{stage}-0") for each in samples)
+
+
+INPUT_PIPELINE = """
+pipeline: heard
+stages: {speak: {engine: fake, function: relay}}
+edges: [{from: "@input", to: speak}]
+outputs: {audio: speak}
+"""
+
+
+def test_an_orchestrator_counts_the_input_that_it_sends(tmp_path: Path) -> None:
+    (tmp_path / "heard.yaml").write_text(INPUT_PIPELINE)
+    pieces = ("one ", "two ", "three")
+    with deployed(tmp_path / "heard.yaml", "--metrics") as running, running.client() as client:
+        with client.converse(input_mode="stream") as session:
+            for piece in pieces:
+                session.append(piece)
+            session.commit()
+            assert list(session.answer())
+        metrics = running.scrape("orchestrator")
+        labels = {"edge": "@input->speak", "connector": "grpc"}
+        assert metric_value(metrics, "stagemesh_sent_bytes_total", **labels) == len("".join(pieces))
+        chunks = metric_value(metrics, "stagemesh_chunk_transfer_seconds_count", **labels)
+        assert chunks == metric_value(metrics, "stagemesh_edge_chunks_total", edge="@input->speak") > 0
+        assert metric_value(metrics, "stagemesh_chunk_transfer_seconds_sum", **labels) > 0
 
 
 def test_the_flows_of_a_running_request_are_shown(running: Deployment) -> None:

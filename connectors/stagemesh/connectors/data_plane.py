@@ -44,7 +44,9 @@ class DataPlane:
         window_bytes: int = 8 << 20,
         inline_limit_bytes: int = 4 << 10,
         shared_arena: bool = True,
+        meters: EdgeMeters | None = None,
     ) -> None:
+        """`meters` counts what the data plane sends. Data planes may share it. None if this one has its own."""
         shorten_time_slices()
         retain_freed_memory()
         self.incarnation = secrets.token_hex(8)
@@ -59,7 +61,7 @@ class DataPlane:
         self._inline_limit_bytes = inline_limit_bytes
         self.arena = Arena(arena_bytes, shared=shared_arena)
         """The memory into which this replica writes its outgoing tensors."""
-        self._retention = Retention(self.arena)
+        self._retention = Retention(self.arena, EdgeMeters() if meters is None else meters)
         self.arena.on_pressure = self._retention.evict_oldest
         self.landing = LandingArena(self.arena.size_bytes)
         """The memory into which fetched chunks are copied. Created when the first chunk is fetched."""

@@ -85,7 +85,7 @@ class Orchestrator:
         self._clock = clock
         self._planner = Planner(pipeline, fleet.registry, adapters=fleet.adapters, warm=fleet.warm, choice=choice)
         self._failover = Failover(self._planner, max_kept_state_bytes=max_kept_state_bytes)
-        self._input_planes = InputPlanes(pipeline.name)
+        self.input_planes = InputPlanes(pipeline.name)
         self._numbers = itertools.count(1)
         self.max_request_s, self._drain_s = max_request_s, drain_s
         self._group: asyncio.TaskGroup | None = None
@@ -99,7 +99,7 @@ class Orchestrator:
         """
         async with AsyncExitStack() as stack:
             stack.callback(self.requests.clear)
-            stack.push_async_callback(self._input_planes.close)
+            stack.push_async_callback(self.input_planes.close)
             self._group = await stack.enter_async_context(asyncio.TaskGroup())
             stack.callback(self._group.create_task(self._watch_admission(), name="watch admission").cancel)
             await stack.enter_async_context(self.sessions.running())
@@ -167,7 +167,7 @@ class Orchestrator:
             admission_request=admission_request,
             failover=self._failover,
             facts=request.facts,
-            input_planes=self._input_planes,
+            input_planes=self.input_planes,
             clock=self._clock,
         )
         record.stop_by(known.stop, max_unread_bytes=self.pipeline.limits.max_unread_bytes)

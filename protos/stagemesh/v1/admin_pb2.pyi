@@ -635,8 +635,9 @@ class EdgeStatus(_message.Message):
 
     @_builtins.property
     def sent(self) -> _stage_pb2.SentChunks:
-        """What the present replicas of the producing stage have sent, running requests included (WatchLoadResponse.sent). It
-        decreases when a replica restarts. Unset if no replica counts its chunks, as on edges from @input.
+        """What the present replicas of the producing stage have sent, running requests included (WatchLoadResponse.sent), or
+        this orchestrator on an edge from @input. It decreases when a replica restarts. Unset if nothing was sent, or if no
+        replica counts its chunks.
         """
 
     def __init__(

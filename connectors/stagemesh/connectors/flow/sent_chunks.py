@@ -368,9 +368,8 @@ class Retention:
     Each worker's partition of the arena has its own budget, because the worker cannot write outside its partition.
     """
 
-    def __init__(self, arena: Arena) -> None:
-        self.arena = arena
-        self.meters = EdgeMeters()
+    def __init__(self, arena: Arena, meters: EdgeMeters) -> None:
+        self.arena, self.meters = arena, meters
         # Unlike a dict, an OrderedDict finds its first key in constant time after many keys were removed.
         self._kept: defaultdict[int, OrderedDict[SentChunk, SentChunks]] = defaultdict(OrderedDict)
         """The retained chunks by partition number. Maps each chunk, oldest first, to the `SentChunks` of its flow."""

@@ -181,17 +181,20 @@ class Inspector:
         )
 
     def _sent(self, edge: Edge) -> stage_pb2.SentChunks | None:
-        """Returns the chunks that the present replicas have sent on an edge. Returns None if none counts them."""
-        replicas = () if edge.is_input else self._directory.replicas_of(edge.producer)
-        loads = [reported_load(replica) or _NO_LOAD for replica in replicas]
-        counts = [sent for load in loads for sent in load.sent if sent.edge == edge.name]
+        """Returns the chunks that the present replicas, or this orchestrator, have sent on an edge.
+
+        Returns None if none of them counts its chunks, or has sent one.
+        """
+        if edge.is_input:
+            meters = [meter for name, _, meter in self._orchestrator.input_planes.meters if name == edge.name]
+            counts = [(meter.transfer_s.count, meter.size_bytes) for meter in meters]
+        else:
+            loads = [reported_load(replica) or _NO_LOAD for replica in self._directory.replicas_of(edge.producer)]
+            counts = [(sent.chunks, sent.size_bytes) for load in loads for sent in load.sent if sent.edge == edge.name]
         if not counts:
             return None
-        return stage_pb2.SentChunks(
-            edge=edge.name,
-            chunks=sum(each.chunks for each in counts),
-            size_bytes=sum(each.size_bytes for each in counts),
-        )
+        chunks, sizes = zip(*counts, strict=True)
+        return stage_pb2.SentChunks(edge=edge.name, chunks=sum(chunks), size_bytes=sum(sizes))
 
     def _slowest(self, count: int) -> list[admin_pb2.RequestStatus]:
         """Returns the summaries of the `count` oldest requests that have not ended, oldest first."""

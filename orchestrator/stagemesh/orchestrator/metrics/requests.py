@@ -11,6 +11,7 @@ from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from stagemesh.common.errors import StagemeshError
+from stagemesh.connectors.flow.edge_metrics import sent_metrics
 from stagemesh.orchestrator.describe import reported_load
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.timeline import RequestState, StepNotes, Timeline
@@ -88,6 +89,7 @@ class RequestMetrics:
         yield from self._stages()
         yield from self._edges()
         yield from self._replicas()
+        yield from sent_metrics(self._orchestrator.input_planes.meters)
 
     def _observe(self, timeline: Timeline) -> None:
         """Adds a request that has ended."""

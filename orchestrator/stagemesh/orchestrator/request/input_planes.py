@@ -11,6 +11,7 @@ from stagemesh.common.errors import CancelledRequestError
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import EdgeKey
 from stagemesh.connectors.flow.chunking import StepPolicy
+from stagemesh.connectors.flow.edge_meters import EdgeMeters
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.orchestrator.fleet.replica import Replica
 
@@ -28,6 +29,8 @@ class InputPlanes:
         """Creates no data plane yet. `pipeline` is the pipeline's name."""
         self.producer = f"{INPUT}-{secrets.token_hex(4)}"
         """The name by which stages know this orchestrator as a producer."""
+        self.meters = EdgeMeters()
+        """The counts of what all data planes have sent."""
         self._pipeline = pipeline
         self._planes: dict[str, DataPlane] = {}
         self._flows = Counter[str]()
@@ -77,6 +80,7 @@ class InputPlanes:
             generation=generation,
             arena_bytes=ARENA_BYTES,
             shared_arena=False,
+            meters=self.meters,
         )
         for idle in [name for name in self._planes if not self._flows[name]]:
             await self._planes.pop(idle).close()

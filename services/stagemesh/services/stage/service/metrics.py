@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 
+from stagemesh.connectors.flow.edge_metrics import sent_metrics
 from stagemesh.services.stage.replica.runtime import StageRuntime
 from stagemesh.v1 import control_pb2
 
-_EDGE, _CONNECTOR = ("edge",), ("edge", "connector")
+_EDGE = ("edge",)
 
 
 class ReplicaMetrics:
@@ -19,7 +20,7 @@ class ReplicaMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yields all metrics with their present values, those of the engine included."""
-        yield from self._sent()
+        yield from sent_metrics(self._runtime.data_plane.meters)
         yield from self._flows(self._runtime.reports())
         yield from self._memory()
         load = self._runtime.load()
@@ -28,31 +29,6 @@ class ReplicaMetrics:
         # An engine that loads has no metrics yet.
         if (engine_metrics := self._runtime.engine.abilities.metrics) is not None:
             yield from engine_metrics()
-
-    def _sent(self) -> Iterator[Metric]:
-        size_bytes = CounterMetricFamily(
-            "stagemesh_sent_bytes", "Payload of chunks that consumers have acknowledged, in bytes.", labels=_CONNECTOR
-        )
-        resent = CounterMetricFamily(
-            "stagemesh_resent_chunks",
-            "Chunks that were sent again, because a stream broke or another consumer took over.",
-            labels=_CONNECTOR,
-        )
-        credit = CounterMetricFamily(
-            "stagemesh_credit_wait_seconds", "Seconds for which chunks waited for credit.", labels=_CONNECTOR
-        )
-        transfer = HistogramMetricFamily(
-            "stagemesh_chunk_transfer_seconds",
-            "Seconds from the sending of a chunk to its acknowledgement.",
-            labels=_CONNECTOR,
-        )
-        for edge, connector, meter in self._runtime.data_plane.meters:
-            labels = (edge, connector)
-            size_bytes.add_metric(labels, meter.size_bytes)
-            resent.add_metric(labels, meter.resent)
-            credit.add_metric(labels, meter.credit_wait_s)
-            transfer.add_metric(labels, list(meter.transfer_s.buckets()), meter.transfer_s.sum)
-        return iter((size_bytes, resent, credit, transfer))
 
     def _flows(self, reports: list[control_pb2.StepReport]) -> Iterator[Metric]:
         """Yields the sums over the flows that are open now."""
