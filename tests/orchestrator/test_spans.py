@@ -93,7 +93,7 @@ def test_chunks_and_calls_are_within_their_attempt() -> None:
         dropped=5,
     )
     spans = _spans(_step(spans=made))
-    sent, called = [span for span in spans if span.is_from_replica]
+    sent, called = [span for span in spans if span.is_repeated]
     assert sent.name == "chunk a->b"
     assert (sent.start_s, sent.end_s) == pytest.approx((1.7, 2.1))
     attributes = {"edge": "a->b", "seq": 3, "bytes": 40, "connector": "shm", "wait_s": pytest.approx(0.2)}
@@ -115,7 +115,7 @@ def test_any_numbers_of_an_external_stage_make_spans_within_the_attempt() -> Non
         for start in numbers
         for end in numbers
     ]
-    attempt, *spans = [span for span in _spans(_step(spans=_made(*made))) if span.is_from_replica or span.name == "a"]
+    attempt, *spans = [span for span in _spans(_step(spans=_made(*made))) if span.is_repeated or span.name == "a"]
     assert len(spans) == len(made)
     for span in spans:
         assert attempt.start_s <= span.start_s <= span.end_s <= attempt.end_s

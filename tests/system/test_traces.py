@@ -1,6 +1,7 @@
 """Traces by OTLP: one trace for each request, from the client to the chunks between the stages."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from opentelemetry import trace
@@ -8,6 +9,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 from stagemesh.client import Client, Finished, Text
 from tests.deployment import Deployment, deployed
+from tests.stage.test_metrics import INPUT_PIPELINE
 from tests.system.pipelines import relays
 from tests.traces import TraceReceiver, check_whole, chunks_of, last_trace, receiving_traces
 
@@ -65,6 +67,21 @@ def test_a_killed_stage_is_a_part_of_the_trace(client: Client, receiver: TraceRe
     (lost,) = [span for _, span in spans if span.name == "relay"]
     assert lost.status.code == trace_pb2.Status.STATUS_CODE_ERROR
     running.wait(Deployment.all_ready)
+
+
+def test_streamed_input_is_a_part_of_the_trace(receiver: TraceReceiver, tmp_path: Path) -> None:
+    (tmp_path / "heard.yaml").write_text(INPUT_PIPELINE)
+    with deployed(tmp_path / "heard.yaml") as running, running.client() as client:
+        with client.converse(input_mode="stream") as session:
+            session.append("one ", "two")
+            session.commit()
+            assert list(session.answer())
+        _, spans = last_trace(receiver)
+    assert all(span.start_time_unix_nano <= span.end_time_unix_nano for _, span in spans)
+    hops = [(process, span) for process, span in spans if span.name == "chunk @input->speak"]
+    assert hops
+    assert {process for process, _ in hops} == {"orchestrator"}
+    assert sum(int(_attribute(span, "bytes")) for _, span in hops) == len("one two")
 
 
 def test_requests_that_are_not_sampled_leave_no_spans(client: Client, receiver: TraceReceiver) -> None:

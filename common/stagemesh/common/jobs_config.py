@@ -26,6 +26,11 @@ class JobServerConfig:
     If it is empty, the database is a SQLite file of the pipeline in the folder `jobs` of STAGEMESH_HOME. Several job
     servers on different hosts share a PostgreSQL database.
     """
+    database_file: str = ""
+    """The path of a file that contains the URL of the database, so that this config contains no password.
+
+    The file is read when the process starts. It replaces `database`.
+    """
     max_running: int = 4
     """The maximum number of jobs that this process runs at the same time."""
     max_queued: int = 10_000
@@ -64,11 +69,19 @@ class JobServerConfig:
             raise ValueError("servers: name the address of an orchestrator of the pipeline")
         if not self.media.store:
             raise ValueError("media.store is not set; name the folder or the URL in which results are stored")
-        if self.database and not self.database.startswith(("sqlite:///", "postgresql://")):
-            raise ValueError("database: write sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME")
+        if self.database and self.database_file:
+            raise ValueError("database and database_file are both set; keep one of them")
+        if self.database:
+            check_database_url(self.database)
         for field in ("max_running", "max_queued", "max_queued_per_caller", "max_request_bytes", "max_failures"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
         for field in ("lease_s", "keep_s"):
             if not getattr(self, field) >= 1:
                 raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1 second")
+
+
+def check_database_url(url: str) -> None:
+    """Raises ValueError if a URL is not that of a database of jobs. The message does not contain the URL."""
+    if not url.startswith(("sqlite:///", "postgresql://")):
+        raise ValueError("the URL of the database is neither sqlite:///PATH nor postgresql://USER:PASSWORD@HOST/NAME")

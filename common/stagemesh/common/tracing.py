@@ -38,12 +38,13 @@ class TraceParent:
 
 
 class StepTrace:
-    """The spans of one traced step, with times in seconds since construction. Any thread may add spans."""
+    """The spans of one traced step, with times in seconds since its begin. Any thread may add spans."""
 
-    def __init__(self, traceparent: str) -> None:
+    def __init__(self, traceparent: str, *, began_s: float | None = None) -> None:
+        """`began_s` is the step's begin on Python's monotonic clock. None stands for the present."""
         self.traceparent = traceparent
         """The trace context of the step."""
-        self._began_s = time.monotonic()
+        self._began_s = time.monotonic() if began_s is None else began_s
         self._spans = deque[stage_pb2.StepSpan]()
         self._count = self._dropped = 0
 

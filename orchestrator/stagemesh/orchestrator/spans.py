@@ -37,8 +37,8 @@ class Span:
     attributes: Attributes = field(default_factory=dict[str, "str | int | float | bool"])
     error: str = ""
     """The message of the error with which it ended. Empty if it did not fail."""
-    is_from_replica: bool = False
-    """Whether the replica has reported it: a chunk or a call of the engine."""
+    is_repeated: bool = False
+    """Whether its parent has many like it: a chunk or a call of the engine."""
     links: tuple[str, ...] = ()
     """The trace contexts of the steps of other requests that were computed together with it."""
 
@@ -137,7 +137,8 @@ def _step_spans(step: admin_pb2.StepStatus, root: Span, *, count: int) -> Iterat
     )
     start_s = step.planned_s
     for part, part_end_s in _parts(step):
-        last_s = end_s if part_end_s is None else min(part_end_s, end_s)
+        # The replica's clock and the orchestrator's differ a little.
+        last_s = end_s if part_end_s is None else _within(part_end_s, start_s, end_s)
         yield Span(name=part, process=step.replica, stage=step.stage, start_s=start_s, end_s=last_s, path=(*path, part))
         if part_end_s is None:
             break
@@ -154,21 +155,23 @@ def _step_spans(step: admin_pb2.StepStatus, root: Span, *, count: int) -> Iterat
     for number, span in enumerate(step.spans.spans):
         if span.WhichOneof("kind"):
             yield _replica_span(span, step, path=(*path, str(number)), end_s=end_s)
+    for number, span in enumerate(step.input_spans.spans):
+        yield Span(
+            name=f"chunk {span.chunk.edge}",
+            process=ORCHESTRATOR,
+            start_s=_within(span.start_s, step.planned_s, end_s),
+            end_s=_within(span.end_s, step.planned_s, end_s),
+            path=(*path, f"input {number}"),
+            attributes=_chunk_attributes(span, end_s=end_s),
+            is_repeated=True,
+        )
 
 
 def _replica_span(span: stage_pb2.StepSpan, step: admin_pb2.StepStatus, *, path: tuple[str, ...], end_s: float) -> Span:
     """Returns a span that the replica has reported. `end_s` is the end of its parent."""
     attributes: Attributes
     if span.HasField("chunk"):
-        chunk = span.chunk
-        name = f"chunk {chunk.edge}"
-        attributes = {
-            "edge": chunk.edge,
-            "seq": min(chunk.seq, _MAX_INTEGER),
-            "bytes": min(chunk.size_bytes, _MAX_INTEGER),
-            "connector": _connector_name(chunk.connector),
-            "wait_s": _within(chunk.sent_s - span.start_s, 0.0, end_s),
-        }
+        name, attributes = f"chunk {span.chunk.edge}", _chunk_attributes(span, end_s=end_s)
     else:
         name, attributes = "call", {"requests": span.call.requests}
     # The replica's clock begins when it accepts the step, which is slightly before the orchestrator learns of it. An
@@ -182,9 +185,20 @@ def _replica_span(span: stage_pb2.StepSpan, step: admin_pb2.StepStatus, *, path:
         end_s=_within(step.accepted_s + span.end_s, start_s, end_s),
         path=path,
         attributes=attributes,
-        is_from_replica=True,
+        is_repeated=True,
         links=tuple(span.call.links),
     )
+
+
+def _chunk_attributes(span: stage_pb2.StepSpan, *, end_s: float) -> Attributes:
+    chunk = span.chunk
+    return {
+        "edge": chunk.edge,
+        "seq": min(chunk.seq, _MAX_INTEGER),
+        "bytes": min(chunk.size_bytes, _MAX_INTEGER),
+        "connector": _connector_name(chunk.connector),
+        "wait_s": _within(chunk.sent_s - span.start_s, 0.0, end_s),
+    }
 
 
 def _within(value: float, least: float, most: float) -> float:

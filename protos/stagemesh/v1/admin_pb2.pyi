@@ -885,6 +885,7 @@ class StepStatus(_message.Message):
     REBINDINGS_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
+    INPUT_SPANS_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
     """The stage."""
     replica: _builtins.str
@@ -937,6 +938,10 @@ class StepStatus(_message.Message):
     def spans(self) -> _stage_pb2.StepSpans:
         """What its replica did for it. Only traced requests have spans."""
 
+    @_builtins.property
+    def input_spans(self) -> _stage_pb2.StepSpans:
+        """The chunks of streamed input that the orchestrator has sent to it. Their times count from the receipt of the request."""
+
     def __init__(
         self,
         *,
@@ -961,10 +966,11 @@ class StepStatus(_message.Message):
         rebindings: _abc.Iterable[Global___StepRebinding] | None = ...,
         index: _builtins.int = ...,
         spans: _stage_pb2.StepSpans | None = ...,
+        input_spans: _stage_pb2.StepSpans | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s", "_ended_s", b"_ended_s", "_first_output_s", b"_first_output_s", "_last_event_s", b"_last_event_s", "_resumed_steps", b"_resumed_steps", "_sent_s", b"_sent_s", "_total_steps", b"_total_steps", "accepted_s", b"accepted_s", "ended_s", b"ended_s", "error", b"error", "finished", b"finished", "first_output_s", b"first_output_s", "last_event_s", b"last_event_s", "report", b"report", "resumed_steps", b"resumed_steps", "sent_s", b"sent_s", "spans", b"spans", "total_steps", b"total_steps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s", "_ended_s", b"_ended_s", "_first_output_s", b"_first_output_s", "_last_event_s", b"_last_event_s", "_resumed_steps", b"_resumed_steps", "_sent_s", b"_sent_s", "_total_steps", b"_total_steps", "accepted_s", b"accepted_s", "ended_s", b"ended_s", "error", b"error", "finished", b"finished", "first_output_s", b"first_output_s", "input_spans", b"input_spans", "last_event_s", b"last_event_s", "report", b"report", "resumed_steps", b"resumed_steps", "sent_s", b"sent_s", "spans", b"spans", "total_steps", b"total_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s", "_ended_s", b"_ended_s", "_first_output_s", b"_first_output_s", "_last_event_s", b"_last_event_s", "_resumed_steps", b"_resumed_steps", "_sent_s", b"_sent_s", "_total_steps", b"_total_steps", "accepted_s", b"accepted_s", "attempt", b"attempt", "ended_s", b"ended_s", "error", b"error", "finished", b"finished", "first_output_s", b"first_output_s", "index", b"index", "last_event_s", b"last_event_s", "outputs", b"outputs", "planned_s", b"planned_s", "queue_position", b"queue_position", "rebindings", b"rebindings", "replica", b"replica", "report", b"report", "resumed_steps", b"resumed_steps", "sent_s", b"sent_s", "spans", b"spans", "stage", b"stage", "steps", b"steps", "total_steps", b"total_steps", "waits_for", b"waits_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s", "_ended_s", b"_ended_s", "_first_output_s", b"_first_output_s", "_last_event_s", b"_last_event_s", "_resumed_steps", b"_resumed_steps", "_sent_s", b"_sent_s", "_total_steps", b"_total_steps", "accepted_s", b"accepted_s", "attempt", b"attempt", "ended_s", b"ended_s", "error", b"error", "finished", b"finished", "first_output_s", b"first_output_s", "index", b"index", "input_spans", b"input_spans", "last_event_s", b"last_event_s", "outputs", b"outputs", "planned_s", b"planned_s", "queue_position", b"queue_position", "rebindings", b"rebindings", "replica", b"replica", "report", b"report", "resumed_steps", b"resumed_steps", "sent_s", b"sent_s", "spans", b"spans", "stage", b"stage", "steps", b"steps", "total_steps", b"total_steps", "waits_for", b"waits_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accepted_s: _TypeAlias = _typing.Literal["accepted_s"]  # noqa: Y015
     _WhichOneofArgType__accepted_s: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s"]  # noqa: Y015

@@ -60,7 +60,7 @@ def _groups(spans: "Sequence[Span]") -> "list[list[Span]]":
     """
     groups: dict[object, list[Span]] = {}
     for span in spans:
-        groups.setdefault((span.path[:-1], span.name) if span.is_from_replica else span.path, []).append(span)
+        groups.setdefault((span.path[:-1], span.name) if span.is_repeated else span.path, []).append(span)
     return list(groups.values())
 
 

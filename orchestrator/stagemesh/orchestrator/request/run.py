@@ -10,6 +10,7 @@ from stagemesh.common.backoff import backoff_s
 from stagemesh.common.errors import DeadlineError, InternalError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.logs import bind_log_context
 from stagemesh.common.notification import Notifier
+from stagemesh.common.tracing import StepTrace
 from stagemesh.connectors.edge import EdgeKey
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.planning.failover import Failover
@@ -329,10 +330,15 @@ class RequestRun:
         try:
             key = EdgeKey(self._request.choice_id, edge.name, attempt)
             async with planes.open_outlet(key, state.replica) as outlet:
+                notes = state.notes
+                if self._record.timeline.trace is not None:
+                    outlet.chunks.trace = StepTrace("", began_s=notes.began_s)
                 try:
                     await stream.send(outlet, edge)
                 finally:
                     self._record.timeline.note_input(outlet.usage)
+                    if outlet.chunks.trace is not None:
+                        notes.note_input(outlet.chunks.trace)
         except StagemeshError as exc:
             # A step that ends with an error rejects its input. The error that the step reports is more precise.
             await asyncio.sleep(SETTLE_S)

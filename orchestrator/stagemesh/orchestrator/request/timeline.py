@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from stagemesh.common.errors import CancelledRequestError, StagemeshError
 from stagemesh.common.output_position import OutputKey
-from stagemesh.common.tracing import MAX_SPANS
+from stagemesh.common.tracing import MAX_SPANS, StepTrace
 from stagemesh.connectors.edge import FlowUsage
 from stagemesh.orchestrator.request.playout import Playout
 from stagemesh.orchestrator.spans import TraceContext
@@ -82,6 +82,8 @@ class StepNotes:
     error: StagemeshError | None = None
     spans: stage_pb2.StepSpans | None = None
     """The spans that the replica has reported. None if it has reported none."""
+    input_spans: stage_pb2.StepSpans | None = None
+    """The spans of streamed input, with times since the request's receipt. None if the orchestrator has sent none."""
 
     def __post_init__(self) -> None:
         self.planned_s = self._elapsed_s()
@@ -115,6 +117,12 @@ class StepNotes:
     def note_rebound(self, edges: Sequence[str]) -> None:
         """Records that the replicas at the other end of these edges were replaced at the current time."""
         self.rebindings += (Rebinding(self._elapsed_s(), tuple(edges)),)
+
+    def note_input(self, trace: StepTrace) -> None:
+        """Adds the spans of streamed input over one edge."""
+        if self.input_spans is None:
+            self.input_spans = stage_pb2.StepSpans()
+        self.input_spans.MergeFrom(trace.take())
 
     def note_spans(self, spans: stage_pb2.StepSpans) -> None:
         """Adds spans of the replica."""
@@ -336,7 +344,7 @@ class History:
         if timeline.trace is not None:
             if len(self._traced) == self._traced.maxlen:
                 for step in self._traced[0].steps:
-                    step.spans = None
+                    step.spans = step.input_spans = None
             self._traced.append(timeline)
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -199,9 +200,25 @@ def media(
 
 
 @app.command()
-def jobs(config: _Config) -> None:
+def jobs(
+    config: _Config,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name the process. Processes with the same database or the same store need different names.",
+            show_default="that of CONFIG",
+        ),
+    ] = None,
+) -> None:
     """Run a job server, which runs requests that survive restarts. docs/jobs.md describes its configuration."""
-    replace_process("stagemesh.jobs", config)
+    if name is None:
+        replace_process("stagemesh.jobs", config)
+    from stagemesh.common.jobs_config import JobServerConfig
+    from stagemesh.common.process_config import load_config
+
+    loaded = load_config(JobServerConfig, Path(config))
+    replace_process("stagemesh.jobs", standard_input(replace(loaded, name=name)))
 
 
 def _check_form(
