@@ -14,6 +14,7 @@ from k8s.cluster.shell import run
 REPOSITORY = Path(__file__).parents[2]
 ORCHESTRATOR = "localhost/stagemesh/orchestrator"
 GATEWAY = "localhost/stagemesh/gateway"
+JOBS = "localhost/stagemesh/jobs"
 STAGE = "localhost/stagemesh/stage-cpu"
 PAUSE = "localhost/pause"
 _DEBIAN = "localhost/debian:bookworm-slim"
@@ -21,7 +22,7 @@ _PYTHON = "localhost/python3-debian12:nonroot"
 _SUITE = "bookworm"
 MAX_ORCHESTRATOR_BYTES = 200_000_000
 _SLIM = [f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("doc", "locale", "man")]
-# What the official base of orchestrators and gateways contains: Python and the libraries that its packages need.
+# What the official base of all images but that of stages contains: Python and the libraries that its packages need.
 _PYTHON_PACKAGES = (
     "base-files,ca-certificates,libgomp1,libpython3.11-stdlib,libstdc++6,netbase,"
     "python3-minimal,python3.11-minimal,tzdata"
@@ -40,8 +41,9 @@ def build(folder: Path, *, tag: str) -> dict[str, int]:
     bases = {"BUILD_BASE": _DEBIAN, "BASE": _PYTHON}
     _build("orchestrator", f"{ORCHESTRATOR}:{tag}", bases, folder)
     _build("gateway", f"{GATEWAY}:{tag}", bases, folder)
+    _build("jobs", f"{JOBS}:{tag}", bases, folder)
     _build("stage", f"{STAGE}:{tag}", {"BASE": _DEBIAN, "VARIANT": "cpu"}, folder)
-    sizes = {image: _size_bytes(image) for image in (f"{ORCHESTRATOR}:{tag}", f"{GATEWAY}:{tag}", f"{STAGE}:{tag}")}
+    sizes = {f"{image}:{tag}": _size_bytes(f"{image}:{tag}") for image in (ORCHESTRATOR, GATEWAY, JOBS, STAGE)}
     check_orchestrator_size(sizes[f"{ORCHESTRATOR}:{tag}"])
     return sizes
 

@@ -57,7 +57,7 @@ class JobServer:
     def start(self) -> None:
         """Starts the process, and waits until it serves."""
         self.launch()
-        wait_until(self._is_serving, timeout_s=90)
+        wait_until(self.is_serving, timeout_s=90)
 
     def launch(self) -> None:
         """Starts the process."""
@@ -106,7 +106,8 @@ class JobServer:
         """Returns the first page of jobs."""
         return self.stub.ListJobs(jobs_pb2.ListJobsRequest(caller=caller, states=states), timeout=10).jobs
 
-    def _is_serving(self) -> bool:
+    def is_serving(self, name: str = "") -> bool:
+        """Returns whether the status of a health name is SERVING. Fails if the process has ended."""
         assert self.process is not None
         assert self.process.poll() is None, self.log.read_text()
         with suppress(grpc.RpcError):
@@ -116,7 +117,7 @@ class JobServer:
                 request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
                 response_deserializer=health_pb2.HealthCheckResponse.FromString,
             )
-            answer = check(health_pb2.HealthCheckRequest(), timeout=1)
+            answer = check(health_pb2.HealthCheckRequest(service=name), timeout=1)
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
         return False
 

@@ -9,6 +9,8 @@ import typer.main
 from typer.core import TyperGroup
 
 from stagemesh.common.gateway_config import GatewayConfig
+from stagemesh.common.jobs_config import JobServerConfig
+from stagemesh.common.media_config import MediaConfig
 from stagemesh.common.process_config import load_config
 from stagemesh.common.token_config import TokenConfig
 from stagemesh.orchestrator.cli.main import app
@@ -20,6 +22,15 @@ from tests.k8s.manifests import all_pods
 from tests.k8s.release import Release, at
 
 FILES = sorted((CHART / "ci").glob("*-values.yaml"))
+JOB_SETTINGS = {
+    "max_running": "maxRunning",
+    "max_queued": "maxQueued",
+    "max_queued_per_caller": "maxQueuedPerCaller",
+    "max_request_bytes": "maxRequestBytes",
+    "max_failures": "maxFailures",
+    "lease_s": "leaseSeconds",
+    "keep_s": "keepSeconds",
+}
 SCALED = {"enabled": True, "queuedSeconds": 0.5, "playoutAtRisk": 1e-7, "cooldownSeconds": 60}
 
 
@@ -63,6 +74,35 @@ def test_gateways_accept_their_config(settings: dict[str, Any], tmp_path: Path) 
     assert config.page == settings.get("page", True)
     assert (config.voices is not None) == ("voicesClaim" in settings)
     assert (config.https is not None) == ("httpsSecret" in settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tls"),
+    [
+        ({}, {}),
+        (
+            {"databaseSecret": "database", "replicas": 2, "maxQueued": 2**33, "leaseSeconds": 2.5, "keepSeconds": 1e7},
+            {"enabled": True, "issuer": {"name": "ca"}, "tokens": {"secret": "callers"}},
+        ),
+    ],
+    ids=["sqlite", "postgresql"],
+)
+def test_job_servers_accept_their_config(settings: dict[str, Any], tls: dict[str, Any], tmp_path: Path) -> None:
+    media: dict[str, Any] = {
+        "store": "s3://bucket/media",
+        "storage_options": {"s3": {"anon": False}},
+        "max_file_bytes": 2**33,
+    }
+    release = Release(at("pipeline.media", media), at("jobs", {"enabled": True, **settings}), at("tls", tls))
+    file = tmp_path / "jobs.json"
+    file.write_text(release.pod("jobs").annotations["stagemesh.dev/jobs"])
+    config = load_config(JobServerConfig, file)
+    defaults = JobServerConfig("speech", config.listen, config.servers, MediaConfig("s3://bucket/media"))
+    assert config.media == MediaConfig(**media)
+    assert config.database_file == ("/etc/stagemesh/database/url" if settings else "")
+    for field, name in JOB_SETTINGS.items():
+        assert getattr(config, field) == settings.get(name, getattr(defaults, field)), name
+    assert config.tokens == (TokenConfig(file="/etc/stagemesh/tokens/tokens.json") if tls else None)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

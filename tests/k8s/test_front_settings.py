@@ -1,16 +1,17 @@
-"""Settings of the orchestrators, of the media service and of the gateways, which face the clients."""
+"""Settings of the orchestrators, media service, gateways and job servers, which face the clients."""
 
 from typing import Any
 
 import pytest
 
 from tests.k8s.manifests import field
-from tests.k8s.release import Release, at, settings
+from tests.k8s.release import Release, at, merged, settings
 from tests.k8s.test_stage_settings import AFFINITY, SPREAD, TOLERATION
 
 MEDIA = at("pipeline.media.store", "s3://bucket/media")
-GATEWAY = at("gateway.enabled", True)
-FRONTS = pytest.mark.parametrize("front", ["orchestrator", "media", "gateway"])
+ALL = merged(MEDIA, at("gateway.enabled", True), at("jobs", {"enabled": True, "databaseSecret": "database"}))
+NAMES = ("orchestrator", "media", "gateway", "jobs")
+FRONTS = pytest.mark.parametrize("front", NAMES)
 
 
 @FRONTS
@@ -26,9 +27,9 @@ FRONTS = pytest.mark.parametrize("front", ["orchestrator", "media", "gateway"])
     ],
 )
 def test_a_setting_of_the_pod_reaches_one_front_alone(front: str, setting: str, value: Any) -> None:
-    release = Release(MEDIA, GATEWAY, at(f"{front}.{setting}", value))
-    found = {name: release.pod(name).spec.get(setting) for name in ("orchestrator", "media", "gateway", "thinker")}
-    assert found == {"orchestrator": None, "media": None, "gateway": None, "thinker": None, front: value}
+    release = Release(ALL, at(f"{front}.{setting}", value))
+    found = {name: release.pod(name).spec.get(setting) for name in (*NAMES, "thinker")}
+    assert found == {**dict.fromkeys((*NAMES, "thinker")), front: value}
 
 
 @FRONTS
@@ -38,7 +39,7 @@ def test_the_container_of_a_front_has_the_given_resources_and_environment(front:
         "env": [{"name": "AWS_REGION", "value": "eu-1"}],
         "envFrom": [{"secretRef": {"name": "store"}}],
     }
-    container = Release(MEDIA, GATEWAY, at(front, given)).container(front)
+    container = Release(ALL, at(front, given)).container(front)
     assert settings(container, "resources.requests.cpu", "resources.limits.memory") == ["2", "3Gi"]
     assert given["env"][0] in container["env"]
     assert container["envFrom"] == given["envFrom"]
@@ -46,7 +47,7 @@ def test_the_container_of_a_front_has_the_given_resources_and_environment(front:
 
 @FRONTS
 def test_a_front_has_the_given_number_of_replicas_and_surge(front: str) -> None:
-    release = Release(MEDIA, GATEWAY, at(front, {"replicas": 3, "surge": 2}))
+    release = Release(ALL, at(front, {"replicas": 3, "surge": 2}))
     spec = release[f"Deployment/release-{front}"]["spec"]
     assert settings(spec, "replicas", "strategy.rollingUpdate") == [3, {"maxUnavailable": 0, "maxSurge": 2}]
 
@@ -59,7 +60,7 @@ def test_pods_of_a_front_spread_and_have_labels_and_an_account(front: str) -> No
         "podAnnotations": {"note": "x"},
         "serviceAccount": {"create": False, "name": "team"},
     }
-    pod = Release(MEDIA, GATEWAY, at(front, given)).pod(front)
+    pod = Release(ALL, at(front, given)).pod(front)
     constraint = pod.spec["topologySpreadConstraints"][0]
     assert constraint["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == front
     assert (pod.labels["cost"], pod.annotations["note"], pod.spec["serviceAccountName"]) == ("7", "x", "team")
@@ -68,7 +69,7 @@ def test_pods_of_a_front_spread_and_have_labels_and_an_account(front: str) -> No
 @FRONTS
 def test_a_load_balancer_exposes_a_front_with_its_annotations(front: str) -> None:
     given = {"service": {"type": "LoadBalancer", "annotations": {"lb": "internal"}}}
-    service = Release(MEDIA, GATEWAY, at(front, given))[f"Service/release-{front}"]
+    service = Release(ALL, at(front, given))[f"Service/release-{front}"]
     assert service["spec"]["type"] == "LoadBalancer"
     assert service["metadata"]["annotations"] == {"lb": "internal"}
 
@@ -76,8 +77,8 @@ def test_a_load_balancer_exposes_a_front_with_its_annotations(front: str) -> Non
 @FRONTS
 def test_the_disruption_budget_of_a_front_can_be_turned_off(front: str) -> None:
     ref = f"PodDisruptionBudget/release-{front}"
-    assert ref in Release(MEDIA, GATEWAY)
-    assert ref not in Release(MEDIA, GATEWAY, at(f"{front}.podDisruptionBudget.enabled", False))
+    assert ref in Release(ALL)
+    assert ref not in Release(ALL, at(f"{front}.podDisruptionBudget.enabled", False))
 
 
 def test_the_service_of_clients_has_the_given_port_and_networks() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,7 +43,14 @@ TOLERATED = (
 
 
 def test_dockerfiles_are_found() -> None:
-    assert {path.name for path in DOCKERFILES} >= {"orchestrator.Dockerfile", "stage.Dockerfile"}
+    names = {path.name.removesuffix(".Dockerfile") for path in DOCKERFILES}
+    assert names >= {"orchestrator", "gateway", "jobs", "stage"}
+
+
+def test_the_context_of_an_image_has_every_package_of_the_project() -> None:
+    folders = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["dev-mode-dirs"]
+    allowed = (ROOT / ".dockerignore").read_text().splitlines()
+    assert [folder for folder in folders if f"!{folder}" not in allowed] == []
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)

@@ -190,6 +190,12 @@ def test_the_notes_name_the_url_of_the_gateways(tmp_path: Path) -> None:
     assert f"OpenAI's API is served at {url} and https://ai.example.com/v1.\n" in notes
 
 
+def test_the_notes_name_the_address_of_the_job_servers(tmp_path: Path) -> None:
+    assert f"Jobs are submitted to release-jobs.{NAMESPACE}.svc.cluster.local:7795" in read_notes(
+        tmp_path, "helm4", JOBS
+    )
+
+
 @pytest.mark.parametrize("helm", HELMS)
 def test_the_notes_say_that_connections_are_not_encrypted(helm: str, tmp_path: Path) -> None:
     assert "connections are neither encrypted nor authenticated" in read_notes(tmp_path, helm)
@@ -199,6 +205,8 @@ INIT = {"modelCache": {"init": {"image": "fetch:1"}}}
 REFERENCE = at("pipeline.stages.vocoder.addresses", ["${VOCODER:-127.0.0.1:50051}"])
 RULE = {"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}], "ports": [{"protocol": "TCP", "port": 443}]}
 GATEWAY = at("gateway.enabled", True)
+JOBS = {**at("pipeline.media.store", "s3://bucket/media"), **at("jobs.enabled", True)}
+DATABASE = at("jobs.databaseSecret", "database")
 ISSUER = at("tls", {"enabled": True, "issuer": {"name": "ca"}})
 FORWARDING = [at("gateway.forwardTokens", True), at("tls.tokens.secret", "callers")]
 NO_EVICTION = "the PodDisruptionBudget of {} permits no eviction of its {} pods"
@@ -217,6 +225,9 @@ NO_EVICTION = "the PodDisruptionBudget of {} permits no eviction of its {} pods"
         ([GATEWAY, ISSUER], "everyone who can reach the gateways has the rights of their certificate"),
         ([GATEWAY, ISSUER, *FORWARDING], "tokens are sent to them without encryption. Set gateway.httpsSecret"),
         ([GATEWAY, at("gateway.service.type", "LoadBalancer")], "networkPolicy.gatewayClients must also admit"),
+        ([JOBS, DATABASE], "networkPolicy.jobsEgress is empty, so that job servers cannot reach their database"),
+        ([JOBS, at("jobs.podDisruptionBudget.maxUnavailable", 0)], NO_EVICTION.format("jobs", 1)),
+        ([JOBS, GATEWAY, ISSUER, *FORWARDING], "gateways that forward them cannot send the content of videos"),
     ],
     ids=[
         "download",
@@ -229,6 +240,9 @@ NO_EVICTION = "the PodDisruptionBudget of {} permits no eviction of its {} pods"
         "certificate",
         "plain tokens",
         "load balancer",
+        "database",
+        "no job server",
+        "content of videos",
     ],
 )
 def test_the_notes_warn_of_values_that_may_not_work(changes: list[Values], warning: str, tmp_path: Path) -> None:
@@ -244,12 +258,14 @@ def test_the_notes_warn_of_values_that_may_not_work(changes: list[Values], warni
         [at("stages.thinker", {"replicas": 2, "podDisruptionBudget": {"minAvailable": 1}})],
         [at("stages.thinker.podDisruptionBudget", {"enabled": False, "minAvailable": 1})],
         [at("orchestrator.podDisruptionBudget.minAvailable", "50%")],
+        [JOBS],
+        [JOBS, DATABASE, at("networkPolicy.jobsEgress", [RULE])],
     ],
-    ids=["defaults", "rule", "no policies", "two pods", "no budget", "half"],
+    ids=["defaults", "rule", "no policies", "two pods", "no budget", "half", "SQLite", "PostgreSQL"],
 )
 def test_the_notes_do_not_warn_of_values_that_work(changes: list[Values], tmp_path: Path) -> None:
     notes = read_notes(tmp_path, "helm4", *changes)
-    assert ("stageEgress" in notes, "PodDisruptionBudget" in notes) == (False, False)
+    assert [part for part in ("stageEgress", "jobsEgress", "PodDisruptionBudget") if part in notes] == []
 
 
 def test_the_notes_warn_of_a_volume_of_the_host(tmp_path: Path) -> None:

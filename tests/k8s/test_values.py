@@ -95,7 +95,7 @@ def test_every_value_of_the_schema_is_documented_by_name() -> None:
 
 def test_every_default_is_in_the_schema() -> None:
     known = own_properties()
-    free = ("resources.", "labels.", "pipeline.")
+    free = ("resources.", "labels.", "annotations.", "pipeline.")
     unknown = [
         path
         for path in mappings(read_values(VALUES))

@@ -14,6 +14,11 @@ SCALED = {"enabled": True, "minReplicas": 1, "maxReplicas": 4}
 LIMIT = {"limits": {"memory": "32Mi"}}
 PARALLEL = at("pipeline.stages.thinker.options.tensor_parallel_size", 4)
 SAMPLER = {"service": "sampler", "port": 1}
+JOBS = {**at("pipeline.media.store", "s3://bucket/media"), **at("jobs.enabled", True)}
+SHARED = {
+    "volumes": [{"name": "media", "persistentVolumeClaim": {"claimName": "media"}}],
+    "volumeMounts": [{"name": "media", "mountPath": "/media"}],
+}
 LORA = {"name": "lora", "persistentVolumeClaim": {"claimName": "weights"}}
 DIFFUSION = {"engine": "diffusion", "options": {"parallel": {"cfg": 2, "ulysses": 2, "hsdp": 2}}}
 HALF = {"limits": {"memory": "300Mi"}}
@@ -201,6 +206,53 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         [at("gateway", {"enabled": True, "ingress": {"enabled": True}})],
         ["gateway.ingress.host is not set", "set the host name at which clients reach the gateways"],
     ),
+    "no certificate of the job servers": (
+        [
+            JOBS,
+            at(
+                "tls", {"enabled": True, "secrets": {**dict.fromkeys(("orchestrator", "stages", "media", "test"), "t")}}
+            ),
+        ],
+        ["tls.enabled is true, but tls.secrets.jobs is not set", "set it, or tls.issuer.name"],
+    ),
+    "jobs without a store": (
+        [at("jobs.enabled", True)],
+        [
+            "jobs.enabled is true, but pipeline.media.store is not set",
+            "set pipeline.media.store, or jobs.enabled: false",
+        ],
+    ),
+    "variable in the store of jobs": (
+        [JOBS, at("pipeline.media.storage_options", {"s3": {"secret": "${STORE_SECRET}"}})],
+        [
+            "pipeline.media has a variable, which job servers do not know",
+            "write the value, or take credentials from jobs.env",
+        ],
+    ),
+    "several job servers with a SQLite file": (
+        [JOBS, at("jobs.replicas", 2)],
+        [
+            "jobs.replicas is 2, but only one pod can use a SQLite file",
+            "set jobs.databaseSecret",
+            "or jobs.replicas: 1",
+        ],
+    ),
+    "two databases of jobs": (
+        [JOBS, at("jobs", {"databaseSecret": "database", "sqlite": {"claim": "jobs"}})],
+        ["jobs.databaseSecret and jobs.sqlite.claim are both set", "keep one of them"],
+    ),
+    "folder of media that job servers do not have": (
+        [at("pipeline.media.store", "/media"), at("jobs.enabled", True), {"media": SHARED, "stageDefaults": SHARED}],
+        ["jobs.volumeMounts mounts nothing at pipeline.media.store", "or use an object store"],
+    ),
+    "volume of job servers with a name of the chart": (
+        [at("jobs.volumes", [{"name": "database", "emptyDir": {}}])],
+        ["jobs.volumes[0].name", "database", "choose another name"],
+    ),
+    "mount of job servers at the path of their database": (
+        [at("jobs", {"volumes": [LORA], "volumeMounts": [{"name": "lora", "mountPath": "/var/lib/stagemesh/jobs"}]})],
+        ["jobs.volumeMounts[0].mountPath", "another volume is mounted; choose another path"],
+    ),
     "certificates without TLS": (
         [at("tls.secrets.orchestrator", "tls-o")],
         ["tls.secrets.orchestrator is set, but tls.enabled is false", "set tls.enabled: true, or remove the secret"],
@@ -274,7 +326,7 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
     ),
     "reserved name": (
         [at("pipeline.stages.media", {"engine": "fake"})],
-        ["pipeline.stages.media", "choose a name other than orchestrator, admin, media, gateway, test and keda"],
+        ["pipeline.stages.media", "choose a name other than orchestrator, admin, media, gateway, jobs, test and keda"],
     ),
     "reserved end of a name": (
         [at("pipeline.stages.acoustic.group", "voice-warm")],
@@ -514,6 +566,8 @@ TYPES: dict[str, tuple[dict[str, Any], list[str]]] = {
         at("networkPolicy.mediaEgress", [{"ports": []}]),
         ["networkPolicy", "mediaEgress", "ports"],
     ),
+    "job server that runs no job": (at("jobs.maxRunning", 0), ["jobs", "maxRunning", "1"]),
+    "lease that ends at once": (at("jobs.leaseSeconds", 0.5), ["jobs", "leaseSeconds", "1"]),
     "rule for everything": (at("networkPolicy.orchestratorEgress", [{}]), ["networkPolicy", "orchestratorEgress"]),
     "lifetime that cert-manager cannot read": (at("tls.duration", "90d"), ["tls", "duration"]),
     "orchestrators without replicas": (at("orchestrator.replicas", 0), ["orchestrator", "replicas", "1"]),

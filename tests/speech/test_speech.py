@@ -257,7 +257,8 @@ def test_the_gateway_speaks_a_text_as_it_is(speech: Deployment) -> None:
 
 @ON_ONE_CONNECTOR
 def test_the_examples_of_the_gateway_run(speech: Deployment, tmp_path: Path) -> None:
-    first, realtime = (each.code for each in read_blocks("docs/gateway.md") if each.language == "python")
+    blocks = [each for each in read_blocks("docs/gateway.md") if each.language == "python" and not each.is_fragment]
+    first, realtime = (each.code for each in blocks)
 
     def run(code: str) -> str:
         command = [sys.executable, "-c", code.replace("http://127.0.0.1:8000", url)]

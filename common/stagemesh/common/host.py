@@ -178,4 +178,6 @@ def lower_thread_priority() -> None:
 
     Call it at the start of a thread that copies or reads large amounts of data.
     """
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BULK_NICENESS)
+    thread = threading.get_native_id()
+    # A process without privileges may not raise the priority of a thread.
+    os.setpriority(os.PRIO_PROCESS, thread, max(_BULK_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))

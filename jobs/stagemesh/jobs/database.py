@@ -11,7 +11,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
-from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
@@ -33,7 +33,8 @@ class Database:
     def __init__(self, url: str | URL) -> None:
         """Does not connect yet. `url` is that of `JobServerConfig.database`.
 
-        Raises InvalidRequestError (CANNOT_WRITE) if the folder of a SQLite file cannot be created.
+        Raises InvalidRequestError if the URL cannot be parsed (INVALID_CONFIG), or if the folder of a SQLite file
+        cannot be created (CANNOT_WRITE).
         """
         self._engine = _make_engine(url)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="database")
@@ -70,7 +71,15 @@ class Database:
 
 
 def _make_engine(url: str | URL) -> Engine:
-    parsed = make_url(url)
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        # The cause would show a part of the URL, which may be a part of the password.
+        raise InvalidRequestError(
+            "the URL of the database cannot be parsed; write postgresql://USER:PASSWORD@HOST/NAME, with %-escapes for "
+            "special characters of the password",
+            reason="INVALID_CONFIG",
+        ) from None
     if parsed.drivername == "sqlite":
         assert parsed.database is not None, "the config has been checked"
         folder = Path(parsed.database).parent

@@ -2,14 +2,15 @@
 
 import asyncio
 import logging
+from pathlib import Path
 
 from sqlalchemy import URL
 
 from stagemesh.client import AsyncClient
 from stagemesh.common import settings
 from stagemesh.common.backoff import Backoff
-from stagemesh.common.errors import UnavailableError
-from stagemesh.common.jobs_config import JobServerConfig
+from stagemesh.common.errors import InvalidRequestError, UnavailableError
+from stagemesh.common.jobs_config import JobServerConfig, check_database_url
 from stagemesh.jobs.database import Database
 from stagemesh.jobs.job_table import JobTable
 from stagemesh.jobs.servicer import SERVICE_NAME, JobServicer
@@ -22,6 +23,8 @@ from stagemesh.rpc.server import Server
 from stagemesh.services.media.store import MediaStore
 from stagemesh.v1 import jobs_pb2_grpc
 
+LIVENESS = "liveness"
+"""The health name whose status is SERVING while the process serves, whether or not it has its database."""
 _GRACE_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
 
@@ -31,7 +34,9 @@ _log = logging.getLogger(__name__)
 async def serve(config: JobServerConfig, stopping: asyncio.Event) -> None:
     """Serves JobService, and runs jobs, until `stopping` is set. Running jobs then wait for the next job server.
 
-    The health service reports "" and JobService as SERVING when the database has been migrated.
+    The health service reports "" and JobService as SERVING when the database has been migrated, and "liveness" from the
+    start. Raises InvalidRequestError (INVALID_CONFIG) if the file with the URL of the database cannot be read, or does
+    not contain such a URL.
     """
     store = MediaStore(config.media, writer=f"{config.pipeline}.{config.name}", spool=settings.spool_dir())
     store.check_packages()
@@ -45,13 +50,13 @@ async def serve(config: JobServerConfig, stopping: asyncio.Event) -> None:
         health_listen=config.health_listen,
         calls_per_caller=CALLS_PER_CALLER,
     )
-    default = URL.create("sqlite", database=str(settings.jobs_database(config.pipeline)))
-    database = Database(config.database or default)
+    database = Database(_database_url(config))
     table = JobTable(database, config)
     client = AsyncClient(*config.servers)
     worker = Worker(config, table, client=client, store=store, spool=settings.spool_dir())
     jobs_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(config, table, store=store, worker=worker), server.grpc)
     server.reflect(SERVICE_NAME)
+    server.set_health(LIVENESS, serving=True)
     try:
         await server.start()
         working = asyncio.create_task(_work(database, worker, server), name="work")
@@ -69,6 +74,23 @@ async def serve(config: JobServerConfig, stopping: asyncio.Event) -> None:
         await server.stop(grace_s=_GRACE_S)
         await client.close()
         database.close()
+
+
+def _database_url(config: JobServerConfig) -> str | URL:
+    if not config.database_file:
+        return config.database or URL.create("sqlite", database=str(settings.jobs_database(config.pipeline)))
+    try:
+        url = Path(config.database_file).read_text().strip()
+        check_database_url(url)
+    except OSError as exc:
+        raise InvalidRequestError(
+            f"database_file: {config.database_file} cannot be read: {exc.strerror}; name a file that contains the URL "
+            "of the database",
+            reason="INVALID_CONFIG",
+        ) from exc
+    except ValueError as exc:
+        raise InvalidRequestError(f"database_file: {config.database_file}: {exc}", reason="INVALID_CONFIG") from exc
+    return url
 
 
 async def _work(database: Database, worker: Worker, server: Server) -> None:

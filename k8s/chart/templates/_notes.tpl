@@ -23,6 +23,12 @@
 {{- if and $exposed $values.networkPolicy.enabled -}}
   {{- $warnings = append $warnings "the gateways are exposed outside the cluster, but networkPolicy.gatewayClients must also admit the controller of the Ingress or the clients." -}}
 {{- end -}}
+{{- if and $values.jobs.enabled $values.jobs.databaseSecret $values.networkPolicy.enabled (not $values.networkPolicy.jobsEgress) -}}
+  {{- $warnings = append $warnings "networkPolicy.jobsEgress is empty, so that job servers cannot reach their database. Add a rule for it." -}}
+{{- end -}}
+{{- if and $values.jobs.enabled $values.gateway.enabled $values.gateway.forwardTokens -}}
+  {{- $warnings = append $warnings "the media service accepts no tokens, so that gateways that forward them cannot send the content of videos." -}}
+{{- end -}}
 {{- $unlimited := list -}}
 {{- $locking := list -}}
 {{- range $name, $stage := $plan.stages -}}
@@ -50,6 +56,9 @@
 {{- end -}}
 {{- if $values.gateway.enabled -}}
   {{- $_ := set $budgets "gateway" (list $values.gateway.podDisruptionBudget $values.gateway.replicas) -}}
+{{- end -}}
+{{- if $values.jobs.enabled -}}
+  {{- $_ := set $budgets "jobs" (list $values.jobs.podDisruptionBudget $values.jobs.replicas) -}}
 {{- end -}}
 {{- range $name, $group := $plan.groups -}}
   {{- $replicas := ternary $group.autoscaling.minReplicas $group.replicas $group.autoscaling.enabled -}}

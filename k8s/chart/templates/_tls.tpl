@@ -20,7 +20,7 @@
 
 {{/*
 The components that need a certificate, as a JSON array, without the groups: the orchestrators, the media service, the
-gateways, the test of the release, and KEDA. Arguments: (list root plan).
+gateways, the job servers, the test of the release, and KEDA. Arguments: (list root plan).
 */}}
 {{- define "stagemesh.tlsComponents" -}}
 {{- $owners := list "orchestrator" -}}
@@ -29,6 +29,9 @@ gateways, the test of the release, and KEDA. Arguments: (list root plan).
 {{- end -}}
 {{- if (index . 0).Values.gateway.enabled -}}
   {{- $owners = append $owners "gateway" -}}
+{{- end -}}
+{{- if (index . 0).Values.jobs.enabled -}}
+  {{- $owners = append $owners "jobs" -}}
 {{- end -}}
 {{- if (index . 0).Values.test.enabled -}}
   {{- $owners = append $owners "test" -}}
@@ -47,8 +50,8 @@ gateways, the test of the release, and KEDA. Arguments: (list root plan).
 {{- $forwards := and (eq $owner "gateway") (index . 0).Values.gateway.forwardTokens -}}
 {{- if $forwards -}}
 {{- /* It calls as its callers. */ -}}
-{{- else if eq $owner "gateway" -}}
-stagemesh://client/{{ $fullname }}-gateway
+{{- else if has $owner (list "gateway" "jobs") -}}
+stagemesh://client/{{ $fullname }}-{{ $owner }}
 {{- else if hasKey $roles $owner -}}
 stagemesh://{{ get $roles $owner }}/{{ $fullname }}
 {{- else if ne $owner "media" -}}

@@ -41,6 +41,7 @@ that names the value and the remedy.
 {{- include "stagemesh.rule.labels" . -}}
 {{- include "stagemesh.rule.clientService" . -}}
 {{- include "stagemesh.rule.gateway" . -}}
+{{- include "stagemesh.rule.jobs" . -}}
 {{- include "stagemesh.rule.tls" . -}}
 {{- include "stagemesh.rule.monitoring" . -}}
 {{- end -}}
@@ -128,8 +129,8 @@ stageDefaults.{{ $key }}
     {{- if not (regexMatch "^[a-z]([a-z0-9-]{0,28}[a-z0-9])?$" $value) -}}
       {{- fail (printf "%s is named %q; use at most 30 lower-case letters, digits and '-', a letter first and no '-' last" $path $value) -}}
     {{- end -}}
-    {{- if or (has $value (list "orchestrator" "admin" "media" "gateway" "test" "keda")) (hasSuffix "-warm" $value) -}}
-      {{- fail (printf "%s is named %q, as another object of the chart is; choose a name other than orchestrator, admin, media, gateway, test and keda, without the end -warm" $path $value) -}}
+    {{- if or (has $value (list "orchestrator" "admin" "media" "gateway" "jobs" "test" "keda")) (hasSuffix "-warm" $value) -}}
+      {{- fail (printf "%s is named %q, as another object of the chart is; choose a name other than orchestrator, admin, media, gateway, jobs, test and keda, without the end -warm" $path $value) -}}
     {{- end -}}
   {{- end -}}
   {{- if eq $name "liveness" -}}
@@ -332,7 +333,7 @@ stageDefaults.{{ $key }}
 
 {{- define "stagemesh.rule.requests" -}}
 {{- $values := (index . 0).Values -}}
-{{- $all := dict "orchestrator.resources" $values.orchestrator.resources "media.resources" $values.media.resources -}}
+{{- $all := dict "orchestrator.resources" $values.orchestrator.resources "media.resources" $values.media.resources "jobs.resources" $values.jobs.resources -}}
 {{- range $name, $stage := (index . 1).stages -}}
   {{- $_ := set $all (printf "stages.%s.resources" $name) $stage.resources -}}
 {{- end -}}
@@ -504,7 +505,7 @@ stageDefaults.{{ $key }}
 {{- $values := (index . 0).Values -}}
 {{- /* Arguments, mounts and policies of the chart depend on these. All others may be replaced. */ -}}
 {{- $reserved := dict "POD_NAME" "the chart sets it; remove it" "STAGEMESH_HOME" "the chart mounts its folder; remove it" "UCX_TCP_PORT_RANGE" "set networkPolicy.ucxPortRange instead" -}}
-{{- $environments := dict "orchestrator.env" $values.orchestrator.env "media.env" $values.media.env "gateway.env" $values.gateway.env -}}
+{{- $environments := dict "orchestrator.env" $values.orchestrator.env "media.env" $values.media.env "gateway.env" $values.gateway.env "jobs.env" $values.jobs.env -}}
 {{- range $name, $stage := (index . 1).stages -}}
   {{- $_ := set $environments (printf "stages.%s.env" $name) $stage.env -}}
   {{- if hasKey $stage.ucx "UCX_TCP_PORT_RANGE" -}}
@@ -557,11 +558,14 @@ stageDefaults.{{ $key }}
 {{- $media := $root.Values.media -}}
 {{- include "stagemesh.checkVolumeNames" (list "media.volumes" $media.volumes) -}}
 {{- include "stagemesh.checkMounts" (list "media.volumeMounts" $media.volumeMounts "media.volumes" $media.volumes) -}}
+{{- $jobs := $root.Values.jobs -}}
+{{- include "stagemesh.checkVolumeNames" (list "jobs.volumes" $jobs.volumes "database") -}}
+{{- include "stagemesh.checkMounts" (list "jobs.volumeMounts" $jobs.volumeMounts "jobs.volumes" $jobs.volumes "/var/lib/stagemesh/jobs") -}}
 {{- end -}}
 
-{{/* Arguments: (list path volumes). */}}
+{{/* Arguments: (list path volumes [names]), with the names of further volumes of the chart. */}}
 {{- define "stagemesh.checkVolumeNames" -}}
-{{- $names := list "config" "tmp" "home" "shm" "models" -}}
+{{- $names := concat (list "config" "tmp" "home" "shm" "models") (slice . 2) -}}
 {{- range $index, $volume := index . 1 -}}
   {{- if has $volume.name $names -}}
     {{- fail (printf "%s[%d].name is %q, which another volume of the pod has; choose another name" (index $ 0) $index $volume.name) -}}
@@ -570,13 +574,13 @@ stageDefaults.{{ $key }}
 {{- end -}}
 {{- end -}}
 
-{{/* Arguments: (list path mounts volumesPath volumes). */}}
+{{/* Arguments: (list path mounts volumesPath volumes [paths]), with further paths at which the chart mounts volumes. */}}
 {{- define "stagemesh.checkMounts" -}}
 {{- $names := list -}}
 {{- range index . 3 -}}
   {{- $names = append $names .name -}}
 {{- end -}}
-{{- $paths := list "/etc/stagemesh" "/tmp" "/var/lib/stagemesh" "/dev/shm" "/var/lib/stagemesh/models" -}}
+{{- $paths := concat (list "/etc/stagemesh" "/tmp" "/var/lib/stagemesh" "/dev/shm" "/var/lib/stagemesh/models") (slice . 4) -}}
 {{- range $index, $mount := index . 1 -}}
   {{- if not (has $mount.name $names) -}}
     {{- fail (printf "%s[%d].name is %q, but %s has no volume of this name; add it there" (index $ 0) $index $mount.name (index $ 2)) -}}
@@ -593,6 +597,9 @@ stageDefaults.{{ $key }}
 {{- $folder := include "stagemesh.hasMedia" $root | trimPrefix "file://" -}}
 {{- if hasPrefix "/" $folder -}}
   {{- $mounts := dict "media.volumeMounts" $root.Values.media.volumeMounts -}}
+  {{- if $root.Values.jobs.enabled -}}
+    {{- $_ := set $mounts "jobs.volumeMounts" $root.Values.jobs.volumeMounts -}}
+  {{- end -}}
   {{- range $name, $stage := (index . 1).stages -}}
     {{- $_ := set $mounts (printf "stages.%s.volumeMounts" $name) $stage.volumeMounts -}}
   {{- end -}}
@@ -612,7 +619,7 @@ stageDefaults.{{ $key }}
 
 {{- define "stagemesh.rule.labels" -}}
 {{- $values := (index . 0).Values -}}
-{{- $labels := dict "commonLabels" $values.commonLabels "orchestrator.podLabels" $values.orchestrator.podLabels "media.podLabels" $values.media.podLabels "gateway.podLabels" $values.gateway.podLabels -}}
+{{- $labels := dict "commonLabels" $values.commonLabels "orchestrator.podLabels" $values.orchestrator.podLabels "media.podLabels" $values.media.podLabels "gateway.podLabels" $values.gateway.podLabels "jobs.podLabels" $values.jobs.podLabels -}}
 {{- range $name, $group := (index . 1).groups -}}
   {{- $_ := set $labels (include "stagemesh.podPath" (list (index $ 0) (index $ 1) $name "podLabels")) $group.podLabels -}}
 {{- end -}}
@@ -652,6 +659,23 @@ stageDefaults.{{ $key }}
 {{- end -}}
 {{- if and $gateway.forwardTokens (not (include "stagemesh.tokens" (index . 0) | fromJson)) -}}
 {{- fail "gateway.forwardTokens is true, but tls.tokens names no tokens that the orchestrators accept; set tls.tokens.secret or tls.tokens.keys, or gateway.forwardTokens: false" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.jobs" -}}
+{{- $root := index . 0 -}}
+{{- $jobs := $root.Values.jobs -}}
+{{- if and $jobs.enabled (not (include "stagemesh.hasMedia" $root)) -}}
+{{- fail "jobs.enabled is true, but pipeline.media.store is not set, in which the results of jobs are stored; set pipeline.media.store, or jobs.enabled: false" -}}
+{{- end -}}
+{{- if and $jobs.enabled (contains "${" (toJson $root.Values.pipeline.media)) -}}
+{{- fail "jobs.enabled is true, but pipeline.media has a variable, which job servers do not know; write the value, or take credentials from jobs.env, media.env and stageDefaults.env" -}}
+{{- end -}}
+{{- if and $jobs.enabled (gt (int $jobs.replicas) 1) (not $jobs.databaseSecret) -}}
+{{- fail (printf "jobs.replicas is %v, but only one pod can use a SQLite file; set jobs.databaseSecret to a Secret with the URL of a PostgreSQL database, or jobs.replicas: 1" $jobs.replicas) -}}
+{{- end -}}
+{{- if and $jobs.databaseSecret $jobs.sqlite.claim -}}
+{{- fail "jobs.databaseSecret and jobs.sqlite.claim are both set; keep one of them" -}}
 {{- end -}}
 {{- end -}}
 

@@ -47,7 +47,9 @@ END = 0
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
     model = write_tiny_model(tmp_path_factory.mktemp("tiny"))
-    engine = VllmEngine(stage_config("vllm", model=str(model), options={**OPTIONS, "checkpoint_tokens": 1}))
+    # vLLM's attention in bfloat16 ends with an illegal instruction on some virtual machines with AMX.
+    options = {**OPTIONS, "checkpoint_tokens": 1, "dtype": "float32"}
+    engine = VllmEngine(stage_config("vllm", model=str(model), options=options))
     await engine.start(lambda _: None)
     yield engine
     await engine.close()

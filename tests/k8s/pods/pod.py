@@ -170,6 +170,11 @@ class Pod:
         """Creates a volume in the pod's mount namespace. Returns its folder."""
         if "hostPath" in volume:
             return str(volume["hostPath"]["path"])
+        if "persistentVolumeClaim" in volume:
+            claim = self._folder.parent / f"claim-{volume['persistentVolumeClaim']['claimName']}"
+            claim.mkdir(exist_ok=True)
+            claim.chmod(0o777)
+            return str(claim)
         folder = f"{self._folder}/volumes/{volume['name']}"
         if "emptyDir" in volume:
             limit = volume["emptyDir"].get("sizeLimit")

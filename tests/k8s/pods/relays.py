@@ -72,8 +72,21 @@ COMPATIBLE = Generation(source_bytes=28, relay_bytes=14, frame_count=7, start_s=
 INCOMPATIBLE = Generation(source_bytes=36, relay_bytes=18, frame_count=9, speaks=True, start_s=5.0)
 
 
+_STORE = "/media"
+_SHARED = {
+    "volumes": [{"name": "media", "persistentVolumeClaim": {"claimName": "media"}}],
+    "volumeMounts": [{"name": "media", "mountPath": _STORE}],
+}
+
+
 def release(
-    generation: Generation, *, replicas: int = 1, tls: bool = False, tokens: str = "", gateway: Manifest | None = None
+    generation: Generation,
+    *,
+    replicas: int = 1,
+    tls: bool = False,
+    tokens: str = "",
+    gateway: Manifest | None = None,
+    jobs: Manifest | None = None,
 ) -> list[Manifest]:
     """Returns the objects of a release.
 
@@ -81,11 +94,12 @@ def release(
     - With `tls`, pods have certificates.
     - `tokens` is the Secret with the tokens that the orchestrators accept.
     - `gateway` has the settings of the gateways. If it is None, there are none.
+    - `jobs` has the settings of the job server, whose store is the claim `media`. If it is None, there is none.
     """
     pipeline = generation.pipeline()
     for stage in ("relay", "frames"):
         pipeline["stages"][stage]["group"] = GROUP
-    values = {
+    values: Manifest = {
         "pipeline": pipeline,
         "orchestrator": {"drainSeconds": 20, "env": _THREADS},
         "stageDefaults": {"replicas": replicas, "drainSeconds": 20, "env": _THREADS, "ucx": {"UCX_TLS": "tcp"}},
@@ -93,4 +107,9 @@ def release(
         "tls": {"enabled": tls, "issuer": {"name": "authority" if tls else ""}, "tokens": {"secret": tokens}},
         "gateway": {"enabled": gateway is not None, **(gateway or {})},
     }
+    if jobs is not None:
+        pipeline["media"] = {"store": _STORE}
+        values["stageDefaults"] |= _SHARED
+        values["media"] = _SHARED
+        values["jobs"] = {"enabled": True, **_SHARED, **jobs}
     return render(values)

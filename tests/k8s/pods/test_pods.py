@@ -5,6 +5,7 @@ import random
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -29,8 +30,10 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")
 ORCHESTRATOR = f"{RELEASE}-orchestrator"
 STAGES = (f"{RELEASE}-source", f"{RELEASE}-{GROUP}")
 GATEWAY = {"replicas": 1, "httpsSecret": f"{RELEASE}-gateway-tls"}
+SPEAKING = replace(OLD, speaks=True)
 COMPLETION = {"model": "relays", "prompt": "hello", "seed": 1, "max_tokens": 8}
 _CLIENTS = 4
+_JOB_S = 60.0
 _PARTITION_S = 10.0
 _LATCHED_S = 11.0
 """The time after which a ready stage no longer needs the verdict of orchestrators, with a margin of a second."""
@@ -149,6 +152,29 @@ async def test_a_gateway_forwards_the_tokens_of_its_callers(tmp_path: Path) -> N
                 ]
             assert statuses == [200, 401, 401]
             assert not cluster.failures
+
+
+async def test_a_job_server_runs_a_job_with_a_certificate_of_its_own_and_stores_its_outputs(tmp_path: Path) -> None:
+    async with Cluster(tmp_path) as cluster:
+        with cluster.logged():
+            endpoint = await cluster.outside(f"{RELEASE}-jobs", "grpc")
+            await cluster.apply(release(SPEAKING, tls=True, jobs={"endpoint": endpoint}))
+            await cluster.until_settled()
+            server = (await cluster.outside(ORCHESTRATOR, "grpc")).replace("127.0.0.1", "localhost")
+            request = requests(3, count=1, steps=(8, 8))[0]
+            async with AsyncClient(server, tls=cluster.authority.issue(tmp_path / "user", ["client/user"])) as client:
+                job = await client.jobs.submit(
+                    request.prompt, outputs=["text", "audio"], seed=request.seed, max_tokens=request.steps
+                )
+                async with asyncio.timeout(_JOB_S):
+                    job = [each async for each in client.jobs.watch(job.job_id)][-1]
+            assert not cluster.failures
+    assert (job.state, job.caller, job.attempts) == ("succeeded", "user", 1)
+    outputs = {each.name: each for each in job.outputs}
+    assert outputs["text"].text.encode() == SPEAKING.outputs(request)["text"]
+    (file,) = outputs["audio"].files
+    assert (tmp_path / "claim-media" / file.uri.removeprefix("file:///media/")).stat().st_size == file.size_bytes
+    assert (tmp_path / f"claim-{RELEASE}-jobs" / "relays.sqlite3").exists()
 
 
 async def test_no_request_fails_while_stages_grow_to_three_replicas_and_shrink_again(shared: Cluster) -> None:

@@ -47,10 +47,17 @@
     {{- $_ := set $config "media_server_name" $host -}}
   {{- end -}}
 {{- end -}}
+{{- if $root.Values.jobs.enabled -}}
+  {{- $host := include "stagemesh.serviceHost" (list $root (printf "%s-jobs" $fullname)) -}}
+  {{- $_ := set $config "jobs_endpoint" ($root.Values.jobs.endpoint | default (printf "%s:7795" $host)) -}}
+  {{- if $root.Values.tls.enabled -}}
+    {{- $_ := set $config "jobs_server_name" $host -}}
+  {{- end -}}
+{{- end -}}
 {{- toPrettyJson $config -}}
 {{- end -}}
 
-{{/* The tokens that the orchestrators accept, as JSON. Empty if there are none. */}}
+{{/* The tokens that the orchestrators and the job servers accept, as JSON. Empty if there are none. */}}
 {{- define "stagemesh.tokens" -}}
 {{- $given := .Values.tls.tokens -}}
 {{- $tokens := dict -}}

@@ -331,13 +331,13 @@ class RequestRun:
             key = EdgeKey(self._request.choice_id, edge.name, attempt)
             async with planes.open_outlet(key, state.replica) as outlet:
                 notes = state.notes
-                if self._record.timeline.trace is not None:
+                if self._record.timeline.trace is not None and notes is not None:
                     outlet.chunks.trace = StepTrace("", began_s=notes.began_s)
                 try:
                     await stream.send(outlet, edge)
                 finally:
                     self._record.timeline.note_input(outlet.usage)
-                    if outlet.chunks.trace is not None:
+                    if outlet.chunks.trace is not None and notes is not None:
                         notes.note_input(outlet.chunks.trace)
         except StagemeshError as exc:
             # A step that ends with an error rejects its input. The error that the step reports is more precise.

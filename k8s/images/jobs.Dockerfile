@@ -1,0 +1,53 @@
+# A job server, and the command line. It contains no torch, no shell and no package manager.
+# Build it at the root of the repository. Pin both bases by digest, because a tag can move:
+#   --build-arg BUILD_BASE_DIGEST=sha256:… --build-arg BASE_DIGEST=sha256:…
+# Both bases must have the same Python at the same path: the environment of the first is copied into the second.
+ARG BUILD_BASE=docker.io/library/debian:12.11-slim
+ARG BUILD_BASE_DIGEST
+# This repository has no tags for versions. Only a digest pins it.
+ARG BASE=gcr.io/distroless/python3-debian12:nonroot
+ARG BASE_DIGEST
+
+FROM ${BUILD_BASE}${BUILD_BASE_DIGEST:+@${BUILD_BASE_DIGEST}} AS dependencies
+# The base fixes the release of Debian. A pinned version would disappear from it with the next security update.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends python3-pip python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /build
+COPY requirements/jobs.txt requirements/
+# numpy contains its tests, 17 MB.
+RUN python3 -m venv --without-pip /opt/stagemesh \
+    && python3 -m pip --python /opt/stagemesh install --no-cache-dir --no-deps --requirement requirements/jobs.txt \
+    && find /opt/stagemesh -type d -name tests -prune -exec rm -r {} +
+
+# A layer of its own, so that a new version of Stagemesh does not transfer its dependencies again.
+FROM dependencies AS project
+COPY . .
+RUN PIP_CONSTRAINT=requirements/dev.txt \
+    python3 -m pip --python /opt/stagemesh install --no-cache-dir --no-deps --prefix /project .
+
+FROM ${BASE}${BASE_DIGEST:+@${BASE_DIGEST}}
+ARG BASE
+ARG BASE_DIGEST=unknown
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+ARG SOURCE=unknown
+LABEL org.opencontainers.image.title="stagemesh-jobs" \
+      org.opencontainers.image.description="A job server of Stagemesh, which runs requests that survive restarts" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.source="${SOURCE}" \
+      org.opencontainers.image.base.name="${BASE}" \
+      org.opencontainers.image.base.digest="${BASE_DIGEST}"
+COPY --from=dependencies /opt/stagemesh /opt/stagemesh
+COPY --from=project /project /opt/stagemesh
+ENV PATH=/opt/stagemesh/bin:/usr/local/bin:/usr/bin:/bin \
+    HOME=/var/lib/stagemesh \
+    STAGEMESH_HOME=/var/lib/stagemesh
+WORKDIR /var/lib/stagemesh
+USER 10001:10001
+EXPOSE 7795
+# `stagemesh serve jobs` replaces itself with the server, which therefore is process 1 and receives SIGTERM.
+ENTRYPOINT ["stagemesh"]
