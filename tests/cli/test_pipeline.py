@@ -11,7 +11,7 @@ def _run(*arguments: str) -> Ran:
 
 def test_a_valid_pipeline_is_reported_as_valid(tiny: Path) -> None:
     ran = _run("validate", str(tiny))
-    assert (ran.exit_code, "tiny is valid (2 stages, 1 edges, 1 outputs)" in ran.stdout) == (0, True)
+    assert (ran.exit_code, "tiny is valid (2 stages, 1 edge, 1 output)" in ran.stdout) == (0, True)
 
 
 def test_a_mistake_is_shown_with_file_and_line(tiny: Path) -> None:

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.timeout(420)
 
 JOBS = 50
 VICTIMS = ("jobs", "orchestrator", "gateway", "writer-0", "tuner-0", "singer-0")
-KILLS = 12
-STEPS = 100
+KILLS = 10
+STEPS = 60
 """The steps of a job, each of which takes 20 ms."""
 
 
@@ -111,7 +111,7 @@ def _check_result(client: Client, job: Job, prompt: str, folder: Path) -> None:
 def test_a_watch_resumes_after_a_restart_of_the_job_server(up: Deployment) -> None:
     states: list[str] = []
     with patient_client(up) as client:
-        client.jobs.submit("hello", request_id="watched", max_tokens=500)
+        client.jobs.submit("hello", request_id="watched", max_tokens=200)
         begun = threading.Event()
 
         def watch() -> None:

@@ -44,7 +44,9 @@ def copied(folder: Path, to: Path) -> Path:
 def test_the_mel_spectrogram_is_that_of_the_reference(tiny_qwen3_tts_base: Path, seconds: float) -> None:
     speaker = load_speaker_encoder(tiny_qwen3_tts_base, device=torch.device("cpu"))
     spectrogram = speaker.convert(torch.from_numpy(synthesize_voice(seconds))).numpy()
-    np.testing.assert_allclose(spectrogram[::MEL_STRIDE], golden(seconds, "mel"), atol=1e-4, rtol=0)
+    amplitudes, expected = np.exp(spectrogram[::MEL_STRIDE]), np.exp(golden(seconds, "mel"))
+    # Processors round Fourier transforms differently, which the logarithm enlarges where there is nearly no sound.
+    np.testing.assert_allclose(amplitudes, expected, atol=1e-7 * expected.max(), rtol=1e-4)
 
 
 @pytest.mark.parametrize("seconds", SECONDS)
