@@ -6,8 +6,8 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -126,7 +126,11 @@ async def _gateway(cluster: Cluster, folder: Path) -> AsyncIterator[Callable[...
     trusted = ssl.create_default_context(cafile=cluster.authority.issue(folder / "user", ["client/user"]) / CA)
     # An asynchronous client would leave connections that end only with the server.
     with httpx.Client(verify=trusted, timeout=30, base_url=f"https://{endpoint}/v1") as client:
-        yield partial(asyncio.to_thread, client.post)
+
+        async def post(path: str, **arguments: Any) -> httpx.Response:
+            return await asyncio.to_thread(client.post, path, **arguments)
+
+        yield post
 
 
 async def test_a_gateway_answers_with_a_certificate_of_its_own(tmp_path: Path) -> None:
