@@ -10,9 +10,11 @@ from typing import Any
 import openai
 import pytest
 
+from stagemesh.common import settings
 from stagemesh.common.exit_codes import ExitCode
 from tests.cli.added_connector import NUMBER, add_connector
 from tests.cli.commands import COMMAND, stagemesh
+from tests.gateway.sounds import tone, wav
 from tests.launcher.processes import ended
 
 
@@ -100,15 +102,21 @@ async def test_a_second_up_on_the_same_port_reports_the_port(tiny: Path) -> None
     assert "--port" in ran.stderr
 
 
-async def test_ctrl_c_stops_a_gateway_that_has_answered(tiny: Path) -> None:
+async def test_ctrl_c_stops_a_gateway_that_has_answered(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAGEMESH_HOME", str(tmp_path / "home"))
     async with _up(tiny, "--gateway", "127.0.0.1:0") as up:
         async with openai.AsyncOpenAI(base_url=up.gateway_url, api_key="none", max_retries=0, timeout=30) as client:
             answer = await client.completions.create(model="tiny", prompt="hello", seed=1)
+            sample = ("ada.wav", wav(tone(1.5)))
+            voice = await client.audio.voices.create(name="ada", audio_sample=sample, consent="form-17")
         up.process.send_signal(signal.SIGINT)
         assert await up.process.wait() == 0
         assert sorted(up.children) == ["first-0", "gateway", "orchestrator", "second-0"]
         assert [await _gone(child) for child in up.children.values()] == [True] * 4
     assert answer.choices[0].text.startswith("Step 0 is ")
+    assert (settings.voices_dir() / "everyone" / voice.id).is_dir()
 
 
 async def test_the_url_of_a_gateway_is_printed(tiny: Path) -> None:

@@ -44,6 +44,11 @@ def jobs_database(pipeline: str) -> Path:
     return home() / "jobs" / f"{pipeline}.sqlite3"
 
 
+def voices_dir() -> Path:
+    """Returns the folder in which the gateway of `stagemesh up` stores the voices that callers create."""
+    return home() / "voices"
+
+
 def find_model(name: str) -> Path | None:
     """Returns the absolute path of a model's folder or file, or None if no such model exists.
 

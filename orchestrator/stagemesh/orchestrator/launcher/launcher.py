@@ -245,7 +245,8 @@ class Launcher:
         if self._metrics:
             self.metrics_endpoints[_GATEWAY] = endpoint
         tls = self._certify(folder, _GATEWAY, "client")
-        config = GatewayConfig(endpoint, [[self.endpoint]], tls=tls, parent_pid=os.getpid())
+        voices = str(settings.voices_dir())
+        config = GatewayConfig(endpoint, [[self.endpoint]], tls=tls, voices=voices, parent_pid=os.getpid())
         command = _command("stagemesh.gateway", folder.write_config(_GATEWAY, dump_config(config)))
         return (ProcessSpec(_GATEWAY, "", endpoint, command, folder.log_path(_GATEWAY), probe_http(endpoint)),)
 
