@@ -237,7 +237,9 @@ def _load(group: str, name: str, kind: type[_Descriptor]) -> _Descriptor:
         descriptor = entry.load()
     except Exception as exc:
         text = f"{where}: entry point {entry.value!r} cannot be loaded: {type(exc).__name__}: {exc}"
-        raise _broken(f"{text}; correct the package, or remove it") from exc
+        raise _broken(
+            f"{text}; install the package again if its entry points have changed, correct it, or remove it"
+        ) from exc
     if not isinstance(descriptor, kind):
         raise _broken(f"{where}: {entry.value} is {type(descriptor).__name__}; it must be a {kind.__name__}")
     return descriptor

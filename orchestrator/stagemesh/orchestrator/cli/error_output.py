@@ -127,14 +127,14 @@ def _remedy(error: StagemeshError) -> str:
         return _REMEDIES[error.reason]
     if isinstance(error, UnavailableError) and "peer" in error.metadata:
         return (
-            "start the pipeline with `stagemesh up speech`, or set the orchestrator's address with --server HOST:PORT "
-            "or --context NAME"
+            "start the pipeline, for example with `stagemesh up speech`, or set the orchestrator's address with "
+            "--server HOST:PORT or --context NAME"
         )
     if isinstance(error, DeadlineError):
         return "increase --timeout SECONDS"
     if error.retry_after_s is not None:
         return f"try again in {error.retry_after_s:.1f} s"
-    if _LOG.search(error.message):
+    if error.reason != "UNKNOWN_LOG" and _LOG.search(error.message):
         command = " ".join(filter(None, ("stagemesh logs", error.metadata.get("replica", ""))))
         return f"`{command}` shows the log, if `stagemesh up` runs the pipeline on this machine"
     return ""
