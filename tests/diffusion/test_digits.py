@@ -1,5 +1,6 @@
 """End-to-end test of the digits pipeline: three services draw digits, and a classifier reads them."""
 
+import base64
 import io
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,12 +10,17 @@ import pytest
 from examples.digits.classifier import read
 from examples.digits.prompts import NAMES, prompt
 from PIL import Image
+from playwright.async_api import Page, expect
 
 from stagemesh.client import Client
 from tests.deployment import Deployment, deployed
+from tests.gateway.making import serving
+from tests.gateway.page import conftest as browsing
+from tests.gateway.page.visiting import answer, send
 
 pytestmark = pytest.mark.timeout(240)
 
+page = browsing.page
 PIPELINE = Path("examples/digits/pipeline.yaml")
 A_DIGIT = 8
 ENOUGH = 76
@@ -38,3 +44,18 @@ def test_eighty_digits_are_read_as_prompted(up: Deployment) -> None:
     assert {image.size for image in images} == {(32, 32)}
     right = sum(read == wanted for read, wanted in zip(read(images), digits, strict=True))
     assert right >= ENOUGH
+
+
+async def test_the_page_of_the_gateway_shows_a_digit(up: Deployment, page: Page) -> None:
+    async with serving(up.endpoint) as address:
+        await page.goto(f"http://{address}/")
+        images = list[Image.Image]()
+        # The page chooses no seed, and a few digits cannot be read.
+        for number in range(1, 4):
+            await send(page, prompt(7))
+            await expect(page.get_by_role("article", name="Answer")).to_have_count(number)
+            await expect(answer(page)).to_have_attribute("aria-busy", "false")
+            source = await answer(page).get_by_role("img", name=prompt(7)).get_attribute("src") or ""
+            images.append(Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))))
+        await page.close()
+    assert read(images).count(7) >= 2

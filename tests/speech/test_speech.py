@@ -16,12 +16,15 @@ import numpy.typing as npt
 import openai
 import pytest
 import websockets
+from playwright.async_api import Page, expect
 
 from stagemesh.client import AudioChunk, Result, StageArguments, Text, WavWriter
 from stagemesh.client.responses import ResultBuilder
 from stagemesh.common.errors import InvalidRequestError
 from tests.deployment import Deployment, deployed, eventually
 from tests.gateway.making import client, gateway, serving
+from tests.gateway.page import conftest as browsing
+from tests.gateway.page import visiting
 from tests.gateway.test_realtime import Talker
 from tests.repository.code_blocks import read_blocks
 from tests.speech.whisper import transcribe, word_error_rate
@@ -37,6 +40,9 @@ PROMPTS = (
 TOPICS = ("river", "castle", "garden", "mountain", "kitchen", "library", "desert", "forest")
 SEED = 7
 MAX_TOKENS = 70
+PAGE_RATE_HZ = 24_000
+
+page = browsing.page
 
 # The fake pipelines of tests/system cover both connectors; here one run of most tests is enough.
 ON_ONE_CONNECTOR = pytest.mark.parametrize("speech", ["shm"], indirect=True)
@@ -315,3 +321,20 @@ async def test_the_gateway_speaks_a_text_while_it_is_written(speech: Deployment)
     samples = np.frombuffer(pcm, np.int16)
     assert len(samples) / 24_000 == pytest.approx(expected_s, abs=0.01)
     assert word_error_rate(text, transcribe(samples.astype(np.float32) / np.float32(32768), 24_000)) <= 0.10
+
+
+@ON_ONE_CONNECTOR
+async def test_the_page_of_the_gateway_speaks_and_is_interrupted(speech: Deployment, page: Page) -> None:
+    async with serving(speech.endpoint) as address:
+        await page.goto(f"http://{address}/")
+        await visiting.send(page, "Tell me everything about the sea.")
+
+        async def is_heard() -> bool:
+            return await visiting.samples(page, "heard") > PAGE_RATE_HZ // 2
+
+        await visiting.until(is_heard)
+        await page.keyboard.press("Escape")
+        await expect(visiting.answer(page).get_by_text("Interrupted")).to_be_visible()
+        assert PAGE_RATE_HZ // 2 < await visiting.samples(page, "heard") < await visiting.samples(page, "received")
+        assert await visiting.answer(page).locator(".text").inner_text()
+        await page.close()
