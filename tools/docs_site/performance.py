@@ -98,9 +98,9 @@ def _number(value: float) -> str:
 
 
 def _relate(figure: Figure) -> float | None:
-    """Returns the value relative to its goal, or the inverse if more is better. At most 1 meets the goal.
+    """Returns a ratio of the value and its goal that is at most 1 if the goal is met.
 
-    Returns None if there is no such ratio: without a goal, and for a goal of 0.
+    Returns None if the figure has no goal, or a goal of 0.
     """
     goal = float(figure.goal[2:] or 0)
     if goal <= 0 or figure.value < 0:

@@ -130,9 +130,10 @@ class _Server:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def describe(self) -> DescribePipelineResponse:
-        """Returns a description that is not old, or the last one if the orchestrators cannot be reached.
+        """Returns the description of the pipeline, at most `_FRESH_S` seconds old.
 
-        Raises the error of the orchestrators if there is no description, or if they reject the caller.
+        If the orchestrators cannot be reached, returns the last description. Raises their error if there is none, or if
+        they reject the caller.
         """
         async with self.lock:
             if self.description is None or time.monotonic() - self.described_s > _FRESH_S:

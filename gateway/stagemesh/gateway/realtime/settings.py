@@ -124,9 +124,9 @@ class Settings(StageBody):
 
     @property
     def forced_tools(self) -> Sequence[FunctionTool]:
-        """The tools of which the model must call one. Empty if it may answer without a call.
+        """The tools from which the model must choose one to call. Empty if it may answer without a call.
 
-        Raises ParameterError if there is no such tool.
+        Raises ParameterError if a call is forced and no tool can be called.
         """
         if not isinstance(self.tool_choice, NamedFunction) and self.tool_choice != "required":
             return ()

@@ -86,9 +86,10 @@ async def delete_voice(voice_id: str, request: Request) -> dict[str, Any]:
 
 
 async def find_created_voice(connection: HTTPConnection, name: str, model: Model) -> StoredVoice | None:
-    """Returns the voice that a caller created, or None if the model has a voice of this name, or may have it.
+    """Returns the voice of this name that the caller created.
 
-    Raises ParameterError if there is no voice of this name, or if the model clones no voices.
+    Returns None if the name is for the model's own option: the model lists it, or accepts any name and the caller has
+    created none. Raises ParameterError if neither knows the name, or if the model cannot clone the created voice.
     """
     if name in model.voices:
         return None

@@ -163,8 +163,8 @@ class Launcher:
     async def _fork_servers(self, folder: RunFolder) -> AsyncGenerator[Mapping[str | None, ForkServer]]:
         """Runs a fork server for each `preload` of the engines of the stages, by `preload`.
 
-        Stages of engines without `preload` have a server of their own, because imports may take long. Yields nothing on
-        other systems than Linux, which have no descriptors of processes.
+        Engines without `preload` share one, with the key None, so that their stages need not wait for the imports of
+        other engines. Runs no server on systems other than Linux, which have no descriptors of processes.
         """
         stages = [stage for stage in self._pipeline.stages.values() if not stage.is_external]
         preloads = sorted({_preload(stage) or "" for stage in stages}) if hasattr(os, "pidfd_open") else []
