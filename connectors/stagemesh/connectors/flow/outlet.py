@@ -123,6 +123,10 @@ class Outlet:
         The flow adds its own references to the packet's tickets. Raises the error that ended the flow, if the flow has
         ended, and InvalidChunkError if the policy would cut a packet with tickets.
         """
+        if self.transform is None and self._chunker is None:
+            # Without this case, every chunk would pass through three coroutines.
+            await self._send(packet)
+            return
         for part in self.transform.push(packet) if self.transform else (packet,):
             await self._cut(part)
 

@@ -346,9 +346,11 @@ class TokenLogprobs(NamedTuple):
     """The position of the sampled token's text in the task's whole text, in code points."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Emission:
     """The tensors that one engine step has produced. They are sent over the outgoing edges and to the client."""
+
+    # Not frozen, because an emission is created for every token and a frozen dataclass would be three times slower.
 
     packet: Packet
     logprobs: tuple[TokenLogprobs, ...] = ()

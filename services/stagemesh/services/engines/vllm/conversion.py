@@ -313,7 +313,8 @@ async def generate(
         )
         async with aclosing(generated) as outputs:
             async for output in outputs:
-                _check_end(output.outputs[0], request.task, stage=stage)
+                if output.outputs[0].finish_reason == "error":
+                    raise _end_error(request.task, stage=stage)
                 yield output
     except (EngineDeadError, EngineGenerateError) as exc:
         raise UnavailableError(f"stage {stage}: vLLM failed: {exc}", reason="ENGINE_FAILED") from exc
@@ -321,20 +322,20 @@ async def generate(
         raise InvalidRequestError(f"stage {stage}: vLLM rejects the request: {exc}") from exc
 
 
-def emission_of(output: CompletionOutput, request: EngineRequest) -> Emission | None:
-    """Returns an emission with the new text and tokens of an output, or None if the output has neither.
+def emission_of(output: CompletionOutput, request: EngineRequest, *, with_tokens: bool) -> Emission | None:
+    """Returns an emission with the new text of an output, or None if the output has none.
 
-    A packet with tokens also contains the text, even if the text is empty. A consumer of text and tokens therefore
+    If `with_tokens` is True, the emission also has the new tokens. A packet with tokens also contains the text, even if the text is empty. A consumer of text and tokens therefore
     needs only one packet.
     """
     logprobs, text_logprobs = request.logprobs.read(output) if request.logprobs is not None else ((), ())
-    tokens = list(output.token_ids) if is_wanted(request.task, TOKEN_IDS) else []
-    if not output.text and not tokens:
+    text, has_tokens = output.text, with_tokens and bool(output.token_ids)
+    if not text and not has_tokens:
         return None
-    tensors: dict[str, Array] = {TEXT: np.frombuffer(output.text.encode(), np.uint8)}
-    if not tokens:
+    tensors: dict[str, Array] = {TEXT: np.frombuffer(text.encode(), np.uint8)}
+    if not has_tokens:
         return Emission(Packet(tensors), text_logprobs=text_logprobs)
-    tensors[TOKEN_IDS] = np.array(tokens, np.int32)
+    tensors[TOKEN_IDS] = np.array(output.token_ids, np.int32)
     return Emission(Packet(tensors), logprobs, text_logprobs)
 
 
@@ -350,20 +351,18 @@ def emission_of_prompt(request: EngineRequest) -> Emission | None:
     return Emission(Packet({PROMPT_IDS: np.array(request.prompt.token_ids, np.int32)}))
 
 
-def _check_end(output: CompletionOutput, task: Task, *, stage: str) -> None:
-    """Raises an error if vLLM ended the request because of an error.
+def _end_error(task: Task, *, stage: str) -> InvalidRequestError | UnavailableError:
+    """Returns the error for a request that vLLM ended because of an error.
 
-    Raises InvalidRequestError if the request requires a structure, and UnavailableError otherwise.
+    It is an InvalidRequestError if the request requires a structure, and an UnavailableError otherwise.
     """
-    if output.finish_reason != "error":
-        return
     if task.sampling.structure is not None:
-        raise InvalidRequestError(
+        return InvalidRequestError(
             f"stage {stage}: no token fulfils {task.sampling.structure.kind}, or it is too large; simplify it, or omit "
             "bad_words",
             reason="INVALID_SAMPLING",
         )
-    raise UnavailableError(
+    return UnavailableError(
         f"stage {stage}: vLLM ended the request with an error; its own log has the cause", reason="ENGINE_FAILED"
     )
 

@@ -5,7 +5,7 @@ engine starts.
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager
 from pathlib import Path
@@ -69,11 +69,11 @@ class LoadMeter:
         """
         if not new_tokens:
             return
-        now_s = time.monotonic()
-        sample_s = min(1.0, now_s - self._last_token_s) * len(self._tokens_left)
+        now_s, tokens_left = time.monotonic(), self._tokens_left
+        sample_s = min(1.0, now_s - self._last_token_s) * len(tokens_left)
         self._token_s += _LOAD_SMOOTHING * (sample_s - self._token_s)
         self._last_token_s = now_s
-        self._tokens_left[name] = max(0, self._tokens_left[name] - new_tokens)
+        tokens_left[name] = max(0, tokens_left[name] - new_tokens)
 
     def end(self, name: str) -> None:
         """Removes the request `name`, which has finished or was aborted."""
@@ -160,7 +160,15 @@ class VllmEngine:
             await feature.start(llm)
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
-        from stagemesh.services.engines.vllm.conversion import emission_of_prompt, media_tokens
+        # Imported here and not in the loop, because even an import of a known module costs half a microsecond.
+        from stagemesh.services.engines.vllm.conversion import (
+            TOKEN_IDS,
+            emission_of,
+            emission_of_prompt,
+            finish_of,
+            is_wanted,
+            media_tokens,
+        )
 
         if task.max_steps is not None:
             raise UnsupportedError(f"stage {self._config.stage}: the vllm engine cannot pause")
@@ -170,9 +178,27 @@ class VllmEngine:
             if (emission := emission_of_prompt(request)) is not None:
                 yield emission
             usage = Usage(prompt_tokens=len(request.prompt.token_ids), media_tokens=media_tokens(request.prompt))
+            sampled, with_tokens = request.sampled, is_wanted(task, TOKEN_IDS)
+            # One loop without further generators and functions, because it runs for every token.
             async for output in outputs:
-                for event in self._events_of(output, request, hooks, usage):
-                    yield event
+                if not usage.steps:
+                    yield usage
+                completion, before = output.outputs[0], len(sampled)
+                sampled += completion.token_ids
+                usage.output_tokens = usage.steps = count = len(sampled)
+                self._meter.count(request.name, count - before)
+                if output.finished:
+                    self.control.count_prompt(output)
+                    request.kv_transfer_params = output.kv_transfer_params
+                    usage.cached_tokens = output.num_cached_tokens or 0
+                    usage.finish = finish_of(completion, request)
+                if (emission := emission_of(completion, request, with_tokens=with_tokens)) is not None:
+                    yield emission
+                if before // _PROGRESS_TOKENS != count // _PROGRESS_TOKENS:
+                    yield Progress(count)
+                for hook in hooks:
+                    for event in hook.observe(finished=output.finished):
+                        yield event
             for hook in hooks:
                 async with aclosing(hook.finish()) as events:
                     async for event in events:
@@ -325,38 +351,6 @@ class VllmEngine:
         outputs = generate(self.control.llm, request, adapter, stage=self._config.stage)
         held.push_async_callback(outputs.aclose)
         return request, hooks, outputs
-
-    def _events_of(
-        self, output: "RequestOutput", request: EngineRequest, hooks: Sequence[RequestHook], usage: Usage
-    ) -> Iterator[EngineEvent]:
-        """Yields the events of one output of vLLM, and updates `usage`."""
-        from stagemesh.services.engines.vllm.conversion import finish_of
-
-        if not usage.steps:
-            yield usage
-        yield from self._count_output(request, output)
-        usage.output_tokens = usage.steps = len(request.sampled)
-        if output.finished:
-            usage.cached_tokens = output.num_cached_tokens or 0
-            usage.finish = finish_of(output.outputs[0], request)
-        for hook in hooks:
-            yield from hook.observe(finished=output.finished)
-
-    def _count_output(self, request: EngineRequest, output: "RequestOutput") -> Iterator[EngineEvent]:
-        """Counts the tokens of one output of vLLM, and yields the output's emission and the request's progress."""
-        from stagemesh.services.engines.vllm.conversion import emission_of
-
-        tokens = output.outputs[0].token_ids
-        self._meter.count(request.name, len(tokens))
-        before = len(request.sampled)
-        request.sampled += tokens
-        request.kv_transfer_params = output.kv_transfer_params
-        if (emission := emission_of(output.outputs[0], request)) is not None:
-            yield emission
-        if before // _PROGRESS_TOKENS != len(request.sampled) // _PROGRESS_TOKENS:
-            yield Progress(len(request.sampled))
-        if output.finished:
-            self.control.count_prompt(output)
 
     async def _read_request(self, task: Task, held: AsyncExitStack) -> EngineRequest:
         """Checks a task and returns the request for vLLM. When `held` exits, the request's resources are

@@ -166,7 +166,8 @@ class StepCall:
         called when `take` has something to return.
         """
         self._where, self._on_change = where, on_change
-        self._head = stage_pb2.StepMessage(call=number).SerializeToString()
+        head = stage_pb2.StepMessage(call=number).SerializeToString()
+        self._event_head, self._ended_head = head + _EVENT, head + _ENDED
         self._journal: Journal[bytes] | None = None
         self._position = 0
         self._taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -202,11 +203,14 @@ class StepCall:
         if journal is None:
             return [self._end] if self._end else taken
         events, position = journal.items, self._position
-        while position < len(events) and (len(events[position]) <= max_bytes or (at_least_one and not taken)):
-            if len(events[position]) > MAX_MESSAGE_BYTES - _HEADER_BYTES:
-                self._stop(_too_large(events[position]))
+        while position < len(events):
+            event = events[position]
+            if len(event) > max_bytes and (taken or not at_least_one):
+                break
+            if len(event) > MAX_MESSAGE_BYTES - _HEADER_BYTES:
+                self._stop(_too_large(event))
                 return taken
-            taken.append(self._framed(_EVENT, events[position]))
+            taken.append(_framed(self._event_head, event))
             max_bytes -= len(taken[-1])
             position += 1
         self._position = position
@@ -231,12 +235,7 @@ class StepCall:
 
     def _ended(self, error: Exception | None) -> bytes:
         ended = stage_pb2.StepEnded(error=None if error is None else _error_of(error, self._where))
-        return self._framed(_ENDED, ended.SerializeToString())
-
-    def _framed(self, tag: bytes, field: bytes) -> bytes:
-        # The fields of a serialized message are serialized themselves, so that joining them needs no parser.
-        message = b"".join((self._head, tag, _varint(len(field)), field))
-        return b"".join((_MESSAGE, _varint(len(message)), message))
+        return _framed(self._ended_head, ended.SerializeToString())
 
 
 class StepSession:
@@ -373,8 +372,20 @@ class StepSession:
         return b"".join(responses)
 
 
+def _framed(head: bytes, field: bytes) -> bytes:
+    """Returns a serialized ExecuteStepsResponse with one StepMessage.
+
+    `head` contains the serialized fields of the StepMessage and the tag of its last field, whose content is `field`.
+    Joining serialized fields needs no parser.
+    """
+    size = _varint(len(field))
+    return b"".join((_MESSAGE, _varint(len(head) + len(size) + len(field)), head, size, field))
+
+
 def _varint(number: int) -> bytes:
     """Returns a number that is not negative in protobuf's encoding of variable length."""
+    if number < len(_SMALL_NUMBERS):
+        return _SMALL_NUMBERS[number]
     encoded = bytearray()
     while number > 0x7F:
         encoded.append(number & 0x7F | 0x80)
@@ -388,6 +399,8 @@ def _tag(message: Descriptor, field: str) -> bytes:
     return _varint(message.fields_by_name[field].number << 3 | 2)
 
 
+_SMALL_NUMBERS = [bytes((number,)) for number in range(0x80)]
+"""The encodings of the numbers that need one byte."""
 _MESSAGE = _tag(stage_pb2.ExecuteStepsResponse.DESCRIPTOR, "messages")
 _EVENT = _tag(stage_pb2.StepMessage.DESCRIPTOR, "event")
 _ENDED = _tag(stage_pb2.StepMessage.DESCRIPTOR, "ended")

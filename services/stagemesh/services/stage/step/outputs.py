@@ -57,29 +57,32 @@ class StreamedOutputs:
         packet: Packet,
         logprobs: Sequence[TokenLogprobs] = (),
         text_logprobs: Sequence[TokenLogprobs] = (),
-    ) -> Iterator[stage_pb2.ExecuteStepResponse]:
-        """Yields the parts that a packet's tensors form. `logprobs` are those of the packet's tokens, and
+    ) -> list[stage_pb2.ExecuteStepResponse]:
+        """Returns the parts that a packet's tensors form. `logprobs` are those of the packet's tokens, and
         `text_logprobs` those of the tokens that begin in the packet's text.
 
         Raises UnsupportedError if a tensor does not fit in one message.
         """
+        parts: list[stage_pb2.ExecuteStepResponse] = []
         for name, emitted in self._emitted.items():
             tensor = packet.tensors.get(name)
             if tensor is None or not tensor.size:
                 continue
             match emitted.kind:
                 case "text":
-                    yield from self._text(name, self._decoders[name].decode(tensor.tobytes()), text_logprobs)
+                    if text := self._decoders[name].decode(tensor.tobytes()):
+                        parts.append(self._text(name, text, text_logprobs))
                 case "tokens":
-                    yield self._tokens(name, tensor, logprobs)
+                    parts.append(self._tokens(name, tensor, logprobs))
                 case "audio":
-                    yield from self._audio(name, tensor, emitted.sample_rate_hz)
+                    parts += self._audio(name, tensor, emitted.sample_rate_hz)
                 case "image":
-                    yield from self._image(name, tensor, preview=is_preview(packet))
+                    parts += self._image(name, tensor, preview=is_preview(packet))
                 case "media":
-                    yield from self._media(name, tensor, emitted.media_type)
+                    parts += self._media(name, tensor, emitted.media_type)
                 case "tensor":
-                    yield self._whole(name, tensor)
+                    parts.append(self._whole(name, tensor))
+        return parts
 
     def finish(self, finish: Finish | None) -> Iterator[stage_pb2.ExecuteStepResponse]:
         """Yields the last part of each output. If `finish` is None, because the run pauses, yields only remaining text.
@@ -101,14 +104,12 @@ class StreamedOutputs:
                     media.offset, media.last = self._lengths[name], True
             yield part
 
-    def _text(
-        self, name: str, text: str, logprobs: Sequence[TokenLogprobs] = ()
-    ) -> Iterator[stage_pb2.ExecuteStepResponse]:
-        if text:
-            part = self._next(name, len(text))
-            part.output.text = text
+    def _text(self, name: str, text: str, logprobs: Sequence[TokenLogprobs]) -> stage_pb2.ExecuteStepResponse:
+        part = self._next(name, len(text))
+        part.output.text = text
+        if logprobs:
             _add_logprobs(part.output, logprobs)
-            yield part
+        return part
 
     def _tokens(self, name: str, ids: Array, logprobs: Sequence[TokenLogprobs]) -> stage_pb2.ExecuteStepResponse:
         part = self._next(name, len(ids))
@@ -154,9 +155,10 @@ class StreamedOutputs:
 
         Building the output separately and then copying it would be slower, and every generated token requires a part.
         """
-        part = stage_pb2.ExecuteStepResponse()
-        part.output.name, part.output.position = name, self._lengths[name]
-        self._lengths[name] += length
+        part, position = stage_pb2.ExecuteStepResponse(), self._lengths[name]
+        output = part.output
+        output.name, output.position = name, position
+        self._lengths[name] = position + length
         return part
 
 

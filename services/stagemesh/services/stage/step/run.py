@@ -331,16 +331,23 @@ class StepRun:
 
     async def _compute(self, task: Task) -> None:
         events, outlets = self._engine.submit(task), self.edges.outlets
+        sent = self._spec.sent_tensors or frozenset()
+        sends_all = self._spec.makes_files or self._spec.sent_tensors is None
         self._with_engine = True
         try:
             async for event in events:
                 try:
                     # An engine that ignores the cancellation must not emit anything more.
-                    self._raise_cause()
+                    if self._cause is not None:
+                        raise self._cause
                     self.event_count += 1
-                    self._append_spans(at_least=_SPANS)
+                    if self._trace is not None:
+                        self._append_spans(at_least=_SPANS)
                     if isinstance(event, Emission):
-                        await self._emit(event, outlets)
+                        self._append_outputs(event)
+                        # Engines often emit what only the caller receives, such as text, in packets of their own.
+                        if sends_all or event.packet.tickets or not sent.isdisjoint(event.packet.tensors):
+                            await self._send(event.packet, outlets)
                     elif isinstance(event, Progress):
                         if self._progress.is_due(event):
                             progress = stage_pb2.StepProgress(steps=event.steps, total_steps=event.total_steps)
@@ -353,7 +360,7 @@ class StepRun:
                         self._usage = event
                 finally:
                     # The outlets have references of their own to the tickets that they have sent.
-                    if isinstance(event, Emission):
+                    if isinstance(event, Emission) and event.packet.tickets:
                         for ticket in event.packet.tickets.values():
                             ticket.release()
                     # Otherwise the packet would remain in memory while the engine computes the next one.
@@ -367,14 +374,10 @@ class StepRun:
             self._interruptible = True
         self._raise_cause()
 
-    async def _emit(self, emission: Emission, outlets: FanOut | None) -> None:
-        """Sends the tensors and tickets of one engine step to the caller and over the outgoing edges."""
-        packet = emission.packet
-        self._results.check(packet)
-        self._finite.check(packet, non_finite=emission.non_finite)
-        self._append_outputs(emission)
-        self._count_audio(packet)
-        add_rows(self._rows, packet)
+    async def _send(self, packet: Packet, outlets: FanOut | None) -> None:
+        """Sends the tensors and tickets of one engine step over the outgoing edges, and adds them to the step's
+        files.
+        """
         self._row_timer.emitted(self._rows)
         self._with_engine = False
         for output in await self._files.push(packet):
@@ -400,17 +403,22 @@ class StepRun:
             self._append(stage_pb2.ExecuteStepResponse(spans=self._trace.take(), ignorable=True))
 
     def _append_outputs(self, emission: Emission) -> None:
-        """Appends the outputs for callers to the journal. This happens before the packet is sent to edges, so that
-        callers do not wait for an edge's credit.
-        """
-        self._stopwatch.first_output()
-        for output in self._outputs.push(emission.packet, emission.logprobs, emission.text_logprobs):
-            self._append(output)
+        """Checks and counts the tensors of one engine step, and appends the outputs for callers to the journal.
 
-    def _count_audio(self, packet: Packet) -> None:
+        This happens before the packet is sent to edges, so that callers do not wait for an edge's credit. Runs for
+        every token of every request.
+        """
+        packet = emission.packet
+        self._results.check(packet)
+        if self._finite.checks or emission.non_finite:
+            self._finite.check(packet, non_finite=emission.non_finite)
+        self._stopwatch.first_output()
+        for output in self._outputs.push(packet, emission.logprobs, emission.text_logprobs):
+            self.journal.append(output.SerializeToString())
         for name, sample_rate_hz in self._sample_rates_hz.items():
             if name in packet.tensors:
                 self._audio_s += len(packet.tensors[name]) / sample_rate_hz
+        add_rows(self._rows, packet)
 
     def usage(self) -> request_pb2.Usage:
         """Returns the work that the run has done so far."""

@@ -186,9 +186,15 @@ class StepSpec:
     @property
     def wanted_tensors(self) -> frozenset[str] | None:
         """The names of the tensors that at least one edge or the caller requests. None means all tensors."""
+        sent = self.sent_tensors
+        return None if sent is None else self.streamed_tensors | sent
+
+    @property
+    def sent_tensors(self) -> frozenset[str] | None:
+        """The names of the tensors and tickets that at least one edge requests. None means all of them."""
         if any(not binding.tensors for binding in self.outputs):
             return None
-        return self.streamed_tensors.union(*(binding.tensors for binding in self.outputs))
+        return frozenset[str]().union(*(binding.tensors for binding in self.outputs))
 
     def wanted_rows(self, signature: Signature) -> TokenSelection:
         """Returns "last" if the engine needs to emit only the rows of the last tokens, otherwise "all".

@@ -78,7 +78,9 @@ class EmittedRows(RequestHook):
                 )
             )
             return
-        self._ready.append((self.next_position, {name: tensor[skipped:] for name, tensor in tensors.items()}))
+        if skipped:
+            tensors = {name: tensor[skipped:] for name, tensor in tensors.items()}
+        self._ready.append((self.next_position, tensors))
         self.next_position = position + count
         self._changed.fire()
 
@@ -103,11 +105,11 @@ class EmittedRows(RequestHook):
         while self._ready and self._ready[0][0] < before:
             position, tensors = self._ready.popleft()
             count = before - position
-            if position + _count(tensors) > before:
+            if _count(tensors) > count:
                 self._ready.appendleft((before, {name: tensor[count:] for name, tensor in tensors.items()}))
-            rows = {name: tensor[:count] for name, tensor in tensors.items()}
+                tensors = {name: tensor[:count] for name, tensor in tensors.items()}
             metadata = {"token_start": position, "prompt_tokens": len(self.request.prompt.token_ids)}
-            taken.append(Emission(Packet(rows, metadata)))
+            taken.append(Emission(Packet(tensors, metadata)))
         return taken
 
     async def finish(self) -> AsyncGenerator[Emission]:
