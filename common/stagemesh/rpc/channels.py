@@ -76,18 +76,20 @@ def named_options(options: ChannelOptions, server_name: str) -> ChannelOptions:
     return (*options, ("grpc.ssl_target_name_override", server_name)) if server_name else options
 
 
-def open_channel(endpoint: str, *, server_name: str = "", keepalive_s: float | None = None) -> grpc.aio.Channel:
+def open_channel(
+    endpoint: str, *, server_name: str = "", keepalive_s: float = 2.0, ping_timeout_s: float = 1.0
+) -> grpc.aio.Channel:
     """Opens and returns a channel to `endpoint` ("host:port"). The caller must close the channel.
 
     The channel uses the credentials of this process (`rpc.credentials`), or no TLS if it has none. `server_name` is the
     name in the server's TLS certificate, or empty if it is the host in `endpoint`.
 
-    `keepalive_s` is the number of seconds between keepalive pings. None stands for the default of two seconds, with
-    which a silent connection is detected within three seconds.
+    `keepalive_s` is the number of seconds between keepalive pings. A connection is closed if a ping is not answered
+    within `ping_timeout_s` seconds. By default, a silent connection is detected within three seconds.
     """
     options = dict[str, int | str](named_options(CHANNEL_OPTIONS, server_name))
-    if keepalive_s is not None:
-        options["grpc.keepalive_time_ms"] = round(1000 * keepalive_s)
+    options["grpc.keepalive_time_ms"] = round(1000 * keepalive_s)
+    options["grpc.keepalive_timeout_ms"] = options["grpc.http2.ping_timeout_ms"] = round(1000 * ping_timeout_s)
     return open_async(endpoint, PROCESS.credentials, list(options.items()))
 
 

@@ -37,6 +37,11 @@ _EXECUTE_STEPS = f"/{stage_pb2.DESCRIPTOR.services_by_name['StageService'].full_
 _LOAD_INTERVAL_S = 0.5
 _IDLE_INTERVAL_S = 30.0
 _DIAL_S = 1.0
+_KEEPALIVE_S, _PING_TIMEOUT_S = 0.4, 0.5
+"""A stopped or partitioned replica is detected within 1.5 seconds. A replica that answers late costs nothing, because
+its steps continue on a new connection. More frequent pings would use over two percent of a core for a hundred idle
+replicas.
+"""
 
 # The codes that gRPC itself reports if the replica or the connection fails. Errors of a service have a reason.
 _BROKEN = frozenset({Code.UNAVAILABLE, Code.CANCELLED, Code.UNKNOWN, Code.INTERNAL})
@@ -65,7 +70,12 @@ class ReplicaClient:
 
     def _open(self) -> None:
         self._certificates = PROCESS.credentials.version
-        self._channel = open_channel(self._endpoint, server_name=self._server_name)
+        self._channel = open_channel(
+            self._endpoint,
+            server_name=self._server_name,
+            keepalive_s=_KEEPALIVE_S,
+            ping_timeout_s=_PING_TIMEOUT_S,
+        )
         self._stub = stage_pb2_grpc.StageServiceStub(self._channel)
         self._watch_health = self._channel.unary_stream(
             "/grpc.health.v1.Health/Watch",

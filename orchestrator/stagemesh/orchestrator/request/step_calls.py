@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 ACCEPT_S = 5.0
 """Time limit for a replica to accept a step, in seconds."""
-REATTACH_S = 2.0
+REATTACH_S = 0.6
 """Time limit for reconnecting to an unreachable replica, in seconds.
 
 After this time, the replica's steps are run on other replicas. A replica retains the steps of a broken connection for
@@ -49,7 +49,7 @@ longer than this time.
 """
 DRAINED = "DRAINED"
 """The error reason of a step that was paused because its replica drains. The step continues on another replica."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.4
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.1
 _REBIND_S = 5.0
 _CANCEL_S = 5.0
 _BINDINGS_BYTES = 256 << 10
@@ -363,7 +363,6 @@ async def follow_step(replica: Replica, request: bytes, *, deadline_s: float, ta
     """
     loop = asyncio.get_running_loop()
     relay, broken_s = _EventRelay(take, stage=replica.stage), 0.0
-    backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
     while True:
         try:
             async with asyncio.timeout(ACCEPT_S) as relay.accept_timeout:
@@ -383,12 +382,9 @@ async def follow_step(replica: Replica, request: bytes, *, deadline_s: float, ta
                 raise
             if relay.has_events:
                 broken_s = 0.0
-                backoff.reset()
             broken_s = broken_s or loop.time()
-            if replica.end_cause is not None or loop.time() - broken_s >= REATTACH_S:
+            if not await _answers_again(replica, until_s=broken_s + REATTACH_S):
                 raise
-            await asyncio.sleep(backoff.next_s())
-            await _check_incarnation(replica, timeout_s=max(0.0, broken_s + REATTACH_S - loop.time()))
         else:
             if not relay.has_events:
                 raise _acceptance_missing(replica.stage)
@@ -430,15 +426,20 @@ def _acceptance_missing(stage: str) -> InternalError:
     return InternalError(f"stage {stage!r} did not report that it accepted the request; see its log")
 
 
-async def _check_incarnation(replica: Replica, *, timeout_s: float) -> None:
-    """Asks the replica's address for its incarnation. Raises the replica's end cause if the replica has ended.
+async def _answers_again(replica: Replica, *, until_s: float) -> bool:
+    """Returns whether the process of a replica that became unreachable answers before a time on the event loop's clock.
 
-    If a different process answers, the replica has ended. The step is unknown to the new process, which would start the
-    step from the beginning.
+    Returns False if the replica has ended. Raises the replica's end cause if a different process answers: the step is
+    unknown to this process, which would start the step from the beginning.
     """
-    with suppress(StagemeshError):
-        description = await replica.client.describe(timeout_s=timeout_s)
-        if description.incarnation != replica.incarnation:
+    loop, backoff = asyncio.get_running_loop(), Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
+    while replica.end_cause is None and (left_s := until_s - loop.time()) > 0:
+        await asyncio.sleep(min(left_s, backoff.next_s()))
+        with suppress(StagemeshError):
+            description = await replica.client.describe(timeout_s=max(0.0, until_s - loop.time()))
+            if description.incarnation == replica.incarnation:
+                return True
             replica.end(replica.loss("restarted while it ran the request", reason="REPLICA_RESTARTED"))
-    if replica.end_cause is not None:
-        raise replica.end_cause
+        if replica.end_cause is not None:
+            raise replica.end_cause
+    return False

@@ -325,8 +325,8 @@ async def generate(
 def emission_of(output: CompletionOutput, request: EngineRequest, *, with_tokens: bool) -> Emission | None:
     """Returns an emission with the new text of an output, or None if the output has none.
 
-    If `with_tokens` is True, the emission also has the new tokens. A packet with tokens also contains the text, even if the text is empty. A consumer of text and tokens therefore
-    needs only one packet.
+    If `with_tokens` is True, the emission also has the new tokens. A packet with tokens also contains the text, even if
+    the text is empty. A consumer of text and tokens therefore needs only one packet.
     """
     logprobs, text_logprobs = request.logprobs.read(output) if request.logprobs is not None else ((), ())
     text, has_tokens = output.text, with_tokens and bool(output.token_ids)

@@ -159,7 +159,7 @@ class VllmEngine:
         for feature in self._features:
             await feature.start(llm)
 
-    async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
+    async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:  # noqa: C901  # one loop, for speed
         # Imported here and not in the loop, because even an import of a known module costs half a microsecond.
         from stagemesh.services.engines.vllm.conversion import (
             TOKEN_IDS,
@@ -413,6 +413,8 @@ def prepare_environment() -> None:
         {
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            # On a CPU, oneDNN prepares a kernel for each number of tokens. It would retain 1,024 of up to 100 kB.
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",

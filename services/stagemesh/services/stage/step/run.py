@@ -330,9 +330,9 @@ class StepRun:
         return replace(resume_from, tensors=packets[0].tensors)
 
     async def _compute(self, task: Task) -> None:
-        events, outlets = self._engine.submit(task), self.edges.outlets
         sent = self._spec.sent_tensors or frozenset()
         sends_all = self._spec.makes_files or self._spec.sent_tensors is None
+        events, outlets = self._engine.submit(task), self.edges.outlets
         self._with_engine = True
         try:
             async for event in events:
@@ -348,16 +348,8 @@ class StepRun:
                         # Engines often emit what only the caller receives, such as text, in packets of their own.
                         if sends_all or event.packet.tickets or not sent.isdisjoint(event.packet.tensors):
                             await self._send(event.packet, outlets)
-                    elif isinstance(event, Progress):
-                        if self._progress.is_due(event):
-                            progress = stage_pb2.StepProgress(steps=event.steps, total_steps=event.total_steps)
-                            self._append(stage_pb2.ExecuteStepResponse(progress=progress))
-                    elif isinstance(event, Checkpoint):
-                        self._append_checkpoint(event)
-                    elif isinstance(event, Paused):
-                        self._paused = self._with_counts(event.checkpoint)
                     else:
-                        self._usage = event
+                        self._note(event)
                 finally:
                     # The outlets have references of their own to the tickets that they have sent.
                     if isinstance(event, Emission) and event.packet.tickets:
@@ -373,6 +365,20 @@ class StepRun:
             self._with_engine = False
             self._interruptible = True
         self._raise_cause()
+
+    def _note(self, event: Progress | Checkpoint | Paused | Usage) -> None:
+        """Processes an event of the engine that contains no tensors for callers and edges."""
+        match event:
+            case Progress():
+                if self._progress.is_due(event):
+                    progress = stage_pb2.StepProgress(steps=event.steps, total_steps=event.total_steps)
+                    self._append(stage_pb2.ExecuteStepResponse(progress=progress))
+            case Checkpoint():
+                self._append_checkpoint(event)
+            case Paused():
+                self._paused = self._with_counts(event.checkpoint)
+            case Usage():
+                self._usage = event
 
     async def _send(self, packet: Packet, outlets: FanOut | None) -> None:
         """Sends the tensors and tickets of one engine step over the outgoing edges, and adds them to the step's
