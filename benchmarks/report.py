@@ -44,6 +44,8 @@ class Processor:
     name: str
     count: int
     features: Sequence[str] = ()
+    gpus: Sequence[str] = ()
+    """The names of the machine's GPUs, if the benchmark has imported torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +105,13 @@ def _describe_processor() -> Processor:
     lines = _PROCESSORS.read_text().splitlines() if _PROCESSORS.exists() else []
     facts = {name.strip(): text.strip() for name, _, text in (line.partition(":") for line in lines)}
     flags = facts.get("flags", facts.get("Features", "")).split()
+    torch = sys.modules.get("torch")
+    gpus = range(torch.cuda.device_count()) if torch is not None else ()
     return Processor(
-        facts.get("model name", platform.machine()), os.cpu_count() or 1, [name for name in _FEATURES if name in flags]
+        facts.get("model name", platform.machine()),
+        os.cpu_count() or 1,
+        [name for name in _FEATURES if name in flags],
+        [torch.cuda.get_device_name(gpu) for gpu in gpus] if torch is not None else [],
     )
 
 

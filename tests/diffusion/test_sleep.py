@@ -133,7 +133,8 @@ async def test_a_sleeping_engine_frees_gpu_memory(large_model: Path, level: int)
     async with engine(large_model, device="cuda") as tested:
         expected = await image(tested)
         await controls_of(tested).sleep.sleep(level)
-        assert torch.cuda.memory_reserved() < 0.1 * WEIGHTS_BYTES
+        # torch keeps cuBLAS's workspace, which has 32 MiB on a Hopper GPU.
+        assert torch.cuda.memory_reserved() < 0.1 * WEIGHTS_BYTES + 32 * MIB
         await controls_of(tested).sleep.wake([])
         assert np.array_equal(await image(tested), expected)
 

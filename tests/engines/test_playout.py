@@ -173,6 +173,18 @@ def test_costs_are_averages_by_powers_of_two() -> None:
     assert costs.frame_audio_s == pytest.approx(5.4 / 27)
 
 
+def test_the_first_call_of_a_shape_counts_only_until_another_is_measured() -> None:
+    costs = CallCosts()
+    costs.add([4], took_s=0.7, audio_s=0.4)
+    assert costs.by_frames == {4: 0.7}
+    costs.add([4], took_s=0.01, audio_s=0.4)
+    assert costs.by_frames == {4: pytest.approx(0.01)}
+    costs.add([4, 4], took_s=0.5, audio_s=0.8)
+    assert costs.by_frames == {4: pytest.approx(0.01)}
+    costs.add([4, 4], took_s=0.02, audio_s=0.8)
+    assert costs.by_frames == {4: pytest.approx(0.012)}
+
+
 async def test_the_load_contains_the_costs_of_calls(streams: Streams) -> None:
     assert streams.engine.load().call_costs_s == {}
     await streams.say(1, 3)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import JsonValue
@@ -37,6 +38,8 @@ from tests.models.tiny_code2wav import (
 FRAMES = 120
 CODES = random_codes(FRAMES)
 TOLERANCE = 1e-5
+GPU_TOLERANCE = 1e-4
+"""A GPU sums in another order."""
 CUTTINGS = {
     "whole": [],
     "1": list(range(1, FRAMES)),
@@ -164,6 +167,31 @@ def test_streams_at_different_progress_share_batches(vocoder: CodecVocoder, whol
         heard = [np.concatenate([old, joined(new)]) for old, new in zip(heard, vocoder(calls), strict=True)]
     for samples in heard:
         assert_equal(samples, whole[: len(samples)])
+
+
+def test_a_filled_batch_sounds_as_an_exact_one(vocoder: CodecVocoder, whole: Samples) -> None:
+    filled = CodecVocoder(vocoder._decoder, batches=(1, 4))
+    states = [filled.open(seed=0, options={}) for _ in range(7)]
+    heard = [np.zeros(0, np.float32) for _ in states]
+    for packet in chunks(CODES, CUTTINGS["25"]):
+        made = filled([Call(state, packet) for state in states])
+        heard = [np.concatenate([old, joined(new)]) for old, new in zip(heard, made, strict=True)]
+    for state, samples in zip(states, heard, strict=True):
+        assert_equal(samples, whole)
+        assert state.frames == FRAMES
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_gives_the_samples_of_the_cpu(folder: Path, whole: Samples) -> None:
+    vocoder = load(folder, device="cuda", dtype="float32")
+    states = [vocoder.open(seed=0, options={}) for _ in range(5)]
+    heard = [np.zeros(0, np.float32) for _ in states]
+    for packet in chunks(CODES, CUTTINGS["25"]):
+        made = vocoder([Call(state, packet) for state in states])
+        heard = [np.concatenate([old, joined(new)]) for old, new in zip(heard, made, strict=True)]
+    for samples in heard:
+        np.testing.assert_allclose(samples, whole, atol=GPU_TOLERANCE, rtol=0)
 
 
 async def test_eight_requests_in_one_engine_sound_as_alone(engine: FunctionEngine, whole: Samples) -> None:

@@ -80,7 +80,8 @@ def _describe_processor(processor: Processor | None) -> str:
         return "a machine that the file does not describe"
     unit = "logical core" if processor.count == 1 else "logical cores"
     features = ", ".join(f"`{name}`" for name in processor.features)
-    return f"{processor.count} {unit} of {escape(processor.name)}" + (f" ({features})" if features else "")
+    host = f"{processor.count} {unit} of {escape(processor.name)}" + (f" ({features})" if features else "")
+    return " and ".join([*map(escape, processor.gpus), host])
 
 
 def _rows(figures: Sequence[Figure]) -> Iterator[tuple[str, str, str, str]]:

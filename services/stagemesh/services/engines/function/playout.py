@@ -63,7 +63,15 @@ class CallCosts:
 
     def __init__(self) -> None:
         self.by_frames: dict[int, float] = {}
-        """The moving average of the duration of calls, by their number of frames rounded up to a power of 2."""
+        """The moving average of the duration of calls, by their number of frames rounded up to a power of 2.
+
+        The first call of a shape takes up to twenty times as long as later ones, because libraries prepare their
+        kernels. It counts only until another call of this size was measured.
+        """
+        self._shapes: set[tuple[int, int]] = set()
+        """The shapes of all calls: the number of packets, and the maximum number of frames of a packet."""
+        self._settled: set[int] = set()
+        """The keys of `by_frames` whose calls had a known shape."""
         self._mean_s = 0.0
         self._frames, self._audio_s = 0, 0.0
 
@@ -78,10 +86,19 @@ class CallCosts:
         self._frames += sum(frames) if audio_s else 0
         self._audio_s += audio_s
         if most := max(frames):
-            size = 1 << (most - 1).bit_length()
-            former_s = self.by_frames.get(size, took_s)
-            self.by_frames[size] = former_s + EWMA_WEIGHT * (took_s - former_s)
-            self._mean_s += (took_s - self._mean_s) * (EWMA_WEIGHT if self._mean_s else 1.0)
+            self._add_duration(took_s, shape=(len(frames), most), size=1 << (most - 1).bit_length())
+
+    def _add_duration(self, took_s: float, *, shape: tuple[int, int], size: int) -> None:
+        is_known = shape in self._shapes
+        self._shapes.add(shape)
+        if size in self._settled and not is_known:
+            return
+        if is_known and size not in self._settled:
+            self._settled.add(size)
+            self.by_frames[size] = took_s
+        former_s = self.by_frames.get(size, took_s)
+        self.by_frames[size] = former_s + EWMA_WEIGHT * (took_s - former_s)
+        self._mean_s += (took_s - self._mean_s) * (EWMA_WEIGHT if self._mean_s else 1.0)
 
     def due_s(self, stream: AudioStream, *, now_s: float) -> float:
         """Returns the time at which a call for a stream is due: when the stream runs dry, or soon if it has not begun.
